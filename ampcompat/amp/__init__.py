@@ -1,0 +1,1 @@
+"""Mixed precision as ``apex.amp`` offered it."""
