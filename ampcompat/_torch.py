@@ -5,9 +5,90 @@ When a new torch breaks something, this is the file to mend.
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Final
 
 import torch
 from packaging.version import Version
 
 TORCH: Final = Version(torch.__version__.split("+")[0])
+
+# --- the dispatcher ---------------------------------------------------------------------------------------------------
+
+# Device types with an autocast key of their own. A torch that does not know a key yet leaves that device type out.
+_AUTOCAST_KEYS: Final = {
+    "cpu": "AutocastCPU",
+    "cuda": "AutocastCUDA",
+    "xpu": "AutocastXPU",
+    "mps": "AutocastMPS",
+    "hpu": "AutocastHPU",
+    "xla": "AutocastXLA",
+    "ipu": "AutocastIPU",
+    "mtia": "AutocastMTIA",
+    "maia": "AutocastMAIA",
+}
+
+
+def autocast_key(device_type: str) -> str | None:
+    """The dispatch key of autocast on ``device_type``; None where this torch has none."""
+    private = torch._C._get_privateuse1_backend_name()
+    key = "AutocastPrivateUse1" if device_type == private else _AUTOCAST_KEYS.get(device_type)
+    return key if key is not None and hasattr(torch._C.DispatchKey, key) else None
+
+
+def autocast_device_types() -> list[str]:
+    """The device types that this torch can autocast."""
+    return [device_type for device_type in _AUTOCAST_KEYS if autocast_key(device_type)]
+
+
+def aten_overloads(name: str) -> list[torch._ops.OpOverload]:
+    """The overloads of ``aten::name`` ("mm": its default one, "sum.dim_IntList": that one, "pow_.*": all, out= aside)."""
+    packet_name, _, wanted = name.partition(".")
+    packet = getattr(torch.ops.aten, packet_name, None)
+    if packet is None:
+        return []
+    if wanted == "*":
+        names = [n for n in packet.overloads() if "out" not in n.split("_") and "dimname" not in n.lower()]
+    else:
+        names = [n for n in packet.overloads() if n == (wanted or "default")]
+    return [getattr(packet, n) for n in names]
+
+
+def has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
+    """Whether something is registered for ``op`` at the dispatch key named ``key``."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key))
+
+
+def keys_excluded(key: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A factory of regions in which the dispatcher passes over ``key`` (in this thread), as native kernels do."""
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return functools.partial(torch._C._ExcludeDispatchKeyGuard, keys)
+
+
+def composite(op: torch._ops.OpOverload) -> Callable[..., Any]:
+    """The kernel of ``op`` that is made of other ops, below every rule for ``op`` itself."""
+    key = "CompositeImplicitAutograd"
+    if not has_kernel(op, key):
+        key = "CompositeExplicitAutograd"
+    return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
+
+
+class Registrations:
+    """Kernels on the dispatcher, all taken back by one :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+
+    def add(self, op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -> None:
+        """Make ``kernel`` the one for ``op`` at the dispatch key named ``key``."""
+        with warnings.catch_warnings():
+            # "Overriding a previously registered kernel": that is the intention.
+            warnings.simplefilter("ignore")
+            self._library.impl(op, kernel, key)
+
+    def close(self) -> None:
+        """Take every kernel back; what was there before is in force again. Idempotent."""
+        self._library._destroy()
