@@ -1,9 +1,9 @@
 """The kernels behind the rules: cast the arguments, then dispatch again below autocast.
 
-A kernel runs only while autocast is on for its device type, because its dispatch key is excluded otherwise; it reads the
-half dtype from autocast when it is called. So users' own autocast regions, checkpoint recomputation and threads get what
-they ask for, and nothing is paid while casts are off. Like native autocast, kernels cast float16, bfloat16 and float32
-tensors on their own device type and leave every other argument alone, float64 included.
+A kernel runs only while autocast is on for its device type, because its dispatch key is excluded otherwise; it reads
+the half dtype from autocast when it is called. So users' own autocast regions, checkpoint recomputation and threads get
+what they ask for, and nothing is paid while casts are off. Like native autocast, kernels cast float16, bfloat16 and
+float32 tensors on their own device type and leave every other argument alone, float64 included.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def left_kernel(op: torch._ops.OpOverload, device_type: str, key: str) -> Kernel
 def inplace_banned_kernel(op: torch._ops.OpOverload, device_type: str, key: str) -> Kernel:
     """An in-place op of the float list: a half left side is refused."""
     below = _torch.keys_excluded(key)
-    name = op.name().removeprefix("aten::").partition(".")[0]
+    name = _torch.op_name(op).removeprefix("aten::").partition(".")[0]
 
     def kernel(left: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if left.dtype in HALVES and left.device.type == device_type:
@@ -176,6 +176,6 @@ _MAKERS: Final[dict[Rule, Callable[[torch._ops.OpOverload, str, str], Kernel]]] 
 
 def make_kernel(rule: Rule, op: torch._ops.OpOverload, device_type: str, key: str) -> Kernel:
     """The kernel that applies ``rule`` to ``op`` at the autocast ``key`` of ``device_type``."""
-    if op.name() in ("aten::_softmax", "aten::_log_softmax"):
+    if _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax"):
         return softmax_kernel(op, device_type, key)
     return _MAKERS[rule](op, device_type, key)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat.amp import compiled, wrappers
 from ampcompat.amp.kernels import make_kernel
 from ampcompat.amp.overloads import Rule, planned
 
 
 @dataclass
 class Installed:
-    """What is on the dispatcher, by device type."""
+    """What is in force, by device type."""
 
     plans: dict[str, dict[torch._ops.OpOverload, Rule]] = field(default_factory=dict)
-    registrations: dict[str, _torch.Registrations] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack)
+
+    def lines(self) -> list[str]:
+        """The rules in words, one a line."""
+        return [f"{d} {_torch.op_name(op)} {rule.value}" for d, plan in self.plans.items() for op, rule in plan.items()]
 
 
 def installed() -> Installed:
@@ -37,27 +43,31 @@ def acquire(device_types: Iterable[str]) -> None:
         device_types: As in ``torch.device(...).type``.
     """
     rules = installed()
-    missing = [(d, key) for d in dict.fromkeys(device_types) if d not in rules.plans and (key := _torch.autocast_key(d))]
+    missing = [
+        (d, key) for d in dict.fromkeys(device_types) if d not in rules.plans and (key := _torch.autocast_key(d))
+    ]
     if not missing:
         return
-    if not rules.plans:
-        state.undo.callback(release)
-    for device_type, key in missing:
-        plan, registrations = planned(device_type, key), _torch.Registrations()
-        try:
-            for op, rule in plan.items():
+    first = not rules.plans
+    with ExitStack() as undo:
+        plans = {}
+        for device_type, key in missing:
+            plans[device_type] = planned(device_type, key)
+            registrations = _torch.Registrations()
+            undo.callback(registrations.close)
+            for op, rule in plans[device_type].items():
                 registrations.add(op, make_kernel(rule, op, device_type, key), key)
-        except BaseException:
-            registrations.close()
-            raise
-        rules.plans[device_type] = plan
-        rules.registrations[device_type] = registrations
+        if first:
+            undo.callback(wrappers.install())
+            state.undo.callback(release)
+        rules.undo.push(undo.pop_all())
+    rules.plans.update(plans)
+    compiled.bind(rules.lines())
 
 
 def release() -> None:
-    """Take all rules off the dispatcher. Idempotent."""
+    """Take all rules off again. Idempotent."""
     rules = installed()
-    for registrations in rules.registrations.values():
-        registrations.close()
-    rules.registrations.clear()
     rules.plans.clear()
+    compiled.unbind()
+    rules.undo.close()
