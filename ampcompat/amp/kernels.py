@@ -106,6 +106,17 @@ def promote_kernel(op: torch._ops.OpOverload, device_type: str, key: str) -> Ker
     return kernel
 
 
+def uncast_kernel(op: torch._ops.OpOverload, device_type: str, key: str) -> Kernel:
+    """All arguments as they are, where native autocast would cast them."""
+    below = _torch.keys_excluded(key)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with below():
+            return op(*args, **kwargs)
+
+    return kernel
+
+
 def left_kernel(op: torch._ops.OpOverload, device_type: str, key: str) -> Kernel:
     """An in-place op that demands one dtype: the others take that of the left side."""
     below = _torch.keys_excluded(key)
@@ -168,6 +179,7 @@ _MAKERS: Final[dict[Rule, Callable[[torch._ops.OpOverload, str, str], Kernel]]] 
     Rule.FLOAT: float_kernel,
     Rule.PROMOTE: promote_kernel,
     Rule.LEFT: left_kernel,
+    Rule.UNCAST: uncast_kernel,
     Rule.BANNED: banned_kernel,
     Rule.INPLACE_BANNED: inplace_banned_kernel,
     Rule.STATES: states_kernel,

@@ -54,3 +54,6 @@ INPLACE_BANNED: Final = (
     *("sinh_", "tan_", "pow_", "cumprod_", "cumsum_", "renorm_"),
 )
 """In-place forms of the float list: refuse a half left side, which cannot hold a float32 result."""
+
+UNCAST: Final = ("log1p",)
+"""On no list of apex, and run in the dtype they are given, as recorded from it; native CUDA autocast casts them."""
