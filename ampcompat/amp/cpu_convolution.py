@@ -19,6 +19,12 @@ from ampcompat._state import state
 Tensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
+def _rounded(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """``result`` in ``dtype`` and the strides of torch's half kernels, on which compiled graphs rely: 3-d contiguous."""
+    layout = torch.contiguous_format if result.dim() == 5 else torch.preserve_format
+    return result.to(dtype, memory_format=layout)
+
+
 def _forward(native: Callable[..., torch.Tensor], slow: frozenset[torch.dtype]) -> Callable[..., torch.Tensor]:
     def convolution(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any, **named: Any
@@ -28,9 +34,7 @@ def _forward(native: Callable[..., torch.Tensor], slow: frozenset[torch.dtype]) 
             return native(x, weight, bias, *settings, **named)
         wide_bias = None if bias is None else bias.float()
         y = native(x.float(), weight.float(), wide_bias, *settings, **named)
-        # The half kernels give contiguous volumes, and compiled graphs rely on the strides those give.
-        layout = torch.contiguous_format if y.dim() == 5 else torch.preserve_format
-        return y.to(dtype, memory_format=layout)
+        return _rounded(y, dtype)
 
     return convolution
 
@@ -43,7 +47,7 @@ def _backward(native: Callable[..., Tensors], slow: frozenset[torch.dtype]) -> C
         if dtype not in slow or weight.dtype is not dtype or grad.dtype is not dtype:
             return native(grad, x, weight, *settings, **named)
         wide = native(grad.float(), x.float(), weight.float(), *settings, **named)
-        dx, dweight, dbias = (None if g is None else g.to(dtype) for g in wide)
+        dx, dweight, dbias = (None if g is None else _rounded(g, dtype) for g in wide)
         return dx, dweight, dbias
 
     return convolution_backward
