@@ -42,6 +42,15 @@ def autocast_nesting() -> int:
     return depth
 
 
+def accelerator() -> str:
+    """The device type of the accelerator that this torch sees, "cpu" without one; does not initialise it."""
+    for device_type in ("cuda", "xpu", "mps", "hpu"):
+        backend = getattr(torch, device_type, None)
+        if backend is not None and callable(getattr(backend, "is_available", None)) and backend.is_available():
+            return device_type
+    return "cpu"
+
+
 def caches_weights_across_grad_modes() -> bool:
     """Whether a cast made under ``no_grad`` may be handed to code that needs its gradient (torch before 2.7 did)."""
     return Version("2.7") > TORCH

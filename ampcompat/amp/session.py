@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampcompat._state import state
-from ampcompat.amp import casts, choke_points, cpu_convolution, rules
+from ampcompat.amp import casts, choke_points, cpu_convolution, registry, rules
 from ampcompat.amp.casts import OFF, Casts
 from ampcompat.amp.policy import ModelPolicy, device_types_of, live_models
 from ampcompat.amp.properties import Properties
@@ -54,6 +54,10 @@ class Session:
         """Whether blocks have nothing to do: scale one for ever, no masters."""
         return not self.policy.master_weights and all(scaler.is_one for scaler in self.scalers)
 
+    def new_scaler(self) -> LossScaler:
+        """One more scaler like the first."""
+        return LossScaler(self.properties.loss_scale, loss_id=len(self.scalers))
+
     def home_of(self, param: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
         """The module that holds ``param``, and its name there."""
         for model in live_models():
@@ -82,6 +86,7 @@ class Session:
             casts.end_ambience()
             choke_points.remove()
             rules.release()
+            registry.deactivate()
             if not any(getattr(model, "_amp_policy", self.policy).half for model in live_models()):
                 cpu_convolution.release()
 
@@ -108,6 +113,7 @@ def cover_device_types(device_types: Iterable[str]) -> None:
     device_types = list(device_types)
     choke_points.install()
     rules.acquire(device_types)
+    registry.activate()
     if "cpu" in device_types:
         cpu_convolution.acquire()
 
