@@ -1,4 +1,4 @@
-"""A program with a compiled loss: ``python cached_program.py plain|rules`` prints the dtype and the hits in the cache."""
+"""A program with a compiled loss: ``python cached_program.py plain|rules`` prints the dtype and the cache hits."""
 
 import sys
 

@@ -89,6 +89,25 @@ def test_compiled_equals_eager(make):
             torch.testing.assert_close(got, want, rtol=5e-2, atol=5e-2 * want.abs().max().item())
 
 
+def test_wrapped_functions_compile_without_a_graph_break():
+    def run(x):
+        y = F.interpolate(F.local_response_norm(x, 2), 4, mode="area")
+        return F.multilabel_soft_margin_loss(y[0].half(), torch.ones_like(y[0]))
+
+    x = torch.full((1, 4, 8), 300.0).half()
+    with casts_on():
+        fast, eager = torch.compile(run, backend="aot_eager", fullgraph=True)(x), run(x)
+    assert fast.dtype is torch.float32
+    assert torch.equal(fast, eager)
+
+
+def test_tensor_cpu_is_not_wrapped_in_compiled_code():
+    """A divergence: dynamo takes ``Tensor.cpu`` for its own and ignores the wrapper."""
+    x = torch.ones(3).half()
+    with casts_on():
+        assert torch.compile(lambda t: t.cpu() * 2, backend="aot_eager")(x).dtype is torch.float16
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")  # from inside inductor
 def test_inductor_equals_eager_in_dtypes_and_closely_in_values():
