@@ -20,7 +20,7 @@ Tensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 def _rounded(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``result`` in ``dtype`` and the strides of torch's half kernels, on which compiled graphs rely."""
+    """``result`` in ``dtype`` and the strides of torch's half kernels (3-d: contiguous), as compiled graphs expect."""
     layout = torch.contiguous_format if result.dim() == 5 else torch.preserve_format
     return result.to(dtype, memory_format=layout)
 
