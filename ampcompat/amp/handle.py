@@ -15,6 +15,7 @@ from ampcompat.amp import overflow, session
 from ampcompat.amp.arguments import is_optimizer
 from ampcompat.amp.casts import assert_ambience, casts_off
 from ampcompat.amp.gradients import give_back
+from ampcompat.amp.opt import OptimWrapper, PlainOptimWrapper
 from ampcompat.amp.scaler import LossScaler
 
 
@@ -178,9 +179,8 @@ def disable_casts() -> AbstractContextManager[Any]:
 class AmpHandle:
     """What ``amp._amp_state.handle`` is while functions are cast."""
 
-    def __init__(self, owner: session.Session) -> None:
-        self._session = owner
-        self._verbose = False
+    def __init__(self, owner: session.Session, verbose: bool = False) -> None:
+        self._session, self._verbose = owner, verbose
 
     def is_active(self) -> bool:
         """Whether this call's casts are in force."""
@@ -217,9 +217,22 @@ class AmpHandle:
         """End this call's casts for good; the last active call takes every patch off torch."""
         self._session.end_casts()
 
+    def _adopt(self, optimizer: Any, num_loss: int = 1) -> None:
+        """Take an optimizer that no ``initialize`` was given."""
+        while len(self._session.scalers) < num_loss:
+            self._session.scalers.append(self._session.new_scaler())
+        if "_amp_stash" not in vars(optimizer):
+            _optimizer.attach(optimizer, self._session)
+            self._session.optimizers.add(optimizer)
+
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
-        """The way to scale a loss before 2019."""
+        """The way to scale a loss before 2019: ``optimizer`` need not be known yet."""
+        self._adopt(optimizer)
         return scale_loss(loss, optimizer)
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """An optimizer with a ``scale_loss(loss)`` of its own, for ``num_loss`` losses per step."""
+        return OptimWrapper(optimizer, self, num_loss)
 
 
 class NoOpHandle:
@@ -246,6 +259,10 @@ class NoOpHandle:
         return disable_casts()
 
     @contextmanager
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> Iterator[torch.Tensor]:
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any = None) -> Iterator[torch.Tensor]:
         """Yields ``loss`` as it is."""
         yield loss
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> PlainOptimWrapper:
+        """``optimizer`` with a ``scale_loss`` that does nothing."""
+        return PlainOptimWrapper(optimizer)

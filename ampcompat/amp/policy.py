@@ -53,6 +53,12 @@ class ModelPolicy:
         else:
             device_type = _device_type(model)
             casts = casts_for_forward(self.casts, device_type)
+        if casts is not None and casts.enabled and "choke points" not in state.rooms:
+            # Unpickled in a process that has called no initialize.
+            from ampcompat.amp import session
+
+            session.cover_device_types([device_type])
+            session.casting_policies().add(self)
         if casts is None or not (casts.enabled or cast_state().found):
             output = forward(*args, **kwargs)
         else:

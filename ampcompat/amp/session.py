@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampcompat._state import state
-from ampcompat.amp import casts, choke_points
+from ampcompat.amp import casts, choke_points, cpu_convolution, registry, rules
 from ampcompat.amp.casts import OFF, Casts
 from ampcompat.amp.policy import ModelPolicy, device_types_of, live_models
 from ampcompat.amp.properties import Properties
@@ -54,6 +54,10 @@ class Session:
         """Whether blocks have nothing to do: scale one for ever, no masters."""
         return not self.policy.master_weights and all(scaler.is_one for scaler in self.scalers)
 
+    def new_scaler(self) -> LossScaler:
+        """One more scaler like the first."""
+        return LossScaler(self.properties.loss_scale, loss_id=len(self.scalers))
+
     def home_of(self, param: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
         """The module that holds ``param``, and its name there."""
         for model in live_models():
@@ -69,6 +73,8 @@ class Session:
         if self.policy.casts.enabled:
             cover_device_types(device_types)
             casting_policies().add(self.policy)
+        elif self.policy.half is not None and "cpu" in device_types:
+            cpu_convolution.acquire()
         casts.set_ambient(self.policy.casts, device_types)
 
     def end_casts(self) -> None:
@@ -79,6 +85,10 @@ class Session:
         if not any(policy.casts.enabled for policy in casting_policies()):
             casts.end_ambience()
             choke_points.remove()
+            rules.release()
+            registry.deactivate()
+            if not any(getattr(model, "_amp_policy", self.policy).half for model in live_models()):
+                cpu_convolution.release()
 
 
 def casting_policies() -> weakref.WeakSet[ModelPolicy]:
@@ -100,7 +110,12 @@ def _make_casting_policies() -> weakref.WeakSet[ModelPolicy]:
 
 def cover_device_types(device_types: Iterable[str]) -> None:
     """Have everything that casting needs in place for ``device_types``."""
+    device_types = list(device_types)
     choke_points.install()
+    rules.acquire(device_types)
+    registry.activate()
+    if "cpu" in device_types:
+        cpu_convolution.acquire()
 
 
 #: Owner of optimizers that were initialized with ``enabled=False``, when a later call is enabled.
