@@ -45,7 +45,11 @@ def tests(session: nox.Session, torch: str) -> None:
     session.install("-c", str(folder / "constraints.txt"), f"{wheel}[test]")
     # A copy of what the tests read, without the package: ``import ampcompat`` can only find the installed wheel.
     names = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.splitlines()
     for name in names:
         if (ROOT / name).is_file() and not name.startswith("ampcompat/"):

@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 project = "ampcompat"
-copyright = "the ampcompat authors"  # noqa: A001 - Sphinx reads this name
+copyright = "the ampcompat authors"
 release = re.search(r'__version__ = "(.*)"', (ROOT / "ampcompat" / "__init__.py").read_text())[1]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode"]

@@ -146,7 +146,9 @@ def main():
                 break
         if step % steps_per_epoch == 0:
             accuracy = evaluate(model, test_x, test_y)
-            print(f"epoch {step // steps_per_epoch:2d}  loss {step_loss:.4f}  test accuracy {accuracy:.2f} %", flush=True)
+            print(
+                f"epoch {step // steps_per_epoch:2d}  loss {step_loss:.4f}  test accuracy {accuracy:.2f} %", flush=True
+            )
 
     result = {
         "opt_level": args.opt_level,
