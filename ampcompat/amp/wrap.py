@@ -50,12 +50,10 @@ def make_wrapper(function: Any, kind: str) -> Any:
 
 def is_torch_op(function: Any) -> bool:
     """Whether ``function`` is an op of torch, on which the lists have a word."""
-    module = getattr(function, "__module__", None) or getattr(
-        type(getattr(function, "__self__", None)), "__module__", ""
-    )
-    if isinstance(function, _BUILTIN):
-        owner = getattr(function, "__objclass__", None)
-        return module.split(".")[0] == "torch" or getattr(owner, "__module__", "").split(".")[0] == "torch"
+    module = str(getattr(function, "__module__", None) or "")
+    if isinstance(function, _BUILTIN):  # methods of Tensor name a class, functions of torch.* a bound type object
+        owners = (getattr(function, "__objclass__", None), type(getattr(function, "__self__", None)))
+        return "torch" in (module.split(".")[0], *(getattr(owner, "__module__", "").split(".")[0] for owner in owners))
     return module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
 
 
