@@ -24,17 +24,17 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
 
 
 def grad_norm(params: Iterable[Tensor], grad_scale: Tensor | None) -> Tensor:
-    """L2 norm of all gradients together, 0-dim float32, on the device of the first; no host synchronisation."""
+    """L2 norm of all gradients together, 0-dim float32 (float64 if some are), on the device of the first; no host synchronisation."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
         if param.grad is not None and param.numel():
             by_kind.setdefault((param.device, param.grad.dtype), []).append(param.grad)
     if not by_kind:
         return torch.zeros(())
-    parts = [torch.linalg.vector_norm(norms(grads)).float() for grads in by_kind.values()]
-    norm: Tensor = torch.linalg.vector_norm(
-        torch.stack([part.to(parts[0].device, non_blocking=True) for part in parts])
-    )
+    parts = [torch.linalg.vector_norm(norms(grads)) for grads in by_kind.values()]
+    device = parts[0].device
+    dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([part.to(device, dtype, non_blocking=True) for part in parts]))
     if grad_scale is not None:
         norm = norm / grad_scale.to(norm.device, non_blocking=True)
     return norm
