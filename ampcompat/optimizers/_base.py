@@ -50,8 +50,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling: Any = True
-    found_inf: Tensor | None = None
-    grad_scale: Tensor | None = None
 
     capturable = False
     _state_names: ClassVar[tuple[str, ...]]
@@ -129,14 +127,22 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
 
     def _count(self, group: dict[str, Any]) -> None:
-        step, found_inf = group.get("step", 0), self.found_inf
+        step, found_inf = group.get("step", 0), self._from_scaler("found_inf")
         device = group["params"][0].device
         if found_inf is not None or self.capturable or isinstance(step, Tensor):
             step = torch.as_tensor(step, dtype=torch.float32, device=device)
-            step.add_(1.0 if found_inf is None else 1.0 - found_inf.to(device, torch.float32).reshape(()))
+            step.add_(1.0 if found_inf is None else 1.0 - found_inf.to(device).reshape(()))
             group["step"] = step
         else:
             group["step"] = step + 1
+
+    def _from_scaler(self, name: str) -> Tensor | None:
+        # Set and deleted around a step; torch's GradScaler takes a standing None for a scale to multiply by.
+        value: Tensor | None = getattr(self, name, None)
+        if value is not None and name == "found_inf":
+            # torch sums the flags of several devices; its fused kernels skip at exactly 1.
+            value = (value != 0).to(torch.float32)
+        return value
 
     def _buckets(self, group: dict[str, Any]) -> Iterator[Bucket]:
         names = self._names(group)
@@ -158,8 +164,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 grads=copies.lend([param.grad for param in owners if param.grad is not None], like=params),
                 is_new=is_new,
                 copies=copies,
-                found_inf=_on(device, self.found_inf),
-                grad_scale=_on(device, self.grad_scale),
+                found_inf=_on(device, self._from_scaler("found_inf")),
+                grad_scale=_on(device, self._from_scaler("grad_scale")),
             )
             for name in names:
                 kept = [self.state[param][name] for param in owners]

@@ -75,7 +75,7 @@ class FusedLAMB(FusedOptimizer):
 
     def _before_updates(self) -> None:
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        self._global_grad_norm = grad_norm(params, self.grad_scale)
+        self._global_grad_norm = grad_norm(params, self._from_scaler("grad_scale"))
 
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         lamb_(

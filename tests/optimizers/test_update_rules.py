@@ -166,7 +166,7 @@ def test_found_inf_changes_nothing_and_rolls_the_count_back(cls, rule, options, 
         if overflow:
             ours[0].grad[0, 0] = float("inf")
             ours[1].grad[0] = float("nan")
-        optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(overflow)), scale
+        optimizer.found_inf, optimizer.grad_scale = torch.tensor(2.0 * overflow), scale
         before = [p.detach().clone() for p in ours]
         optimizer.step()
         if overflow:
