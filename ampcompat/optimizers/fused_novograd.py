@@ -61,9 +61,7 @@ class FusedNovoGrad(FusedOptimizer):
                 "FusedNovoGrad does not support the AMSGrad variant (amsgrad=True): leave the argument out."
             )
         if norm_type not in (0, 2):
-            raise RuntimeError(
-                f"FusedNovoGrad only supports l2/inf norm, not norm_type={norm_type!r}: pass 2 or 0."
-            )
+            raise RuntimeError(f"FusedNovoGrad only supports l2/inf norm, not norm_type={norm_type!r}: pass 2 or 0.")
         self.moment_mode = 0 if reg_inside_moment else 1
         defaults = {
             "lr": lr,

@@ -99,7 +99,8 @@ def test_l2norm(dtype):
 
 def test_l2norm_of_half_beyond_float16():
     norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [[torch.full((70000,), 300.0).half()]], False)
-    torch.testing.assert_close(norm, torch.tensor([300.0 * 70000**0.5]))
+    # 70000 equal squares added up one after the other in float32 lose up to 1e-4 on the CPU.
+    torch.testing.assert_close(norm, torch.tensor([300.0 * 70000**0.5]), rtol=1e-4, atol=0.0)
 
 
 def test_no_tensors_at_all():

@@ -190,7 +190,9 @@ def test_state_dict_is_not_tied_to_the_optimizer_that_loaded_it(cls, options):
 
 @dtypes
 @every
-@pytest.mark.parametrize("through", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize(
+    "through", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
 def test_copies_go_on_alike(cls, options, dtype, through):
     params = make_params(dtype)
     optimizer = cls(params, set_grad_none=True, **options)
