@@ -24,7 +24,7 @@ def norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
 
 
 def grad_norm(params: Iterable[Tensor], grad_scale: Tensor | None) -> Tensor:
-    """L2 norm of all gradients together, 0-dim float32 (float64 if some are), on the device of the first; no host synchronisation."""
+    """L2 norm of all gradients together: 0-dim float32 (float64 if some are), on the device of the first; no sync."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for param in params:
         if param.grad is not None and param.numel():
