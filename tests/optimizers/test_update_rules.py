@@ -108,7 +108,7 @@ class Reference:
                 torch.testing.assert_close(doubles(optimizer.state[p][name]), wanted, rtol=state_tol, atol=state_tol)
 
 
-# float32: a few roundings a step of 6e-8 each; float64: the same at 1e-16. Half: the rule is exact to float32, so params
+# float32: a few roundings a step of 6e-8 each; float64: the same at 1e-16. Half: the rule is exact to float32: params
 # differ by at most one rounding, which later steps carry on; the state sees params through weight decay alone.
 TOLERANCES = {
     torch.float64: (1e-11, 1e-11, 1e-11),
