@@ -29,7 +29,7 @@ def _is_ready(param: Tensor) -> bool:
 
 
 class WorkingCopies:
-    """Lends lists of tensors in the math dtype and writes the changed ones back."""
+    """Lends lists of tensors in the math dtype and writes the changed ones back. For use under ``no_grad``."""
 
     def __init__(self) -> None:
         self._changed: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -37,19 +37,19 @@ class WorkingCopies:
     def params(self, params: Sequence[Tensor]) -> list[Tensor]:
         """``params`` to be changed in place: dense, in their math dtype."""
         models = [p if _is_ready(p) else torch.empty_like(p, dtype=math_dtype(p.dtype), device="meta") for p in params]
-        return self.lend([p.detach() for p in params], models, changes=True)
+        return self.lend(params, models, changes=True)
 
     def lend(self, tensors: Sequence[Tensor], like: Sequence[Tensor], changes: bool = False) -> list[Tensor]:
         """``tensors`` with the dtypes and strides of ``like``.
 
         Args:
             tensors: What the caller owns.
-            like: One tensor each whose dtype and strides to take; its values do not matter.
+            like: A dense tensor each, of the same shape, whose dtype and strides to take; its values do not matter.
             changes: Whether :meth:`write_back` copies the result to ``tensors``.
         """
         lent, copies, originals = [], [], []
         for tensor, model in zip(tensors, like, strict=True):
-            if tensor.dtype == model.dtype and tensor.stride() == model.stride() and _is_dense(tensor):
+            if tensor.dtype == model.dtype and tensor.stride() == model.stride():
                 lent.append(tensor)
             else:
                 lent.append(torch.empty_like(model, device=tensor.device))
