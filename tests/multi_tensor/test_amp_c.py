@@ -124,8 +124,8 @@ def test_lists_that_are_not_parallel_are_refused_before_anything_changes():
         multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [values, target[:2]], 1.0)
     with pytest.raises(RuntimeError, match="it takes 4"):
         multi_tensor_applier(amp_C.multi_tensor_adam, flag(), [values, target], 0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)
+    lists = [values, target, zeros(), target[:2]]
     with pytest.raises(RuntimeError, match="it takes 4"):
-        lists = [values, target, zeros(), target[:2]]
         multi_tensor_applier(amp_C.multi_tensor_sgd, flag(), lists, 0.0, 0.9, 0.0, 0.1, False, True, False, 1.0)
     with pytest.raises(RuntimeError, match=r"shapes \[\(2,\), \(3,\)\] at position 0"):
         multi_tensor_applier(amp_C.multi_tensor_scale, flag(), [[torch.ones(2)], [torch.ones(3)]], 1.0)

@@ -158,3 +158,29 @@ def test_clipping_between_block_and_step_reaches_the_step():
     optimizer.step()
     moved = torch.stack([(a - b).norm() for a, b in zip(before, amp.master_params(optimizer))]).norm().item()
     assert 0 < moved < 1.1e-3
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@makers
+def test_closure_and_its_overflow(maker, level, capsys):
+    model = make_model()
+    optimizer = maker(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    factor = 1.0
+
+    def closure():
+        x, y = batch(0)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x).float(), y) * factor
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(5)]
+    assert losses[-1] < losses[0]
+    before, saved = [p.detach().clone() for p in amp.master_params(optimizer)], state_of(optimizer)
+    factor = float("inf")
+    optimizer.step(closure)
+    assert amp.step_was_skipped(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer)))
+    assert_same_state(saved, state_of(optimizer))
