@@ -14,6 +14,8 @@ from ampcompat._state import state
 
 # CPU tests are small: one thread keeps them bitwise repeatable and stops workers from fighting over the cores.
 torch.set_num_threads(1)
+# The first optimizer of a process makes torch import its compiler, which sets TORCHINDUCTOR_CACHE_DIR.
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
 DIVERGENCES = {
