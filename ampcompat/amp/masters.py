@@ -36,7 +36,7 @@ class Master:
 
     def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None) -> None:
         self.half, self.dtype = half, half.dtype
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
             if exact.data_ptr() == half.data_ptr() or value is not None:
                 exact = exact.clone()
