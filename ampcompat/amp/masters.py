@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 
@@ -143,6 +144,8 @@ class Master:
         if self.moved():
             self.reconcile()
         half = copy.deepcopy(self.half, memo)
+        if not _torch.has_storage(half):
+            return self  # a compiler's stand-in for the module: it is never stepped
         clone = memo[id(self)] = Master(half, self.value)
         homes = ((memo.get(id(home())), name) for home, name in self.homes)
         clone.homes = [(weakref.ref(module), name) for module, name in homes if module is not None]
