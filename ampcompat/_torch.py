@@ -155,6 +155,11 @@ def disabled_optimizers(state: State) -> weakref.WeakSet[Any]:
     return found
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` holds data, unlike a fake tensor, which stands for one while torch compiles."""
+    return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
+
+
 def is_scripting() -> bool:
     """Whether this code is being compiled by TorchScript."""
     return bool(torch._jit_internal.is_scripting())
