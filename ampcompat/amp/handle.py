@@ -15,6 +15,7 @@ from ampcompat.amp import overflow, session
 from ampcompat.amp.arguments import is_optimizer
 from ampcompat.amp.casts import assert_ambience, casts_off
 from ampcompat.amp.gradients import give_back
+from ampcompat.amp.observers import notify
 from ampcompat.amp.opt import OptimWrapper, PlainOptimWrapper
 from ampcompat.amp.scaler import LossScaler
 
@@ -62,7 +63,9 @@ def scale_loss(
     scaler = _scaler(owner, loss_id)
     assert_ambience()
     if owner.plain:
+        notify("on_scale_loss", loss, scaler, found)
         yield loss.float()
+        notify("on_gradients", scaler, found)
         return
     for one in found:
         if one._amp_stash.in_block:
@@ -70,6 +73,7 @@ def scale_loss(
                 "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be told"
                 " apart - close the first block, or add the losses up."
             )
+    notify("on_scale_loss", loss, scaler, found)
     _enter(found, scaler)
     try:
         yield scaler.scale_loss(loss)
@@ -82,6 +86,7 @@ def scale_loss(
             stash.in_block, stash.params_have_scaled_gradients, stash.delayed_scaler = False, True, scaler
         return
     _leave(found, scaler, delay_overflow_check)
+    notify("on_gradients", scaler, found)
 
 
 def _owner(optimizers: Any) -> session.Session:

@@ -16,6 +16,7 @@ from ampcompat.amp.casts import casts_off
 from ampcompat.amp.closure import step_with_closure
 from ampcompat.amp.gradients import put_aside, take_new, take_unscaled
 from ampcompat.amp.masters import push_all, reconcile
+from ampcompat.amp.observers import notify
 from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters
 from ampcompat.amp.scaler import LossScaler
 
@@ -71,13 +72,16 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
     masters, direct = stash.parts(optimizer)
     with casts_off() as outside:
         if closure is not None:
-            return step_with_closure(optimizer, original, closure, outside, **kwargs)
-        finish_delayed(optimizer, stash)
-        misuse.warn_at_step(stash, masters, direct)
-        if not stash.blocks:
-            take_unscaled(masters)
-        reconcile(masters)
-        return step_now(optimizer, original, **kwargs)
+            result = step_with_closure(optimizer, original, closure, outside, **kwargs)
+        else:
+            finish_delayed(optimizer, stash)
+            misuse.warn_at_step(stash, masters, direct)
+            if not stash.blocks:
+                take_unscaled(masters)
+            reconcile(masters)
+            result = step_now(optimizer, original, **kwargs)
+        notify("on_step", optimizer, stash.skipped)
+        return result
 
 
 def step_now(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
