@@ -1,6 +1,7 @@
 """``MLP``: linear layers with an activation after each, as apex's fused one."""
 
-import torch
+from itertools import pairwise
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +26,7 @@ class MLP(nn.Module):
         super().__init__()
         self.mlp_sizes, self.activation, self.num_layers = list(mlp_sizes), activation, len(mlp_sizes) - 1
         # apex's state_dict keys: weight_0, bias_0, ...
-        for i, (fan_in, fan_out) in enumerate(zip(mlp_sizes[:-1], mlp_sizes[1:], strict=True)):
+        for i, (fan_in, fan_out) in enumerate(pairwise(mlp_sizes)):
             self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(fan_out, fan_in)))
             self.register_parameter(f"bias_{i}", nn.Parameter(torch.empty(fan_out)) if bias else None)
         self.reset_parameters()
