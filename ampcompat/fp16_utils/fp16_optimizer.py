@@ -60,7 +60,7 @@ class FP16_Optimizer:
     def _take(self, group: dict[str, Any]) -> None:
         trainable = [p for p in group["params"] if p.requires_grad]
         halves = [p for p in trainable if p.dtype in HALVES]
-        masters = [nn.Parameter(p.detach().clone().float()) for p in halves]
+        masters: list[Tensor] = [nn.Parameter(p.detach().clone().float()) for p in halves]
         swap = dict(zip(map(id, halves), masters, strict=True))
         group["params"] = [swap.get(id(p), p) for p in group["params"]]
         for half, master in zip(halves, masters, strict=True):

@@ -97,7 +97,7 @@ def prep_param_lists(model: nn.Module, flat_master: bool = False) -> tuple[list[
 
 
 def _pieces(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    parts = flat.split([p.numel() for p in like])
+    parts = torch.split(flat, [p.numel() for p in like])
     return [part.view_as(p) for part, p in zip(parts, like, strict=True)]
 
 

@@ -30,7 +30,7 @@ class _Reduction:
         self.group, self.always_fp32, self.predivide = group, always_fp32, predivide
         self.after = predivide / dist.get_world_size(group) if average else 1.0
 
-    def __call__(self, state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+    def __call__(self, state: None, bucket: Any) -> Future[Tensor]:
         flat = bucket.buffer()
         work = flat.float() if self.always_fp32 and flat.dtype in HALVES else flat
         if self.predivide != 1.0:
@@ -39,7 +39,7 @@ class _Reduction:
 
         def finish(done: Future[list[Tensor]]) -> Tensor:
             # Scaled while still wide: a sum of halves may not fit before it is averaged.
-            reduced = done.value()[0]
+            reduced: Tensor = done.value()[0]
             if self.after != 1.0:
                 reduced.mul_(self.after)
             return reduced if reduced is flat else flat.copy_(reduced)
@@ -138,5 +138,5 @@ def _annotated(reduction: _Reduction) -> Any:
     def hook(state, bucket):  # type: ignore[no-untyped-def]
         return reduction(state, bucket)
 
-    hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}  # type: ignore[attr-defined]
     return hook

@@ -45,5 +45,5 @@ class Reducer:
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             dist.all_reduce(flat)
             flat /= dist.get_world_size()
-            for grad, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                 grad.copy_(part.view_as(grad))

@@ -75,17 +75,17 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         if not self.training or not up or dist.get_world_size(self.process_group) == 1:
             # The base of torch's SyncBatchNorm refuses the CPU; batch norm's own forward does what is needed.
             self._check_input_dim(x)
-            return nn.BatchNorm1d.forward(self, x)  # type: ignore[arg-type]
+            return nn.BatchNorm1d.forward(self, x)
         self._check_input_dim(x)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         dims = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
         count = wide.new_full((1,), x.numel() / x.size(1))
-        sums: Tensor = _SumOverProcesses.apply(torch.cat([wide.sum(dims), count]), self.process_group)
+        sums: Tensor = _SumOverProcesses.apply(torch.cat([wide.sum(dims), count]), self.process_group)  # type: ignore[no-untyped-call]
         mean, total = sums[:-1] / sums[-1], sums[-1]
         # Two passes: the sum of squares less the squared mean cancels in float32.
         centred = wide - mean.view(shape)
-        squares: Tensor = _SumOverProcesses.apply(centred.square().sum(dims), self.process_group)
+        squares: Tensor = _SumOverProcesses.apply(centred.square().sum(dims), self.process_group)  # type: ignore[no-untyped-call]
         variance = squares / total
         self._track(mean.detach(), variance.detach() * (total / (total - 1)).detach())
         y = centred * (variance + self.eps).rsqrt().view(shape)
