@@ -42,7 +42,7 @@ class _Reduction:
             reduced: Tensor = done.value()[0]
             if self.after != 1.0:
                 reduced.mul_(self.after)
-            return reduced if reduced is flat else flat.copy_(reduced)
+            return reduced if reduced is flat else flat.copy_(reduced)  # type: ignore[no-any-return]
 
         result: Future[Tensor] = future.then(finish)
         return result
