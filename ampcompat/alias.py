@@ -175,6 +175,6 @@ def _is_import(caller: FrameType) -> bool:
 
 def _missing(name: str) -> ModuleNotFoundError:
     native = next((use for part, use in NATIVE.items() if _below(name, part)), None)
-    there = "amp, " + ", ".join(part for part in ampcompat._SUBMODULES if part != "amp")
+    there = ", ".join(part for part in ampcompat._SUBMODULES if importlib.util.find_spec(f"ampcompat.{part}"))
     hint = f"use {native}" if native else f"it has {there}; docs/run.md lists what replaces the rest"
     return ModuleNotFoundError(f"No module named {name!r} in ampcompat, which stands in for apex - {hint}.", name=name)

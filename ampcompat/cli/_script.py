@@ -57,6 +57,8 @@ def hand_alias_to_children() -> None:
 def _new_main() -> ModuleType:
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):  # later pythons make it when it is asked for
+        main.__annotations__ = {}
     sys.modules["__main__"] = main
     return main
 
