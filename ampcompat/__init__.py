@@ -15,11 +15,14 @@ _SUBMODULES = (
     "amp",
     "contrib",
     "fp16_utils",
+    "fused_dense",
     "mlp",
     "multi_tensor_apply",
     "normalization",
     "optimizers",
     "parallel",
+    "pyprof",
+    "reparameterization",
     "transformer",
 )
 _FUNCTIONS = ("install_as_apex", "uninstall_as_apex")

@@ -26,12 +26,6 @@ __all__ = ["install_as_apex", "uninstall_as_apex"]
 
 ROOTS = {"apex": "ampcompat", "amp_C": "ampcompat.amp_C", "apex_C": "ampcompat.apex_C"}
 
-# Parts of apex that scripts name and that have no module here.
-NATIVE = {
-    "apex.pyprof": "torch.profiler",
-    "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
-}
-
 
 def install_as_apex(force: bool = False) -> bool:
     """Make ``import apex`` and every ``apex.X`` import resolve to ampcompat, in this process.
@@ -78,17 +72,12 @@ class AliasFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """The spec of an alias; None for a name that is not ours, or that a probe finds missing."""
-        importing = _is_import(sys._getframe(1))
         home = _home(fullname)
         if home is None:
-            # "from apex import pyprof" asks for ampcompat.pyprof, since apex is ampcompat.
-            apex_name = "apex" + fullname.removeprefix("ampcompat")
-            if importing and fullname.startswith("ampcompat.") and apex_name in NATIVE:
-                raise _missing(apex_name)
             return None
         found = importlib.util.find_spec(home)
         if found is None:
-            if importing:
+            if _is_import(sys._getframe(1)):
                 raise _missing(fullname)
             return None
         spec = ModuleSpec(fullname, AliasLoader(home), origin=found.origin)
@@ -174,7 +163,9 @@ def _is_import(caller: FrameType) -> bool:
 
 
 def _missing(name: str) -> ModuleNotFoundError:
-    native = next((use for part, use in NATIVE.items() if _below(name, part)), None)
     there = ", ".join(part for part in ampcompat._SUBMODULES if importlib.util.find_spec(f"ampcompat.{part}"))
-    hint = f"use {native}" if native else f"it has {there}; docs/run.md lists what replaces the rest"
-    return ModuleNotFoundError(f"No module named {name!r} in ampcompat, which stands in for apex - {hint}.", name=name)
+    return ModuleNotFoundError(
+        f"No module named {name!r} in ampcompat, which stands in for apex - it has {there} - docs/run.md tells what to"
+        " do about the rest.",
+        name=name,
+    )

@@ -10,7 +10,6 @@ from apex import amp
 from apex.amp import _amp_state
 from apex.optimizers import FusedLAMB
 from apex.normalization import FusedLayerNorm as BertLayerNorm
-from apex.parallel.distributed import flat_dist_call
 from apex.parallel import DistributedDataParallel as DDP
 
 
