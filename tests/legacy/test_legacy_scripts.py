@@ -18,9 +18,10 @@ import os, sys, torch
 torch.set_num_threads(1)
 from ampcompat._state import state
 from ampcompat.cli import main
-for level in sys.argv[2:]:
-    print("level", level, flush=True)
-    assert main(["run", "--opt-level", level, sys.argv[1]]) == 0
+script, *levels = sys.argv[1:]
+for level in levels:
+    print("==", level, flush=True)
+    assert main(["run", "--opt-level", level, script]) == 0
     state.reset()
 """
 
@@ -44,7 +45,7 @@ def assert_falls(seen, steps):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_trains_at_every_level(script):
     out = run([sys.executable, "-c", DRIVER, str(script), *LEVELS])
-    by_level = {part[:2]: part.splitlines() for part in out.split("level ")[1:]}
+    by_level = {part[:2]: part.splitlines() for part in out.split("== ")[1:]}
     assert set(by_level) == set(LEVELS)
     for lines in by_level.values():
         assert_falls(losses(lines), steps=20)
