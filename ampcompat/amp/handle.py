@@ -142,7 +142,8 @@ def _enter(optimizers: Any, scaler: LossScaler) -> None:
 
 
 def _leave(optimizers: Any, scaler: LossScaler, delay_overflow_check: bool) -> None:
-    reached = [_optimizer.end_block(one, scaler) for one in optimizers]
+    done: set[int] | None = set() if len(optimizers) > 1 else None
+    reached = [_optimizer.end_block(one, scaler, done) for one in optimizers]
     if any(reached):  # the loss was backpropagated; it need not reach every optimizer of the block
         for one in optimizers:
             one._amp_stash.blocks_with_gradients += 1

@@ -129,15 +129,25 @@ def rejoin_delayed(stash: AmpOptimizerState) -> None:
     stash.delayed_aside = []
 
 
-def end_block(optimizer: Any, scaler: LossScaler) -> bool:
+def end_block(optimizer: Any, scaler: LossScaler, done: set[int] | None = None) -> bool:
     """Exit of a ``scale_loss`` block that unscales (apex: ``_post_amp_backward``).
 
+    Args:
+        optimizer: An optimizer under amp.
+        scaler: The block's scaler.
+        done: ids of the tensors that another optimizer of the block has seen to; those of this one are added.
+
     Returns:
-        Whether the block gave ``optimizer`` any gradient.
+        Whether the block gave ``optimizer`` any gradient that is not in ``done``.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     rejoin_delayed(stash)
     masters, direct = stash.parts(optimizer)
+    if done is not None:
+        masters = [m for m in masters if id(m.value) not in done]
+        direct = [p for p in direct if id(p) not in done]
+        done.update(id(m.value) for m in masters)
+        done.update(id(p) for p in direct)
     seen = take_new(scaler, masters, direct, stash.aside)
     stash.aside = []
     stash.params_have_scaled_gradients = False

@@ -186,7 +186,7 @@ def test_an_exception_in_the_block_leaves_gradients_as_they_were(level):
     assert same(grads(optimizer), before)
     assert amp.state_dict() == scaler
     backward(model, optimizer, 2)
-    want = [a + b for a, b in zip(before, [g for g in single_static(level, 2)], strict=True)]
+    want = [a + b for a, b in zip(before, single_static(level, 2), strict=True)]
     assert same(grads(optimizer), want)
     optimizer.step()
 
