@@ -126,7 +126,8 @@ class Calls(cst.CSTTransformer):
             return [new]
         name, called = symbol(value.func, self.bindings), code_of(value.func)
         if name == "apex.amp.initialize":
-            return [statement(line) for line in made_lines(self.facts)]
+            lines = [statement(line) for line in made_lines(self.facts)]
+            return [lines[0].with_changes(trailing_whitespace=old.trailing_whitespace), *lines[1:]]
         if name == "apex.amp.load_state_dict" and value.args and isinstance(part, cst.Expr):
             return [self._load(code_of(value.args[0].value))]
         optimizer = called.removesuffix(".step")

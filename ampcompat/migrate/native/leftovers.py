@@ -5,10 +5,14 @@ from __future__ import annotations
 import libcst as cst
 
 from ampcompat.check.bindings import Bindings
-from ampcompat.check.symbols import verdict
+from ampcompat.check.symbols import MODULES, verdict
 from ampcompat.migrate.marks import code_of, marked
 from ampcompat.migrate.native.patterns import header, symbol, uses
 
+TRANSLATED = {
+    f"apex.amp.{name}"
+    for name in ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict", "disable_casts")
+}
 REPLACEMENTS = {
     "apex.parallel.DistributedDataParallel": "use torch.nn.parallel.DistributedDataParallel with device_ids=",
     "apex.parallel.convert_syncbn_model": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm",
@@ -41,22 +45,11 @@ class Leftovers(cst.CSTTransformer):
         if not isinstance(new, cst.BaseStatement):
             return new
         # `amp = None`, `if amp is not None`: a bare module does nothing that needs translating.
-        names = [name for name in uses(header(new), self.bindings) if name.count(".") > 1 or name not in MODULE_NAMES]
+        names = [name for name in uses(header(new), self.bindings) if name not in MODULES]
         for name in dict.fromkeys(names):
-            amp = name.startswith("apex.amp.")
-            new = marked(new, f"{name}: {self.reason}" if amp and self.reason else _advice(name))
+            translatable = name in TRANSLATED and self.reason is not None
+            new = marked(new, f"{name}: {self.reason}" if translatable else _advice(name))
         return new
-
-
-MODULE_NAMES = {
-    "apex",
-    "apex.amp",
-    "apex.parallel",
-    "apex.optimizers",
-    "apex.normalization",
-    "apex.fp16_utils",
-    "amp_C",
-}
 
 
 def drop_imports(module: cst.Module, bindings: Bindings) -> cst.Module:
