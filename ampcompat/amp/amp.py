@@ -1,0 +1,70 @@
+"""``amp.init``, the API of before 2019: casts without a model, and a handle to scale losses with."""
+
+from __future__ import annotations
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp import casts, session
+from ampcompat.amp._amp_state import _amp_state
+from ampcompat.amp.arguments import read_properties
+from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.kernels import allow_banned as _allow_banned
+from ampcompat.amp.policy import device_types_of, live_models
+from ampcompat.amp.registry import (
+    float_function,
+    half_function,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
+from ampcompat.amp.scaler import LossScaler
+
+__all__ = [
+    "float_function",
+    "half_function",
+    "init",
+    "promote_function",
+    "register_float_function",
+    "register_half_function",
+    "register_promote_function",
+]
+
+
+def init(
+    enabled: bool = True,
+    loss_scale: float | str = "dynamic",
+    enable_caching: bool = True,
+    verbose: bool = False,
+    allow_banned: bool = False,
+) -> AmpHandle | NoOpHandle:
+    """Cast functions as at O1, knowing no model: on the accelerator that torch reports, else on the CPU.
+
+    Args:
+        enabled: False returns a handle that does nothing.
+        loss_scale: Scale of ``handle.scale_loss``.
+        enable_caching: Accepted; casts outside a model's forward are not cached.
+        verbose: Accepted.
+        allow_banned: Let ``binary_cross_entropy`` take half arguments, in float32, instead of refusing.
+
+    Returns:
+        The handle: ``scale_loss``, ``wrap_optimizer``, ``is_active``, ``_deactivate``, ...
+
+    Raises:
+        ValueError: ``loss_scale`` cannot be read.
+    """
+    if not enabled:
+        handle: AmpHandle | NoOpHandle = NoOpHandle()
+        _amp_state.handle = handle
+        return handle
+    properties, half = read_properties("O1", {"loss_scale": loss_scale})
+    made = session.Session(properties, half, None, [LossScaler(properties.loss_scale)])
+    _allow_banned(allow_banned)
+    device_types = {*device_types_of(live_models()), _torch.accelerator()}
+    session.cover_device_types(device_types)
+    session.casting_policies().add(made.policy)
+    casts.set_ambient(made.policy.casts, device_types)
+    handle = AmpHandle(made, verbose=verbose)
+    state.rooms["latest session"] = made
+    _amp_state._values().update(opt_properties=properties, loss_scalers=made.scalers, handle=handle)
+    return handle

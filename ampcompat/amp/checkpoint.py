@@ -1,0 +1,120 @@
+"""``amp.state_dict`` and ``amp.load_state_dict``: the loss scalers of the latest ``initialize`` call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ampcompat._log import say, warn_once
+from ampcompat._state import state
+from ampcompat.amp import session as _session
+from ampcompat.amp.scaler import LossScaler
+
+_PREFIX = "loss_scaler"
+Entry = tuple[float, int]
+
+
+def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Scale and clean passes of every loss scaler, as apex saved them.
+
+    Args:
+        destination: Dict to fill; None makes a new one.
+
+    Returns:
+        ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``: plain numbers, safe for
+        ``torch.load(weights_only=True)``. Empty when nothing was initialized, or with ``enabled=False``. One host sync
+        per scaler.
+    """
+    found = {} if destination is None else destination
+    session = _session.latest()
+    for index, scaler in enumerate(session.scalers if session is not None else ()):
+        found[f"{_PREFIX}{index}"] = scaler.amp_state()
+    return found
+
+
+def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+    """Restore what :func:`state_dict` saved, here or under apex.
+
+    Before ``initialize`` it is kept and restored by the next call: the order of ``initialize`` and the loads does not
+    matter. A native ``GradScaler.state_dict()`` is understood as well.
+
+    Args:
+        state_dict: From ``amp.state_dict()``. With another number of scalers, what fits is loaded, with a message.
+
+    Raises:
+        TypeError: Not a mapping.
+        RuntimeError: A key that is none of a loss scaler.
+        ValueError: A scale or count that cannot be one. Nothing is loaded by a call that raises.
+    """
+    entries = _read(state_dict)
+    session = _session.latest()
+    if session is None:
+        if entries:
+            state.rooms["pending scalers"] = entries
+            say("amp.load_state_dict before amp.initialize: the next amp.initialize restores the loss scalers.")
+        return
+    if not session.enabled:
+        if entries:
+            warn_once("load disabled", "amp.load_state_dict after amp.initialize(enabled=False): nothing to restore.")
+        return
+    _apply(entries, session.scalers)
+
+
+def apply_pending(scalers: list[LossScaler]) -> None:
+    """Restore into the scalers of a new call what was loaded before it."""
+    entries = state.rooms.pop("pending scalers", None)
+    if entries is not None:
+        _apply(entries, scalers)
+
+
+def _apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
+    if len(entries) != len(scalers):
+        say(
+            f"Warning: amp.load_state_dict got {len(entries)} loss scalers where amp.initialize(num_losses="
+            f"{len(scalers)}) made {len(scalers)}: loading the first {min(len(entries), len(scalers))}."
+        )
+    for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
+        scaler._loss_scale, scaler._unskipped = scale, unskipped
+
+
+def _read(saved: object) -> list[Entry]:
+    if not isinstance(saved, Mapping):
+        raise TypeError(
+            f"amp.load_state_dict got {type(saved).__name__} - it takes the dict that amp.state_dict() returned - for a"
+            " checkpoint, pass checkpoint['amp']."
+        )
+    if "scale" in saved and "_growth_tracker" in saved:  # torch.amp.GradScaler
+        say("amp.load_state_dict: restored a torch.amp.GradScaler's scale and growth tracker into loss scaler 0.")
+        return [_entry("GradScaler", saved["scale"], saved["_growth_tracker"])]
+    names = [f"{_PREFIX}{index}" for index in range(len(saved))]
+    unknown = sorted(str(key) for key in saved if key not in names)
+    if unknown:
+        raise RuntimeError(
+            "Error(s) in loading state_dict. Unexpected key(s) in state_dict: "
+            + ", ".join(f'"{key}"' for key in unknown)
+            + " - the keys are loss_scaler0, loss_scaler1, ... - pass what amp.state_dict() returned."
+        )
+    entries = []
+    for name in names:
+        entry = saved[name]
+        if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= set(entry):
+            raise ValueError(
+                f"amp.load_state_dict: {name}={entry!r} - it must be a dict with 'loss_scale' and 'unskipped' - pass"
+                " what amp.state_dict() returned."
+            )
+        entries.append(_entry(name, entry["loss_scale"], entry["unskipped"]))
+    return entries
+
+
+def _entry(name: str, scale: Any, unskipped: Any) -> Entry:
+    try:
+        value, count = float(scale), int(unskipped)
+    except (TypeError, ValueError, OverflowError):
+        value, count = math.nan, -1
+    if not (math.isfinite(value) and value > 0) or not 0 <= count < 2**31:
+        raise ValueError(
+            f"amp.load_state_dict: {name} has loss_scale={scale!r}, unskipped={unskipped!r} - a positive finite number"
+            " and a count are needed - the checkpoint is damaged; leave the amp part out to start from the defaults."
+        )
+    return value, count

@@ -1,0 +1,113 @@
+"""The few places of torch that are patched while any call casts functions: all with undo.
+
+* the autograd engine, which must run with casts off: C++ backward formulas autocast would halve the precision of a
+  float32 region's gradients;
+* bodies of Python ``autograd.Function``s inside it, which run with the casts of their forward again: old custom
+  functions multiply half by float;
+* ``torch.autocast`` regions, which tell the forwards inside them that the user decides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp import casts as _casts
+from ampcompat.amp.casts import cast_state
+
+
+def install() -> None:
+    """Patch torch, once; the undo goes on ``state.undo`` and is also run by :func:`remove`."""
+    if "choke points" in state.rooms:
+        return
+    undos: list[Callable[[], None]] = []
+    state.rooms["choke points"] = undos
+    state.undo.callback(remove)
+    undos.append(_torch.patch_engine(_engine))
+    undos.append(_torch.patch_function_bodies(_record_forward, _body))
+    undos.append(_patch_regions())
+
+
+def remove() -> None:
+    """Undo :func:`install`; does nothing the second time."""
+    undos: list[Callable[[], None]] = state.rooms.pop("choke points", [])
+    for undo in reversed(undos):
+        undo()
+
+
+def _engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _casts.casts_off():
+            return original(*args, **kwargs)
+
+    return run
+
+
+def _record_forward(ctx: Any) -> None:
+    """Remember on a Function's context the casts of its forward, where there are any."""
+    saved = _casts.save(cast_state().device_types)
+    if any(enabled for _, enabled, _ in saved.devices):
+        ctx._amp_forward_casts = saved
+
+
+def _body(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(self: Any, *args: Any) -> Any:
+        forward: _casts.Saved | None = getattr(self, "_amp_forward_casts", None)
+        if forward is None or cast_state().thread.disabled:
+            return original(self, *args)
+        # The forward's cache belongs to the forward: a weight may have changed since.
+        with _casts.casts_as(forward._replace(cache=False)):
+            return original(self, *args)
+
+    return apply
+
+
+def _patch_regions() -> Callable[[], None]:
+    """Count the user's ``torch.autocast`` regions per device type and thread.
+
+    The cache is cleared where a region changes the dtype: it is keyed by weight alone.
+    """
+    region: Any = torch.amp.autocast_mode.autocast
+    enter, leave = region.__enter__, region.__exit__
+
+    @functools.wraps(enter)
+    def counted_enter(self: Any) -> Any:
+        before = torch.get_autocast_dtype(self.device)
+        result = enter(self)
+        if _torch.is_scripting():
+            return result
+        regions = cast_state().thread.regions
+        regions[self.device] = regions.get(self.device, 0) + 1
+        self._amp_counted = getattr(self, "_amp_counted", 0) + 1
+        if torch.get_autocast_dtype(self.device) != before:
+            torch.clear_autocast_cache()
+        return result
+
+    @functools.wraps(leave)
+    def counted_exit(self: Any, *exc: Any) -> Any:
+        before = torch.get_autocast_dtype(self.device)
+        result = leave(self, *exc)
+        if _torch.is_scripting():
+            return result
+        if getattr(self, "_amp_counted", 0):
+            self._amp_counted -= 1
+            regions = cast_state().thread.regions
+            regions[self.device] = max(0, regions.get(self.device, 0) - 1)
+        if torch.get_autocast_dtype(self.device) != before:
+            torch.clear_autocast_cache()
+        _casts.assert_ambience()
+        return result
+
+    region.__enter__, region.__exit__ = counted_enter, counted_exit
+
+    def undo() -> None:
+        region.__enter__, region.__exit__ = enter, leave
+
+    return undo

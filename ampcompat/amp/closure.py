@@ -1,0 +1,100 @@
+"""``optimizer.step(closure)``: what apex refused.
+
+The first evaluation happens before the optimizer's own step: when it overflows, the whole step is skipped. A later one
+(LBFGS) is repeated at the lower scale a few times; when that does not help, params and optimizer state go back to what
+they were and the step is skipped.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ampcompat.amp import overflow
+from ampcompat.amp.casts import Saved, casts_as
+from ampcompat.amp.masters import push_all, reconcile
+
+#: Repetitions of a later evaluation that overflows; each halves the scale.
+RETRIES = 4
+
+
+class _Abandon(Exception):
+    """Leaves the optimizer's own step from inside its closure."""
+
+
+def step_with_closure(
+    optimizer: Any, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved, **kwargs: Any
+) -> Any:
+    """Step with ``closure``, which runs with grad on and the casts of the caller.
+
+    Returns:
+        What the optimizer's step returns; the loss of the first evaluation if the step was skipped.
+    """
+    from ampcompat.amp.optimizer import finish_delayed, free_gradients
+
+    stash = optimizer._amp_stash
+
+    def evaluate() -> tuple[Any, bool]:
+        masters, _ = stash.parts(optimizer)
+        reconcile(masters)
+        with torch.enable_grad(), casts_as(outside):
+            loss = closure()
+        finish_delayed(optimizer, stash)
+        skip = overflow.decide(optimizer, stash, on_host=True)
+        return loss, skip
+
+    def later() -> Any:
+        for _ in range(1 + RETRIES):
+            loss, overflowed = evaluate()
+            if not overflowed:
+                return loss
+        raise _Abandon
+
+    loss, overflowed = evaluate()
+    if overflowed:
+        free_gradients(optimizer, stash)
+        stash.end_step()
+        return loss
+    snapshot = _snapshot(optimizer) if stash.session.dynamic and _evaluates_again(optimizer) else None
+    pending = [loss]
+    try:
+        result = original(lambda: pending.pop() if pending else later(), **kwargs)
+    except _Abandon:
+        _restore(optimizer, snapshot)
+        free_gradients(optimizer, stash)
+        stash.skipped = True
+        result = loss
+    masters, _ = stash.parts(optimizer)
+    for master in masters:
+        master.half.grad = None
+    if masters:
+        push_all(masters)
+    stash.end_step()
+    return result
+
+
+def _evaluates_again(optimizer: Any) -> bool:
+    """Whether the optimizer may call its closure more than once; torch's own do not, LBFGS aside."""
+    kind = type(optimizer)
+    return not kind.__module__.startswith("torch.optim.") or kind.__name__ == "LBFGS"
+
+
+def _snapshot(optimizer: Any) -> Any:
+    params = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+    state = {p: copy.deepcopy(dict(values)) for p, values in optimizer.state.items()}
+    return params, state
+
+
+def _restore(optimizer: Any, snapshot: Any) -> None:
+    if snapshot is None:
+        return
+    params, state = snapshot
+    with torch.no_grad():
+        for param, value in params:
+            param.copy_(value)
+    optimizer.state.clear()
+    for param, values in state.items():
+        optimizer.state[param] = values

@@ -1,0 +1,163 @@
+"""``initialize``: the one call that puts models and optimizers under amp."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._log import say
+from ampcompat._state import state
+from ampcompat.amp import amp_model, arguments, checkpoint, optimizer
+from ampcompat.amp._amp_state import _amp_state
+from ampcompat.amp.cast_model import cast_weights
+from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.policy import live_models
+from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
+from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.session import Session
+
+__all__ = ["Properties", "initialize", "opt_levels"]
+
+opt_levels = LEVELS
+
+
+def initialize(
+    models: Any,
+    optimizers: Any = None,
+    enabled: bool = True,
+    opt_level: str = "O1",
+    cast_model_type: torch.dtype | bool | None = None,
+    patch_torch_functions: bool | None = None,
+    keep_batchnorm_fp32: bool | str | None = None,
+    master_weights: bool | None = None,
+    loss_scale: float | str | None = None,
+    cast_model_outputs: torch.dtype | None = None,
+    num_losses: int = 1,
+    verbosity: int = 1,
+    min_loss_scale: float | None = None,
+    max_loss_scale: float = 2.0**24,
+) -> Any:
+    """Put models and optimizers under mixed precision, in place; the signature is apex's.
+
+    May be called any number of times, for the same or other objects, at any levels: each call owns its models,
+    optimizers and scalers; ``amp.state_dict()`` and ``amp._amp_state`` show the latest.
+
+    Args:
+        models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
+        optimizers: An optimizer, a list of them (possibly empty), or None.
+        enabled: False makes this and every later call on these objects a no-op.
+        opt_level: ``"O0"`` to ``"O3"`` as in apex, ``"O4"`` (O1 in bfloat16) or ``"O5"`` (O2 in bfloat16).
+        cast_model_type: Dtype of weights and inputs; False for no cast.
+        patch_torch_functions: Cast functions by lists (O1's own).
+        keep_batchnorm_fp32: Affine batch norm stays float32; True, False or these as strings.
+        master_weights: Optimizers step float32 masters of half weights.
+        loss_scale: ``"dynamic"``, or a number (or a number as a string) for a static scale.
+        cast_model_outputs: Dtype that floating outputs of ``forward`` are cast to.
+        num_losses: How many loss scalers; ``scale_loss`` chooses one by ``loss_id``.
+        verbosity: 0 prints nothing.
+        min_loss_scale: Floor of dynamic scales; None means 2^-24.
+        max_loss_scale: Cap of dynamic scales, the initial one (2^16) included.
+
+    Returns:
+        The model (or the list of models), and the optimizer (or list), as given; with ``optimizers=None`` the model(s)
+        alone.
+
+    Raises:
+        RuntimeError: Unknown level, an override that the level does not allow, a half or already wrapped model.
+        TypeError: Something is not a model, an optimizer or a dtype.
+        ValueError: A flag, scale or count cannot be read. Nothing is changed by a call that raises.
+    """
+    if not enabled:
+        _disable(optimizers)
+        return models if optimizers is None else (models, optimizers)
+    properties, half = arguments.read_properties(
+        opt_level,
+        {
+            "cast_model_type": cast_model_type,
+            "patch_torch_functions": patch_torch_functions,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+        },
+    )
+    arguments.check_scaling(num_losses, min_loss_scale, max_loss_scale)
+    arguments.check_outputs(cast_model_outputs)
+    model_list, optimizer_list = arguments.as_models(models), arguments.as_optimizers(optimizers)
+    scalers = [
+        LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
+        for loss_id in range(num_losses)
+    ]
+    session = Session(properties, half, cast_model_outputs, scalers)
+    _amp_state.verbosity = int(verbosity)
+    if _amp_state.verbosity > 0:
+        _describe(properties)
+    with ExitStack() as undo:
+        _take_over(session, model_list, optimizer_list, undo)
+        undo.pop_all()
+    shown: Any = model_list if isinstance(models, (list, tuple)) else models
+    if optimizers is None:
+        return shown
+    return shown, optimizer_list if isinstance(optimizers, (list, tuple)) else optimizers
+
+
+def _take_over(session: Session, models: list[torch.nn.Module], optimizers: list[Any], undo: ExitStack) -> None:
+    """Change everything that a call changes; each change puts its own undo on ``undo``."""
+    properties, policy = session.properties, session.policy
+    targets = [_torch.uncompiled(model) for model in models]
+    modules = [model for model in targets if not isinstance(model, torch.jit.ScriptModule)]
+    if len(modules) < len(targets):
+        say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
+    for model in modules:
+        undo.callback(amp_model.put_back, amp_model.remember(model))
+    if policy.input_dtype is not None:
+        trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        cast_weights(
+            modules,
+            policy.input_dtype,
+            bool(properties.keep_batchnorm_fp32),
+            policy.master_weights,
+            trained if policy.master_weights else set(),
+            undo,
+        )
+    else:
+        cast_weights(modules, None, False, False, set(), undo)
+    for model in modules:
+        amp_model.attach(model, policy)
+    for one in optimizers:
+        undo.callback(optimizer.put_back, optimizer.remember(one))
+        optimizer.attach(one, session)
+        session.optimizers.add(one)
+    undo.callback(_show, dict(_amp_state._values()), state.rooms.get("latest session"))
+    session.begin_casts(live_models())
+    handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
+    checkpoint.apply_pending(session.scalers)
+    _show({"opt_properties": properties, "loss_scalers": session.scalers, "handle": handle}, session)
+
+
+def _show(values: dict[str, Any], session: Session | None) -> None:
+    """Make ``session`` the one that the module-level views show."""
+    _amp_state._values().update(values)
+    state.rooms["latest session"] = session
+
+
+def _disable(optimizers: Any) -> None:
+    properties = Properties()
+    session = Session(properties, torch.float16, None, [])
+    for one in arguments.as_optimizers(optimizers):
+        _torch.disabled_optimizers(state).add(one)
+    _show({"opt_properties": properties, "loss_scalers": []}, session)
+
+
+def _describe(properties: Properties) -> None:
+    """What apex printed, for the eyes and scripts that look for it."""
+    level = properties.opt_level
+    say(f"Selected optimization level {BRIEFS[level]}")
+    say("Defaults for this optimization level are:")
+    for name, value in {"enabled": True, "opt_level": level, **LEVELS[level]}.items():
+        say(f"{name:22} : {value}")
+    say("After processing overrides, optimization options are:")
+    for name, value in properties.options.items():
+        say(f"{name:22} : {value}")

@@ -1,0 +1,51 @@
+"""Mistakes that leave no trace in plain torch: noticed at the step, warned of once, with the fix."""
+
+from __future__ import annotations
+
+import torch
+
+from ampcompat._log import warn_once
+from ampcompat.amp.masters import Master
+from ampcompat.amp.optimizer_state import AmpOptimizerState
+
+
+def watch(masters: list[Master]) -> list[tuple[torch.Tensor, int]]:
+    """A half gradient that a block has just folded into its master's, with its version."""
+    grads = [m.half.grad for m in masters if m.half.grad is not None][:1]
+    return [(grad, grad._version) for grad in grads]
+
+
+def warn_at_step(stash: AmpOptimizerState, masters: list[Master], direct: list[torch.Tensor]) -> None:
+    """Warn of a block without a backward, of a backward without a block, and of edited half gradients."""
+    if stash.session.plain:
+        return
+    if stash.blocks and not stash.blocks_with_gradients:
+        warn_once(
+            "block without gradients",
+            "optimizer.step() after scale_loss blocks that gave this optimizer no gradient - the scaled loss must be"
+            " backpropagated inside the block - write `with amp.scale_loss(loss, optimizer) as scaled:"
+            " scaled.backward()`.",
+            stacklevel=5,
+        )
+    elif not stash.blocks and _has_unseen_gradients(stash, masters, direct):
+        warn_once(
+            "unscaled backward",
+            "optimizer.step() with gradients that no scale_loss block produced - their loss was not scaled, so small"
+            " half gradients vanished - write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`.",
+            stacklevel=5,
+        )
+    if any(grad._version != version for grad, version in stash.seen):
+        warn_once(
+            "half gradients edited",
+            "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the optimizer steps"
+            " with the float32 gradients of the masters, which did not change - clip amp.master_params(optimizer)"
+            " instead of model.parameters().",
+            stacklevel=5,
+        )
+
+
+def _has_unseen_gradients(stash: AmpOptimizerState, masters: list[Master], direct: list[torch.Tensor]) -> bool:
+    """Whether a plain backward left gradients. Those that only survived the last step do not count."""
+    if masters:
+        return any(m.half.grad is not None for m in masters)
+    return not stash.stepped and any(p.grad is not None for p in direct)

@@ -1,0 +1,182 @@
+"""``step``, ``zero_grad`` and ``add_param_group`` of an optimizer under amp, wrapped once, as bound methods.
+
+Bound methods, with ``functools.wraps``: LR schedulers built before or after ``initialize`` patch and inspect
+``optimizer.step``, and go on doing so without a warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ampcompat.amp import misuse, overflow
+from ampcompat.amp.casts import casts_off
+from ampcompat.amp.closure import step_with_closure
+from ampcompat.amp.gradients import put_aside, take_new, take_unscaled
+from ampcompat.amp.masters import push_all, reconcile
+from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters
+from ampcompat.amp.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from ampcompat.amp.session import Session
+
+
+def attach(optimizer: Any, session: Session) -> None:
+    """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands."""
+    fresh = "_amp_stash" not in vars(optimizer)
+    stash = AmpOptimizerState(optimizer, session)
+    adopt_masters(optimizer, session)
+    stash.parts(optimizer)
+    optimizer._amp_stash = stash
+    if fresh:
+        for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
+            original = getattr(optimizer, name)
+            setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
+        for name, action in _LEGACY_METHODS.items():
+            setattr(optimizer, name, types.MethodType(action, optimizer))
+
+
+def remember(optimizer: Any) -> tuple[Any, ...]:
+    """What :func:`put_back` needs."""
+    groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+    own = {name: value for name, value in vars(optimizer).items() if name in _OWN}
+    return optimizer, groups, dict(optimizer.state), own
+
+
+def put_back(before: tuple[Any, ...]) -> None:
+    """Restore what :func:`remember` saw."""
+    optimizer, groups, held, own = before
+    for params, tensors in groups:
+        params[:] = tensors
+    optimizer.state.clear()
+    optimizer.state.update(held)
+    for name in _OWN:
+        vars(optimizer).pop(name, None)
+    vars(optimizer).update(own)
+
+
+def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(getattr(original, "__func__", original))
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, original, *args, **kwargs)
+
+    return wrapper
+
+
+def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **kwargs: Any) -> Any:
+    """Step the masters and write them to the model; skip instead, once, after an overflow."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    masters, direct = stash.parts(optimizer)
+    with casts_off() as outside:
+        if closure is not None:
+            return step_with_closure(optimizer, original, closure, outside, **kwargs)
+        finish_delayed(optimizer, stash)
+        misuse.warn_at_step(stash, masters, direct)
+        if not stash.blocks:
+            take_unscaled(masters)
+        reconcile(masters)
+        return step_now(optimizer, original, **kwargs)
+
+
+def step_now(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The step itself, gradients being final: decide whether to skip, step, write masters to the model."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    masters, _direct = stash.parts(optimizer)
+    result = None
+    if overflow.decide(optimizer, stash):
+        optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
+        free_gradients(optimizer, stash)
+    else:
+        for master in masters:
+            master.half.grad = None
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            overflow.withdraw(optimizer)
+        if masters:
+            push_all(masters)
+    stash.end_step()
+    return result
+
+
+def free_gradients(optimizer: Any, stash: AmpOptimizerState) -> None:
+    """After a skipped step: clear the gradients of masters, and the half ones with them."""
+    masters, _direct = stash.parts(optimizer)
+    for master in masters:
+        master.half.grad = master.value.grad = None
+
+
+def begin_block(optimizer: Any) -> None:
+    """Entry of a ``scale_loss`` block (apex: ``_prepare_amp_backward``)."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    masters, direct = stash.parts(optimizer)
+    if stash.stepped:
+        # A step consumes master gradients: model.zero_grad() and p.grad = None do not reach them.
+        for master in masters:
+            master.value.grad = None
+        stash.stepped = False
+    if not stash.params_have_scaled_gradients:
+        stash.aside = put_aside(masters, direct)
+
+
+def end_block(optimizer: Any, scaler: LossScaler) -> None:
+    """Exit of a ``scale_loss`` block that unscales (apex: ``_post_amp_backward``)."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    masters, direct = stash.parts(optimizer)
+    seen = take_new(scaler, masters, direct, stash.aside)
+    stash.aside = []
+    stash.params_have_scaled_gradients = False
+    stash.blocks += 1
+    stash.blocks_with_gradients += seen
+    stash.seen = misuse.watch(masters)
+
+
+def finish_delayed(optimizer: Any, stash: AmpOptimizerState) -> None:
+    """Gradients are still scaled (``delay_unscale=True`` in the last block) and about to be used: unscale them."""
+    if stash.params_have_scaled_gradients and stash.delayed_scaler is not None:
+        scaler = stash.delayed_scaler
+        end_block(optimizer, scaler)
+        found = scaler.end_backward_pass()
+        if found is not None:
+            stash.overflows.append((scaler, found))
+
+
+def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Clear master gradients as asked, and the half gradients of the model with them."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    masters, _direct = stash.parts(optimizer)
+    original(*args, **kwargs)
+    for master in masters:
+        master.half.grad = None
+    stash.params_have_scaled_gradients = False
+    stash.seen = []
+
+
+def _add_param_group(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Add the group as torch does, then give its half params masters."""
+    original(*args, **kwargs)
+    optimizer._amp_stash.parts(optimizer)
+
+
+def _lazy_init(optimizer: Any) -> None:
+    """Look the parameters up again; masters exist since ``initialize``."""
+    optimizer._amp_stash.parts(optimizer)
+
+
+def _masters_to_model(optimizer: Any) -> None:
+    push_all(optimizer._amp_stash.parts(optimizer)[0])
+
+
+#: Methods that legacy code calls on the optimizer by their private names.
+_LEGACY_METHODS: dict[str, Callable[..., Any]] = {
+    "_amp_lazy_init": _lazy_init,
+    "_lazy_init_maybe_master_weights": _lazy_init,
+    "_master_params_to_model_params": _masters_to_model,
+    "_prepare_amp_backward": begin_block,
+    "_post_amp_backward": end_block,
+}
+
+#: Instance attributes that :func:`attach` sets.
+_OWN = ("_amp_stash", "step", "zero_grad", "add_param_group", *_LEGACY_METHODS)

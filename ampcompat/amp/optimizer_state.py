@@ -1,0 +1,146 @@
+"""What amp keeps beside one optimizer, as ``optimizer._amp_stash``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ampcompat.amp.gradients import Aside
+from ampcompat.amp.master_index import ensure_master, master_of_half, master_of_value
+from ampcompat.amp.masters import Master
+from ampcompat.amp.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from ampcompat.amp.session import Session
+
+
+class AmpOptimizerState:
+    """Masters and gradients of one optimizer between blocks and steps.
+
+    The attributes in the first group carry apex's names; scripts test for them.
+
+    Attributes:
+        lazy_init_called: Always True: masters exist from ``initialize`` on.
+        already_patched: Whether the next step will be skipped, as far as the host knows.
+        params_have_scaled_gradients: A ``delay_unscale`` block left scaled gradients behind.
+        session: The ``initialize`` call that the optimizer belongs to.
+        overflows: Overflow flags noted since the last step, each with its scaler (0-dim, on the device).
+        reports: The same of steps that were skipped on the device and not yet reported.
+        skipped: Whether the last step was skipped; None while only the device knows.
+    """
+
+    def __init__(self, optimizer: Any, session: Session) -> None:
+        self.lazy_init_called = True
+        self.already_patched = False
+        self.params_have_scaled_gradients = False
+        self.session = session
+        self.groups: list[Any] = optimizer.param_groups
+        self.overflows: list[tuple[LossScaler, torch.Tensor]] = []
+        self.reports: list[tuple[LossScaler, torch.Tensor]] = []
+        self.skipped: bool | None = False
+        self.aside: Aside = []
+        self.in_block = False
+        self.blocks = self.blocks_with_gradients = 0  # since the last step
+        self.stepped = False  # since the last block
+        self.seen: list[tuple[torch.Tensor, int]] = []
+        self._signature: Any = None
+        self._masters: list[Master] = []
+        self._direct: list[torch.Tensor] = []
+        self.delayed_scaler: LossScaler | None = None
+
+    def end_step(self) -> None:
+        """A step was made or skipped: what the next one needs starts anew."""
+        self.stepped = True
+        self.blocks = self.blocks_with_gradients = 0
+        self.seen = []
+
+    def parts(self, optimizer: Any) -> tuple[list[Master], list[torch.Tensor]]:
+        """Masters, and parameters without one, in ``optimizer``; looked up again when its groups changed."""
+        groups = optimizer.param_groups
+        signature = [(id(group["params"]), len(group["params"])) for group in groups]
+        if signature != self._signature:
+            self.groups = groups
+            adopt_masters(optimizer, self.session)
+            tensors = list({id(p): p for group in groups for p in group["params"]}.values())
+            held = [(p, master_of_value(p)) for p in tensors]
+            self._masters = [m for _, m in held if m is not None]
+            self._direct = [p for p, m in held if m is None]
+            self._signature = [(id(group["params"]), len(group["params"])) for group in groups]
+        return self._masters, self._direct
+
+    # -- the same, by apex's names -----------------------------------------------------------------------------------
+    @property
+    def all_fp16_params(self) -> list[torch.Tensor]:
+        """Half parameters of the model: those with masters, or all half ones where there are no masters."""
+        return [m.half for m in self._masters] or [p for p in self._direct if p.dtype != torch.float32]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
+        """Masters, in the order of :attr:`all_fp16_params`."""
+        return [m.value for m in self._masters]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
+        """Parameters that were float32 all along."""
+        return [p for p in self._direct if p.dtype == torch.float32]
+
+    all_fp32_params = all_fp32_from_fp32_params
+
+    def _by_group(self, pick: str) -> list[list[torch.Tensor]]:
+        lists = []
+        for group in self.groups:
+            pairs = [(p, master_of_value(p)) for p in group["params"]]
+            if pick == "half":
+                lists.append([m.half for _, m in pairs if m is not None])
+            elif pick == "master":
+                lists.append([p for p, m in pairs if m is not None])
+            else:
+                lists.append([p for p, m in pairs if m is None and p.dtype == torch.float32])
+        return lists
+
+    @property
+    def fp16_groups(self) -> list[list[torch.Tensor]]:
+        """:attr:`all_fp16_params` by param group."""
+        return self._by_group("half")
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
+        """:attr:`all_fp32_from_fp16_params` by param group."""
+        return self._by_group("master")
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
+        """:attr:`all_fp32_from_fp32_params` by param group."""
+        return self._by_group("float32")
+
+
+def adopt_masters(optimizer: Any, session: Session) -> None:
+    """Bring the params in ``optimizer``'s groups in line with the model: masters where it has half weights.
+
+    The groups and their lists keep their identity, and state that exists for a parameter is carried over to its master
+    (or back, where an earlier call had masters and this one has none).
+    """
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for index, param in enumerate(params):
+            new = _stand_in(param, session)
+            if new is not param:
+                params[index] = new
+                if param in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(param)
+
+
+def _stand_in(param: torch.Tensor, session: Session) -> torch.Tensor:
+    master = master_of_value(param)
+    if master is not None:
+        if master.half.dtype == torch.float32:  # an earlier call's master of a weight that is float32 again
+            return master.half
+        return param if session.properties.master_weights else master.half
+    if not session.properties.master_weights or param.dtype not in (torch.float16, torch.bfloat16):
+        return param
+    master = master_of_half(param)
+    if master is None:
+        home = session.home_of(param)
+        master = Master(param) if home is None else ensure_master(*home)
+    return master.value

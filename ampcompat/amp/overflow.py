@@ -1,0 +1,92 @@
+"""Whether a step is skipped, and saying so.
+
+The flags stay on the device until the step, which reads all of them at once: one host sync. An optimizer that takes
+``found_inf`` (torch's ``fused=True``) decides on the device: no sync, and the message follows with the next host read.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._log import say
+from ampcompat.amp.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scaler import LossScaler
+
+Noted = list[tuple[LossScaler, torch.Tensor]]
+
+
+def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> bool:
+    """Whether the host skips this step. Clears the flags noted since the last one.
+
+    Host syncs: one, or none with an optimizer that takes ``found_inf`` (it gets the flag and this returns False).
+    """
+    report(stash)
+    noted, stash.overflows = stash.overflows, []
+    stash.already_patched = False
+    if not noted:
+        stash.skipped = False
+        return False
+    if takes_found_inf(optimizer) and not on_host:
+        device = noted[0][1].device
+        flags = [found.to(device, non_blocking=True) for _, found in noted]
+        optimizer.grad_scale = None
+        optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
+        stash.reports, stash.skipped = noted, None
+        return False
+    stash.skipped = _say_which(noted)
+    return stash.skipped
+
+
+def withdraw(optimizer: Any) -> None:
+    """Take back what :func:`decide` lent to the optimizer."""
+    if takes_found_inf(optimizer):
+        for name in ("grad_scale", "found_inf"):
+            if name in vars(optimizer):
+                delattr(optimizer, name)
+
+
+def takes_found_inf(optimizer: Any) -> bool:
+    """Whether ``optimizer.step`` looks at ``optimizer.found_inf`` and skips on the device."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def report(stash: AmpOptimizerState) -> None:
+    """Say which earlier steps the device skipped. Reads the device if there is anything to learn."""
+    if stash.reports:
+        noted, stash.reports = stash.reports, []
+        stash.skipped = _say_which(noted)
+
+
+def report_if_known(stash: AmpOptimizerState) -> None:
+    """As :func:`report`, where it takes no host sync: the flags lie in host memory."""
+    if stash.reports and all(found.device.type == "cpu" for _, found in stash.reports):
+        noted, stash.reports = stash.reports, []
+        overflowed = [(scaler, found) for scaler, found in noted if _torch.peek(found)]
+        stash.skipped = bool(overflowed)
+        if overflowed:
+            _announce([scaler for scaler, _ in overflowed])
+
+
+def _say_which(noted: Noted) -> bool:
+    """Read the flags, in one host sync per device, and announce the scalers that overflowed."""
+    by_device: dict[torch.device, Noted] = {}
+    for scaler, found in noted:
+        by_device.setdefault(found.device, []).append((scaler, found))
+    overflowed = []
+    for entries in by_device.values():
+        flags = torch.stack([found for _, found in entries]).tolist() if len(entries) > 1 else [entries[0][1].item()]
+        overflowed += [scaler for (scaler, _), flag in zip(entries, flags, strict=True) if flag]
+    if overflowed:
+        _announce(overflowed)
+    return bool(overflowed)
+
+
+def _announce(scalers: list[LossScaler]) -> None:
+    for scaler in {id(s): s for s in scalers}.values():
+        say(
+            f"Gradient overflow. Skipping step, loss scaler {scaler.loss_id} reducing loss scale to"
+            f" {scaler.loss_scale()}"
+        )

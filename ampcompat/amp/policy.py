@@ -1,0 +1,122 @@
+"""What one ``initialize`` call decided about a model, and how a forward runs under it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp import master_index
+from ampcompat.amp.cast_tree import cast_tree
+from ampcompat.amp.casts import OFF, Casts, ForwardCasts, cast_state, casts_for_forward, set_ambient
+
+
+@dataclass(eq=False)
+class ModelPolicy:
+    """How the forward of a model runs. Shared by the model's copies; plain data when pickled.
+
+    Attributes:
+        opt_level: The level that the call asked for.
+        casts: Function casts inside the forward.
+        input_dtype: Floating inputs are cast to it (O0, O2, O3), or None.
+        output_dtype: Floating outputs are cast to it, or None.
+        half: The half dtype that the model's weights were cast to, or None where they stay float32.
+        master_weights: Whether half weights have float32 master_index.
+    """
+
+    opt_level: str
+    casts: Casts
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    half: torch.dtype | None
+    master_weights: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelPolicy:
+        return self
+
+    def run(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``forward(*args, **kwargs)`` under this policy."""
+        if torch.compiler.is_compiling():
+            return self._run_compiled(model, forward, args, kwargs)
+        if self.master_weights:
+            master_index.reconcile_model(model)
+        if self.input_dtype is not None:
+            args, kwargs = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
+        stamp: tuple[Casts | None, str] | None = model.__dict__.get("_amp_stamp")
+        if stamp is not None:
+            casts, device_type = stamp
+        else:
+            device_type = _device_type(model)
+            casts = casts_for_forward(self.casts, device_type)
+        if casts is not None and casts.enabled and "choke points" not in state.rooms:
+            # Unpickled in a process that has called no initialize.
+            from ampcompat.amp import session
+
+            session.cover_device_types([device_type])
+            session.casting_policies().add(self)
+        if casts is None or not (casts.enabled or cast_state().found):
+            output = forward(*args, **kwargs)
+        else:
+            with ForwardCasts(casts, device_type):
+                output = forward(*args, **kwargs)
+        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
+
+    def _run_compiled(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        # What dynamo cannot trace stays out: version checks of masters (they are made at the step) and the thread's
+        # state. A user's region is recognised by not being the ambient casts.
+        if self.input_dtype is not None:
+            args, kwargs = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
+        device_type = next(iter(model.parameters())).device.type
+        now = torch.is_autocast_enabled(device_type)
+        if now == self.casts.enabled or now != cast_state().ambient.enabled:
+            output = forward(*args, **kwargs)
+        else:
+            with torch.autocast(device_type, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
+                output = forward(*args, **kwargs)
+        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
+
+    def stamp(self, model: torch.nn.Module) -> tuple[Casts | None, str]:
+        """What a DataParallel replica made in this thread runs with in its own thread."""
+        device_type = _device_type(model)
+        casts = casts_for_forward(self.casts, device_type)
+        if casts is None:  # a user's region: hand on its dtype too, which torch does not
+            casts = Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        return casts, device_type
+
+
+def live_models() -> weakref.WeakSet[torch.nn.Module]:
+    """Every initialized model that is still alive."""
+    models: weakref.WeakSet[torch.nn.Module] = state.room("models", weakref.WeakSet)
+    return models
+
+
+def device_types_of(models: Any) -> set[str]:
+    """Device types that hold parameters or buffers of ``models`` and that autocast knows."""
+    types = {t.device.type for m in models for t in (*m.parameters(), *m.buffers())}
+    return types & set(_torch.autocast_device_types())
+
+
+def _device_type(model: torch.nn.Module) -> str:
+    """Where ``model`` is. A model moved since ``initialize`` moves the ambient casts along."""
+    first: torch.Tensor | None = next(model.parameters(), None)
+    if first is None:
+        first = next(model.buffers(), None)
+    room = cast_state()
+    if first is None:
+        return room.device_types[0] if room.device_types else "cpu"
+    device_type = first.device.type
+    if device_type not in room.device_types and room.found is not None:
+        wanted = device_types_of(live_models())
+        from ampcompat.amp import session
+
+        session.cover_device_types(wanted)
+        set_ambient(room.ambient, wanted)
+    return device_type
+
+
+__all__ = ["OFF", "ModelPolicy", "device_types_of", "live_models"]

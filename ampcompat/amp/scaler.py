@@ -1,0 +1,195 @@
+"""The loss scaler: ``torch.amp.GradScaler`` driven as apex drove its own.
+
+The transition, once per backward pass (one leaving of a ``scale_loss`` block that unscales):
+
+* overflow: ``scale = max(min_loss_scale, scale / 2)``, ``unskipped = 0``;
+* clean: ``unskipped += 1``; when it reaches the window, ``scale = min(max_loss_scale, scale * 2)``, ``unskipped = 0``.
+
+The clamps act where the scale moves, so a scale that a user wrote above the maximum comes down at the next growth.
+A static scaler counts clean passes and never moves nor skips.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+
+#: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
+FLOOR = 2.0**-24
+WINDOW = 2000
+
+
+class LossScaler(torch.amp.GradScaler):
+    """Scale, its growth and its back-off; kept on the device of the losses and updated there without a host sync.
+
+    Args:
+        loss_scale: ``"dynamic"``, or a positive number for a static scale.
+        init_scale: First scale of a dynamic scaler, capped by ``max_loss_scale``.
+        scale_factor: Growth factor; its reciprocal is the back-off factor.
+        scale_window: Clean backward passes before growth.
+        min_loss_scale: Floor of back-off; None means 2^-24 (apex let the scale die at zero).
+        max_loss_scale: Cap of growth.
+        loss_id: Which loss of its session this scaler serves; named in messages.
+    """
+
+    warned_no_fused_kernel = False
+    warned_unscaling_non_fp32_grad = False
+    has_fused_kernel = True
+
+    def __init__(
+        self,
+        loss_scale: float | str = "dynamic",
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = WINDOW,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float = 2.0**24,
+        loss_id: int = 0,
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        first = min(max_loss_scale, init_scale) if self.dynamic else float(loss_scale)
+        # The device named here only decides whether GradScaler checks for CUDA; the scale itself is made on the
+        # device of the first loss.
+        super().__init__("cpu", first, scale_factor, 1.0 / scale_factor, scale_window)
+        self._min_loss_scale = min_loss_scale
+        self._max_loss_scale = max_loss_scale
+        self.loss_id = loss_id
+        self._has_overflow = False
+        self._found_inf: dict[torch.device, torch.Tensor] = {}
+        self._last_found: torch.Tensor | None = None
+
+    # -- what legacy code reads and writes ---------------------------------------------------------------------------
+    def loss_scale(self) -> float:
+        """The current scale. Reads the device: one host sync."""
+        return self.get_scale()
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.get_scale()
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        if self._scale is None:
+            self._init_scale = float(value)
+        else:
+            self._scale.fill_(float(value))
+
+    @property
+    def _unskipped(self) -> int:
+        return self._init_growth_tracker if self._growth_tracker is None else int(self._growth_tracker.item())
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        if self._growth_tracker is None:
+            self._init_growth_tracker = int(value)
+        else:
+            self._growth_tracker.fill_(int(value))
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the scale is 1 and nobody has written it: then blocks need not touch gradients. No host sync."""
+        return not self.dynamic and self._scale is None and self._init_scale == 1.0
+
+    @property
+    def _scale_seq_len(self) -> int:
+        return self._growth_interval
+
+    @_scale_seq_len.setter
+    def _scale_seq_len(self, value: int) -> None:
+        self._growth_interval = int(value)
+
+    @property
+    def _overflow_buf(self) -> torch.Tensor:
+        device = torch.device("cpu") if self._scale is None else self._scale.device
+        found = self._last_found
+        return torch.zeros(1, dtype=torch.int, device=device) if found is None else found.reshape(1).int()
+
+    # -- one backward pass -------------------------------------------------------------------------------------------
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """``loss.float() * scale``, on the device of ``loss``, of any shape; no host sync."""
+        return self.scale(loss.float())
+
+    def clear_overflow_state(self) -> None:
+        """Forget the overflows noted since the last update."""
+        self._has_overflow = False
+        self._found_inf.clear()
+
+    def unscale_(self, grads: Any, *_: Any) -> None:
+        """Multiply the gradient tensors in place by 1 / scale and note any inf or NaN; no host sync.
+
+        Args:
+            grads: List of dense tensors of any device and floating dtype, empty included. An optimizer, as
+                ``GradScaler.unscale_`` takes it, works too.
+        """
+        if hasattr(grads, "param_groups"):
+            grads = [p.grad for group in grads.param_groups for p in group["params"] if p.grad is not None]
+        buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for grad in grads:
+            grad = torch.view_as_real(grad) if grad.is_complex() else grad
+            buckets.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, _dtype), bucket in buckets.items():
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(device)
+            found = self._found_inf.get(device)
+            if found is None:
+                found = self._found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+            _torch.unscale_and_check_(bucket, found, self._inverse(device))
+
+    def _inverse(self, device: torch.device) -> torch.Tensor:
+        assert_scale: torch.Tensor = self._scale  # type: ignore[assignment]
+        return assert_scale.to(device=device, non_blocking=True).reciprocal()
+
+    def end_backward_pass(self) -> torch.Tensor | None:
+        """Move the scale for the backward pass just unscaled; no host sync.
+
+        Returns:
+            A 0-dim float32 tensor, non-zero where there was an overflow; None for a static scaler, which never skips.
+        """
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(next(iter(self._found_inf), torch.device("cpu")))
+        scale, tracker = self._scale, self._growth_tracker
+        if scale is None or tracker is None:
+            raise RuntimeError("The scale was not initialised - call scale_loss first.")
+        if not self.dynamic:
+            tracker.add_(1)
+            self._found_inf.clear()
+            return None
+        noted = self.noted()
+        found = torch.zeros_like(scale) if noted is None else noted.to(scale.device, non_blocking=True)
+        before = scale.clone()
+        torch._amp_update_scale_(
+            scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval
+        )
+        floor = FLOOR if self._min_loss_scale is None else self._min_loss_scale
+        clamped = torch.where(scale > before, scale.clamp(max=self._max_loss_scale), scale)
+        scale.copy_(torch.where(scale < before, scale.clamp(min=floor), clamped))
+        self._found_inf.clear()
+        self._last_found = found
+        return found
+
+    def noted(self) -> torch.Tensor | None:
+        """The overflow noted since the last update, which stays noted for the next; the scale does not move."""
+        if not self.dynamic or not self._found_inf:
+            return None
+        founds = list(self._found_inf.values())
+        if len(founds) == 1:
+            return founds[0].clone()
+        return torch.stack([f.to(founds[0].device, non_blocking=True) for f in founds]).amax()
+
+    def update_scale(self) -> bool:
+        """The end of a backward pass, by its apex name. Reads the device: one host sync.
+
+        Returns:
+            Whether the step must be skipped.
+        """
+        found = self.end_backward_pass()
+        self._has_overflow = found is not None and bool(found.item())
+        return self._has_overflow
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+    def amp_state(self) -> dict[str, float | int]:
+        """Scale and clean passes as plain numbers, as apex saved them. Reads the device."""
+        return {"loss_scale": self.get_scale(), "unskipped": self._unskipped}

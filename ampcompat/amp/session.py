@@ -1,0 +1,128 @@
+"""One call of ``initialize``: its options and scalers, and the way from its models and optimizers back to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ampcompat._state import state
+from ampcompat.amp import casts, choke_points, cpu_convolution, registry, rules
+from ampcompat.amp.casts import OFF, Casts
+from ampcompat.amp.policy import ModelPolicy, device_types_of, live_models
+from ampcompat.amp.properties import Properties
+from ampcompat.amp.scaler import LossScaler
+
+
+class Session:
+    """What one ``initialize`` call owns.
+
+    Attributes:
+        properties: Its options.
+        scalers: One loss scaler per ``num_losses``.
+        policy: How its models run.
+        half: Its half dtype.
+        enabled: False for a call with ``enabled=False``, which owns nothing.
+    """
+
+    def __init__(
+        self, properties: Properties, half: torch.dtype, outputs: torch.dtype | None, scalers: list[LossScaler]
+    ) -> None:
+        self.properties, self.half, self.scalers = properties, half, scalers
+        self.enabled = bool(properties.enabled)
+        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
+        cast_type = properties.cast_model_type or None
+        weights = cast_type if cast_type in (torch.float16, torch.bfloat16) else None
+        self.policy = ModelPolicy(
+            opt_level=properties.opt_level,
+            casts=Casts(True, half) if properties.patch_torch_functions else OFF._replace(dtype=half),
+            input_dtype=cast_type,
+            output_dtype=outputs or (torch.float32 if cast_type is not None else None),
+            half=weights,
+            master_weights=bool(properties.master_weights) and weights is not None,
+        )
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether any of its scalers moves."""
+        return any(scaler.dynamic for scaler in self.scalers)
+
+    @property
+    def plain(self) -> bool:
+        """Whether blocks have nothing to do: scale one for ever, no masters."""
+        return not self.policy.master_weights and all(scaler.is_one for scaler in self.scalers)
+
+    def new_scaler(self) -> LossScaler:
+        """One more scaler like the first."""
+        return LossScaler(self.properties.loss_scale, loss_id=len(self.scalers))
+
+    def home_of(self, param: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
+        """The module that holds ``param``, and its name there."""
+        for model in live_models():
+            for module in model.modules():
+                for name, tensor in module._parameters.items():
+                    if tensor is param:
+                        return module, name
+        return None
+
+    def begin_casts(self, models: Iterable[torch.nn.Module]) -> None:
+        """Make this call's casts the ambient ones, on the devices of every live model."""
+        device_types = device_types_of([*live_models(), *models])
+        if self.policy.casts.enabled:
+            cover_device_types(device_types)
+            casting_policies().add(self.policy)
+        elif self.policy.half is not None and "cpu" in device_types:
+            cpu_convolution.acquire()
+        casts.set_ambient(self.policy.casts, device_types)
+
+    def end_casts(self) -> None:
+        """Take this call's casts back (``handle._deactivate()``); with the last of them go all patches of torch."""
+        if self.policy.casts.enabled:
+            self.policy.casts = self.policy.casts._replace(enabled=False)
+            casting_policies().discard(self.policy)
+        if not any(policy.casts.enabled for policy in casting_policies()):
+            casts.end_ambience()
+            choke_points.remove()
+            rules.release()
+            registry.deactivate()
+            if not any(getattr(model, "_amp_policy", self.policy).half for model in live_models()):
+                cpu_convolution.release()
+
+
+def casting_policies() -> weakref.WeakSet[ModelPolicy]:
+    """Policies in use that cast functions."""
+    policies: weakref.WeakSet[ModelPolicy] = state.room("casting policies", _make_casting_policies)
+    return policies
+
+
+def _make_casting_policies() -> weakref.WeakSet[ModelPolicy]:
+    policies: weakref.WeakSet[ModelPolicy] = weakref.WeakSet()
+
+    def stop() -> None:
+        for policy in policies:
+            policy.casts = policy.casts._replace(enabled=False)
+
+    state.undo.callback(stop)
+    return policies
+
+
+def cover_device_types(device_types: Iterable[str]) -> None:
+    """Have everything that casting needs in place for ``device_types``."""
+    device_types = list(device_types)
+    choke_points.install()
+    rules.acquire(device_types)
+    registry.activate()
+    if "cpu" in device_types:
+        cpu_convolution.acquire()
+
+
+#: Owner of optimizers that were initialized with ``enabled=False``, when a later call is enabled.
+DISABLED = Session(Properties(), torch.float16, None, [])
+
+
+def latest() -> Session | None:
+    """The session of the latest ``initialize``, disabled ones included."""
+    session: Session | None = state.rooms.get("latest session")
+    return session

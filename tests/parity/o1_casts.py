@@ -1,0 +1,36 @@
+"""Casts on, as at O1, for a region of a test."""
+
+from contextlib import contextmanager
+
+import torch
+
+from ampcompat.amp import rules
+
+
+@contextmanager
+def casts_on(device_type="cpu", dtype=torch.float16, cache=False):
+    """The rules installed and autocast on for ``device_type``; flags and rules as before afterwards."""
+    flags = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
+    cached = torch.is_autocast_cache_enabled()
+    rules.acquire([device_type])
+    torch.set_autocast_enabled(device_type, True)
+    torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(cache)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, flags[0])
+        torch.set_autocast_dtype(device_type, flags[1])
+        torch.set_autocast_cache_enabled(cached)
+        torch.clear_autocast_cache()
+        rules.release()
+
+
+@contextmanager
+def engine_without_casts(device_type="cpu"):
+    """Casts off while the autograd engine runs, as ambient casts see to."""
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, True)

@@ -1,0 +1,150 @@
+"""The rules under autograd, double backward, torch.func and inference mode."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from o1_casts import casts_on, engine_without_casts
+
+HALF, FLOAT = torch.float16, torch.float32
+
+
+@pytest.fixture
+def x():
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_gradients_come_back_in_the_dtype_of_the_argument(x):
+    for dtype in (HALF, FLOAT):
+        a = x.to(dtype).requires_grad_()
+        with casts_on():
+            loss = F.log_softmax(a, 1).exp().sum() + torch.mv(a, a[0]).float().sum() + torch.dot(a[0], a[1].float())
+            with engine_without_casts():
+                loss.backward()
+        assert a.grad.dtype is dtype
+
+
+def test_the_gradient_of_a_float_op_on_half_is_float32s_rounded_once(x):
+    half = x.half().requires_grad_()
+    wide = half.detach().float().requires_grad_()
+    F.softplus(wide).pow(2).sum().backward()
+    with casts_on():
+        loss = F.softplus(half).pow(2).sum()
+        with engine_without_casts():
+            loss.backward()
+    assert torch.equal(half.grad, wide.grad.half())
+
+
+@pytest.mark.parametrize("engine_off", [False, True])
+def test_a_gradient_penalty_trains(x, engine_off):
+    """WGAN-GP: the gradient of a gradient, through half matrix products and float32 norms."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softplus(), torch.nn.Linear(8, 1))
+
+    def penalty():
+        a = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(net(a).float().sum(), a, create_graph=True)
+        loss = (gradient.norm(dim=1) - 1).square().mean()
+        return gradient, loss
+
+    _, plain = penalty()
+    plain.backward()
+    wanted = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    with casts_on():
+        gradient, loss = penalty()
+    assert gradient.dtype is loss.dtype is FLOAT
+    loss.backward()
+    for p, want in zip(net.parameters(), wanted, strict=True):
+        # 11 bits of half through two matrix products and their gradients
+        assert (p.grad is None) == (want is None)
+        if want is not None:
+            torch.testing.assert_close(p.grad, want, atol=5e-3, rtol=2e-2)
+
+
+def test_double_backward_of_each_kind_of_rule():
+    def run(a):
+        return torch.mv(a, a[0]).sum() + a.exp().sum() + torch.cosine_similarity(a, a.flip(0)).sum()
+
+    a = torch.rand(3, 3, dtype=torch.float64, requires_grad=True)
+    with casts_on():  # float64 is left alone, so finite differences hold
+        assert torch.autograd.gradcheck(run, (a,))
+        assert torch.autograd.gradgradcheck(run, (a,))
+
+
+CALLS = {
+    "exp": (torch.exp, FLOAT),
+    "softmax": (lambda t: F.softmax(t, -1), FLOAT),
+    "log_softmax": (lambda t: F.log_softmax(t, -1), FLOAT),
+    "layer_norm": (lambda t: F.layer_norm(t, t.shape[-1:]), FLOAT),
+    "gelu": (F.gelu, FLOAT),
+    "sum": (lambda t: t.sum(-1), FLOAT),
+    "std": (lambda t: t.std(-1), FLOAT),
+    "norm": (lambda t: t.norm(dim=-1), FLOAT),
+    "cross_entropy": (lambda t: F.cross_entropy(t, t.argmax(-1)), FLOAT),
+    "mm": (lambda t: t.reshape(2, 4) @ t.reshape(4, 2), HALF),
+    "mv": (lambda t: torch.mv(t.reshape(2, 4), t[:4]), HALF),
+    "conv1d": (lambda t: F.conv1d(t.reshape(1, 1, 8), t[:3].reshape(1, 1, 3)), HALF),
+    "cross": (lambda t: torch.linalg.cross(t[:3], t[3:6].float()), FLOAT),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_vmap_has_the_casts_of_a_plain_call(x, name):
+    call, dtype = CALLS[name]
+    batch = x.half() if dtype is FLOAT else x
+    with casts_on():
+        one_by_one = torch.stack([call(row) for row in batch])
+        mapped = torch.func.vmap(call)(batch)
+    assert mapped.dtype is one_by_one.dtype is dtype
+    # batched kernels sum in another order, at times in half
+    torch.testing.assert_close(mapped, one_by_one, atol=5e-3 if dtype is HALF else 1e-5, rtol=2e-3)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")  # from inside torch.func.jvp
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "jvp"])
+def test_functional_transforms(x, transform):
+    def loss(a):
+        return (F.softmax(torch.mv(a, a[0]), 0) * torch.arange(4.0)).sum()
+
+    with casts_on():
+        if transform == "jvp":
+            value, tangent = torch.func.jvp(loss, (x,), (torch.ones_like(x),))
+            assert value.dtype is tangent.dtype is FLOAT
+        else:
+            gradient = getattr(torch.func, transform)(loss)(x)
+            assert gradient.dtype is FLOAT
+            assert torch.isfinite(gradient).all()
+
+
+def test_inference_mode_and_no_grad(x):
+    cell = torch.nn.LSTMCell(8, 6)
+    for region in (torch.inference_mode, torch.no_grad):
+        with casts_on(), region():
+            assert F.softmax(x.half(), 1).dtype is FLOAT
+            assert cell(x)[0].dtype is HALF
+            assert torch.nn.Conv1d(4, 2, 3)(x[None]).dtype is HALF
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
+def test_traced_graphs(x):
+    with casts_on():
+        traced = torch.jit.trace(lambda a: F.softmax(a, 1), (x.half(),))
+        assert traced(x.half()).dtype is FLOAT
+
+
+@pytest.mark.filterwarnings("ignore:`torch.cpu.amp.autocast:FutureWarning")  # from inside checkpoint, torch 2.4
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_layers_have_the_gradients_of_plain_ones(x, reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 2))
+    found = []
+    for run in (net, lambda a: checkpoint(net, a, use_reentrant=reentrant)):
+        with casts_on():
+            loss = run(x.clone().requires_grad_()).float().square().sum()
+            with engine_without_casts():
+                loss.backward()
+        found.append([p.grad for p in net.parameters()])
+        net.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -1,0 +1,108 @@
+"""Installing is idempotent, all or nothing, and leaves nothing behind."""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp import rules, wrappers
+
+
+def registrations():
+    """What is registered for autocast, and its kernels' sources, by op."""
+    names = ["aten::mv", "aten::exp", "aten::binary_cross_entropy", "aten::lstm_cell", "aten::_softmax"]
+    keys = [key for d in _torch.autocast_device_types() if (key := _torch.autocast_key(d))]
+    every = [sorted(torch._C._dispatch_get_registrations_for_dispatch_key(key)) for key in keys]
+    return every, [torch._C._dispatch_dump(name) for name in names]
+
+
+def settings():
+    import torch._functorch.config as functorch
+
+    compiler = getattr(torch.compiler, "config", None)
+    return getattr(functorch, "backward_pass_autocast", None), getattr(compiler, "cache_key_tag", None)
+
+
+def test_release_leaves_nothing_on_the_dispatcher_in_torch_or_its_settings():
+    functions = [getattr(owner, name) for owner, name in wrappers.WRAPPED]
+    before = registrations(), settings()
+    for _ in range(3):
+        rules.acquire(_torch.autocast_device_types())
+        assert (registrations(), settings()) != before
+        assert [getattr(owner, name) for owner, name in wrappers.WRAPPED] != functions
+        rules.release()
+        assert (registrations(), settings()) == before
+        assert [getattr(owner, name) for owner, name in wrappers.WRAPPED] == functions
+
+
+def test_reset_releases():
+    before = registrations()
+    rules.acquire(["cpu", "cuda"])
+    state.reset()
+    assert registrations() == before
+    assert not rules.installed().plans
+
+
+def test_acquire_is_idempotent_and_grows():
+    rules.acquire(["cpu"])
+    once = registrations()
+    rules.acquire(["cpu", "cpu"])
+    assert registrations() == once
+    rules.acquire(["cuda", "cpu"])
+    assert set(rules.installed().plans) == {"cpu", "cuda"}
+    rules.release()
+    rules.release()
+    assert not rules.installed().plans
+
+
+def test_a_device_type_without_autocast_is_passed_over():
+    rules.acquire(["meta", "no such device"])
+    assert not rules.installed().plans
+    assert "cpu" not in torch.Tensor.__dict__
+
+
+def test_a_failing_registration_leaves_torch_as_it_was(monkeypatch):
+    before, local_response_norm = registrations(), F.local_response_norm
+    planned, add = len(rules.planned("cpu", "AutocastCPU")), _torch.Registrations.add
+    calls = []
+
+    def failing(self, op, kernel, key):
+        calls.append(op)
+        if len(calls) == planned + 3:  # in the middle of the second device type
+            raise RuntimeError("no more")
+        add(self, op, kernel, key)
+
+    monkeypatch.setattr(_torch.Registrations, "add", failing)
+    with pytest.raises(RuntimeError, match="no more"):
+        rules.acquire(["cpu", "cuda"])
+    assert registrations() == before
+    assert F.local_response_norm is local_response_norm
+    assert not rules.installed().plans
+
+
+def test_only_what_native_autocast_lacks_is_registered():
+    cpu = {_torch.op_name(op) for op in rules.planned("cpu", "AutocastCPU")}
+    cuda = {_torch.op_name(op) for op in rules.planned("cuda", "AutocastCUDA")}
+    assert {"aten::mv", "aten::exp", "aten::lstm.input", "aten::binary_cross_entropy"} <= cpu
+    assert not {"aten::mm", "aten::linear", "aten::mse_loss", "aten::add.Tensor"} & (cpu | cuda)
+    assert {"aten::gelu", "aten::std.correction", "aten::grid_sampler", "aten::binary_cross_entropy"} <= cuda
+    assert not {"aten::mv", "aten::exp", "aten::lstm.input", "aten::softmax.int"} & cuda
+
+
+def test_a_device_type_whose_autocast_has_no_kernels_gets_the_whole_lists():
+    hpu = {_torch.op_name(op) for op in rules.planned("hpu", "AutocastHPU")}
+    assert {"aten::mm", "aten::linear", "aten::softmax.int", "aten::lstm.input", "aten::grid_sampler"} <= hpu
+
+
+def test_installing_does_not_import_the_compiler():
+    # in a process of its own: other tests have imported it here
+    import subprocess
+
+    code = (
+        "import sys; from ampcompat.amp import rules; rules.acquire(['cpu']); "
+        "rules.release(); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
