@@ -113,7 +113,8 @@ def _import_from(line: Line, statement: cst.ImportFrom) -> Line | cst.FlattenSen
         return line.with_changes(body=[statement.with_changes(module=cst.parse_expression(new))])
     if isinstance(statement.names, cst.ImportStar):
         return line
-    good, left = [], []
+    good: list[str] = []
+    left: list[str] = []
     for alias, name in zip(statement.names, names, strict=True):
         asname = f" as {code_of(alias.asname.name)}" if alias.asname else ""
         (left if f"{module}.{name}" in bad else good).append(name + asname)

@@ -18,7 +18,7 @@ PARAMS = "(p for group in {}.param_groups for p in group['params'])"
 
 def statement(code: str) -> cst.BaseStatement:
     """One statement from its source text."""
-    return cst.ensure_type(cst.parse_statement(code), cst.BaseStatement)
+    return cst.parse_statement(code)
 
 
 class Calls(cst.CSTTransformer):
@@ -185,7 +185,7 @@ class Calls(cst.CSTTransformer):
             return [*lines, line.with_changes(leading_lines=above) if not lines else line]
         if scaled:
             lines.append(statement(f"{scaled} = {scaler}.scale({loss})"))
-        rest = [simple([part]) for part in body] if suite else body
+        rest = [simple([p]) for p in body if isinstance(p, cst.BaseSmallStatement)] if suite else body
         return [*lines, *rest]
 
 

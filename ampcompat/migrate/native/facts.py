@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from ampcompat.check.source import SCOPES, Source, argument, number, text
 
 HALF = "torch.float16"
+BRACKETS = re.compile(r"[()\[\]]")
 
 
 class Untranslatable(Exception):
@@ -61,7 +63,7 @@ class Facts:
         self.models, self.optimizers = names[0], (names[1] if len(names) > 1 else [])
         wanted = ", ".join(ast.unparse(v) for v in given if v is not None)
         self.rebinds = None
-        if target is not None and ast.unparse(target).strip("()") != wanted:
+        if target is not None and BRACKETS.sub("", ast.unparse(target)) != BRACKETS.sub("", wanted):
             self.rebinds = f"{ast.unparse(target)} = {wanted}"
 
     def _level(self) -> None:

@@ -30,6 +30,8 @@ REPLACEMENTS = {
 
 
 def _advice(name: str) -> str:
+    if name in MODULES:
+        return f"{name}: the module itself is used here; torch.amp is always there"
     note = verdict(name).note if verdict(name).verdict == "unsupported" else "no counterpart in torch.amp"
     return f"{name}: {REPLACEMENTS.get(name, note)}"
 
@@ -44,9 +46,7 @@ class Leftovers(cst.CSTTransformer):
         new = super().on_leave(original_node, updated_node)
         if not isinstance(new, cst.BaseStatement):
             return new
-        # `amp = None`, `if amp is not None`: a bare module does nothing that needs translating.
-        names = [name for name in uses(header(new), self.bindings) if name not in MODULES]
-        for name in dict.fromkeys(names):
+        for name in dict.fromkeys(uses(header(new), self.bindings)):
             translatable = name in TRANSLATED and self.reason is not None
             new = marked(new, f"{name}: {self.reason}" if translatable else _advice(name))
         return new
@@ -114,6 +114,9 @@ class _Names(cst.CSTVisitor):
     def visit_Arg(self, node: cst.Arg) -> bool:
         node.value.visit(self)
         return False
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        return not isinstance(node.target, cst.Name)  # `amp = None` needs no import
 
     def visit_Name(self, node: cst.Name) -> None:
         self.found.add(node.value)

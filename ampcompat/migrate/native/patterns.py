@@ -66,6 +66,9 @@ class _Uses(cst.CSTVisitor):
     def visit_Name(self, node: cst.Name) -> bool:
         return self._see(node)
 
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        return not isinstance(node.target, cst.Name)
+
     def visit_Import(self, node: cst.Import) -> bool:
         return False
 
