@@ -33,14 +33,16 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
         return Result(code)
     # Python's own parser first: it bounds the nesting, which libcst's recursive parser does not.
     source = Source("", parse(code))
+    from ampcompat.migrate.marks import settled
+
     try:
         module = cst.parse_module(code)
         if to == "ampcompat":
             from ampcompat.migrate.imports import rewrite_imports
 
-            return Result.of(rewrite_imports(module).code)
+            return Result.of(settled(rewrite_imports(module)).code)
         from ampcompat.migrate.native import rewrite_native
 
-        return Result.of(rewrite_native(module, source).code)
+        return Result.of(settled(rewrite_native(module, source)).code)
     except cst.ParserSyntaxError as problem:
         raise SyntaxError(problem.message) from None

@@ -1,4 +1,4 @@
-"""Every fixture: before -> after as recorded, stable when repeated, and trained: the losses are those of the original."""
+"""Every fixture: rewritten as recorded, stable when repeated, and trained to the losses of the original."""
 
 import sys
 from pathlib import Path

@@ -134,9 +134,8 @@ def test_a_forward_out_of_sight_is_marked():
 
 
 def test_a_test_for_the_module_is_marked():
-    result = migrate_source(
-        "try:\n    from apex import amp\nexcept ImportError:\n    amp = None\nok = amp is not None\n", "native"
-    )
+    code = "try:\n    from apex import amp\nexcept ImportError:\n    amp = None\nok = amp is not None\n"
+    result = migrate_source(code, "native")
     assert [line for line, _ in result.todos] == [5]
 
 
