@@ -138,8 +138,9 @@ def _enter(optimizers: Any, scaler: LossScaler) -> None:
 
 
 def _leave(optimizers: Any, scaler: LossScaler, delay_overflow_check: bool) -> None:
+    done: set[int] | None = set() if len(optimizers) > 1 else None
     for one in optimizers:
-        _optimizer.end_block(one, scaler)
+        _optimizer.end_block(one, scaler, done)
     found = scaler.noted() if delay_overflow_check else scaler.end_backward_pass()
     for one in optimizers:
         one._amp_stash.in_block = False

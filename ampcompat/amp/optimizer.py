@@ -121,15 +121,28 @@ def begin_block(optimizer: Any) -> None:
         stash.aside = put_aside(masters, direct)
 
 
-def end_block(optimizer: Any, scaler: LossScaler) -> None:
-    """Exit of a ``scale_loss`` block that unscales (apex: ``_post_amp_backward``)."""
+def end_block(optimizer: Any, scaler: LossScaler, done: set[int] | None = None) -> None:
+    """Exit of a ``scale_loss`` block that unscales (apex: ``_post_amp_backward``).
+
+    Args:
+        optimizer: An optimizer under amp.
+        scaler: The block's scaler.
+        done: ids of the tensors that another optimizer of the block has seen to; those of this one are added.
+    """
     stash: AmpOptimizerState = optimizer._amp_stash
     masters, direct = stash.parts(optimizer)
+    shared = False
+    if done is not None:
+        shared = any(id(p) in done for p in (*(m.value for m in masters), *direct))
+        masters = [m for m in masters if id(m.value) not in done]
+        direct = [p for p in direct if id(p) not in done]
+        done.update(id(m.value) for m in masters)
+        done.update(id(p) for p in direct)
     seen = take_new(scaler, masters, direct, stash.aside)
     stash.aside = []
     stash.params_have_scaled_gradients = False
     stash.blocks += 1
-    stash.blocks_with_gradients += seen
+    stash.blocks_with_gradients += seen or shared
     stash.seen = misuse.watch(masters)
 
 

@@ -52,7 +52,7 @@ def at(level, model=None, **kw):
     return initialize(model, optimizer, opt_level=level, verbosity=0, **kw)
 
 
-# -- anywhere else in Python ---------------------------------------------------------------------------------------------
+# -- anywhere else in Python ----------------------------------------
 @pytest.mark.parametrize(("level", "dtype"), [("O0", FLOAT), ("O1", HALF), ("O2", FLOAT), ("O3", FLOAT)])
 def test_ambient_code_and_the_block_follow_the_level(level, dtype):
     model, optimizer = at(level)
@@ -103,7 +103,7 @@ def test_deactivate_ends_everything():
     assert model.seen == [FLOAT]
 
 
-# -- inside forward, in any thread -------------------------------------------------------------------------------------------
+# -- inside forward, in any thread ----------------------------------------
 @pytest.mark.parametrize(("level", "dtype"), [("O1", HALF), ("O4", torch.bfloat16), ("O0", FLOAT), ("O2", FLOAT)])
 def test_forward_in_a_new_thread(level, dtype):
     model, _ = at(level)
@@ -144,7 +144,7 @@ def test_data_parallel_replica_made_in_a_users_region():
     assert model.seen == [torch.bfloat16]
 
 
-# -- device types without params -----------------------------------------------------------------------------------------------
+# -- device types without params ----------------------------------------
 def test_cpu_code_beside_a_cuda_model():
     with FakeTensorMode(allow_non_fake_inputs=True):
         model, _ = at("O1", Elsewhere("cuda:0"))
@@ -180,7 +180,7 @@ def test_forked_worker():
     assert product() == HALF
 
 
-# -- the engine --------------------------------------------------------------------------------------------------------------------
+# -- the engine ----------------------------------------
 class Float32Region(nn.Module):
     """A product in float32 inside a casting model: its backward must be float32 as well."""
 
@@ -253,7 +253,7 @@ def test_engine_restores_casts_after_an_exception():
     assert product() == HALF
 
 
-# -- Function bodies ---------------------------------------------------------------------------------------------------------------
+# -- Function bodies ----------------------------------------
 class OldStyle(torch.autograd.Function):
     """2019 style: the backward multiplies a half gradient by a float32 weight."""
 
@@ -305,7 +305,7 @@ def test_bodies_follow_the_model_that_ran_them_not_the_ambience():
     assert casting.weight.grad is not None
 
 
-# -- optimizer.step ----------------------------------------------------------------------------------------------------------------
+# -- optimizer.step ----------------------------------------
 class ProductSGD(torch.optim.SGD):
     """Notes the dtype of a product in its step."""
 
@@ -335,7 +335,7 @@ def test_step_is_uncast_and_its_closure_is_as_outside():
     assert product() == HALF
 
 
-# -- disable_casts -----------------------------------------------------------------------------------------------------------------
+# -- disable_casts ----------------------------------------
 def test_disable_casts_nests_and_survives_exceptions():
     model, _ = at("O1")
     with disable_casts():
@@ -362,7 +362,7 @@ def test_disable_casts_in_a_forward():
     assert model.seen == [FLOAT, HALF]
 
 
-# -- a user's own region -----------------------------------------------------------------------------------------------------------
+# -- a user's own region ----------------------------------------
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_users_region_decides_for_the_forward_inside(level):
     model, _ = at(level, cast_model_type=False if level == "O2" else None)
@@ -395,7 +395,7 @@ def test_a_region_for_another_device_type_says_nothing():
     assert model.seen == [HALF]
 
 
-# -- checkpoint --------------------------------------------------------------------------------------------------------------------
+# -- checkpoint ----------------------------------------
 @pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.*is deprecated:FutureWarning")  # torch 2.4's own use
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint_recomputes_with_the_casts_of_the_forward(reentrant):
@@ -411,7 +411,7 @@ def test_checkpoint_recomputes_with_the_casts_of_the_forward(reentrant):
     assert product() == HALF
 
 
-# -- WGAN-GP -----------------------------------------------------------------------------------------------------------------------
+# -- WGAN-GP ------------------------------------------------------------------------------------------------------
 def test_gradient_penalty_trains_and_is_close_to_float32():
     def penalty(level):
         torch.manual_seed(0)
