@@ -22,9 +22,9 @@ MODULES = frozenset(
     {
         "amp_C",
         "apex",
+        "apex_C",
         "apex.amp",
         "apex.amp._amp_state",
-        "apex.amp._initialize",
         "apex.amp.frontend",
         "apex.amp.handle",
         "apex.amp.opt",
@@ -47,13 +47,14 @@ SYMBOLS: dict[str, Symbol] = {
         "apex.amp",
         "initialize scale_loss master_params state_dict load_state_dict disable_casts half_function float_function "
         "promote_function register_half_function register_float_function register_promote_function init "
-        "_DECORATOR_HANDLE __version__ step_was_skipped sync_masters unwrap",
+        "_DECORATOR_HANDLE step_was_skipped sync_masters",
     ),
     **_works("apex.amp.scaler", "LossScaler"),
-    **_works("apex.amp.frontend", "Properties initialize state_dict load_state_dict"),
+    **_works("apex.amp.frontend", "Properties initialize"),
     **_works("apex.amp.handle", "scale_loss disable_casts AmpHandle NoOpHandle"),
     **_works("apex.amp.opt", "OptimWrapper"),
-    **_works("apex.amp._initialize", "applier"),
+    "apex.amp.__version__": Symbol(UNSUPPORTED, "use apex.__version__"),
+    "apex.amp._initialize": Symbol(UNSUPPORTED, "internal helpers of apex; amp.initialize casts inputs and outputs"),
     **_works(
         "apex.amp._amp_state",
         "_amp_state loss_scalers opt_properties handle verbosity allow_incoming_model_not_fp32 hard_override "
@@ -71,7 +72,8 @@ SYMBOLS: dict[str, Symbol] = {
     ),
     "apex.parallel.Reducer": Symbol(WORKS),
     "apex.parallel.SyncBatchNorm": Symbol(DIFFERS, "torch.nn.SyncBatchNorm underneath"),
-    **_works("apex.parallel", "convert_syncbn_model create_syncbn_process_group ReduceOp multiproc"),
+    **_works("apex.parallel", "convert_syncbn_model create_syncbn_process_group multiproc"),
+    "apex.parallel.ReduceOp": Symbol(UNSUPPORTED, "use torch.distributed.ReduceOp"),
     "apex.parallel.LARC": Symbol(WORKS),
     "apex.parallel.LARC.LARC": Symbol(WORKS),
     "apex.parallel.distributed": Symbol(UNSUPPORTED, "use apex.parallel.DistributedDataParallel or torch.distributed"),
@@ -98,7 +100,7 @@ SYMBOLS: dict[str, Symbol] = {
         "multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_lamb multi_tensor_adam "
         "multi_tensor_sgd",
     ),
-    "apex_C": Symbol(UNSUPPORTED, "use torch._utils._flatten_dense_tensors and _unflatten_dense_tensors"),
+    **_works("apex_C", "flatten unflatten"),
     "apex.reparameterization": Symbol(UNSUPPORTED, "use torch.nn.utils.parametrizations.weight_norm"),
     "apex.RNN": Symbol(UNSUPPORTED, "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN"),
     "apex.mlp": Symbol(UNSUPPORTED, "use torch.nn.Sequential of torch.nn.Linear and an activation"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
+from ampcompat.check.bindings import EXTENSIONS
 from ampcompat.check.findings import UNSUPPORTED
 from ampcompat.check.symbols import verdict
 from ampcompat.migrate.marks import code_of, marked
@@ -22,9 +23,9 @@ def rewrite_imports(module: cst.Module) -> cst.Module:
 def _renamed(name: str) -> str | None:
     """``apex.amp`` as ``ampcompat.amp``; None for other packages and for what has no counterpart."""
     root, _, rest = name.partition(".")
-    if root not in ("apex", "amp_C") or verdict(name).verdict == UNSUPPORTED:
+    if root not in ("apex", *EXTENSIONS) or verdict(name).verdict == UNSUPPORTED:
         return None
-    return f"ampcompat.{name}" if root == "amp_C" else f"ampcompat{'.' + rest if rest else ''}"
+    return f"ampcompat.{name}" if root in EXTENSIONS else f"ampcompat{'.' + rest if rest else ''}"
 
 
 def _ours(name: str) -> bool:
@@ -86,8 +87,8 @@ def _import(line: Line, statement: cst.Import) -> Line | cst.FlattenSentinel[Lin
             left.append(name + asname)
         elif asname or not _ours(name):
             aliases.append(new + asname)
-        elif name == "amp_C":
-            aliases.append("ampcompat.amp_C as amp_C")
+        elif name in EXTENSIONS:
+            aliases.append(f"{new} as {name}")
         else:
             aliases += [new] if "." in new else []
             binds_apex = True

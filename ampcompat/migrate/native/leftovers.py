@@ -86,7 +86,9 @@ class _Drop(cst.CSTTransformer):
         if isinstance(part, cst.Import) and alias.asname is None:
             name = name.partition(".")[0]
         origin = code_of(alias.name) if isinstance(part, cst.Import) else code_of(part.module) if part.module else ""
-        ours = origin.partition(".")[0] in ("apex", "ampcompat", "amp_C") and not getattr(part, "relative", ())
+        ours = origin.partition(".")[0] in ("apex", "ampcompat", "amp_C", "apex_C") and not getattr(
+            part, "relative", ()
+        )
         return ours and name not in self.used and symbol(cst.Name(name), self.bindings) is not None
 
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
