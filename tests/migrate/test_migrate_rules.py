@@ -126,7 +126,8 @@ def test_files_that_cannot_be_translated_are_marked_and_otherwise_unchanged(code
 def test_a_forward_out_of_sight_is_marked():
     code = (
         "import torch\nfrom apex import amp\n\nmodel, opt = amp.initialize(model, opt)\n\n\n"
-        "def backward(loss):\n    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n    opt.step()\n"
+        "def backward(loss):\n    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n"
+        "    opt.step()\n"
     )
     result = migrate_source(code, "native")
     assert ["run it under torch.autocast" in message for _, message in result.todos] == [True]
