@@ -13,13 +13,14 @@ from ampcompat._state import state
 from ampcompat.amp import amp_model, arguments, checkpoint, optimizer
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.cast_model import cast_weights
+from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.policy import live_models
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
-__all__ = ["Properties", "initialize", "opt_levels"]
+__all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
 opt_levels = LEVELS
 

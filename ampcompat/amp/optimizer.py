@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ampcompat.amp import misuse, overflow
 from ampcompat.amp.casts import casts_off
 from ampcompat.amp.closure import step_with_closure
-from ampcompat.amp.gradients import put_aside, take_new, take_unscaled
+from ampcompat.amp.gradients import give_back, put_aside, take_new, take_unscaled
 from ampcompat.amp.masters import push_all, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters
@@ -121,23 +121,33 @@ def begin_block(optimizer: Any) -> None:
         for master in masters:
             master.value.grad = None
         stash.stepped = False
-    if not stash.params_have_scaled_gradients:
+    if stash.params_have_scaled_gradients:
+        stash.delayed_aside = put_aside([], [*(m.half for m in masters), *direct])
+    else:
         stash.aside = put_aside(masters, direct)
 
 
-def end_block(optimizer: Any, scaler: LossScaler, done: set[int] | None = None) -> None:
+def rejoin_delayed(stash: AmpOptimizerState) -> None:
+    """Add the gradients of a block to the scaled ones that earlier ``delay_unscale`` blocks left."""
+    give_back(stash.delayed_aside, add=True)
+    stash.delayed_aside = []
+
+
+def end_block(optimizer: Any, scaler: LossScaler, done: set[int] | None = None) -> bool:
     """Exit of a ``scale_loss`` block that unscales (apex: ``_post_amp_backward``).
 
     Args:
         optimizer: An optimizer under amp.
         scaler: The block's scaler.
         done: ids of the tensors that another optimizer of the block has seen to; those of this one are added.
+
+    Returns:
+        Whether the block gave ``optimizer`` any gradient that is not in ``done``.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
+    rejoin_delayed(stash)
     masters, direct = stash.parts(optimizer)
-    shared = False
     if done is not None:
-        shared = any(id(p) in done for p in (*(m.value for m in masters), *direct))
         masters = [m for m in masters if id(m.value) not in done]
         direct = [p for p in direct if id(p) not in done]
         done.update(id(m.value) for m in masters)
@@ -146,15 +156,15 @@ def end_block(optimizer: Any, scaler: LossScaler, done: set[int] | None = None) 
     stash.aside = []
     stash.params_have_scaled_gradients = False
     stash.blocks += 1
-    stash.blocks_with_gradients += seen or shared
     stash.seen = misuse.watch(masters)
+    return seen
 
 
 def finish_delayed(optimizer: Any, stash: AmpOptimizerState) -> None:
     """Gradients are still scaled (``delay_unscale=True`` in the last block) and about to be used: unscale them."""
     if stash.params_have_scaled_gradients and stash.delayed_scaler is not None:
         scaler = stash.delayed_scaler
-        end_block(optimizer, scaler)
+        stash.blocks_with_gradients += end_block(optimizer, scaler)
         found = scaler.end_backward_pass()
         if found is not None:
             stash.overflows.append((scaler, found))
@@ -168,6 +178,7 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
     for master in masters:
         master.half.grad = None
     stash.params_have_scaled_gradients = False
+    stash.aside, stash.delayed_aside = [], []  # inside a block, what it had put aside is cleared as well
     stash.seen = []
 
 
@@ -182,6 +193,10 @@ def _lazy_init(optimizer: Any) -> None:
     optimizer._amp_stash.parts(optimizer)
 
 
+def _post_backward(optimizer: Any, scaler: LossScaler) -> None:
+    optimizer._amp_stash.blocks_with_gradients += end_block(optimizer, scaler)
+
+
 def _masters_to_model(optimizer: Any) -> None:
     push_all(optimizer._amp_stash.parts(optimizer)[0])
 
@@ -192,7 +207,7 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
     "_lazy_init_maybe_master_weights": _lazy_init,
     "_master_params_to_model_params": _masters_to_model,
     "_prepare_amp_backward": begin_block,
-    "_post_amp_backward": end_block,
+    "_post_amp_backward": _post_backward,
 }
 
 #: Instance attributes that :func:`attach` sets.

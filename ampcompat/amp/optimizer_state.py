@@ -39,7 +39,8 @@ class AmpOptimizerState:
         self.overflows: list[tuple[LossScaler, torch.Tensor]] = []
         self.reports: list[tuple[LossScaler, torch.Tensor]] = []
         self.skipped: bool | None = False
-        self.aside: Aside = []
+        self.aside: Aside = []  # unscaled gradients of before the block
+        self.delayed_aside: Aside = []  # scaled ones, of delay_unscale blocks
         self.in_block = False
         self.blocks = self.blocks_with_gradients = 0  # since the last step
         self.stepped = False  # since the last block
