@@ -274,8 +274,10 @@ def test_a_part_of_an_encoder_layer_in_eval():
         assert model(torch.randn(2, 3, 8)).isfinite().all()
 
 
-def test_compiled_as_eager():
-    model, _ = build("O1")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_compiled_as_eager(level):
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = amp.initialize(model, opt_level=level, keep_fp32="2", verbosity=0)
     x = torch.randn(3, 8)
     want = model(x)
     torch._dynamo.reset()
