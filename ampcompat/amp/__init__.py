@@ -24,6 +24,7 @@ __all__ = [
     "__version__",
     "_amp_state",
     "disable_casts",
+    "explain_overflows",
     "float_function",
     "half_function",
     "init",
@@ -39,6 +40,13 @@ __all__ = [
     "step_was_skipped",
     "sync_masters",
 ]
+
+
+def explain_overflows(limit: int = 3) -> None:
+    """Explain lost steps from here on; see :func:`ampcompat.explain.explain_overflows`."""
+    from ampcompat import explain  # it builds on this package
+
+    explain.explain_overflows(limit)
 
 
 def __getattr__(name: str) -> object:

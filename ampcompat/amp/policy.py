@@ -14,6 +14,7 @@ from ampcompat._state import state
 from ampcompat.amp import master_index
 from ampcompat.amp.cast_tree import cast_tree
 from ampcompat.amp.casts import OFF, Casts, ForwardCasts, cast_state, casts_for_forward, set_ambient
+from ampcompat.amp.observers import notify
 
 
 @dataclass(eq=False)
@@ -43,6 +44,12 @@ class ModelPolicy:
         """``forward(*args, **kwargs)`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(model, forward, args, kwargs)
+        notify("on_forward", model, args, kwargs)
+        output = self._run(model, forward, args, kwargs)
+        notify("on_output", model, output)
+        return output
+
+    def _run(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.master_weights:
             master_index.reconcile_model(model)
         if self.input_dtype is not None:
