@@ -45,14 +45,16 @@ class Scene:
             seen[name] = (type(model), sorted(model.__dict__), [sorted(m.__dict__) for m in model.modules()])
             tensors = [*model.parameters(), *model.buffers()]
             seen[f"{name} tensors"] = [(id(t), t.dtype, t.tolist()) for t in tensors]
-            seen[f"{name} gradients"] = [None if t.grad is None else t.grad.tolist() for t in model.parameters()]
+            # A half gradient is spent once a block has folded it into its master's.
+            kept = [p for p in model.parameters() if name != "model2" or p.dtype == torch.float32]
+            seen[f"{name} gradients"] = [None if p.grad is None else p.grad.tolist() for p in kept]
         for name in ("optimizer", "optimizer2"):
             optimizer = getattr(self, name)
             groups = [(id(g), id(g["params"]), [id(p) for p in g["params"]]) for g in optimizer.param_groups]
             seen[name] = (groups, sorted(optimizer.__dict__), optimizer.step, optimizer.zero_grad)
-            seen[f"{name} gradients"] = [
-                None if p.grad is None else p.grad.tolist() for p in amp.master_params(optimizer)
-            ]
+            params = list(amp.master_params(optimizer))
+            seen[f"{name} masters"] = [(p.dtype, p.tolist()) for p in params]
+            seen[f"{name} gradients"] = [None if p.grad is None else p.grad.tolist() for p in params]
         seen["amp state"] = dict(amp._amp_state._values())
         seen["scalers"] = amp.state_dict()
         return seen
