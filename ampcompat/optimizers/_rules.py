@@ -38,13 +38,13 @@ def usable(grads: Tensors, grad_scale: Tensor | None, found_inf: Tensor | None) 
 def bias(beta: float, step: int | Tensor) -> float | Tensor:
     """``1 - beta ** step`` for ``step`` counted from 1; on the device when ``step`` is there.
 
-    ``expm1`` because in float32 the subtraction loses five of seven digits at beta 0.999. A first step that was skipped
-    and rolled back leaves 0: taken as 1, to keep the no-op finite.
+    ``expm1`` because in float32 the subtraction loses five of seven digits at beta 0.999. After a skipped first step
+    the result is 0, and what is divided by it is thrown away by :func:`descend_`.
     """
     if beta == 0.0:
         return 1.0
     if isinstance(step, Tensor):
-        return -torch.expm1(step.clamp(min=1) * math.log(beta))
+        return -torch.expm1(step * math.log(beta))
     return -math.expm1(step * math.log(beta))
 
 
