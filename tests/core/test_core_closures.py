@@ -31,10 +31,10 @@ class Calls:
         self.optimizer.zero_grad()
         if not self.scaled:
             loss.backward()
-            return loss
+            return loss.detach()
         with amp.scale_loss(loss * factor, self.optimizer) as scaled:
             scaled.backward()
-        return loss
+        return loss.detach()
 
 
 @pytest.mark.parametrize("kind", MAKERS)

@@ -29,12 +29,11 @@ def without_a_backward(model, optimizer):
     optimizer.zero_grad()
 
 
-def backward_of_the_loss_after_the_block(model, optimizer):
+def backward_of_the_loss_in_the_block(model, optimizer):
     loss = loss_of(model)
     with amp.scale_loss(loss, optimizer):
-        pass
+        loss.backward()
     optimizer.step()
-    loss.backward()
     optimizer.zero_grad()
 
 
@@ -52,7 +51,11 @@ BLOCK = "write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward(
 MISTAKES = {
     without_a_block: (["O1", "O2"], UNSCALED, BLOCK),
     without_a_backward: (["O1", "O2"], NO_GRADIENT, BLOCK),
-    backward_of_the_loss_after_the_block: (["O1", "O2"], NO_GRADIENT, BLOCK),
+    backward_of_the_loss_in_the_block: (
+        ["O1", "O2"],
+        "A scale_loss block whose gradients do not come from the scaled loss - ",
+        "call backward() on what the block yields, not on the loss.",
+    ),
     clipping_half_gradients: (["O2"], EDITED, "clip amp.master_params(optimizer) instead of model.parameters()."),
 }
 CASES = [(level, act) for act, (levels, *_) in MISTAKES.items() for level in levels]
@@ -121,6 +124,12 @@ def no_gradients_at_all(model, optimizer):
     optimizer.step()
 
 
+def more_than_the_scaled_loss(model, optimizer):
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        (scaled + scaled.detach() * sum(p.float().sum() for p in model.parameters()) * 0).backward()
+    optimizer.step()
+
+
 def gradients_kept_for_a_second_step(model, optimizer):
     backward(model, optimizer)
     optimizer.step()
@@ -134,6 +143,7 @@ RIGHT = [
     input_gradient_first,
     model_zero_grad,
     no_gradients_at_all,
+    more_than_the_scaled_loss,
     gradients_kept_for_a_second_step,
 ]
 
