@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-from conftest import torch_as_it_is
 from core_kit import Net, net, sgd
 
 from ampcompat import amp
@@ -37,9 +36,9 @@ class Scene:
     def loss2(self):
         return self.model2(torch.ones(4, 6)).float().pow(2).mean() * 0.01
 
-    def snapshot(self):
+    def snapshot(self, torch_state):
         """Everything that a refused call must leave alone."""
-        seen = {"torch": torch_as_it_is(), "warned": set(state.warned)}
+        seen = {"torch": torch_state(), "warned": set(state.warned)}
         for name in ("model", "half", "model2"):
             model = getattr(self, name)
             seen[name] = (type(model), sorted(model.__dict__), [sorted(m.__dict__) for m in model.modules()])
@@ -426,29 +425,29 @@ AFTER = {
 }
 
 
-def check(call, error, message, scene, capsys):
-    before = scene.snapshot()
+def check(call, error, message, scene, capsys, torch_state):
+    before = scene.snapshot(torch_state)
     capsys.readouterr()
     with pytest.raises(error) as caught:
         call(scene)
     assert type(caught.value) is error
     text = " ".join(str(caught.value).split())
     assert re.search(message, text), text
-    assert scene.snapshot() == before
+    assert scene.snapshot(torch_state) == before
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("name", BEFORE)
-def test_refused_before_anything_was_initialized(name, capsys):
-    check(*BEFORE[name], Scene(), capsys)
+def test_refused_before_anything_was_initialized(name, capsys, torch_state):
+    check(*BEFORE[name], Scene(), capsys, torch_state)
     assert not state.rooms.get("latest session")
 
 
 @pytest.mark.parametrize("name", [name for name in (*BEFORE, *AFTER) if name != "block before initialize"])
-def test_refused_beside_a_running_model(name, capsys):
+def test_refused_beside_a_running_model(name, capsys, torch_state):
     scene = Scene()
     scene.initialize()
-    check(*(BEFORE | AFTER)[name], scene, capsys)
+    check(*(BEFORE | AFTER)[name], scene, capsys, torch_state)
     # The running model goes on as if nothing had been called.
     twin = Scene()
     twin.initialize()
