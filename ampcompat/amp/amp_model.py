@@ -7,6 +7,7 @@ own code makes by ``type(model)(...)`` has none and is a plain model.
 
 from __future__ import annotations
 
+import abc
 import functools
 from typing import Any
 
@@ -20,6 +21,11 @@ class AmpModel:
     """Marker base of the dynamic subclasses."""
 
     _amp_policy: ModelPolicy | None = None
+
+    def __init_subclass__(cls, _amp: bool = False, **kwargs: Any) -> None:
+        """Dynamic subclasses are nobody's business: registries of the user's class do not hear of them."""
+        if not _amp:
+            super().__init_subclass__(**kwargs)
 
 
 class InstanceForward:
@@ -117,7 +123,10 @@ def _make_class(cls: Any) -> Any:
         "__reduce_ex__": __reduce_ex__,
         "_replicate_for_data_parallel": _replicate_for_data_parallel,
     }
-    made = type(cls)(cls.__name__, (AmpModel, cls), body)
+    # Past the user's metaclass, which may count or rename classes; what it set on the class is inherited. An abstract
+    # class keeps caches of its own, which only ABCMeta makes.
+    base = abc.ABCMeta if isinstance(cls, abc.ABCMeta) else type
+    made: Any = base.__new__(type(cls), cls.__name__, (AmpModel, cls), body, _amp=True)
     return made
 
 

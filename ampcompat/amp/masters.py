@@ -31,15 +31,23 @@ class Master:
         half: The model's parameter or buffer.
         value: The master: a float32 ``Parameter`` of the same shape and device.
         homes: Where ``half`` lives: weak module references and names (several for tied weights).
+
+    Args:
+        half: The model's parameter or buffer.
+        value: What the master starts from; None: from ``half``.
+        adopt: ``value`` itself becomes the master.
     """
 
-    def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None) -> None:
+    def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None, adopt: bool = False) -> None:
         self.half, self.dtype = half, half.dtype
-        with torch.no_grad():
-            exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
-            if exact.data_ptr() == half.data_ptr() or value is not None:
-                exact = exact.clone()
-        self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+        if value is not None and adopt:
+            self.value = value
+        else:
+            with torch.no_grad():
+                exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
+                if exact.data_ptr() == half.data_ptr() or value is not None:
+                    exact = exact.clone()
+            self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
         self.homes: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         self.comparisons, self.early_steps = EARLY_ROUNDS, EARLY_STEPS
         self.written_unseen = False  # somebody writes ``half`` without moving its version: compare for ever
@@ -142,8 +150,9 @@ class Master:
             return found
         if self.moved():
             self.reconcile()
-        half = copy.deepcopy(self.half, memo)
-        clone = memo[id(self)] = Master(half, self.value)
+        # Both sides through the memo: an optimizer copied along goes on holding the copy's masters.
+        half, value = copy.deepcopy(self.half, memo), copy.deepcopy(self.value, memo)
+        clone = memo[id(self)] = Master(half, value, adopt=True)
         homes = ((memo.get(id(home())), name) for home, name in self.homes)
         clone.homes = [(weakref.ref(module), name) for module, name in homes if module is not None]
         return clone
