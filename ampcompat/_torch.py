@@ -112,6 +112,11 @@ def parallel_wrapper(model: torch.nn.Module) -> str | None:
     return None
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a ``DTensor``: one rank's part of a tensor."""
+    return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
+
+
 def is_uninitialized(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` belongs to a lazy module that has not seen data yet."""
     return torch.nn.parameter.is_lazy(tensor)

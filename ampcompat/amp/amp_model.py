@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from ampcompat._state import state
+from ampcompat.amp import half_average, stray_weights
+from ampcompat.amp.master_index import reconcile_model
 from ampcompat.amp.policy import ModelPolicy, live_models
 
 
@@ -51,6 +53,8 @@ def attach(model: torch.nn.Module, policy: ModelPolicy) -> None:
     own = model.__dict__.get("forward")
     if own is not None and not isinstance(own, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own))
+    stray_weights.forget(model)
+    half_average.watch(model)
     live_models().add(model)
 
 
@@ -62,6 +66,8 @@ def detach(model: torch.nn.Module) -> None:
             object.__setattr__(model, "forward", own.inner)
         model.__dict__.pop("_amp_policy", None)
         model.__class__ = plain_class(type(model))
+    for module in model.modules():
+        module.__dict__.pop("_amp_watch", None)
     live_models().discard(model)
 
 
@@ -110,6 +116,8 @@ def _make_class(cls: Any) -> Any:
         return (rebuild, (cls, build, args), *rest)
 
     def _replicate_for_data_parallel(self: Any) -> Any:
+        if self._amp_policy is not None and self._amp_policy.master_weights:
+            reconcile_model(self)  # here and not in the replicas, which run in threads
         replica = super(made, self)._replicate_for_data_parallel()
         if self._amp_policy is not None:
             replica.__dict__["_amp_stamp"] = self._amp_policy.stamp(self)

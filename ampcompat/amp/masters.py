@@ -63,20 +63,27 @@ class Master:
         """Take both sides as they are now for equal."""
         self.seen = (self.half._version, self.value._version, self.half.data_ptr())
         self.handed_out = None
+        if self.comparisons or self.written_unseen:
+            self.fingerprint = _fingerprint(self.half)
 
     def moved(self) -> bool:
-        """Whether either side was written since :meth:`settle`, as far as version counters tell."""
-        return (self.half._version, self.value._version, self.half.data_ptr()) != self.seen
+        """Whether either side was written since :meth:`settle`, or may have been through a tensor handed out."""
+        versions = (self.half._version, self.value._version, self.half.data_ptr())
+        return versions != self.seen or self.handed_out is not None
 
     def stepped(self) -> None:
         """An optimizer moved the master and :func:`push_all` wrote it to the model."""
-        self.settle()
         if self.early_steps:
             self.early_steps -= 1
             self.comparisons = max(self.comparisons, 2)
+        self.settle()
 
     def hand_out(self) -> torch.Tensor:
-        """The master itself, for a state dict: writing into it moves the model at the next forward or step."""
+        """The master itself, for a state dict or ``master_params``: what is written into it moves the model.
+
+        ``.data.copy_()`` moves no version counter, so the model's side is kept as it is now: at the next forward or
+        step, elements in which the model has not moved since come from the master.
+        """
         if self.handed_out is None:
             self.handed_out = self.half.detach().clone()
         return self.value.detach()
@@ -99,19 +106,18 @@ class Master:
         if self.value.device != self.half.device:
             self._follow_device()
         if self.half.dtype != self.dtype:
-            warn_once(
-                "master dtype",
-                f"A weight that amp.initialize had cast to {self.dtype} is {self.half.dtype} now - the model's dtype is"
-                " amp's business at O2 - do not call .half(), .float() or .to(dtype) after amp.initialize.",
-            )
-            self.dtype = self.half.dtype
+            self._keep_dtype()
         half_version, value_version, pointer = self.seen
         half_moved = self.half._version != half_version or self.half.data_ptr() != pointer
         value_moved = self.value._version != value_version
-        if half_moved and value_moved and self.handed_out is not None and self.handed_out.device == self.half.device:
+        snapshot = self.handed_out
+        if snapshot is not None and snapshot.device == self.half.device and snapshot.shape == self.half.shape:
             with torch.no_grad():
-                self.value.copy_(torch.where(self.half == self.handed_out, self.value, self.half.float()))
-            self.push()
+                still = _bits(self.half.detach()) == _bits(snapshot)
+                self.value.copy_(torch.where(still, self.value, self.half.float()))
+                # Where no counter moved there is most likely nothing new: a graph that holds the weight stays valid.
+                (self.half if half_moved or value_moved else self.half.data).copy_(self.value)
+            self.settle()
         elif value_moved and not half_moved:
             self.push()
         else:
@@ -128,8 +134,29 @@ class Master:
             if torch.equal(_bits(self.value.to(self.half.dtype)), _bits(self.half.detach())):
                 return False
         self.written_unseen = True
-        self.pull()
+        if torch.equal(_fingerprint(self.half), self.fingerprint):
+            self.push()  # it was the master that somebody wrote: ``group["params"][0].data.mul_()``
+        else:
+            self.pull()
         return True
+
+    def _keep_dtype(self) -> None:
+        """``model.float()``: the model's dtype is amp's business at O2."""
+        warn_once(
+            "master dtype",
+            f"A weight that amp.initialize had cast to {self.dtype} was {self.half.dtype} - at O2 the dtype of the model"
+            " is amp's business, so the weight is cast back - take amp.unwrap(model) for a float32 copy, or initialize"
+            " again at another opt_level.",
+        )
+        grad, self.half.grad = self.half.grad, None
+        with torch.no_grad():
+            exact = self.half.detach().float()
+            # What the conversion alone did is no write: keep the low bits there.
+            keep = exact == self.value.to(self.dtype).float()
+            self.value.copy_(torch.where(keep, self.value, exact))
+            self.half.data = self.value.detach().to(self.dtype)
+        self.half.grad = None if grad is None else grad.to(self.dtype)
+        self.settle()
 
     def _follow_device(self) -> None:
         """``module.to(device)`` moves the model's side only; the master keeps its identity and moves after."""
@@ -173,6 +200,11 @@ def by_value() -> Any:
     return state.room("masters by value", WeakIdKeyDictionary)
 
 
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that changes when ``tensor`` does, on its device."""
+    return _bits(tensor.detach()).sum(dtype=torch.int64)
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
@@ -192,7 +224,7 @@ def reconcile(masters: Iterable[Master]) -> None:
     tensor without moving its version counter (``p.data.clamp_()``, ``dist.broadcast(p.data)``).
     """
     for master in masters:
-        if (master.half._version, master.value._version, master.half.data_ptr()) != master.seen:
+        if master.moved():
             master.reconcile()
         elif (master.comparisons or master.written_unseen) and not torch.compiler.is_compiling():
             master.compare()

@@ -15,6 +15,7 @@ from ampcompat.amp import misuse, overflow
 from ampcompat.amp.casts import casts_off
 from ampcompat.amp.closure import step_with_closure
 from ampcompat.amp.gradients import put_aside, take_new, take_unscaled
+from ampcompat.amp.master_index import follow_replacements
 from ampcompat.amp.masters import push_all, reconcile
 from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters
 from ampcompat.amp.scaler import LossScaler
@@ -73,6 +74,7 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
         if closure is not None:
             return step_with_closure(optimizer, original, closure, outside, **kwargs)
         finish_delayed(optimizer, stash)
+        follow_replacements(masters)
         misuse.warn_at_step(stash, masters, direct)
         if not stash.blocks:
             take_unscaled(masters)
@@ -125,6 +127,7 @@ def end_block(optimizer: Any, scaler: LossScaler) -> None:
     """Exit of a ``scale_loss`` block that unscales (apex: ``_post_amp_backward``)."""
     stash: AmpOptimizerState = optimizer._amp_stash
     masters, direct = stash.parts(optimizer)
+    follow_replacements(masters)
     seen = take_new(scaler, masters, direct, stash.aside)
     stash.aside = []
     stash.params_have_scaled_gradients = False

