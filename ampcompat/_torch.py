@@ -124,8 +124,10 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     """The module behind ``torch.compile(module)``; ``model`` itself where it is not compiled."""
-    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
-    return inner if type(model).__name__ == "OptimizedModule" and inner is not None else model
+    if type(model).__name__ != "OptimizedModule":
+        return model
+    inner: torch.nn.Module = model._modules.get("_orig_mod") or model
+    return inner
 
 
 def disabled_optimizers(state: State) -> weakref.WeakSet[Any]:

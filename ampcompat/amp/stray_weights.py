@@ -9,51 +9,71 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ampcompat._state import state
 
-Slot = tuple[dict[str, Any], str, torch.dtype]
+class Slot(NamedTuple):
+    """A place of a module's tensor, and the dtype that amp gave it."""
+
+    home: dict[str, Any]
+    name: str
+    dtype: torch.dtype
 
 
 def strays(model: torch.nn.Module) -> list[Slot]:
-    """Where ``model`` holds a floating tensor of another dtype than its module was cast to."""
-    return [slot for slot in _slots(model) if _is_stray(slot[0].get(slot[1]), slot[2])]
+    """Where ``model`` holds a parameter of another dtype than its module was cast to.
+
+    Buffers only where there are such parameters (``functional_call`` with a whole state dict): a forward may well give
+    a buffer of its own another dtype.
+    """
+    params, buffers = _slots(model)
+    found = [slot for slot in params if _is_stray(slot.home.get(slot.name), slot.dtype)]
+    return found and found + [slot for slot in buffers if _is_stray(slot.home.get(slot.name), slot.dtype)]
 
 
 @contextmanager
 def cast_for_forward(found: list[Slot]) -> Iterator[None]:
     """Cast the tensors in ``found`` for the time of one forward."""
-    kept = [(home, name, home[name]) for home, name, _ in found]
-    for home, name, dtype in found:
-        home[name] = home[name].to(dtype)
+    swapped = []
+    for slot in found:
+        tensor = slot.home[slot.name]
+        cast = slot.home[slot.name] = tensor.to(slot.dtype)
+        swapped.append((slot, tensor, cast, cast._version))
     try:
         yield
     finally:
-        for home, name, tensor in kept:
-            home[name] = tensor
+        for slot, tensor, cast, version in swapped:
+            if slot.home.get(slot.name) is cast:
+                slot.home[slot.name] = tensor
+                if cast._version != version:  # running statistics
+                    with torch.no_grad():
+                        tensor.copy_(cast)
 
 
 def _is_stray(tensor: torch.Tensor | None, dtype: torch.dtype) -> bool:
     return tensor is not None and tensor.dtype is not dtype and tensor.is_floating_point()
 
 
-def _slots(model: torch.nn.Module) -> list[Slot]:
-    """The places of ``model``'s parameters in modules that amp cast, looked up once."""
-    cache: weakref.WeakKeyDictionary[torch.nn.Module, list[Slot]]
+def _slots(model: torch.nn.Module) -> tuple[list[Slot], list[Slot]]:
+    """The places of ``model``'s parameters and buffers in modules that amp cast, looked up once."""
+    cache: weakref.WeakKeyDictionary[torch.nn.Module, tuple[list[Slot], list[Slot]]]
     cache = state.room("half slots", weakref.WeakKeyDictionary)
     found = cache.get(model)
     if found is None:
-        found = cache[model] = [
-            (module._parameters, name, module.__dict__["_amp_half"][0])
-            for module in model.modules()
-            if "_amp_half" in module.__dict__
-            for name, param in module._parameters.items()
-            if param is not None and param.is_floating_point()
-        ]
+        cast = [module for module in model.modules() if "_amp_half" in module.__dict__]
+        found = cache[model] = (
+            [slot for module in cast for slot in _slots_in(module, module._parameters)],
+            [slot for module in cast for slot in _slots_in(module, module._buffers)],
+        )
     return found
+
+
+def _slots_in(module: torch.nn.Module, home: dict[str, Any]) -> list[Slot]:
+    half = module.__dict__["_amp_half"][0]
+    return [Slot(home, name, half) for name, t in home.items() if t is not None and t.is_floating_point()]
 
 
 def forget(model: torch.nn.Module) -> None:
