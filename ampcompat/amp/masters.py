@@ -59,6 +59,10 @@ class Master:
         """Be found by either side (again, after the index was reset)."""
         by_half()[self.half] = by_value()[self.value] = weakref.ref(self)
 
+    def retire(self) -> None:
+        """The model's tensor is float32 again: it has no master, though optimizers may still hold this one."""
+        by_half().pop(self.half, None)
+
     def settle(self) -> None:
         """Take both sides as they are now for equal."""
         self.seen = (self.half._version, self.value._version, self.half.data_ptr())

@@ -28,7 +28,7 @@ def attach(optimizer: Any, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands."""
     fresh = "_amp_stash" not in vars(optimizer)
     stash = AmpOptimizerState(optimizer, session)
-    adopt_masters(optimizer, session)
+    adopt_masters(optimizer, session, arriving=True)
     stash.parts(optimizer)
     optimizer._amp_stash = stash
     if fresh:

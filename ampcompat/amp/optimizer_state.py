@@ -9,6 +9,7 @@ import torch
 from ampcompat.amp.gradients import Aside
 from ampcompat.amp.master_index import ensure_master, master_of_half, master_of_value
 from ampcompat.amp.masters import Master
+from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -124,11 +125,16 @@ class AmpOptimizerState:
         return self._by_group("float32")
 
 
-def adopt_masters(optimizer: Any, session: Session) -> None:
+def adopt_masters(optimizer: Any, session: Session, arriving: bool = False) -> None:
     """Bring the params in ``optimizer``'s groups in line with the model: masters where it has half weights.
 
     The groups and their lists keep their identity, and state that exists for a parameter is carried over to its master
     (or back, where an earlier call had masters and this one has none).
+
+    Args:
+        optimizer: The optimizer.
+        session: The ``initialize`` call that it belongs to.
+        arriving: It is just being initialized: state of params without masters goes to half with them.
     """
     for group in optimizer.param_groups:
         params = group["params"]
@@ -138,6 +144,18 @@ def adopt_masters(optimizer: Any, session: Session) -> None:
                 params[index] = new
                 if param in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(param)
+            elif arriving and param.dtype in HALF_DTYPES and optimizer.state.get(param):
+                optimizer.state[param] = _in_dtype(optimizer.state[param], param.dtype)
+
+
+def _in_dtype(held: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """State of a float32 param that was cast since, in the dtype that ``Optimizer.load_state_dict`` would give it."""
+    return {
+        name: value.to(dtype)
+        if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and name != "step"
+        else value
+        for name, value in held.items()
+    }
 
 
 def _stand_in(param: torch.Tensor, session: Session) -> torch.Tensor:
@@ -146,7 +164,7 @@ def _stand_in(param: torch.Tensor, session: Session) -> torch.Tensor:
         if master.half.dtype == torch.float32:  # an earlier call's master of a weight that is float32 again
             return master.half
         return param if session.properties.master_weights else master.half
-    if not session.properties.master_weights or param.dtype not in (torch.float16, torch.bfloat16):
+    if not session.properties.master_weights or param.dtype not in HALF_DTYPES:
         return param
     master = master_of_half(param)
     if master is None:
