@@ -103,6 +103,25 @@ def register_state_dict_hooks(
     ]
 
 
+# -- data parallelism --------------------------------------------------------------------------------------------------
+def patch_ddp_constructor(after: Callable[[Any, bool], None]) -> Callable[[], None]:
+    """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made; returns the undo."""
+    owner: Any = torch.nn.parallel.DistributedDataParallel
+    original = owner.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        after(self, bool(kwargs.get("init_sync", True)))
+
+    owner.__init__ = __init__
+
+    def undo() -> None:
+        owner.__init__ = original
+
+    return undo
+
+
 # -- kinds of models ---------------------------------------------------------------------------------------------------
 def parallel_wrapper(model: torch.nn.Module) -> str | None:
     """The name of the data-parallel wrapper that ``model`` is, if it is one."""

@@ -14,6 +14,7 @@ from ampcompat.amp import optimizer as _optimizer
 from ampcompat.amp import overflow, session
 from ampcompat.amp.arguments import is_optimizer
 from ampcompat.amp.casts import assert_ambience, casts_off
+from ampcompat.amp.ddp import holds_back_gradients
 from ampcompat.amp.gradients import give_back
 from ampcompat.amp.opt import OptimWrapper, PlainOptimWrapper
 from ampcompat.amp.scaler import LossScaler
@@ -76,7 +77,8 @@ def scale_loss(
     except BaseException:
         _leave_failed(found)
         raise
-    if delay_unscale:
+    # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
+    if delay_unscale or any(holds_back_gradients(one) for one in found):
         for one in found:
             stash = one._amp_stash
             stash.in_block, stash.params_have_scaled_gradients, stash.delayed_scaler = False, True, scaler
