@@ -4,4 +4,43 @@
 not initialise CUDA; every change to torch is made by ``amp.initialize`` (or by the alias) and can be undone.
 """
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+# ``import apex`` made these attributes; they are imported on first use, so that ``import ampcompat`` costs nothing.
+_SUBMODULES = (
+    "RNN",
+    "amp",
+    "contrib",
+    "fp16_utils",
+    "fused_dense",
+    "mlp",
+    "multi_tensor_apply",
+    "normalization",
+    "optimizers",
+    "parallel",
+    "pyprof",
+    "reparameterization",
+    "transformer",
+)
+_FUNCTIONS = ("install_as_apex", "uninstall_as_apex")
+
+__all__ = ["__version__", *_SUBMODULES, *_FUNCTIONS]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        try:
+            return importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as missing:
+            if missing.name != f"{__name__}.{name}":
+                raise
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(f"{__name__}.alias"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -2,7 +2,9 @@
 
 # _amp_state is imported as a module first: a later ``import ampcompat.amp._amp_state`` then finds it imported and does
 # not rebind the name, which scripts expect to be the state object.
+from ampcompat import __version__
 from ampcompat.amp import _amp_state as _amp_state_module  # noqa: F401 - see above
+from ampcompat.amp import _initialize  # noqa: F401 - scripts say amp._initialize.applier without importing it
 from ampcompat.amp._amp_state import _amp_state, master_params
 from ampcompat.amp.amp import (
     float_function,
@@ -20,6 +22,7 @@ from ampcompat.amp.master_index import sync_masters
 from ampcompat.amp.unwrap import unwrap
 
 __all__ = [
+    "__version__",
     "_amp_state",
     "disable_casts",
     "float_function",

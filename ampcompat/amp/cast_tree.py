@@ -28,30 +28,35 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     Returns:
         The same structure.
     """
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point():
+            return leaf
+        return leaf.to(dtype)
+
+    return map_tree(value, cast)
+
+
+def map_tree(value: Any, function: Callable[[Any], Any]) -> Any:
+    """As :func:`cast_tree`, with any ``function`` of a tensor or of an object that has ``.to``."""
     if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and value.dtype != dtype:
-            return value.to(dtype)
-        return value
+        return function(value)
     if isinstance(value, _LEAVES):
         return value
-    return _cast_container(value, dtype)
-
-
-def _cast_container(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, (list, tuple)):
-        items = [cast_tree(item, dtype) for item in value]
+        items = [map_tree(item, function) for item in value]
         if all(new is old for new, old in zip(items, value, strict=True)):
             return value
         return _like_sequence(value, items)
     if isinstance(value, Mapping):
-        pairs = {key: cast_tree(item, dtype) for key, item in value.items()}
+        pairs = {key: map_tree(item, function) for key, item in value.items()}
         if all(pairs[key] is item for key, item in value.items()):
             return value
         return _like_mapping(value, pairs)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _cast_dataclass(value, dtype)
+        return _map_dataclass(value, function)
     if type(value).__module__ != "numpy" and callable(getattr(value, "to", None)) and not isinstance(value, type):
-        return value.to(dtype)
+        return function(value)
     return value
 
 
@@ -59,8 +64,6 @@ def _like_sequence(value: Any, items: list[Any]) -> Any:
     kind: Callable[..., Any] = type(value)
     if hasattr(kind, "_make"):  # namedtuples, PackedSequence among them
         return kind._make(items)
-    if kind in (list, tuple):
-        return kind(items)
     return kind(items)
 
 
@@ -75,11 +78,11 @@ def _like_mapping(value: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
     return type(value)(pairs)  # type: ignore[call-arg]
 
 
-def _cast_dataclass(value: Any, dtype: torch.dtype) -> Any:
+def _map_dataclass(value: Any, function: Callable[[Any], Any]) -> Any:
     changed = {}
     for field in dataclasses.fields(value):
         old = getattr(value, field.name, None)
-        new = cast_tree(old, dtype)
+        new = map_tree(old, function)
         if new is not old:
             changed[field.name] = new
     if not changed:

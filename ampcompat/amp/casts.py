@@ -109,12 +109,20 @@ def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
     room = cast_state()
     wanted = tuple(sorted(set(device_types)))
     if room.found is None and casts.enabled:
-        room.found = save(_torch.autocast_device_types())
+        room.found = _outside_regions(save(_torch.autocast_device_types()))
         state.undo.callback(end_ambience)
     gone = [d for d in room.device_types if d not in wanted]
     switch(gone, OFF, torch.is_autocast_cache_enabled())
     room.ambient, room.device_types, room.owner = casts, wanted, threading.get_ident()
     assert_ambience()
+
+
+def _outside_regions(now: Saved) -> Saved:
+    """What a thread inside ``torch.autocast`` regions has outside them: torch's own defaults."""
+    if not _torch.autocast_nesting():
+        return now
+    defaults = {"cpu": torch.bfloat16, "xla": torch.bfloat16}
+    return Saved(tuple((d, False, defaults.get(d, torch.float16)) for d, _, _ in now.devices), True)
 
 
 def assert_ambience() -> None:

@@ -77,24 +77,27 @@ def step_with_closure(
 
 
 def _evaluates_again(optimizer: Any) -> bool:
-    """Whether the optimizer may call its closure more than once; torch's own do not, LBFGS aside."""
+    """Whether the optimizer may call its closure more than once; torch's and ours do not, LBFGS aside."""
     kind = type(optimizer)
-    return not kind.__module__.startswith("torch.optim.") or kind.__name__ == "LBFGS"
+    return not kind.__module__.startswith(("torch.optim.", "ampcompat.optimizers.")) or kind.__name__ == "LBFGS"
 
 
 def _snapshot(optimizer: Any) -> Any:
     params = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
     state = {p: copy.deepcopy(dict(values)) for p, values in optimizer.state.items()}
-    return params, state
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return params, state, groups
 
 
 def _restore(optimizer: Any, snapshot: Any) -> None:
     if snapshot is None:
         return
-    params, state = snapshot
+    params, state, groups = snapshot
     with torch.no_grad():
         for param, value in params:
             param.copy_(value)
     optimizer.state.clear()
     for param, values in state.items():
         optimizer.state[param] = values
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update(options)  # some optimizers count steps here

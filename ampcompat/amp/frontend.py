@@ -13,13 +13,14 @@ from ampcompat._state import state
 from ampcompat.amp import amp_model, arguments, checkpoint, optimizer
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.cast_model import cast_weights
+from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.policy import live_models
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
-__all__ = ["Properties", "initialize", "opt_levels"]
+__all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
 opt_levels = LEVELS
 
@@ -85,6 +86,7 @@ def initialize(
     )
     arguments.check_scaling(num_losses, min_loss_scale, max_loss_scale)
     arguments.check_outputs(cast_model_outputs)
+    loudness = arguments.check_verbosity(verbosity)
     model_list, optimizer_list = arguments.as_models(models), arguments.as_optimizers(optimizers)
     arguments.check_unsharded(model_list, properties)
     scalers = [
@@ -92,8 +94,8 @@ def initialize(
         for loss_id in range(num_losses)
     ]
     session = Session(properties, half, cast_model_outputs, scalers)
-    _amp_state.verbosity = int(verbosity)
-    if _amp_state.verbosity > 0:
+    _amp_state.verbosity = loudness
+    if loudness > 0:
         _describe(properties)
     with ExitStack() as undo:
         _take_over(session, model_list, optimizer_list, undo)

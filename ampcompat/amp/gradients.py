@@ -40,10 +40,16 @@ def put_aside(masters: Iterable[Master], direct: Iterable[torch.Tensor]) -> Asid
     return aside
 
 
-def give_back(aside: Aside) -> None:
-    """Undo :func:`put_aside` after a block that failed: the gradients of before, without what the block added."""
-    for param, grad in aside:
-        param.grad = grad
+def give_back(aside: Aside, add: bool = False) -> None:
+    """Undo :func:`put_aside`.
+
+    Args:
+        aside: What it returned.
+        add: To the gradients that there are now; else these go: a block failed.
+    """
+    with torch.no_grad():
+        for param, old in aside:
+            param.grad = _sum(param.grad, old) if add and param.grad is not None else old
 
 
 def _is_window(grad: torch.Tensor) -> bool:
@@ -73,8 +79,7 @@ def take_new(scaler: LossScaler, masters: Iterable[Master], direct: Iterable[tor
         for master, grad in folds:
             old = master.value.grad
             master.value.grad = grad if old is None else _sum(old, grad)
-        for param, old in aside:
-            param.grad = old if param.grad is None else _sum(param.grad, old)
+        give_back(aside, add=True)
     return seen
 
 
@@ -96,7 +101,7 @@ def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[tuple[
             continue
         if grad.is_sparse:
             # Duplicate entries are summed in float32: their half sum may overflow.
-            wide = torch.sparse_coo_tensor(grad._indices(), grad._values().float(), grad.shape).coalesce()
+            wide = _sparse(grad._indices(), grad._values().float(), grad.shape).coalesce()
             folds.append((master, wide))
             fresh.append(wide._values())
             continue
@@ -112,9 +117,14 @@ def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[tuple[
 
 def _coalesced(grad: torch.Tensor) -> torch.Tensor:
     if grad.dtype in (torch.float16, torch.bfloat16):
-        wide = torch.sparse_coo_tensor(grad._indices(), grad._values().float(), grad.shape).coalesce()
-        return torch.sparse_coo_tensor(wide.indices(), wide.values().to(grad.dtype), wide.shape, is_coalesced=True)
+        wide = _sparse(grad._indices(), grad._values().float(), grad.shape).coalesce()
+        return _sparse(wide.indices(), wide.values().to(grad.dtype), wide.shape, is_coalesced=True)
     return grad.coalesce()
+
+
+def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, is_coalesced: bool = False) -> torch.Tensor:
+    # The parts come from a sparse tensor: no checks. Saying so keeps torch from warning that there are none.
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced or None, check_invariants=False)
 
 
 def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -54,12 +54,13 @@ def scale_loss(
     """
     found = [optimizers] if is_optimizer(optimizers) else optimizers
     owner = _owner(found)
-    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
-        kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
     if not owner.enabled:
         yield loss
         return
+    found = list({id(one): one for one in found}.values())
+    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
+        kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
     scaler = _scaler(owner, loss_id)
     assert_ambience()
     if owner.plain:
@@ -78,9 +79,12 @@ def scale_loss(
         _leave_failed(found)
         raise
     # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
-    if delay_unscale or any(holds_back_gradients(one) for one in found):
+    local = [one for one in found if holds_back_gradients(one)]
+    if delay_unscale or local:
         for one in found:
             stash = one._amp_stash
+            stash.gradients_are_local |= any(one is other for other in local)
+            _optimizer.rejoin_delayed(stash)
             stash.in_block, stash.params_have_scaled_gradients, stash.delayed_scaler = False, True, scaler
         return
     _leave(found, scaler, delay_overflow_check)
@@ -95,6 +99,8 @@ def _owner(optimizers: Any) -> session.Session:
             " amp.initialize(model, optimizer, opt_level=...)` must come first."
         )
     if not isinstance(optimizers, (list, tuple)) or not all(is_optimizer(one) for one in optimizers):
+        if not latest.enabled:
+            return latest
         raise TypeError(
             f"scale_loss got {type(optimizers).__name__} as optimizers - it takes an optimizer or a list of them -"
             " pass what amp.initialize returned."
@@ -116,9 +122,11 @@ def _owner(optimizers: Any) -> session.Session:
 
 def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
     if not isinstance(loss_id, int) or not 0 <= loss_id < len(owner.scalers):
+        last = len(owner.scalers) - 1
+        larger = isinstance(loss_id, int) and loss_id > last
         raise IndexError(
-            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={len(owner.scalers)}) made scalers 0 to"
-            f" {len(owner.scalers) - 1} - pass num_losses={loss_id + 1 if isinstance(loss_id, int) else 'N'} there."
+            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={last + 1}) made scalers 0 to {last} -"
+            + (f" pass num_losses={loss_id + 1} there." if larger else f" pass a loss_id from 0 to {last}.")
         )
     return owner.scalers[loss_id]
 
@@ -140,9 +148,12 @@ def _enter(optimizers: Any, scaler: LossScaler) -> None:
 
 
 def _leave(optimizers: Any, scaler: LossScaler, delay_overflow_check: bool) -> None:
-    for one in optimizers:
-        _optimizer.end_block(one, scaler)
-    found = scaler.noted() if delay_overflow_check else scaler.end_backward_pass()
+    done: set[int] | None = set() if len(optimizers) > 1 else None
+    reached = [_optimizer.end_block(one, scaler, done) for one in optimizers]
+    if any(reached):  # the loss was backpropagated; it need not reach every optimizer of the block
+        for one in optimizers:
+            one._amp_stash.blocks_with_gradients += 1
+    found = scaler.put_off_update() if delay_overflow_check else scaler.end_backward_pass()
     for one in optimizers:
         one._amp_stash.in_block = False
         if found is not None:
@@ -153,12 +164,15 @@ def _leave_failed(optimizers: Any) -> None:
     for one in optimizers:
         stash = one._amp_stash
         stash.in_block = False
-        if not stash.params_have_scaled_gradients:
-            masters, direct = stash.parts(one)
-            for param in (*(m.half for m in masters), *direct):
-                param.grad = None
+        masters, direct = stash.parts(one)
+        for param in (*(m.half for m in masters), *direct):
+            param.grad = None
+        if stash.params_have_scaled_gradients:
+            give_back(stash.delayed_aside)
+            stash.delayed_aside = []
+        else:
             give_back(stash.aside)
-        stash.aside = []
+            stash.aside = []
 
 
 def step_was_skipped(optimizer: Any) -> bool:

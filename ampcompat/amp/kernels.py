@@ -3,7 +3,8 @@
 A kernel runs only while autocast is on for its device type, because its dispatch key is excluded otherwise; it reads
 the half dtype from autocast when it is called. So users' own autocast regions, checkpoint recomputation and threads get
 what they ask for, and nothing is paid while casts are off. Like native autocast, kernels cast float16, bfloat16 and
-float32 tensors on their own device type and leave every other argument alone, float64 included.
+float32 tensors on their own device type and leave every other argument alone, float64 included. No listed op takes a
+tensor as a keyword-only argument, so keywords (``dtype``, ``alpha``...) pass through.
 """
 
 from __future__ import annotations
@@ -150,16 +151,14 @@ def banned_kernel(op: torch._ops.OpOverload, device_type: str, key: str) -> Kern
     below = _torch.keys_excluded(key)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())
-        if not dtypes_in(values, device_type).isdisjoint(HALVES) and not banned_are_allowed():
+        if not dtypes_in(args, device_type).isdisjoint(HALVES) and not banned_are_allowed():
             raise NotImplementedError(
                 "binary_cross_entropy got a half argument: amp refuses it, since the loss of a half probability near 0 "
                 "or 1 overflows. Use binary_cross_entropy_with_logits (BCEWithLogitsLoss) without the sigmoid; or, if "
                 "the sigmoid must stay, call amp.register_float_function(torch, 'sigmoid') before amp.initialize."
             )
         with below():
-            cast_kwargs = {k: cast(v, torch.float32, device_type) for k, v in kwargs.items()}
-            return op(*[cast(a, torch.float32, device_type) for a in args], **cast_kwargs)
+            return op(*[cast(a, torch.float32, device_type) for a in args], **kwargs)
 
     return kernel
 

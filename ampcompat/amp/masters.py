@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 
@@ -43,7 +44,7 @@ class Master:
         if value is not None and adopt:
             self.value = value
         else:
-            with torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad():
                 exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
                 if exact.data_ptr() == half.data_ptr() or value is not None:
                     exact = exact.clone()
@@ -183,6 +184,8 @@ class Master:
             self.reconcile()
         # Both sides through the memo: an optimizer copied along goes on holding the copy's masters.
         half, value = copy.deepcopy(self.half, memo), copy.deepcopy(self.value, memo)
+        if not _torch.has_storage(half):
+            return self  # a compiler's stand-in for the module: it is never stepped
         clone = memo[id(self)] = Master(half, value, adopt=True)
         homes = ((memo.get(id(home())), name) for home, name in self.homes)
         clone.homes = [(weakref.ref(module), name) for module, name in homes if module is not None]

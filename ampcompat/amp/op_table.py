@@ -68,6 +68,7 @@ left side. Ops on no list follow native autocast: `einsum` and `scaled_dot_produ
 
 The last column also says who does it: torch's native autocast or type promotion on both devices, or a rule of ampcompat
 on those named; "wrapper" is a Python wrapper on the public function, which an earlier `from ... import` escapes.
+Under `torch.func.vmap` a batch of `dot` is a matrix product, in half.
 A 0-dim tensor widens nothing in `add`, `div`, `mul`, `sub` and the comparisons, as in torch; apex counted it.
 """
 

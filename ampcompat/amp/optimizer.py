@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from ampcompat.amp import misuse, overflow
 from ampcompat.amp.casts import casts_off
 from ampcompat.amp.closure import step_with_closure
-from ampcompat.amp.gradients import put_aside, take_new, take_unscaled
-from ampcompat.amp.master_index import follow_replacements
+from ampcompat.amp.gradients import give_back, put_aside, take_new, take_unscaled
+from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import push_all, reconcile
 from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters
 from ampcompat.amp.scaler import LossScaler
@@ -70,6 +70,11 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
     """Step the masters and write them to the model; skip instead, once, after an overflow."""
     stash: AmpOptimizerState = optimizer._amp_stash
     masters, direct = stash.parts(optimizer)
+    if closure is not None and not callable(closure):
+        raise TypeError(
+            f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
+            " returns the loss, or nothing."
+        )
     with casts_off() as outside:
         if closure is not None:
             return step_with_closure(optimizer, original, closure, outside, **kwargs)
@@ -119,28 +124,53 @@ def begin_block(optimizer: Any) -> None:
         for master in masters:
             master.value.grad = None
         stash.stepped = False
-    if not stash.params_have_scaled_gradients:
+    if stash.gradients_are_local:
+        pass  # DDP averages what lies in ``param.grad`` when its backward pass comes
+    elif stash.params_have_scaled_gradients:
+        stash.delayed_aside = put_aside([], [*(m.half for m in masters), *direct])
+    else:
         stash.aside = put_aside(masters, direct)
 
 
-def end_block(optimizer: Any, scaler: LossScaler) -> None:
-    """Exit of a ``scale_loss`` block that unscales (apex: ``_post_amp_backward``)."""
+def rejoin_delayed(stash: AmpOptimizerState) -> None:
+    """Add the gradients of a block to the scaled ones that earlier ``delay_unscale`` blocks left."""
+    give_back(stash.delayed_aside, add=True)
+    stash.delayed_aside = []
+
+
+def end_block(optimizer: Any, scaler: LossScaler, done: set[int] | None = None) -> bool:
+    """Exit of a ``scale_loss`` block that unscales (apex: ``_post_amp_backward``).
+
+    Args:
+        optimizer: An optimizer under amp.
+        scaler: The block's scaler.
+        done: ids of the tensors that another optimizer of the block has seen to; those of this one are added.
+
+    Returns:
+        Whether the block gave ``optimizer`` any gradient that is not in ``done``.
+    """
     stash: AmpOptimizerState = optimizer._amp_stash
+    rejoin_delayed(stash)
     masters, direct = stash.parts(optimizer)
     follow_replacements(masters)
+    if done is not None:
+        masters = [m for m in masters if id(m.value) not in done]
+        direct = [p for p in direct if id(p) not in done]
+        done.update(id(m.value) for m in masters)
+        done.update(id(p) for p in direct)
     seen = take_new(scaler, masters, direct, stash.aside)
     stash.aside = []
-    stash.params_have_scaled_gradients = False
+    stash.params_have_scaled_gradients = stash.gradients_are_local = False
     stash.blocks += 1
-    stash.blocks_with_gradients += seen
     stash.seen = misuse.watch(masters)
+    return seen
 
 
 def finish_delayed(optimizer: Any, stash: AmpOptimizerState) -> None:
     """Gradients are still scaled (``delay_unscale=True`` in the last block) and about to be used: unscale them."""
     if stash.params_have_scaled_gradients and stash.delayed_scaler is not None:
         scaler = stash.delayed_scaler
-        end_block(optimizer, scaler)
+        stash.blocks_with_gradients += end_block(optimizer, scaler)
         found = scaler.end_backward_pass()
         if found is not None:
             stash.overflows.append((scaler, found))
@@ -153,19 +183,32 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
     original(*args, **kwargs)
     for master in masters:
         master.half.grad = None
-    stash.params_have_scaled_gradients = False
+    stash.params_have_scaled_gradients = stash.gradients_are_local = False
+    stash.aside, stash.delayed_aside = [], []  # inside a block, what it had put aside is cleared as well
     stash.seen = []
 
 
 def _add_param_group(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     original(*args, **kwargs)
+    masters = [master_of_half(p) for p in optimizer.param_groups[-1]["params"]]
+    if any(id(master.value) in held for master in masters if master is not None):
+        optimizer.param_groups.pop()
+        raise ValueError(
+            "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
+            " already - leave them out of the new group."
+        )
     optimizer._amp_stash.parts(optimizer)
 
 
 def _lazy_init(optimizer: Any) -> None:
     """Look the parameters up again; masters exist since ``initialize``."""
     optimizer._amp_stash.parts(optimizer)
+
+
+def _post_backward(optimizer: Any, scaler: LossScaler) -> None:
+    optimizer._amp_stash.blocks_with_gradients += end_block(optimizer, scaler)
 
 
 def _masters_to_model(optimizer: Any) -> None:
@@ -178,7 +221,7 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
     "_lazy_init_maybe_master_weights": _lazy_init,
     "_master_params_to_model_params": _masters_to_model,
     "_prepare_amp_backward": begin_block,
-    "_post_amp_backward": end_block,
+    "_post_amp_backward": _post_backward,
 }
 
 #: Instance attributes that :func:`attach` sets.

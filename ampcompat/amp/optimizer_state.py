@@ -40,7 +40,9 @@ class AmpOptimizerState:
         self.overflows: list[tuple[LossScaler, torch.Tensor]] = []
         self.reports: list[tuple[LossScaler, torch.Tensor]] = []
         self.skipped: bool | None = False
-        self.aside: Aside = []
+        self.aside: Aside = []  # unscaled gradients of before the block
+        self.gradients_are_local = False  # the scaled ones stem from DDP's no_sync
+        self.delayed_aside: Aside = []  # scaled ones, of delay_unscale blocks
         self.in_block = False
         self.blocks = self.blocks_with_gradients = 0  # since the last step
         self.stepped = False  # since the last block

@@ -40,6 +40,7 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     "norm": (
         *("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype"),
         *("norm.ScalarOpt_dim_dtype", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
+        *("linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
     ),
     "prod": ("prod", "prod.dim_int"),
     "sum": ("sum", "sum.dim_IntList"),

@@ -85,7 +85,7 @@ def _loss_scale(value: object) -> float | str | None:
 
 
 def _cast_type(name: str, value: object) -> Any:
-    if value in (None, False) or value in (torch.float32, *HALF_DTYPES):
+    if value is None or value is False or (isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)):
         return value
     raise TypeError(
         f"{name}={value!r} - it must be torch.float16, torch.bfloat16, torch.float32, False (no cast) or None"

@@ -60,6 +60,7 @@ class LossScaler(torch.amp.GradScaler):
         self._has_overflow = False
         self._found_inf: dict[torch.device, torch.Tensor] = {}
         self._last_found: torch.Tensor | None = None
+        self._uncounted: torch.Tensor | None = None  # overflow that skipped a step and has not moved the scale yet
 
     # -- what legacy code reads and writes ---------------------------------------------------------------------------
     def loss_scale(self) -> float:
@@ -114,7 +115,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def clear_overflow_state(self) -> None:
         """Forget the overflows noted since the last update."""
-        self._has_overflow = False
+        self._has_overflow, self._uncounted = False, None
         self._found_inf.clear()
 
     def unscale_(self, grads: Any, *_: Any) -> None:
@@ -157,24 +158,35 @@ class LossScaler(torch.amp.GradScaler):
             tracker.add_(1)
             self._found_inf.clear()
             return None
-        noted = self.noted()
+        noted = self._take_found()
         found = torch.zeros_like(scale) if noted is None else noted.to(scale.device, non_blocking=True)
+        counted = found
+        if self._uncounted is not None:
+            counted = torch.maximum(found, self._uncounted.to(scale.device, non_blocking=True))
+            self._uncounted = None
         before = scale.clone()
         torch._amp_update_scale_(
-            scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval
+            scale, tracker, counted, self._growth_factor, self._backoff_factor, self._growth_interval
         )
         floor = FLOOR if self._min_loss_scale is None else self._min_loss_scale
         clamped = torch.where(scale > before, scale.clamp(max=self._max_loss_scale), scale)
         scale.copy_(torch.where(scale < before, scale.clamp(min=floor), clamped))
-        self._found_inf.clear()
         self._last_found = found
         return found
 
-    def noted(self) -> torch.Tensor | None:
-        """The overflow noted since the last update, which stays noted for the next; the scale does not move."""
-        if not self.dynamic or not self._found_inf:
-            return None
+    def put_off_update(self) -> torch.Tensor | None:
+        """As :meth:`end_backward_pass`, but the scale stays: the next backward pass counts this overflow too."""
+        found = self._take_found() if self.dynamic else None
+        if found is not None:
+            earlier = self._uncounted
+            self._uncounted = found if earlier is None else torch.maximum(found, earlier.to(found.device))
+        return found
+
+    def _take_found(self) -> torch.Tensor | None:
         founds = list(self._found_inf.values())
+        self._found_inf.clear()
+        if not founds:
+            return None
         if len(founds) == 1:
             return founds[0].clone()
         return torch.stack([f.to(founds[0].device, non_blocking=True) for f in founds]).amax()

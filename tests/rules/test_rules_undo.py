@@ -92,6 +92,14 @@ def test_only_what_native_autocast_lacks_is_registered():
     assert not {"aten::mv", "aten::exp", "aten::lstm.input", "aten::softmax.int"} & cuda
 
 
+@pytest.mark.parametrize("device_type", _torch.autocast_device_types())
+def test_no_op_with_a_rule_takes_a_tensor_by_keyword_only(device_type):
+    """The kernels cast positional arguments, which is how the dispatcher passes all the others."""
+    for op in rules.planned(device_type, _torch.autocast_key(device_type)):
+        keywords = [a for a in op._schema.arguments if a.kwarg_only]
+        assert not [a.name for a in keywords if "Tensor" in str(a.type)], op
+
+
 def test_a_device_type_whose_autocast_has_no_kernels_gets_the_whole_lists():
     hpu = {_torch.op_name(op) for op in rules.planned("hpu", "AutocastHPU")}
     assert {"aten::mm", "aten::linear", "aten::softmax.int", "aten::lstm.input", "aten::grid_sampler"} <= hpu

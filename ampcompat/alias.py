@@ -1,0 +1,171 @@
+"""``import apex`` under another roof: the names ``apex``, ``amp_C`` and ``apex_C`` resolve to ampcompat's modules.
+
+A finder on ``sys.meta_path`` answers for the three names and everything below them. What it returns is the very same
+module object (``apex.amp is ampcompat.amp``), never a copy: one process must not hold two amp states.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import ampcompat
+from ampcompat._state import state
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution, DistributionFinder
+
+__all__ = ["install_as_apex", "uninstall_as_apex"]
+
+ROOTS = {"apex": "ampcompat", "amp_C": "ampcompat.amp_C", "apex_C": "ampcompat.apex_C"}
+
+
+def install_as_apex(force: bool = False) -> bool:
+    """Make ``import apex`` and every ``apex.X`` import resolve to ampcompat, in this process.
+
+    ``importlib.util.find_spec("apex")`` and ``importlib.metadata.version("apex")`` answer too. A second call does
+    nothing. Undone by :func:`uninstall_as_apex`.
+
+    Args:
+        force: Take the name even from an installed apex that still has ``amp``; otherwise that one is left alone,
+            which is said in one line.
+
+    Returns:
+        Whether the alias is in force after the call.
+    """
+    if _finder() is not None:
+        return True
+    real = None if force else _real_apex()
+    if real is not None:
+        from ampcompat._log import say
+
+        say(f"ampcompat: the apex at {real} has amp and is left alone; install_as_apex(force=True) takes its place.")
+        return False
+    sys.meta_path.insert(0, AliasFinder(displaced=_take_modules()))
+    state.undo.callback(uninstall_as_apex)
+    return True
+
+
+def uninstall_as_apex() -> None:
+    """Undo :func:`install_as_apex`: the names are free again, and modules that it displaced are back."""
+    finder = _finder()
+    if finder is not None:
+        sys.meta_path.remove(finder)
+        _take_modules()
+        sys.modules.update(finder.displaced)
+
+
+class AliasFinder(MetaPathFinder):
+    """Finds the three names and all below them in ampcompat, and answers for apex's distribution."""
+
+    def __init__(self, displaced: dict[str, ModuleType]) -> None:
+        self.displaced = displaced
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of an alias; None for a name that is not ours, or that a probe finds missing."""
+        home = _home(fullname)
+        if home is None:
+            return None
+        found = importlib.util.find_spec(home)
+        if found is None:
+            if _is_import(sys._getframe(1)):
+                raise _missing(fullname)
+            return None
+        spec = ModuleSpec(fullname, AliasLoader(home), origin=found.origin)
+        spec.submodule_search_locations = found.submodule_search_locations
+        return spec
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterable[Distribution]:
+        """The distribution named apex, which transformers and Lightning ask for by ``importlib.metadata``."""
+        if context is not None and context.name not in (None, "apex"):
+            return []
+        from ampcompat._distribution import ApexDistribution
+
+        return [ApexDistribution()]
+
+
+class AliasLoader(Loader):
+    """Loads an alias: the module that is already there under its own name."""
+
+    def __init__(self, home: str) -> None:
+        self.home = home
+        self.own_spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """The module itself."""
+        module = importlib.import_module(self.home)
+        self.own_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is executed; the import machinery wrote the alias's spec on the module, which is taken back."""
+        module.__spec__ = self.own_spec
+        # The machinery binds a freshly imported submodule on its parent. amp._amp_state is a module and an object of
+        # that name on the parent, so its alias has to be known before anybody imports it.
+        for alias, home in ROOTS.items():
+            for name in [name for name in sys.modules if _below(name, home)]:
+                sys.modules.setdefault(alias + name[len(home) :], sys.modules[name])
+
+    def get_code(self, fullname: str) -> Any:
+        """Code of the module, for ``python -m apex.parallel.multiproc``."""
+        found = importlib.util.find_spec(self.home)
+        loader: Any = found.loader if found else None
+        return loader.get_code(self.home) if loader else None
+
+
+def _below(name: str, root: str) -> bool:
+    return name == root or name.startswith(root + ".")
+
+
+def _home(name: str) -> str | None:
+    """The name in ampcompat that stands behind ``name``; None when it is not one of ours."""
+    root, _, rest = name.partition(".")
+    if root not in ROOTS:
+        return None
+    return ".".join(filter(None, (ROOTS[root], rest)))
+
+
+def _finder() -> AliasFinder | None:
+    return next((finder for finder in sys.meta_path if isinstance(finder, AliasFinder)), None)
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    """Remove every imported module that goes by one of the three names, and return them."""
+    names = [name for name in sys.modules if _home(name) is not None]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+def _real_apex() -> str | None:
+    """Where an installed apex with an ``amp`` lies; None without one. Nothing of it is imported."""
+    try:
+        spec = importlib.util.find_spec("apex")
+    except ValueError:  # somebody put a stand-in without a spec into sys.modules
+        return None
+    for place in (spec.submodule_search_locations if spec else None) or []:
+        if (Path(place) / "amp" / "__init__.py").is_file():
+            return place
+    return None
+
+
+def _is_import(caller: FrameType) -> bool:
+    """Whether an import statement asks, which deserves a reason; a probe (``find_spec``) just gets None."""
+    asker = caller.f_back
+    return asker is not None and asker.f_code.co_name == "_find_and_load_unlocked"
+
+
+def _missing(name: str) -> ModuleNotFoundError:
+    there = ", ".join(part for part in ampcompat._SUBMODULES if importlib.util.find_spec(f"ampcompat.{part}"))
+    return ModuleNotFoundError(
+        f"No module named {name!r} in ampcompat, which stands in for apex - it has {there} - docs/run.md tells what to"
+        " do about the rest.",
+        name=name,
+    )

@@ -1,0 +1,5 @@
+"""Home of a name that scripts import from ``apex.amp._initialize``."""
+
+from ampcompat.amp.cast_tree import map_tree as applier
+
+__all__ = ["applier"]

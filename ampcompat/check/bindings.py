@@ -1,0 +1,119 @@
+"""Which names of a file mean something of apex: imports with aliases, assignments, stars, and what shadows them."""
+
+from __future__ import annotations
+
+import ast
+
+from ampcompat.check.symbols import SYMBOLS
+
+EXTENSIONS = ("amp_C", "apex_C")
+PACKAGES = ("apex", "ampcompat")
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def apex_name(module: str) -> str | None:
+    """``module`` in apex's naming (``ampcompat.amp`` is ``apex.amp``), or None for another package."""
+    root, _, rest = module.partition(".")
+    if root in EXTENSIONS:
+        return module
+    if root == "apex":
+        return module
+    if root == "ampcompat":
+        name = f"apex.{rest}" if rest else "apex"
+        # ampcompat's own tools (cli, report, ...) are no apex symbols.
+        known = name == "apex" or any(s == name or s.startswith(name + ".") for s in SYMBOLS)
+        return name if known or apex_name_parent(name) else None
+    return None
+
+
+def apex_name_parent(name: str) -> bool:
+    """Whether ``name`` lies below a symbol that apex had (``apex.amp.handle.x``), the bare package aside."""
+    parts = name.split(".")
+    return any(".".join(parts[:n]) in SYMBOLS for n in range(2, len(parts)))
+
+
+def dotted(node: ast.AST) -> str | None:
+    """``a.b.c`` for a chain of attributes on a name, else None."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return None
+    return ".".join([node.id, *reversed(parts)])
+
+
+class Bindings:
+    """The file-wide table name -> apex symbol.
+
+    A name that any import of the file binds to apex counts as apex everywhere in the file, except where a function's
+    parameter shadows it. Names that another import binds too (``except ImportError: from torch.cuda import amp``) are
+    ambiguous: they count as apex only for symbols that apex has.
+    """
+
+    def __init__(self, tree: ast.AST) -> None:
+        self.names: dict[str, str] = {}
+        self.ambiguous: set[str] = set()
+        other: set[str] = set()
+        assigned: list[tuple[str, ast.expr]] = []
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self._import(alias, other)
+            elif isinstance(node, ast.ImportFrom):
+                self._import_from(node, other)
+            elif isinstance(node, ast.Assign) and len(node.targets) == 1:
+                target = dotted(node.targets[0])
+                if target is not None and isinstance(node.value, ast.Attribute | ast.Name):
+                    assigned.append((target, node.value))
+        for target, value in assigned:
+            symbol = self.resolve(dotted(value))
+            # Only modules and symbols of the table: `x = amp._amp_state.loss_scalers[0]` is no alias.
+            if symbol in SYMBOLS and target not in self.names:
+                self.names[target] = symbol
+        self.ambiguous = other & set(self.names)
+
+    def _import(self, alias: ast.alias, other: set[str]) -> None:
+        symbol = apex_name(alias.name)
+        bound = alias.asname or alias.name.partition(".")[0]
+        if symbol is None:
+            other.add(bound)
+        else:
+            self.names[bound] = symbol if alias.asname else symbol.partition(".")[0]
+
+    def _import_from(self, node: ast.ImportFrom, other: set[str]) -> None:
+        module = apex_name(node.module or "") if node.level == 0 else None
+        for alias in node.names:
+            if module is None:
+                other.add(alias.asname or alias.name)
+            elif alias.name != "*":
+                symbol = f"{module}.{alias.name}"
+                if (node.module or "") != "ampcompat" or apex_name(f"ampcompat.{alias.name}"):
+                    self.names[alias.asname or alias.name] = symbol
+            else:
+                for symbol in SYMBOLS:
+                    parent, _, name = symbol.rpartition(".")
+                    if parent == module and not name.startswith("_"):
+                        self.names.setdefault(name, symbol)
+
+    def resolve(self, name: str | None) -> str | None:
+        """The apex symbol that a dotted name of the file means, or None."""
+        if name is None:
+            return None
+        head, rest = name, ""
+        while head:
+            if head in self.names:
+                symbol = self.names[head] + rest
+                if head in self.ambiguous and symbol not in SYMBOLS:
+                    return None
+                return symbol
+            head, _, last = head.rpartition(".")
+            rest = f".{last}{rest}"
+        return None
+
+
+def parameters(function: Function) -> set[str]:
+    """Names of all parameters of a function."""
+    arguments = function.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    return {argument.arg for argument in every if argument is not None}

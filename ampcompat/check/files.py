@@ -1,0 +1,114 @@
+"""Finding and reading Python files of an untrusted directory: no link is followed, only plain files are opened."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+LARGEST = 4 * 2**20
+"""Files above this many bytes are reported, not read: no hand-written source comes near."""
+
+SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", ".git", ".hg", ".svn", ".tox", ".nox", ".eggs"}
+COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
+# Single-byte and East Asian charsets. Others are not asked: some take quadratic time (punycode, idna).
+CHARSET = re.compile(r"(iso8859|cp|koi8|mac|gb|big5|euc|shift_jis|johab|hz|tis|ptcp|kz)|ascii$|latin")
+BOM = codecs.BOM_UTF8
+
+
+class Unreadable(Exception):
+    """The file cannot be scanned; the message says why."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A decoded source: ``code``, and what is needed to write it back byte for byte."""
+
+    code: str
+    encoding: str
+    bom: bool = False
+
+    def encode(self, code: str) -> bytes:
+        """``code`` as bytes in the encoding that the file had."""
+        return (BOM if self.bom else b"") + code.encode(self.encoding)
+
+
+def python_files(root: Path) -> Iterator[Path]:
+    """Python files under ``root`` (or ``root`` itself, whatever its suffix), sorted, without links and environments.
+
+    Directories that cannot be listed are skipped; hard links are files like others.
+    """
+    if not root.is_dir():
+        yield root
+        return
+    for folder, directories, names in os.walk(root, followlinks=False):
+        directories[:] = sorted(d for d in directories if _is_scanned(folder, d))
+        for name in sorted(names):
+            path = Path(folder, name)
+            if name.endswith(".py") and not path.is_symlink():
+                yield path
+
+
+def _is_scanned(folder: str, name: str) -> bool:
+    path = os.path.join(folder, name)
+    if name in SKIPPED_DIRECTORIES or os.path.islink(path):
+        return False
+    return not os.path.lexists(os.path.join(path, "pyvenv.cfg"))
+
+
+def read(path: Path) -> bytes:
+    """The bytes of a plain file.
+
+    Raises:
+        Unreadable: a link, a pipe or device, a file without permission, or one above :data:`LARGEST`.
+    """
+    # O_NONBLOCK: a pipe put there by someone must not hang the scan. O_NOFOLLOW: a link may lead outside.
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    try:
+        descriptor = os.open(path, flags)
+    except (OSError, ValueError) as problem:
+        raise Unreadable(f"cannot be opened: {getattr(problem, 'strerror', None) or problem}") from None
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise Unreadable("is not a plain file")
+        if facts.st_size > LARGEST:
+            raise Unreadable(f"has {facts.st_size} bytes; files above {LARGEST} are not scanned")
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            # A file that grows while it is read still stops at the limit.
+            return file.read(LARGEST + 1)[:LARGEST]
+    except OSError as problem:
+        raise Unreadable(f"cannot be read: {problem.strerror or problem}") from None
+    finally:
+        os.close(descriptor)
+
+
+def decode(data: bytes) -> Text:
+    """Text of a source file: UTF-8, or the charset that its coding comment declares.
+
+    Raises:
+        Unreadable: neither fits.
+    """
+    bom = data.startswith(BOM)
+    if bom:
+        data = data[len(BOM) :]
+    try:
+        return Text(data.decode("utf-8"), "utf-8", bom)
+    except UnicodeDecodeError as problem:
+        reason = f"is not UTF-8 (byte {problem.start}) and declares no other charset that fits"
+    for line in data.split(b"\n", 2)[:2]:
+        declared = COOKIE.match(line)
+        if declared is None:
+            continue
+        try:
+            name = codecs.lookup(declared[1].decode("ascii")).name
+            if CHARSET.match(name):
+                return Text(data.decode(name), name, bom)
+        except (LookupError, ValueError):
+            pass
+        break
+    raise Unreadable(reason)

@@ -1,0 +1,137 @@
+"""One parsed file with what symbols and traps ask about it: parents, scopes, apex names, calls."""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Iterator
+
+from ampcompat.check.bindings import Bindings, dotted, parameters
+from ampcompat.check.findings import Finding
+
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+LEVEL = re.compile(r"O[0-5]$")
+
+
+def parse(code: str) -> ast.Module:
+    """The tree of ``code``; nothing is executed.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: as :func:`ast.parse`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(code)
+
+
+class Source:
+    """A file under check.
+
+    Attributes:
+        path: Path for the report.
+        tree: The parsed file.
+        bindings: Its apex names.
+        nodes: All nodes, breadth first; iterating them needs no recursion.
+        parents: Parent of every node.
+    """
+
+    def __init__(self, path: str, tree: ast.Module) -> None:
+        self.path, self.tree = path, tree
+        self.bindings = Bindings(tree)
+        self.nodes = list(ast.walk(tree))
+        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
+        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Parents of ``node``, nearest first."""
+        while node in self.parents:
+            node = self.parents[node]
+            yield node
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """The innermost function that holds ``node``, or the module."""
+        return next((a for a in self.ancestors(node) if isinstance(a, SCOPES)), self.tree)
+
+    def apex(self, node: ast.AST) -> str | None:
+        """The apex symbol that an expression names, or None; parameters shadow imports."""
+        name = dotted(node)
+        symbol = self.bindings.resolve(name)
+        if symbol is None or name is None:
+            return None
+        head = name.partition(".")[0]
+        for outer in self.ancestors(node):
+            if isinstance(outer, SCOPES) and head in parameters(outer):
+                return None
+        return symbol
+
+    def calls_to(self, *symbols: str) -> list[ast.Call]:
+        """Calls of apex symbols, e.g. ``calls_to("apex.amp.initialize")``."""
+        return [call for call in self.calls if self.apex(call.func) in symbols]
+
+    def scaled_blocks(self) -> list[ast.With | ast.AsyncWith]:
+        """``with amp.scale_loss(...)`` statements."""
+        calls = set(map(id, self.calls_to("apex.amp.scale_loss", "apex.amp.handle.scale_loss")))
+        return [
+            node
+            for node in self.nodes
+            if isinstance(node, ast.With | ast.AsyncWith) and any(id(i.context_expr) in calls for i in node.items)
+        ]
+
+    def imports(self, package: str) -> bool:
+        """Whether the file imports ``package`` or a part of it."""
+        for node in self.nodes:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            if any(name.partition(".")[0] == package for name in names):
+                return True
+        return False
+
+    def opt_levels(self) -> set[str] | None:
+        """The opt_levels that the file's ``initialize`` calls spell out; None when one is computed or none is there."""
+        found = set()
+        for call in self.calls_to("apex.amp.initialize"):
+            level: ast.AST = argument(call, 3, "opt_level") or ast.Constant("O1")
+            if any(k.arg is None for k in call.keywords) or not isinstance(level, ast.Constant):
+                return None
+            found.add(str(level.value))
+        return found or None
+
+    def finding(self, node: ast.AST, kind: str, name: str, level: str, note: str = "") -> Finding:
+        """A finding at ``node``."""
+        line, column = getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1
+        return Finding(self.path, line, column, kind, name, level, note)
+
+
+def argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:
+    """The argument given by position or keyword, or None."""
+    for given in call.keywords:
+        if given.arg == keyword:
+            return given.value
+    return call.args[position] if len(call.args) > position else None
+
+
+def number(node: ast.AST | None) -> float | None:
+    """The value of a numeric literal, sign included, else None."""
+    sign = 1.0
+    while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        sign, node = (-sign if isinstance(node.op, ast.USub) else sign), node.operand
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        try:
+            return sign * float(node.value)
+        except OverflowError:
+            return sign * float("inf")
+    return None
+
+
+def text(node: ast.AST | None) -> str:
+    """``a.b`` for names and attributes, ``""`` for any other expression: what tells two mentions apart."""
+    return dotted(node) or "" if node is not None else ""
+
+
+def called(call: ast.Call) -> str:
+    """The last name of what is called: ``clip_grad_norm_`` for ``torch.nn.utils.clip_grad_norm_(...)``."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""

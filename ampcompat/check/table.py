@@ -1,0 +1,34 @@
+"""The report as text for a terminal."""
+
+from __future__ import annotations
+
+from ampcompat.check.findings import UNSUPPORTED, Report
+
+VERDICTS = {"works": "works", "differs": "works with a difference", UNSUPPORTED: "not supported"}
+
+
+def plain(text: str) -> str:
+    """``text`` without what a terminal would obey: file names and messages come from the scanned directory."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
+
+
+def table(report: Report) -> str:
+    """Symbols first, then traps and files, each with ``file:line``; a summary line last."""
+    lines: list[str] = []
+    for title, kinds in (("apex symbols", ("symbol",)), ("traps", ("trap",)), ("files", ("file",))):
+        chosen = [f for f in report.findings if f.kind in kinds]
+        if not chosen:
+            continue
+        lines.append(title)
+        places = [f"{f.path}:{f.line}" if f.line else f.path for f in chosen]
+        wide = min(max(map(len, places)), 48)
+        for place, finding in zip(places, chosen, strict=True):
+            verdict = VERDICTS.get(finding.level, finding.level)
+            row = f"  {plain(place):<{wide}}  {verdict:<{23 if 'symbol' in kinds else 8}}  {finding.name}"
+            lines.append(plain(row))
+            if finding.note:
+                lines.append(plain(f"  {'':<{wide}}    {finding.note}"))
+        lines.append("")
+    counts = ", ".join(f"{n} {VERDICTS.get(level, level)}" for level, n in report.counts.items() if n)
+    lines.append(f"{report.files} files: {counts or 'no apex symbol found'}")
+    return "\n".join(lines)

@@ -1,0 +1,28 @@
+"""Habits that mixed precision punishes. Each trap is one function ``(source, repository) -> findings``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ampcompat.check.findings import Finding
+from ampcompat.check.source import Source
+from ampcompat.check.traps import loop, numeric, setup
+from ampcompat.check.traps.repository import Repository
+
+Trap = Callable[[Source, Repository], Iterator[Finding]]
+
+TRAPS: tuple[Trap, ...] = (
+    setup.misspelt_level,
+    setup.half_by_hand,
+    setup.wrapped_before_initialize,
+    setup.deepcopy_of_optimizer,
+    loop.clip_of_model_params,
+    loop.clip_of_scaled_gradients,
+    loop.unscaled_backward,
+    loop.backward_of_wrong_loss,
+    numeric.banned_cross_entropy,
+    numeric.vanishing_constant,
+    numeric.overflowing_fill,
+)
+
+__all__ = ["TRAPS", "Repository", "Trap"]

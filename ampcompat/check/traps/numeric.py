@@ -1,0 +1,133 @@
+"""Traps of half precision's range: float16 holds 6e-8 to 65504, and binary cross entropy needs more than that."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ampcompat.check.findings import ERROR, WARNING, Finding
+from ampcompat.check.source import Source, argument, called, number, text
+from ampcompat.check.traps.repository import Repository
+
+LARGEST_HALF = 65504.0
+# Below half of the smallest subnormal a number rounds to zero.
+VANISHES_BELOW = 2.0**-25
+FLOAT32 = re.compile(r"\.(float|double|item|cpu|numpy|to_float)\(|float32|float64|\b(np|numpy|math)\.|\b(float|len)\(")
+NEEDS_GUARD = {"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"}
+FILLS = {"masked_fill": 1, "masked_fill_": 1}
+
+
+def _may_be_half(node: ast.AST) -> bool:
+    """Whether an expression may be a half tensor: it has a variable and nothing in it says float32 or numpy."""
+    names = any(isinstance(n, ast.Name) for n in ast.walk(node))
+    return names and FLOAT32.search(ast.unparse(node)) is None
+
+
+def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Finding]:
+    """``binary_cross_entropy`` / ``BCELoss`` on half inputs raises at O1: a sigmoid in half saturates to 0 and 1.
+
+    ``BCEWithLogits`` computes both in float32. Or keep the sigmoid in float32 with
+    ``amp.register_float_function(torch, "sigmoid")``.
+    """
+    if not repository.may_run_at("O1", "O4") or repository.float_sigmoid or not source.imports("torch"):
+        return
+    code_has_sigmoid = any(getattr(n, "attr", "") in ("sigmoid", "Sigmoid") for n in source.nodes)
+    for call in source.calls:
+        if called(call) == "BCELoss":
+            level = ERROR if code_has_sigmoid and repository.levels is not None else WARNING
+        elif called(call) == "binary_cross_entropy" and call.args and _may_be_half(call.args[0]):
+            level = ERROR if "sigmoid" in ast.unparse(call.args[0]) else WARNING
+        else:
+            continue
+        if _casts_off(source, call):
+            continue
+        note = (
+            "raises at O1 when its input is half; use binary_cross_entropy_with_logits / BCEWithLogitsLoss without the "
+            'sigmoid, or amp.register_float_function(torch, "sigmoid")'
+        )
+        yield source.finding(call, "trap", "banned_cross_entropy", level, note)
+
+
+def _casts_off(source: Source, node: ast.AST) -> bool:
+    for parent in source.ancestors(node):
+        if isinstance(parent, ast.With) and any(
+            isinstance(i.context_expr, ast.Call) and called(i.context_expr) in ("disable_casts", "autocast")
+            for i in parent.items
+        ):
+            return True
+    return False
+
+
+def vanishing_constant(source: Source, repository: Repository) -> Iterator[Finding]:
+    """An epsilon such as 1e-8 that guards a division, logarithm or root is exactly zero in float16.
+
+    ``x / (norm + 1e-8)`` divides by zero where it was meant not to. Use 1e-6 or above (the smallest float16 is 6e-8,
+    the smallest normal one 6e-5), or compute in ``x.float()``. Optimizer ``eps=`` arguments are fine: they meet
+    float32 masters.
+    """
+    if not source.imports("torch"):
+        return
+    for node in source.nodes:
+        constant: ast.AST | None = None
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub) and _guards(source, node):
+            constant = next((side for side in (node.right, node.left) if _vanishes(side)), None)
+            if constant is not None and not _may_be_half(node.left if constant is node.right else node.right):
+                continue
+        elif isinstance(node, ast.Call) and called(node) in ("clamp", "clamp_", "clamp_min", "clamp_min_"):
+            given = [k.value for k in node.keywords if k.arg == "min"] + node.args
+            constant = next((value for value in given if _vanishes(value)), None)
+            if not _may_be_half(node.func):
+                continue
+        if constant is not None:
+            value = ast.unparse(constant)
+            note = f"{value} is 0 in float16 (smallest: 6e-8) and guards nothing; use 1e-6 or more, or .float() first"
+            yield source.finding(constant, "trap", "vanishing_constant", WARNING, note)
+
+
+def _vanishes(node: ast.AST) -> bool:
+    value = number(node)
+    return value is not None and 0 < abs(value) < VANISHES_BELOW
+
+
+def _guards(source: Source, node: ast.BinOp) -> bool:
+    parent = source.parents.get(node)
+    if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div):
+        return parent.right is node and _may_be_half(parent.left)
+    if not isinstance(parent, ast.Call):
+        return False
+    # torch.log(x + 1e-8), or (x + 1e-8).log() through an attribute.
+    return called(parent) in NEEDS_GUARD and FLOAT32.search(ast.unparse(parent.func)) is None
+
+
+def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding]:
+    """``scores.masked_fill(mask, -1e9)`` on half scores raises: float16 ends at 65504.
+
+    ``scores + -1e9 * mask`` and ``scores[mask] = -1e9`` give -inf, and NaN after the softmax of a row of them. Use
+    ``torch.finfo(scores.dtype).min``, or -1e4.
+    """
+    if not source.imports("torch"):
+        return
+    fix = "use torch.finfo(x.dtype).min, or -1e4"
+    for node in source.nodes:
+        if isinstance(node, ast.Call) and called(node) in FILLS and isinstance(node.func, ast.Attribute):
+            value = argument(node, FILLS[called(node)], "value")
+            if value is not None and _overflows(value) and _may_be_half(node.func.value):
+                note = f"{ast.unparse(value)} does not fit float16 (largest: 65504) and raises there; {fix}"
+                yield source.finding(node, "trap", "overflowing_fill", ERROR, note)
+        elif isinstance(node, ast.Assign) and _overflows(node.value) and isinstance(node.targets[0], ast.Subscript):
+            target = node.targets[0]
+            index_is_mask = "mask" in ast.unparse(target.slice).lower()
+            if index_is_mask and text(target.value) and _may_be_half(target.value):
+                note = f"{ast.unparse(node.value)} is out of float16's range (65504); {fix}"
+                yield source.finding(node, "trap", "overflowing_fill", WARNING, note)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            constant, other = (node.right, node.left) if _overflows(node.right) else (node.left, node.right)
+            if _overflows(constant) and "mask" in ast.unparse(other).lower() and _may_be_half(other):
+                note = f"{ast.unparse(constant)} is out of float16's range (65504); {fix}"
+                yield source.finding(node, "trap", "overflowing_fill", WARNING, note)
+
+
+def _overflows(node: ast.AST | None) -> bool:
+    value = number(node)
+    return value is not None and LARGEST_HALF < abs(value) < float("inf")

@@ -1,0 +1,54 @@
+"""The command ``ampcompat``.
+
+Every module here whose name has no underscore in front is a subcommand: ``add_parser(subparsers)`` declares its
+arguments and sets ``main`` as a default, ``main(args)`` does the work and returns the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+
+from ampcompat import __version__
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: that of the process) and return the exit status.
+
+    Bad usage raises SystemExit with status 2, as argparse does; what a script raises under ``run`` is let through.
+    """
+    ours = list(sys.argv[1:] if argv is None else argv)
+    target: list[str] = []
+    if ours[:1] == ["run"]:
+        from ampcompat.cli.run import split
+
+        ours, target = split(ours)
+    parser = _parser(ours[0] if ours else "")
+    args = parser.parse_args(ours)
+    args.target = target
+    status: int = args.main(args)
+    return status
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ampcompat", description="apex.amp on native torch AMP.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"ampcompat {__version__} (torch {_torch_version()})")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = [name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_")]
+    # One command needs no other's imports; the script under "run" should find the process as empty as can be.
+    for name in [command] if command in commands else commands:
+        importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)
+    return parser
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,98 @@
+"""A script or module as ``__main__``, indistinguishable from what ``python`` makes of it."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import runpy
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, TracebackType
+
+from ampcompat._distribution import SHIM
+
+
+def run_path(script: str, args: Sequence[str]) -> None:
+    """Run the file ``script`` (or a directory or zip archive with a ``__main__.py``) with ``args`` in ``sys.argv``."""
+    sys.argv[:] = [script, *args]
+    main = _new_main()
+    if os.path.isdir(script) or zipfile.is_zipfile(script):
+        _set_first_path(os.path.abspath(script))
+        _as_python_would(lambda: _runpy_main("__main__", alter_argv=False), ours=3)
+        return
+    path = os.path.abspath(script)
+    _set_first_path(os.path.dirname(os.path.realpath(script)))
+    main.__dict__.update(
+        __file__=path, __cached__=None, __package__=None, __loader__=SourceFileLoader("__main__", path)
+    )
+
+    def execute() -> None:
+        with open(path, "rb") as file:
+            source = file.read()
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+    _as_python_would(execute, ours=2)
+
+
+def run_module(name: str, args: Sequence[str]) -> None:
+    """Run the module ``name``, as ``python -m`` does, with ``args`` in ``sys.argv``."""
+    sys.argv[:] = ["-m", *args]
+    _new_main()
+    _set_first_path(os.getcwd())
+    _as_python_would(lambda: _runpy_main(name, alter_argv=True), ours=3)
+
+
+def hand_alias_to_children() -> None:
+    """Let child processes find a stand-in for apex: spawned workers get ``sys.path``, the others ``PYTHONPATH``."""
+    shim = str(SHIM)
+    if shim not in sys.path:
+        sys.path.append(shim)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if shim not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, shim])
+
+
+def _new_main() -> ModuleType:
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):  # later pythons make it when it is asked for
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    return main
+
+
+def _set_first_path(path: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = path
+
+
+def _runpy_main(name: str, alter_argv: bool) -> None:
+    # What ``python -m`` itself calls: it runs in the present __main__ and words its errors as python does.
+    run: Callable[..., object] = runpy._run_module_as_main  # type: ignore[attr-defined]
+    run(name, alter_argv)
+
+
+def _as_python_would(execute: Callable[[], None], ours: int) -> None:
+    """Call ``execute``; should it raise, the interpreter prints and exits as ever, less ``ours`` frames of ours.
+
+    The exception is let through to the interpreter, which knows all about exit statuses, SIGINT and faulty hooks;
+    only the hook that it will call is wrapped.
+    """
+    try:
+        execute()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        frames: TracebackType | None = error.__traceback__
+        for _ in range(ours):
+            frames = frames.tb_next if frames else None
+        failure, hook = error, sys.excepthook
+
+        def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+            shown = frames if value is failure else trace
+            hook(kind, value.with_traceback(shown), shown)
+
+        sys.excepthook = show
+        raise

@@ -1,0 +1,86 @@
+"""``ampcompat run script.py``: a script as ``python script.py`` runs it, with apex's name answered by ampcompat."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ampcompat.cli import _script
+from ampcompat.cli._emit import emit
+
+OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+
+# Options of ours whose value is the next argument. The first argument that is neither ends our part of the line.
+TAKES_VALUE = ("--opt-level", "--dtype")
+
+EPILOG = """everything after the script's (or the module's) name is the script's own.
+exit status: the script's; 2 when the script cannot be opened or the command line is wrong"""
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split ``["run", …]`` into our arguments and the script's: ``["-m", module, …]`` or ``[script, …]``.
+
+    argparse cannot do it: it takes a ``--lr`` of the script's for one of ours, and eats its ``--``.
+    """
+    at = 1
+    while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-", "--", "-m"):
+        at += 2 if argv[at] in TAKES_VALUE else 1
+    target = list(argv[at:])
+    return list(argv[:at]), target[1:] if target[:1] == ["--"] else target
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Add ``run`` to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "run",
+        help="run a script that imports apex, unchanged",
+        usage="ampcompat run [options] (script.py | -m module) [args ...]",
+        description="Run a script as python would, with `import apex` resolved to ampcompat.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--opt-level", choices=OPT_LEVELS, help="overrides the opt_level that the script asks for")
+    parser.add_argument("--dtype", choices=sorted({*DTYPES, *DTYPES.values()}), help="the half dtype")
+    parser.add_argument("--force", action="store_true", help="take the place of an installed apex that still has amp")
+    parser.set_defaults(main=main, parser=parser)
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run ``args.target``; what it raises is let through, with a traceback that begins at the script."""
+    module = args.target[0] == "-m" if args.target else False
+    if len(args.target) < (2 if module else 1):
+        args.parser.error("no script given - name one (script.py or -m module) after the options")
+    if args.opt_level:
+        os.environ["AMPCOMPAT_OPT_LEVEL"] = args.opt_level
+    if args.dtype:
+        os.environ["AMPCOMPAT_DTYPE"] = DTYPES.get(args.dtype, args.dtype)
+    if not module and not _can_open(args.target[0]):
+        return 2
+
+    from ampcompat.alias import install_as_apex
+
+    if install_as_apex(force=args.force):
+        _script.hand_alias_to_children()
+    if module:
+        _script.run_module(args.target[1], args.target[2:])
+    else:
+        _script.run_path(args.target[0], args.target[1:])
+    return 0
+
+
+def _can_open(script: str) -> bool:
+    """Whether ``script`` can be opened; if not, that is said in python's words."""
+    path = os.path.abspath(script)
+    try:
+        if not os.path.isdir(path):
+            open(path, "rb").close()
+    except OSError as problem:
+        emit(f"{sys.orig_argv[0]}: can't open file {path!r}: [Errno {problem.errno}] {problem.strerror}", error=True)
+        return False
+    return True

@@ -1,0 +1,225 @@
+"""``FP16_Optimizer``: float32 masters and loss scaling around any torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ampcompat._log import say
+from ampcompat.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
+from ampcompat.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class FP16_Optimizer:
+    """Wraps ``init_optimizer``: its half parameters are replaced by float32 masters, which it then steps.
+
+    Args:
+        init_optimizer: Optimizer over half and float32 parameters, of any device.
+        static_loss_scale: Fixed loss scale.
+        dynamic_loss_scale: Use a :class:`DynamicLossScaler` instead.
+        dynamic_loss_args: Its keyword arguments.
+        verbose: Say what happens, on rank 0.
+
+    Raises:
+        TypeError: ``init_optimizer`` is no optimizer, or a parameter is neither half nor float32.
+    """
+
+    def __init__(
+        self,
+        init_optimizer: Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        dynamic_loss_args: dict[str, Any] | None = None,
+        verbose: bool = True,
+    ) -> None:
+        if not isinstance(init_optimizer, Optimizer):
+            raise TypeError(
+                f"init_optimizer={type(init_optimizer).__name__} - FP16_Optimizer wraps a torch optimizer - "
+                "build the optimizer first and pass it."
+            )
+        for group in init_optimizer.param_groups:
+            for p in group["params"]:
+                if p.dtype not in (*HALVES, torch.float32):
+                    raise TypeError(f"A parameter of {p.dtype} - only float16, bfloat16 and float32 - cast it first.")
+        scaler = DynamicLossScaler(**(dynamic_loss_args or {})) if dynamic_loss_scale else LossScaler(static_loss_scale)
+        self.loss_scaler, self.dynamic_loss_scale = scaler, dynamic_loss_scale
+        self.optimizer, self.verbose = init_optimizer, verbose
+        self.overflow, self.first_closure_call_this_step = False, True
+        self.fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[Tensor]] = []
+        for group in init_optimizer.param_groups:
+            self._take(group)
+
+    def _take(self, group: dict[str, Any]) -> None:
+        trainable = [p for p in group["params"] if p.requires_grad]
+        halves = [p for p in trainable if p.dtype in HALVES]
+        masters: list[Tensor] = [nn.Parameter(p.detach().clone().float()) for p in halves]
+        swap = dict(zip(map(id, halves), masters, strict=True))
+        group["params"] = [swap.get(id(p), p) for p in group["params"]]
+        for half, master in zip(halves, masters, strict=True):
+            if half in self.optimizer.state:
+                self.optimizer.state[master] = self.optimizer.state.pop(half)
+        self.fp16_groups.append(halves)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append([p for p in trainable if p.dtype is torch.float32])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of half or float32 parameters; halves get masters."""
+        self.optimizer.add_param_group(param_group)
+        self._take(self.optimizer.param_groups[-1])
+
+    def _say(self, message: str) -> None:
+        if self.verbose:
+            say(message)
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        return [p for g in self.fp16_groups for p in g], [p for g in self.fp32_from_fp16_groups for p in g]
+
+    def _master_params(self) -> list[Tensor]:
+        return [p for g in self.optimizer.param_groups for p in g["params"]]
+
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
+        """Clear the gradients of the model's parameters and of the masters."""
+        for p in (*self._pairs()[0], *self._master_params()):
+            if set_grads_to_None:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.detach_().zero_()
+
+    def backward(self, loss: Tensor, update_master_grads: bool = True, retain_graph: bool = False) -> None:
+        """Backward of the scaled loss in float32; then unscaled gradients on the masters, unless told not to."""
+        self.loss_scaler.backward(loss.float(), retain_graph=retain_graph)
+        if update_master_grads:
+            self.update_master_grads()
+
+    def update_master_grads(self) -> None:
+        """Copy the gradients to the masters and unscale them; on an overflow leave them and set ``overflow``."""
+        halves, masters = self._pairs()
+        singles = [p for g in self.fp32_from_fp32_groups for p in g]
+        if self.dynamic_loss_scale:
+            self.overflow = self.loss_scaler.has_overflow([*halves, *singles])
+            if self.overflow:
+                return
+        model_grads_to_master_grads(halves, masters)
+        if self.loss_scale != 1.0:
+            for p in (*masters, *singles):
+                if p.grad is not None:
+                    p.grad.mul_(1.0 / self.loss_scale)
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> Tensor | float:
+        """Clip the masters' gradients by total norm; returns the norm before, or -1 after an overflow."""
+        if self.overflow:
+            return -1
+        return nn.utils.clip_grad_norm_(self._master_params(), max_norm, norm_type)
+
+    def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
+        """The masters' gradients by parameter group, or None after an overflow."""
+        if self.overflow:
+            say("Warning:  calling FP16_Optimizer.inspect_master_grad_data while in an overflow state.")
+            return None
+        return [[p.grad for p in g["params"]] for g in self.optimizer.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the masters and copy them to the model, or skip after an overflow.
+
+        With ``closure`` (which must call this object's ``backward``), backward is done again at a lower scale until
+        there is no overflow, as in apex.
+        """
+        scale = self.loss_scale
+        if closure is None:
+            self.loss_scaler.update_scale(self.overflow)
+            if self.overflow:
+                self._say(f"OVERFLOW! Skipping step. Attempted loss scale: {scale}, reducing to {self.loss_scale}")
+                return None
+            result = self.optimizer.step()
+        else:
+            result = self._step_with_closure(closure)
+        master_params_to_model_params(*self._pairs())
+        return result
+
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+        def evaluate() -> Any:
+            # A second call within a step: the optimizer moved the masters, and the model must see where.
+            if not self.first_closure_call_this_step:
+                master_params_to_model_params(*self._pairs())
+            self.first_closure_call_this_step = False
+            loss = closure()
+            while self.overflow:
+                scale = self.loss_scale
+                self.loss_scaler.update_scale(True)
+                if self.loss_scale == scale == getattr(self.loss_scaler, "min_scale", scale):
+                    raise RuntimeError(
+                        f"FP16_Optimizer.step(closure) at loss scale {scale} - gradients still overflow at the "
+                        "smallest scale - the loss itself is not finite: look for the NaN there."
+                    )
+                self._say(f"OVERFLOW within closure! Skipping step. Attempted loss scale: {scale}")
+                loss = closure()
+            self.loss_scaler.update_scale(False)
+            return loss
+
+        self.first_closure_call_this_step = True
+        try:
+            return self.optimizer.step(evaluate)
+        finally:
+            self.first_closure_call_this_step = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Apex's keys; ``loss_scaler`` is a dict of numbers, so that ``torch.load(weights_only=True)`` reads it."""
+        return {
+            "loss_scaler": dict(vars(self.loss_scaler)),
+            "dynamic_loss_scale": self.dynamic_loss_scale,
+            "overflow": self.overflow,
+            "first_closure_call_this_step": self.first_closure_call_this_step,
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "fp32_from_fp16": self.fp32_from_fp16_groups,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` gave; a checkpoint of apex, with a scaler object in it, loads as well."""
+        saved = [p for g in state_dict["fp32_from_fp16"] for p in g]
+        masters = self._pairs()[1]
+        if [p.shape for p in saved] != [p.shape for p in masters]:
+            raise ValueError(
+                f"{len(saved)} saved masters for {len(masters)} masters here - their shapes must match one by one - "
+                "load the checkpoint of this model."
+            )
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        scaler = state_dict["loss_scaler"]
+        self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
+        self.loss_scaler = DynamicLossScaler() if self.dynamic_loss_scale else LossScaler()
+        vars(self.loss_scaler).update(scaler if isinstance(scaler, dict) else vars(scaler))
+        self.overflow = state_dict["overflow"]
+        self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
+        for master, value in zip(masters, saved, strict=True):
+            master.copy_(value)
+
+    @property
+    def loss_scale(self) -> float:
+        """The current loss scale."""
+        return self.loss_scaler.loss_scale
+
+    @property
+    def state(self) -> Any:
+        """State of the wrapped optimizer."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optimizer.state = value
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Groups of the wrapped optimizer, holding the masters."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = value

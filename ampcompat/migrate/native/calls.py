@@ -1,0 +1,218 @@
+"""Second pass: replace the calls of ``apex.amp`` and the steps of the optimizers that it manages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from ampcompat.migrate.marks import code_of, marked
+from ampcompat.migrate.native.autocast import Flow
+from ampcompat.migrate.native.facts import Facts
+from ampcompat.migrate.native.patterns import contains_scaled, header, scaled_call, symbol
+from ampcompat.migrate.native.scaler import made_lines, switched_off_lines
+
+CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
+PARAMS = "(p for group in {}.param_groups for p in group['params'])"
+
+
+def statement(code: str) -> cst.BaseStatement:
+    """One statement from its source text."""
+    return cst.parse_statement(code)
+
+
+class Calls(cst.CSTTransformer):
+    """Works block by block: a statement may become several."""
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts, self.bindings = facts, facts.bindings
+        self.scaling = [False]
+
+    def visit_Module(self, node: cst.Module) -> None:
+        self.scaling = [bool(contains_scaled(node, self.bindings))]
+
+    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
+        self.scaling.append(bool(contains_scaled(node.body, self.bindings)))
+
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+        self.scaling.pop()
+        body = updated_node.body
+        if isinstance(body, cst.IndentedBlock):
+            return updated_node.with_changes(body=body.with_changes(body=self._defaults(body.body)))
+        return updated_node
+
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
+        return updated_node.with_changes(body=self._block(original_node.body, updated_node.body))
+
+    def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
+        body = self._defaults(self._block(original_node.body, updated_node.body))
+        if not any(_imports_torch(part) for part in body):
+            first = next((i for i, part in enumerate(body) if _imports_anything(part)), 0)
+            body.insert(first, statement("import torch"))
+        return updated_node.with_changes(body=body)
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        name, facts = symbol(original_node.func, self.bindings), self.facts
+        if name == "apex.amp.disable_casts":
+            return cst.parse_expression(f"torch.autocast(device_type={facts.device}, enabled=False)")
+        if name == "apex.amp.master_params" and len(original_node.args) == 1:
+            return cst.parse_expression(PARAMS.format(code_of(original_node.args[0].value)))
+        if name == "apex.amp.state_dict" and not facts.many:
+            return cst.parse_expression(f"{facts.scaler}.state_dict()")
+        if name == "apex.amp.state_dict":
+            return cst.parse_expression(f"[scaler.state_dict() for scaler in {facts.scaler}]")
+        return updated_node
+
+    def _defaults(self, body: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
+        """Amp is off until the ``if`` around ``initialize`` turned it on."""
+        new = list(body)
+        made = f"{self.facts.scaler} = "
+        for index, part in enumerate(body):
+            if self.facts.branch is not None and isinstance(part, cst.If) and made in code_of(part):
+                lines = [statement(line) for line in switched_off_lines(self.facts)]
+                lines[0] = lines[0].with_changes(leading_lines=part.leading_lines)
+                new[index : index + 1] = [*lines, part.with_changes(leading_lines=[])]
+        return new
+
+    def _block(
+        self, original: Sequence[cst.BaseStatement], updated: Sequence[cst.BaseStatement]
+    ) -> list[cst.BaseStatement]:
+        result: list[cst.BaseStatement] = []
+        unscaled: set[str] = set()
+        for index, (old, new) in enumerate(zip(original, updated, strict=True)):
+            if contains_scaled(old, self.bindings):
+                unscaled.clear()
+            for optimizer in self._reads_gradients(old):
+                if optimizer not in unscaled:
+                    unscaled.add(optimizer)
+                    call = f"{self.facts.scaler_of[optimizer]}.unscale_({optimizer})"
+                    result.append(statement(call).with_changes(leading_lines=getattr(new, "leading_lines", ())))
+                    new = new.with_changes(leading_lines=[])
+            replaced = self._replaced(old, new, original[index + 1 :])
+            lines = getattr(new, "leading_lines", ())
+            if replaced and replaced[0] is not new:
+                own = getattr(replaced[0], "leading_lines", ())
+                replaced[0] = replaced[0].with_changes(leading_lines=[*lines, *own])
+            result += replaced
+        return result
+
+    def _reads_gradients(self, old: cst.BaseStatement) -> list[str]:
+        """Optimizers whose gradients a statement clips: they must be unscaled first."""
+        facts = self.facts
+        found: list[str] = []
+        for call in _calls(header(old)):
+            name = symbol(call.func, self.bindings)
+            if name == "apex.amp.master_params" and call.args:
+                found.append(code_of(call.args[0].value))
+            elif code_of(call.func).rpartition(".")[2] in CLIPS and call.args and self.scaling[-1]:
+                clipped = code_of(call.args[0].value)
+                owners = [
+                    o for m, o in zip(facts.models, facts.optimizers, strict=False) if clipped.startswith(m + ".")
+                ]
+                if "master_params" not in clipped:
+                    found += owners if len(facts.scaler_of) > 1 else list(facts.scaler_of)
+        return [optimizer for optimizer in found if optimizer in facts.scaler_of]
+
+    def _replaced(
+        self, old: cst.BaseStatement, new: cst.BaseStatement, later: Sequence[cst.BaseStatement]
+    ) -> list[cst.BaseStatement]:
+        if scaled_call(old, self.bindings) is not None:
+            return self._backward(cst.ensure_type(new, cst.With))
+        if not isinstance(old, cst.SimpleStatementLine) or len(old.body) != 1:
+            return [new]
+        part = old.body[0]
+        value = part.value if isinstance(part, cst.Expr | cst.Assign) else None
+        if not isinstance(value, cst.Call):
+            return [new]
+        name, called = symbol(value.func, self.bindings), code_of(value.func)
+        if name == "apex.amp.initialize":
+            lines = [statement(line) for line in made_lines(self.facts)]
+            return [lines[0].with_changes(trailing_whitespace=old.trailing_whitespace), *lines[1:]]
+        if name == "apex.amp.load_state_dict" and value.args and isinstance(part, cst.Expr):
+            return [self._load(code_of(value.args[0].value))]
+        optimizer = called.removesuffix(".step")
+        if called.endswith(".step") and optimizer in self.facts.scaler_of and isinstance(part, cst.Expr):
+            if value.args:
+                return [marked(new, "GradScaler.step takes no closure; evaluate the loss before the step")]
+            return self._step(new, optimizer, later)
+        return [new]
+
+    def _load(self, saved: str) -> cst.BaseStatement:
+        scaler = self.facts.scaler
+        code = f"{scaler}.load_state_dict({saved})"
+        if self.facts.many:
+            code = f"for scaler, saved in zip({scaler}, {saved}):\n    scaler.load_state_dict(saved)\n"
+        return marked(statement(code), "checkpoints written by apex hold loss_scaler0 etc.; GradScaler refuses them")
+
+    def _step(
+        self, new: cst.BaseStatement, optimizer: str, later: Sequence[cst.BaseStatement]
+    ) -> list[cst.BaseStatement]:
+        """``step``, and ``update`` after the last step before gradients are scaled again."""
+        scaler = self.facts.scaler_of[optimizer]
+        tail = getattr(new, "trailing_whitespace", cst.TrailingWhitespace())
+        lines = [statement(f"{scaler}.step({optimizer})").with_changes(trailing_whitespace=tail)]
+        for part in later:
+            if contains_scaled(part, self.bindings):
+                break
+            others = [o for o, owner in self.facts.scaler_of.items() if owner == scaler and o != optimizer]
+            if any(code_of(call.func) == f"{other}.step" for call in _calls(part) for other in others):
+                return lines
+        return [*lines, statement(f"{scaler}.update()")]
+
+    def _backward(self, block: cst.With) -> list[cst.BaseStatement]:
+        """``scaler.scale(loss).backward()``, or the body of the block on a scaled loss of the same name."""
+        call = cst.ensure_type(block.items[0].item, cst.Call)
+        loss = code_of(call.args[0].value)
+        key = next((code_of(a.value) for a in call.args if a.keyword and a.keyword.value == "loss_id"), None)
+        if key is None:
+            key = code_of(call.args[2].value) if len(call.args) > 2 and call.args[2].keyword is None else "0"
+        scaler = self.facts.loss_scaler[key]
+        lines: list[cst.BaseStatement] = []
+        if Flow(loss, self.facts.models).computes:
+            lines.append(statement(f"with {self.facts.autocast()}:\n    amp_loss = {loss}\n"))
+            loss = "amp_loss"
+        asname = block.items[0].asname
+        scaled = code_of(asname.name) if asname is not None else None
+        body = block.body.body
+        first = body[0]
+        simple = cst.SimpleStatementLine
+        suite = isinstance(block.body, cst.SimpleStatementSuite)
+        code = code_of(first).strip() if len(body) == 1 and isinstance(first, simple) and not suite else ""
+        code = code_of(first).strip().rstrip(";") if suite and len(body) == 1 else code
+        if scaled and code.startswith(f"{scaled}.backward("):
+            line = statement(f"{scaler}.scale({loss}){code[len(scaled) :]}")
+            above = getattr(first, "leading_lines", ())
+            return [*lines, line.with_changes(leading_lines=above) if not lines else line]
+        if scaled:
+            lines.append(statement(f"{scaled} = {scaler}.scale({loss})"))
+        rest = [simple([p]) for p in body if isinstance(p, cst.BaseSmallStatement)] if suite else body
+        return [*lines, *rest]
+
+
+class _Collect(cst.CSTVisitor):
+    def __init__(self) -> None:
+        self.found: list[cst.Call] = []
+
+    def visit_Call(self, node: cst.Call) -> None:
+        self.found.append(node)
+
+
+def _calls(node: cst.CSTNode) -> list[cst.Call]:
+    visitor = _Collect()
+    node.visit(visitor)
+    return visitor.found
+
+
+def _imports_anything(part: cst.BaseStatement) -> bool:
+    return (
+        isinstance(part, cst.SimpleStatementLine)
+        and isinstance(part.body[0], cst.Import | cst.ImportFrom)
+        and ("__future__" not in code_of(part))
+    )
+
+
+def _imports_torch(part: cst.BaseStatement) -> bool:
+    if not isinstance(part, cst.SimpleStatementLine):
+        return False
+    names = [a for small in part.body if isinstance(small, cst.Import) for a in small.names if a.asname is None]
+    return any(code_of(alias.name).partition(".")[0] == "torch" for alias in names)

@@ -1,0 +1,124 @@
+"""Last steps: mark the apex calls that remain, and drop the imports that nothing needs any more."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from ampcompat.check.bindings import Bindings
+from ampcompat.check.symbols import MODULES, verdict
+from ampcompat.migrate.marks import code_of, marked
+from ampcompat.migrate.native.patterns import header, symbol, uses
+
+TRANSLATED = {
+    f"apex.amp.{name}"
+    for name in ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict", "disable_casts")
+}
+REPLACEMENTS = {
+    "apex.parallel.DistributedDataParallel": "use torch.nn.parallel.DistributedDataParallel with device_ids=",
+    "apex.parallel.convert_syncbn_model": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm",
+    "apex.parallel.SyncBatchNorm": "use torch.nn.SyncBatchNorm",
+    "apex.normalization.FusedLayerNorm": "use torch.nn.LayerNorm",
+    "apex.normalization.FusedRMSNorm": "use torch.nn.RMSNorm",
+    "apex.optimizers.FusedAdam": "use torch.optim.AdamW(fused=True), or Adam for adam_w_mode=False",
+    "apex.optimizers.FusedSGD": "use torch.optim.SGD(fused=True)",
+    "apex.amp._amp_state.loss_scalers": "use get_scale() of the scaler",
+    "apex.amp.float_function": "use torch.autocast(..., enabled=False) inside the function",
+    "apex.amp.register_float_function": "use torch.autocast(..., enabled=False) around the calls of the function",
+    "apex.amp.half_function": "autocast decides by operation; cast the arguments by hand",
+    "apex.amp.register_half_function": "autocast decides by operation; cast the arguments by hand",
+}
+
+
+def _advice(name: str) -> str:
+    if name in MODULES:
+        return f"{name}: the module itself is used here; torch.amp is always there"
+    note = verdict(name).note if verdict(name).verdict == "unsupported" else "no counterpart in torch.amp"
+    return f"{name}: {REPLACEMENTS.get(name, note)}"
+
+
+class Leftovers(cst.CSTTransformer):
+    """Puts a TODO above each statement that still mentions apex."""
+
+    def __init__(self, bindings: Bindings, reason: str | None) -> None:
+        self.bindings, self.reason = bindings, reason
+
+    def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
+        new = super().on_leave(original_node, updated_node)
+        if not isinstance(new, cst.BaseStatement):
+            return new
+        for name in dict.fromkeys(uses(header(new), self.bindings)):
+            translatable = name in TRANSLATED and self.reason is not None
+            new = marked(new, f"{name}: {self.reason}" if translatable else _advice(name))
+        return new
+
+
+def drop_imports(module: cst.Module, bindings: Bindings) -> cst.Module:
+    """Remove imports of apex whose names are not mentioned any more."""
+    return module.visit(_Drop(bindings, module))
+
+
+class _Drop(cst.CSTTransformer):
+    def __init__(self, bindings: Bindings, module: cst.Module) -> None:
+        self.bindings = bindings
+        names = _Names()
+        module.visit(names)
+        self.used = names.found
+
+    def leave_SimpleStatementLine(
+        self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
+    ) -> cst.SimpleStatementLine | cst.RemovalSentinel:
+        if len(updated_node.body) != 1:
+            return updated_node
+        (part,) = updated_node.body
+        if not isinstance(part, cst.Import | cst.ImportFrom) or isinstance(part.names, cst.ImportStar):
+            return updated_node
+        kept = [alias for alias in part.names if not self._dead(part, alias)]
+        if len(kept) == len(part.names):
+            return updated_node
+        if kept:
+            kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+            return updated_node.with_changes(body=[part.with_changes(names=kept)])
+        return cst.RemoveFromParent()
+
+    def _dead(self, part: cst.Import | cst.ImportFrom, alias: cst.ImportAlias) -> bool:
+        bound = alias.asname.name if alias.asname is not None else alias.name
+        name = code_of(bound)
+        if isinstance(part, cst.Import) and alias.asname is None:
+            name = name.partition(".")[0]
+        origin = code_of(alias.name) if isinstance(part, cst.Import) else code_of(part.module) if part.module else ""
+        ours = origin.partition(".")[0] in ("apex", "ampcompat", "amp_C", "apex_C") and not getattr(
+            part, "relative", ()
+        )
+        return ours and name not in self.used and symbol(cst.Name(name), self.bindings) is not None
+
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
+        if original_node.body and not updated_node.body:
+            return updated_node.with_changes(body=[cst.SimpleStatementLine([cst.Pass()])])
+        return updated_node
+
+
+class _Names(cst.CSTVisitor):
+    """Names in use outside import statements."""
+
+    def __init__(self) -> None:
+        self.found: set[str] = set()
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        return False
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Arg(self, node: cst.Arg) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
+        return not isinstance(node.target, cst.Name)  # `amp = None` needs no import
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.found.add(node.value)

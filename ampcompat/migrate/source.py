@@ -1,0 +1,48 @@
+"""The two migrations of one source text."""
+
+from __future__ import annotations
+
+import re
+
+from ampcompat.check.source import Source, parse
+from ampcompat.migrate.result import MissingLibcst, Result
+
+TARGETS = ("ampcompat", "native")
+MENTION = re.compile(r"\b(apex|amp_C|apex_C)\b")
+
+
+def migrate_source(code: str, to: str = "ampcompat") -> Result:
+    """Migrate one source text.
+
+    Args:
+        code: The source.
+        to: ``"ampcompat"`` rewrites imports only; ``"native"`` rewrites the calls to ``torch.amp``.
+
+    Raises:
+        MissingLibcst: libcst is not installed.
+        SyntaxError, ValueError, RecursionError, MemoryError: the source cannot be parsed.
+        ValueError: ``to`` is no target.
+    """
+    if to not in TARGETS:
+        raise ValueError(f"to={to!r} is no target; use one of {', '.join(TARGETS)}")
+    try:
+        import libcst as cst
+    except ImportError:
+        raise MissingLibcst from None
+    if not MENTION.search(code):
+        return Result(code)
+    # Python's own parser first: it bounds the nesting, which libcst's recursive parser does not.
+    source = Source("", parse(code))
+    from ampcompat.migrate.marks import settled
+
+    try:
+        module = cst.parse_module(code)
+        if to == "ampcompat":
+            from ampcompat.migrate.imports import rewrite_imports
+
+            return Result.of(settled(rewrite_imports(module)).code)
+        from ampcompat.migrate.native import rewrite_native
+
+        return Result.of(settled(rewrite_native(module, source)).code)
+    except cst.ParserSyntaxError as problem:
+        raise SyntaxError(problem.message) from None

@@ -1,0 +1,92 @@
+"""Migrating a directory: read, rewrite, show the difference, and write inside the directory only."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ampcompat.check.files import Text, Unreadable, decode, python_files, read
+from ampcompat.migrate.source import migrate_source
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of one file.
+
+    Attributes:
+        path: The file.
+        name: Its path relative to the migrated directory.
+        old: The text as read.
+        new: The text after the migration.
+        todos: What was left to the reader, ``(line in the new text, message)``.
+        problem: Why the file was left alone, or ``""``.
+    """
+
+    path: Path
+    name: str
+    old: Text | None = None
+    new: str = ""
+    todos: list[tuple[int, str]] = field(default_factory=list)
+    problem: str = ""
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is something to write."""
+        return self.old is not None and self.new != self.old.code
+
+    def diff(self) -> str:
+        """Unified diff, as ``patch -p1`` takes it; empty where nothing changed."""
+        if self.old is None or not self.changed:
+            return ""
+        old, new = self.old.code.splitlines(keepends=True), self.new.splitlines(keepends=True)
+        lines = difflib.unified_diff(old, new, f"a/{self.name}", f"b/{self.name}")
+        return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+
+    def write(self) -> None:
+        """Replace the file in one move: it is never half written, and a link put in its place is not followed.
+
+        Raises:
+            OSError: the directory or the disk refuses it; the file is as before.
+        """
+        if self.old is None:
+            return
+        mode = stat.S_IMODE(os.lstat(self.path).st_mode)
+        descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name[:40]}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self.old.encode(self.new))
+            os.chmod(temporary, mode)
+            os.replace(temporary, self.path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+
+def migrate_tree(path: str | Path, to: str = "ampcompat") -> Iterator[Change]:
+    """Changes for every Python file under ``path``; nothing is written.
+
+    Raises:
+        FileNotFoundError: ``path`` does not exist.
+        MissingLibcst: libcst is not installed.
+    """
+    root = Path(path)
+    if not root.exists():
+        raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
+    root = root.resolve()
+    for file in python_files(root):
+        name = file.relative_to(root).as_posix() if file != root else file.name
+        try:
+            old = decode(read(file))
+            result = migrate_source(old.code, to)
+            old.encode(result.code)
+            yield Change(file, name, old, result.code, result.todos)
+        except Unreadable as problem:
+            yield Change(file, name, problem=f"the file {problem}")
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+            reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
+            yield Change(file, name, problem=f"cannot be parsed ({reason})")

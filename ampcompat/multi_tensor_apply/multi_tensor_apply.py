@@ -1,0 +1,38 @@
+"""MultiTensorApply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class MultiTensorApply:
+    """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``, as apex's did.
+
+    Args:
+        chunk_size: Elements a CUDA block took in apex; torch's kernels choose for themselves.
+
+    Attributes:
+        available: Whether the functions can be used: always, :mod:`ampcompat.amp_C` serves them on every device.
+    """
+
+    available = True
+    warned = False
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def check_avail(self) -> None:
+        """Nothing to check: nothing was built that might be missing."""
+
+    def __call__(
+        self,
+        op: Callable[..., Any],
+        noop_flag_buffer: Tensor,
+        tensor_lists: Sequence[Sequence[Tensor]],
+        *args: Any,
+    ) -> Any:
+        """Return what ``op`` returns."""
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

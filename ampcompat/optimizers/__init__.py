@@ -1,0 +1,26 @@
+"""``apex.optimizers``: apex's optimizers on torch's fused and foreach kernels.
+
+All are ``torch.optim.Optimizer`` subclasses with apex's signatures, defaults and state names, usable at every
+opt_level. ``FP16_Optimizer``, which lived here until 2019, comes from ``ampcompat.fp16_utils``.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from ampcompat.optimizers.fused_adagrad import FusedAdagrad
+from ampcompat.optimizers.fused_adam import FusedAdam
+from ampcompat.optimizers.fused_lamb import FusedLAMB
+from ampcompat.optimizers.fused_novograd import FusedNovoGrad
+from ampcompat.optimizers.fused_sgd import FusedSGD
+
+if TYPE_CHECKING:
+    from ampcompat.fp16_utils import FP16_Optimizer
+
+__all__ = ["FP16_Optimizer", "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "FP16_Optimizer":
+        from ampcompat.fp16_utils import FP16_Optimizer
+
+        return FP16_Optimizer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

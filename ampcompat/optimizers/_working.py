@@ -1,0 +1,69 @@
+"""Working copies: the tensors that an update rule computes on, and the way back to those of the caller.
+
+apex's kernels read any dtype and computed in float32. Here the rules run on lists of one dtype (float32, or float64 for
+float64 params) whose tensors are laid out alike; what is already so is used as it is, the rest through a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ampcompat import _torch
+
+
+def math_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that updates of a param of ``dtype`` are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one block of memory (an expanded tensor, or a column of a matrix, does not)."""
+    return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
+
+
+def _is_ready(param: Tensor) -> bool:
+    return param.dtype == math_dtype(param.dtype) and _is_dense(param)
+
+
+class WorkingCopies:
+    """Lends lists of tensors in the math dtype and writes the changed ones back. For use under ``no_grad``."""
+
+    def __init__(self) -> None:
+        self._changed: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def params(self, params: Sequence[Tensor]) -> list[Tensor]:
+        """``params`` to be changed in place: dense, in their math dtype."""
+        models = [p if _is_ready(p) else torch.empty_like(p, dtype=math_dtype(p.dtype), device="meta") for p in params]
+        return self.lend(params, models, changes=True)
+
+    def lend(self, tensors: Sequence[Tensor], like: Sequence[Tensor], changes: bool = False) -> list[Tensor]:
+        """``tensors`` with the dtypes and strides of ``like``.
+
+        Args:
+            tensors: What the caller owns.
+            like: A dense tensor each, of the same shape, whose dtype and strides to take; its values do not matter.
+            changes: Whether :meth:`write_back` copies the result to ``tensors``.
+        """
+        lent, copies, originals = [], [], []
+        for tensor, model in zip(tensors, like, strict=True):
+            if tensor.dtype == model.dtype and tensor.stride() == model.stride():
+                lent.append(tensor)
+            else:
+                lent.append(torch.empty_like(model, device=tensor.device))
+                copies.append(lent[-1])
+                originals.append(tensor)
+        if copies:
+            _torch.foreach_copy_(copies, originals)
+        if changes:
+            self._changed[0].extend(originals)
+            self._changed[1].extend(copies)
+        return lent
+
+    def write_back(self) -> None:
+        """Round what was changed to the caller's dtype, into the caller's tensors."""
+        originals, copies = self._changed
+        if originals:
+            _torch.foreach_copy_(originals, copies)

@@ -1,0 +1,58 @@
+"""FusedAdagrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompat.optimizers._base import Bucket, FusedOptimizer
+from ampcompat.optimizers._rules import adagrad_
+from ampcompat.optimizers._working import math_dtype
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad, apex's rule on torch's foreach kernels.
+
+    Args:
+        params: Params or groups.
+        lr: Learning rate.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        set_grad_none: ``zero_grad()`` sets gradients to None.
+        adagrad_w_mode: Decoupled weight decay; False adds it to the gradient (L2).
+
+    State: ``sum`` a param.
+    """
+
+    _kept = (*FusedOptimizer._kept, "adagrad_w_mode")
+    _state_names = ("sum",)
+    _counts_steps = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+    ) -> None:
+        self.adagrad_w_mode = 1 if adagrad_w_mode else 0
+        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none)
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"sum": torch.zeros_like(param, dtype=math_dtype(param.dtype))}
+
+    def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
+        adagrad_(
+            bucket.params,
+            bucket.grads,
+            bucket.state["sum"],
+            lr=group["lr"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            adagrad_w_mode=bool(self.adagrad_w_mode),
+            found_inf=bucket.found_inf,
+        )

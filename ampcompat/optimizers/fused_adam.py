@@ -1,0 +1,145 @@
+"""FusedAdam."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompat.optimizers._base import Bucket, FusedOptimizer
+from ampcompat.optimizers._layerwise import clipped, grad_norm
+from ampcompat.optimizers._rules import adam_
+from ampcompat.optimizers._working import WorkingCopies, math_dtype
+
+
+class FusedAdam(FusedOptimizer):
+    """Adam and AdamW, apex's rule on torch's fused kernel.
+
+    Args:
+        params: Params or groups.
+        lr: Learning rate.
+        bias_correction: Correct the moments for their start at zero; without it, BERT's Adam.
+        betas: Decay of the first and of the second moment.
+        eps: Added to the denominator.
+        adam_w_mode: Decoupled weight decay (AdamW); False adds it to the gradient (L2).
+        weight_decay: Weight decay.
+        amsgrad: Not supported, as in apex.
+        set_grad_none: ``zero_grad()`` sets gradients to None.
+        capturable: Count steps on the device, for CUDA graphs.
+        master_weights: Keep float32 masters of half params in ``state[param]["master_param"]``, for use without amp.
+        max_grad_norm: Of the old ``apex.contrib`` optimizer: clip the gradients of each group to this norm; 0 does not.
+        eps_inside_sqrt: Of the same: ``eps`` is added to the second moment, under the root.
+        use_mt: Of the same, without effect: many tensors are always updated at once.
+        amp_scale_adjustment: Of the same, without effect: the loss scale is amp's.
+
+    State: ``exp_avg``, ``exp_avg_sq`` a param; ``step`` a group.
+
+    Raises:
+        RuntimeError: ``amsgrad=True``.
+    """
+
+    _kept = (*FusedOptimizer._kept, "adam_w_mode", "capturable", "master_weights", "max_grad_norm", "eps_inside_sqrt")
+    _state_names = ("exp_avg", "exp_avg_sq")
+    _rule_unscales = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        max_grad_norm: float = 0.0,
+        eps_inside_sqrt: bool = False,
+        use_mt: bool = False,
+        amp_scale_adjustment: float = 1.0,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError(
+                "FusedAdam does not support the AMSGrad variant (amsgrad=True): "
+                "use torch.optim.AdamW(..., amsgrad=True, fused=True)."
+            )
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.capturable = capturable
+        self.master_weights = master_weights
+        self.max_grad_norm = max_grad_norm
+        self.eps_inside_sqrt = eps_inside_sqrt
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        grads: Any = None,
+        output_params: Any = None,
+        scale: Any = None,
+        grad_norms: Any = None,
+    ) -> Any:
+        """Update the params; see :meth:`FusedOptimizer.step`.
+
+        Raises:
+            RuntimeError: An argument of the old ``apex.contrib`` FusedAdam was passed, as in apex; or as there.
+        """
+        old = {"grads": grads, "output_params": output_params, "scale": scale, "grad_norms": grad_norms}
+        passed = [name for name, value in old.items() if value is not None]
+        if passed:
+            raise RuntimeError(
+                f"FusedAdam.step() was called with {', '.join(passed)}: FusedAdam has been updated. Simply initialize "
+                "it identically to torch.optim.Adam, and call step() with no arguments; amp keeps the half params."
+            )
+        return super().step(closure)
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        dtype = math_dtype(param.dtype)
+        return {name: torch.zeros_like(param, dtype=dtype) for name in self._state_names}
+
+    def _working_params(self, owners: list[Tensor], copies: WorkingCopies) -> list[Tensor]:
+        working = copies.params(owners)
+        if not self.master_weights:
+            return working
+        for param, copy in zip(owners, working, strict=True):
+            if param.dtype == copy.dtype:
+                continue
+            master = self.state[param].get("master_param")
+            if master is not None:
+                # Where somebody else wrote the param its value counts, elsewhere the master's low bits are kept.
+                copy.copy_(torch.where(master.to(param.dtype) == param, master, copy))
+            self.state[param]["master_param"] = copy
+        return working
+
+    def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
+        if self.max_grad_norm > 0:
+            norm = grad_norm(group["params"], bucket.grad_scale)
+            bucket.make_usable()
+            bucket.grads = clipped(bucket.grads, norm, self.max_grad_norm)
+        adam_(
+            bucket.params,
+            bucket.grads,
+            bucket.state["exp_avg"],
+            bucket.state["exp_avg_sq"],
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            step=group["step"],
+            bias_correction=bool(group["bias_correction"]),
+            weight_decay=group["weight_decay"],
+            adam_w_mode=bool(self.adam_w_mode),
+            eps_inside_sqrt=self.eps_inside_sqrt,
+            grad_scale=bucket.grad_scale,
+            found_inf=bucket.found_inf,
+        )

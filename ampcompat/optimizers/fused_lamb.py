@@ -1,0 +1,98 @@
+"""FusedLAMB."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ampcompat.optimizers._base import Bucket, FusedOptimizer
+from ampcompat.optimizers._layerwise import grad_norm, lamb_
+from ampcompat.optimizers._working import math_dtype
+
+
+class FusedLAMB(FusedOptimizer):
+    """LAMB, apex's rule on torch's foreach kernels.
+
+    Args:
+        params: Params or groups.
+        lr: Learning rate.
+        bias_correction: Correct the moments for their start at zero.
+        betas: Decay of the first and of the second moment.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        amsgrad: Not supported, as in apex.
+        adam_w_mode: Decoupled weight decay; False adds it to the gradient (L2).
+        grad_averaging: Weigh the gradient by ``1 - betas[0]`` in the first moment.
+        set_grad_none: ``zero_grad()`` sets gradients to None.
+        max_grad_norm: Clip the gradients of all groups together to this norm; None or 0 does not. It is the
+            constructor's: a value in a group has no effect, as in apex.
+        use_nvlamb: Scale by the trust ratio in groups without weight decay, too.
+
+    State: ``exp_avg``, ``exp_avg_sq`` a param; ``step`` a group.
+
+    Raises:
+        RuntimeError: ``amsgrad=True``.
+    """
+
+    _kept = (*FusedOptimizer._kept, "adam_w_mode", "use_nvlamb")
+    _state_names = ("exp_avg", "exp_avg_sq")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adam_w_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("FusedLAMB does not support the AMSGrad variant (amsgrad=True): leave the argument out.")
+        self.adam_w_mode = 1 if adam_w_mode else 0
+        self.use_nvlamb = use_nvlamb
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "grad_averaging": grad_averaging,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(param, dtype=math_dtype(param.dtype)) for name in self._state_names}
+
+    def _before_updates(self) -> None:
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        self._global_grad_norm = grad_norm(params, self._from_scaler("grad_scale"))
+
+    def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
+        lamb_(
+            bucket.params,
+            bucket.grads,
+            bucket.state["exp_avg"],
+            bucket.state["exp_avg_sq"],
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            step=group["step"],
+            bias_correction=bool(group["bias_correction"]),
+            weight_decay=group["weight_decay"],
+            grad_averaging=bool(group["grad_averaging"]),
+            adam_w_mode=bool(self.adam_w_mode),
+            global_grad_norm=self._global_grad_norm,
+            max_grad_norm=self.defaults["max_grad_norm"],
+            use_nvlamb=self.use_nvlamb,
+            found_inf=bucket.found_inf,
+        )

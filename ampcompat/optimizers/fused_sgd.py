@@ -1,0 +1,121 @@
+"""FusedSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import required
+
+from ampcompat.optimizers._base import Bucket, FusedOptimizer
+from ampcompat.optimizers._rules import sgd_
+from ampcompat.optimizers._working import math_dtype
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum, apex's rule on torch's fused kernel.
+
+    Args:
+        params: Params or groups.
+        lr: Learning rate; required here or in every group.
+        momentum: Momentum.
+        dampening: Dampening of the momentum, from the second step of a param on.
+        weight_decay: Weight decay.
+        nesterov: Nesterov momentum; needs a momentum and no dampening.
+        wd_after_momentum: Add the weight decay to the update instead of to the gradient.
+        materialize_master_grads: Without effect: under amp the optimizer always reads float32 master gradients.
+        set_grad_none: ``zero_grad()`` sets gradients to None.
+
+    State: ``momentum_buffer`` a param, where there is a momentum.
+
+    Raises:
+        ValueError: ``lr`` is missing or negative, ``momentum`` or ``weight_decay`` is negative, or ``nesterov`` goes
+            with no momentum or with dampening.
+    """
+
+    _kept = (
+        *FusedOptimizer._kept,
+        "wd_after_momentum",
+        "materialize_master_grads",
+        "most_recent_scale",
+        "scale_set_by_backward",
+    )
+    _state_names = ("momentum_buffer",)
+    _counts_steps = False
+    _rule_unscales = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: Any = required,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+    ) -> None:
+        if lr is not required and lr < 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}: it must be 0 or more.")
+        if momentum < 0.0:
+            raise ValueError(f"Invalid momentum value: {momentum}: it must be 0 or more.")
+        if weight_decay < 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}: it must be 0 or more.")
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"Nesterov momentum requires a momentum and zero dampening, not {momentum} and {dampening}: "
+                "pass momentum=0.9, say, or nesterov=False."
+            )
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        self.most_recent_scale = 1.0
+        self.scale_set_by_backward = False
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults, set_grad_none)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Not with dampening: which step is a param's first is then known to the host alone."""
+        return not any(group["momentum"] and group["dampening"] for group in self.param_groups)
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._state_names if group["momentum"] else ()
+
+    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        return {"momentum_buffer": torch.zeros_like(param, dtype=math_dtype(param.dtype))}
+
+    def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
+        if not group["momentum"] or not group["dampening"]:
+            self._apply(group, bucket, range(len(bucket.params)), 0.0)
+            return
+        first = [i for i, new in enumerate(bucket.is_new) if new]
+        later = [i for i, new in enumerate(bucket.is_new) if not new]
+        self._apply(group, bucket, first, 0.0)
+        self._apply(group, bucket, later, group["dampening"])
+
+    def _apply(self, group: dict[str, Any], bucket: Bucket, chosen: Sequence[int], dampening: float) -> None:
+        if not chosen:
+            return
+        buffers = bucket.state.get("momentum_buffer")
+        sgd_(
+            [bucket.params[i] for i in chosen],
+            [bucket.grads[i] for i in chosen],
+            [buffers[i] for i in chosen] if buffers else [],
+            lr=group["lr"],
+            momentum=group["momentum"],
+            dampening=dampening,
+            weight_decay=group["weight_decay"],
+            nesterov=bool(group["nesterov"]),
+            wd_after_momentum=self.wd_after_momentum,
+            grad_scale=bucket.grad_scale,
+            found_inf=bucket.found_inf,
+        )

@@ -1,0 +1,169 @@
+"""LARC: layer-wise adaptive rate clipping around another optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class LARC(torch.optim.Optimizer):
+    """Scales each param's gradient by ``trust_coefficient * norm(param) / norm(grad)``, then steps ``optimizer``.
+
+    With ``clip`` the resulting rate is ``min(local rate, lr)``, without it (LARS) ``local rate * lr``. The weight decay
+    of ``optimizer`` is applied here, inside the scaled gradient; a param whose weights or gradient are all zero is left
+    to ``optimizer`` without decay. Gradients are changed in place, as in apex. No host synchronisation of its own.
+
+    It shares ``param_groups``, ``state`` and everything else with ``optimizer``, so either may be given to a
+    learning-rate scheduler; give this one to ``amp.initialize`` and ``amp.scale_loss``.
+
+    Args:
+        optimizer: The optimizer to wrap, an instance.
+        trust_coefficient: Trust coefficient.
+        clip: Clip the rate to ``lr``.
+        eps: Added to the denominator.
+
+    Raises:
+        TypeError: ``optimizer`` is none.
+    """
+
+    optim: torch.optim.Optimizer
+
+    # amp would set them here, where the wrapped optimizer does not look.
+    _step_supports_amp_scaling = False
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        trust_coefficient: float = 0.02,
+        clip: bool = True,
+        eps: float = 1e-8,
+    ) -> None:
+        # Not Optimizer.__init__: groups and state are those of the wrapped optimizer.
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"LARC wraps an optimizer, not {type(optimizer).__name__}: build one first, "
+                "LARC(torch.optim.SGD(model.parameters(), lr=0.1))."
+            )
+        self.optim = optimizer
+        self.trust_coefficient = trust_coefficient
+        self.clip = clip
+        self.eps = eps
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Scale the gradients and step the wrapped optimizer.
+
+        Args:
+            closure: Re-evaluates the model and returns the loss; called once, with gradients enabled.
+
+        Returns:
+            What the closure returned, else None.
+
+        Raises:
+            RuntimeError: A gradient is sparse; nothing has been changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = self.optim.param_groups
+        for param in (p for group in groups for p in group["params"]):
+            if param.grad is not None and param.grad.is_sparse:
+                raise RuntimeError(
+                    f"LARC does not support sparse gradients, and a param of shape {tuple(param.shape)} has one: "
+                    "build its embedding with sparse=False."
+                )
+        decays = [group.get("weight_decay") for group in groups]
+        try:
+            for group, decay in zip(groups, decays, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = 0.0
+                for param in group["params"]:
+                    if param.grad is not None:
+                        self._scale_(param, param.grad, decay or 0.0, group["lr"])
+            self.optim.step()
+        finally:
+            for group, decay in zip(groups, decays, strict=True):
+                if decay is not None:
+                    group["weight_decay"] = decay
+        return loss
+
+    def _scale_(self, param: Tensor, grad: Tensor, decay: float, lr: float | Tensor) -> None:
+        # In float32: a float16 norm overflows at 65504, and so does a gradient on its way to being scaled down.
+        weight, gradient = param.detach().to(_at_least_float32(param)), grad.to(_at_least_float32(grad))
+        weight_norm, grad_norm = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(gradient)
+        rate = self.trust_coefficient * weight_norm / (grad_norm + weight_norm * decay + self.eps)
+        if self.clip:
+            rate = (rate / lr).clamp(max=1.0)
+        adaptive = (weight_norm != 0) & (grad_norm != 0)
+        grad.copy_(torch.where(adaptive, (gradient + decay * weight) * rate, gradient))
+
+    # --- all else is the wrapped optimizer's --------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the wrapped optimizer."""
+        return self.optim.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self.optim.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The state of the wrapped optimizer."""
+        return self.optim.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self.optim.state = value
+
+    @property
+    def _opt_called(self) -> bool:
+        # Schedulers look here for a first step and amp notes a skipped one: either may hold the other object.
+        return bool(getattr(self.optim, "_opt_called", False))
+
+    @_opt_called.setter
+    def _opt_called(self, value: bool) -> None:
+        self.optim._opt_called = value  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optim", "found_inf", "grad_scale") or name.startswith("_amp"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optim, name)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """As the wrapped optimizer's; left out, its own default applies."""
+        if set_to_none is None:
+            self.optim.zero_grad()
+        else:
+            self.optim.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the wrapped optimizer's."""
+        self.optim.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the wrapped optimizer's, which it may be loaded into."""
+        return self.optim.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped optimizer's."""
+        self.optim.load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("optim", "trust_coefficient", "clip", "eps")
+        return {name: self.__dict__[name] for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    def __repr__(self) -> str:
+        return f"LARC(trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}, {self.optim!r})"
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

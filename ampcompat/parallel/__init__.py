@@ -1,0 +1,21 @@
+"""apex's data parallelism on torch's own engine."""
+
+from ampcompat.parallel.distributed import DistributedDataParallel
+
+# Eager: importing the submodule binds its name on this package, and the class must win over the module.
+from ampcompat.parallel.LARC import LARC
+from ampcompat.parallel.reducer import Reducer
+from ampcompat.parallel.sync_batchnorm import (
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
+
+__all__ = [
+    "LARC",
+    "DistributedDataParallel",
+    "Reducer",
+    "SyncBatchNorm",
+    "convert_syncbn_model",
+    "create_syncbn_process_group",
+]

@@ -1,0 +1,11 @@
+"""Importable for scripts that probe for it; using it names the native replacement."""
+
+from typing import Any
+
+from ampcompat._replacements import explain_missing_submodules, refuse
+
+explain_missing_submodules()
+
+
+def __getattr__(name: str) -> Any:
+    refuse(__name__, name)

@@ -1,0 +1,151 @@
+"""Compiled code casts as eager code does: no graph break, no recompilation, the same dtypes, outputs and gradients."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.nn.functional as F
+from torch import nn
+
+from ampcompat.amp import disable_casts, initialize, register_float_function, scale_loss
+
+#: torch's compiler trips over deprecations of its own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
+
+
+class Scale(torch.autograd.Function):
+    """An old custom function: its backward multiplies a gradient by a float32 factor."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.save_for_backward(x, factor)
+        return torch.mm(x, factor)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, factor = ctx.saved_tensors
+        return torch.mm(grad, factor.t()), torch.mm(x.t(), grad)
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+        self.factor = nn.Parameter(torch.eye(16))
+
+    def forward(self, x):
+        x = self.norm(F.gelu(self.a(x)))
+        with torch.autocast("cpu", enabled=False):
+            x = torch.mm(x.float(), self.factor.float())
+        x = Scale.apply(x, self.factor) if self.a.weight.dtype == torch.float32 else x.to(self.a.weight.dtype)
+        return self.b(torch.sigmoid(x))
+
+
+class ConvNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.bn, self.fc = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.fc(F.relu(self.bn(self.conv(x.view(-1, 2, 2, 2)))).mean((2, 3)))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x[None]).chunk(3, -1)
+        return self.out(torch.matmul(F.softmax(torch.matmul(q, k.transpose(1, 2)), -1), v))
+
+
+def trained(model, forward, optimizer, x):
+    out = forward(x)
+    with scale_loss(F.mse_loss(out.float(), torch.zeros_like(out.float())), optimizer) as scaled:
+        scaled.backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    optimizer.zero_grad()
+    return out.detach(), grads
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", [MLP, ConvNet, Attention])
+def test_fullgraph_equals_eager(kind, level):
+    register_float_function(torch, "sigmoid")
+    torch.manual_seed(0)
+    eager, compiled = kind(), kind()
+    compiled.load_state_dict(eager.state_dict())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (eager, compiled)]
+    (eager, compiled), optimizers = initialize([eager, compiled], optimizers, opt_level=level, verbosity=0)
+    torch._dynamo.reset()
+    frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(compiled, backend=frames, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        want, want_grads = trained(eager, eager, optimizers[0], x)
+        got, got_grads = trained(compiled, fast, optimizers[1], x)
+        assert got.dtype == want.dtype
+        assert torch.equal(got, want)
+        assert len(got_grads) == len(want_grads)
+        for a, b in zip(got_grads, want_grads, strict=True):
+            assert torch.equal(a, b)
+    assert frames.frame_count == 1, "recompiled, though only data changed"
+
+
+def test_compiled_before_initialize():
+    torch._dynamo.reset()
+    model = MLP()
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    plain = fast(torch.randn(2, 8))
+    assert plain.dtype == torch.float32
+    fast, optimizer = initialize(fast, torch.optim.SGD(fast.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    out, grads = trained(model, fast, optimizer, torch.randn(2, 8))
+    assert out.dtype == torch.float16
+    assert len(grads) == len(list(model.parameters()))
+
+
+@pytest.mark.divergence("compiled-casts-torch24")
+def test_compiled_code_notices_a_users_region():
+    torch._dynamo.reset()
+    fast = torch.compile(initialize(MLP(), opt_level="O1", verbosity=0), backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fast(x).dtype == torch.bfloat16
+    assert fast(x).dtype == torch.float16
+
+
+@pytest.mark.divergence("tensor-cpu-compiled")
+def test_compiled_tensor_cpu():
+    torch._dynamo.reset()
+    initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    half = torch.ones(2, dtype=torch.float16)
+    assert half.cpu().dtype == torch.float32
+    assert torch.compile(lambda x: x.cpu(), backend="aot_eager")(half).dtype == torch.float32
+
+
+def test_compiled_code_with_casts_disabled():
+    torch._dynamo.reset()
+    model = initialize(MLP(), opt_level="O1", verbosity=0)
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 8)
+    with disable_casts():
+        assert fast(x).dtype == torch.float32
+    assert fast(x).dtype == torch.float16
+    initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
+    assert fast(x).dtype == torch.float16  # its own call still casts, though the ambience is off
+
+
+def test_inductor():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = initialize(Attention(), opt_level="O1", verbosity=0)
+    x = torch.randn(4, 8)
+    want = model(x)
+    got = torch.compile(model, fullgraph=True)(x)
+    assert got.dtype == want.dtype == torch.float16
+    # Inductor fuses pointwise half code and rounds it once where eager rounds after every op: one or two units.
+    torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3)

@@ -1,0 +1,128 @@
+"""Autocast's cache of cast weights: an entry that outlives its use would be silent, and fatal."""
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompat.amp import initialize, scale_loss
+
+
+def trained(steps=3, seed=0, **kw):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return initialize(model, optimizer, opt_level="O1", verbosity=0, **kw)
+
+
+def one_step(model, optimizer, x):
+    loss = model(x).float().pow(2).mean()
+    with scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def test_weights_used_in_ambient_code_are_seen_to_move():
+    model, optimizer = trained()
+    x = torch.randn(8, 4)
+    losses = []
+    for _ in range(4):
+        loss = nn.functional.linear(nn.functional.linear(x, model[0].weight), model[1].weight).float().pow(2).mean()
+        with scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert len(set(losses)) == 4
+
+
+def test_step_and_load_are_seen_by_the_next_forward():
+    model, optimizer = trained()
+    x = torch.randn(8, 4)
+    first = {k: v.clone() for k, v in model.state_dict().items()}
+    start = one_step(model, optimizer, x)
+    assert one_step(model, optimizer, x) != start
+    model.load_state_dict(first)
+    assert one_step(model, optimizer, x) == start
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_does_not_poison_the_next_training_forward(mode):
+    model, optimizer = trained()
+    x = torch.randn(8, 4)
+    model.eval()
+    with mode():
+        model(x)
+    model.train()
+    assert model(x).requires_grad
+    one_step(model, optimizer, x)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_no_grad_use_inside_the_forward_does_not_poison_it():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.no_grad():
+                target = self.fc(x)
+            return (self.fc(x) - target.detach() + 1).float()
+
+    model = Twice()
+    model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    with scale_loss(1e-3 * model(torch.randn(2, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert model.fc.weight.grad.abs().sum() > 0
+
+
+def test_another_dtype_inside_the_forward():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            first = self.fc(x)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                second = self.fc(x)
+            return first, second, self.fc(x)
+
+    model = initialize(Mixed(), opt_level="O1", verbosity=0)
+    dtypes = [y.dtype for y in model(torch.randn(2, 4))]
+    assert dtypes == [torch.float16, torch.bfloat16, torch.float16]
+
+
+def test_models_of_two_half_dtypes_that_share_a_weight():
+    inner = nn.Linear(4, 4)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return nn.functional.linear(x, inner.weight), self.inner(x), nn.functional.linear(x, inner.weight)
+
+    outer = initialize(Outer(), opt_level="O1", verbosity=0)
+    initialize(inner, opt_level="O4", verbosity=0)
+    assert [y.dtype for y in outer(torch.randn(2, 4))] == [torch.float16, torch.bfloat16, torch.float16]
+
+
+def test_the_cache_is_used_inside_a_forward_and_empty_after_it():
+    class Unrolled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.cache = torch.is_autocast_cache_enabled()
+            return self.fc(self.fc(x))
+
+    model = initialize(Unrolled(), opt_level="O1", verbosity=0)
+    model(torch.randn(2, 4))
+    weights_survive_no_grad = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 7)
+    assert model.cache == weights_survive_no_grad
+    assert not torch.is_autocast_cache_enabled()

@@ -1,0 +1,430 @@
+"""One test for each cell of the table at the head of ``ampcompat/amp/casts.py``; each fails without its cure."""
+
+import os
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from ampcompat.amp import _amp_state, choke_points, disable_casts, initialize, scale_loss
+
+HALF, FLOAT = torch.float16, torch.float32
+
+
+def product(device="cpu"):
+    """The dtype that code standing here gets from a matrix product of float32 matrices."""
+    a = torch.zeros(2, 2, device=device)
+    return torch.mm(a, a).dtype
+
+
+class Probe(nn.Module):
+    """Notes the dtype of a product inside its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(product(x.device))
+        return self.fc(x)
+
+
+class Elsewhere(nn.Module):
+    """The same on another device type, under fake tensors."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4, device=device))
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append(product(x.device))
+        return x
+
+
+def at(level, model=None, **kw):
+    model = Probe() if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return initialize(model, optimizer, opt_level=level, verbosity=0, **kw)
+
+
+# -- anywhere else in Python ----------------------------------------
+@pytest.mark.parametrize(("level", "dtype"), [("O0", FLOAT), ("O1", HALF), ("O2", FLOAT), ("O3", FLOAT)])
+def test_ambient_code_and_the_block_follow_the_level(level, dtype):
+    model, optimizer = at(level)
+    assert product() == dtype
+    with scale_loss(model(torch.randn(2, 4)).float().sum(), optimizer) as scaled:
+        assert product() == dtype
+        scaled.backward()
+        assert product() == dtype
+    assert product() == dtype
+
+
+def test_o4_is_ambient_in_bfloat16():
+    at("O4")
+    assert product() == torch.bfloat16
+
+
+def test_the_latest_initialize_decides_and_leaves_earlier_models_alone():
+    first, _ = at("O1")
+    second, _ = at("O0")
+    assert product() == FLOAT
+    first(torch.randn(2, 4))
+    second(torch.randn(2, 4))
+    assert first.seen == [HALF]
+    assert second.seen == [FLOAT]
+    assert product() == FLOAT
+    at("O1")
+    assert product() == HALF
+    second(torch.randn(2, 4))
+    assert second.seen[-1] == FLOAT
+    assert product() == HALF
+
+
+def test_initialize_inside_an_autocast_region_is_ambient_after_it():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        at("O1")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert product() == torch.bfloat16
+    assert product() == HALF
+
+
+def test_deactivate_ends_everything():
+    model, _ = at("O1")
+    before = torch.autograd._engine_run_backward
+    _amp_state.handle._deactivate()
+    assert torch.autograd._engine_run_backward is not before
+    assert product() == FLOAT
+    model(torch.randn(2, 4))
+    assert model.seen == [FLOAT]
+
+
+# -- inside forward, in any thread ----------------------------------------
+@pytest.mark.parametrize(("level", "dtype"), [("O1", HALF), ("O4", torch.bfloat16), ("O0", FLOAT), ("O2", FLOAT)])
+def test_forward_in_a_new_thread(level, dtype):
+    model, _ = at(level)
+    at("O0" if dtype != FLOAT else "O1")  # the ambience is the other way round
+    thread = threading.Thread(target=model, args=(torch.randn(2, 4),))
+    thread.start()
+    thread.join()
+    assert model.seen == [dtype]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_data_parallel_replica(enabled):
+    """torch hands ``enabled`` to the replica's thread, as a region, but not the dtype."""
+    model, _ = at("O4")
+    if not enabled:
+        at("O0")
+    replica = model._replicate_for_data_parallel()
+    replica.fc = nn.Linear(4, 4)
+
+    def worker():
+        with torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu")):
+            replica(torch.randn(2, 4))
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    thread.join()
+    assert model.seen == [torch.bfloat16]
+
+
+def test_data_parallel_replica_made_in_a_users_region():
+    model, _ = at("O1")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        replica = model._replicate_for_data_parallel()
+    replica.fc = nn.Linear(4, 4)
+    thread = threading.Thread(target=replica, args=(torch.randn(2, 4),))
+    thread.start()
+    thread.join()
+    assert model.seen == [torch.bfloat16]
+
+
+# -- device types without params ----------------------------------------
+def test_cpu_code_beside_a_cuda_model():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model, _ = at("O1", Elsewhere("cuda:0"))
+        assert product("cuda:0") == HALF
+        assert product("cpu") == FLOAT
+        model(torch.zeros(2, 4, device="cuda:0"))
+        assert model.seen == [HALF]
+
+
+def test_a_model_that_moves_takes_the_casts_along():
+    model, _ = at("O1", Elsewhere("cpu"))
+    assert product() == HALF
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.weight = nn.Parameter(torch.zeros(4, 4, device="cuda:0"))
+        model(torch.zeros(2, 4, device="cuda:0"))
+        assert model.seen == [HALF]
+        assert product("cuda:0") == HALF
+        assert product("cpu") == FLOAT
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_forked_worker():
+    at("O1")
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, str(product()).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(read, 100).decode() == str(FLOAT)
+    os.close(read)
+    os.close(write)
+    assert product() == HALF
+
+
+# -- the engine ----------------------------------------
+class Float32Region(nn.Module):
+    """A product in float32 inside a casting model: its backward must be float32 as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return torch.mm(x, self.weight)
+
+
+def region_gradient(run):
+    torch.manual_seed(0)
+    model, optimizer = at("O1", Float32Region(), loss_scale=1.0)
+    x, seed = torch.randn(8, 8), torch.randn(8, 8)
+    run(model, (model(x) * seed).sum())
+    with disable_casts():
+        want = torch.mm(x.t(), seed)
+    return model.weight.grad, want
+
+
+ENGINES = {
+    "backward": lambda model, loss: loss.backward(),
+    "autograd.grad": lambda model, loss: setattr(model.weight, "grad", torch.autograd.grad(loss, model.weight)[0]),
+    "nested": lambda model, loss: _nested(model, loss),
+}
+
+
+def _nested(model, loss):
+    class Nest(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            loss.backward()  # an engine run inside a body, in which casts are on again
+            return g
+
+    Nest.apply(torch.ones(1, requires_grad=True)).backward()
+
+
+@pytest.mark.parametrize("how", ENGINES)
+def test_backward_of_a_float32_region_is_float32(how):
+    got, want = region_gradient(ENGINES[how])
+    assert torch.equal(got, want)
+
+
+def test_it_is_the_engine_patch_that_keeps_it_float32(monkeypatch):
+    monkeypatch.setattr(choke_points, "_engine", lambda original: original)
+    got, want = region_gradient(ENGINES["backward"])
+    assert not torch.equal(got, want)
+
+
+def test_engine_restores_casts_after_an_exception():
+    at("O1")
+
+    class Fail(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"):
+        Fail.apply(torch.ones(1, requires_grad=True)).backward()
+    assert product() == HALF
+
+
+# -- Function bodies ----------------------------------------
+class OldStyle(torch.autograd.Function):
+    """2019 style: the backward multiplies a half gradient by a float32 weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return torch.mm(grad, weight.t()), torch.mm(x.t(), grad)
+
+
+def old_style_step():
+    weight = nn.Parameter(torch.randn(4, 4))
+    OldStyle.apply(torch.randn(2, 4), weight).float().sum().backward()
+    return weight.grad
+
+
+def test_old_custom_functions_multiply_half_by_float():
+    at("O1")
+    assert old_style_step() is not None
+
+
+def test_it_is_the_body_patch_that_lets_them(monkeypatch):
+    monkeypatch.setattr(choke_points, "_body", lambda original: original)
+    at("O1")
+    with pytest.raises(RuntimeError, match="dtype"):
+        old_style_step()
+
+
+def test_bodies_follow_the_model_that_ran_them_not_the_ambience():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return OldStyle.apply(x, self.weight)
+
+    casting, _ = at("O1", Net())
+    plain, _ = at("O0", Net())
+    x = torch.randn(2, 4)
+    casting(x).float().sum().backward()  # ambient casts are off now
+    plain(x).sum().backward()
+    with disable_casts():
+        assert torch.equal(plain.weight.grad, torch.mm(x.t(), torch.ones(2, 4)))
+    assert casting.weight.grad is not None
+
+
+# -- optimizer.step ----------------------------------------
+class ProductSGD(torch.optim.SGD):
+    """Notes the dtype of a product in its step."""
+
+    def step(self, closure=None):
+        self.seen = product()
+        return super().step(closure)
+
+
+def test_step_is_uncast_and_its_closure_is_as_outside():
+    model = Probe()
+    optimizer = ProductSGD(model.parameters(), lr=0.1)
+    model, optimizer = initialize(model, optimizer, opt_level="O1", verbosity=0)
+    closures = []
+
+    def closure():
+        closures.append(product())
+        optimizer.zero_grad()
+        loss = 1e-3 * model(torch.randn(2, 4)).float().sum()
+        with scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert optimizer.seen == FLOAT
+    assert closures == [HALF]
+    assert model.seen == [HALF]
+    assert product() == HALF
+
+
+# -- disable_casts ----------------------------------------
+def test_disable_casts_nests_and_survives_exceptions():
+    model, _ = at("O1")
+    with disable_casts():
+        with disable_casts():
+            assert product() == FLOAT
+        assert product() == FLOAT
+        model(torch.randn(2, 4))
+        old_style_step()
+    assert model.seen == [FLOAT]
+    with pytest.raises(KeyError), disable_casts():
+        raise KeyError
+    assert product() == HALF
+
+
+def test_disable_casts_in_a_forward():
+    class Featurizer(Probe):
+        def forward(self, x):
+            with disable_casts(), torch.no_grad():
+                self.seen.append(product())
+            return super().forward(x)
+
+    model, _ = at("O1", Featurizer())
+    model(torch.randn(2, 4))
+    assert model.seen == [FLOAT, HALF]
+
+
+# -- a user's own region ----------------------------------------
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_users_region_decides_for_the_forward_inside(level):
+    model, _ = at(level, cast_model_type=False if level == "O2" else None)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert product() == torch.bfloat16
+        model(torch.randn(2, 4))
+        with torch.autocast("cpu", enabled=False):
+            model(torch.randn(2, 4))
+    assert model.seen == [torch.bfloat16, FLOAT]
+    assert product() == (HALF if level == "O1" else FLOAT)
+
+
+def test_a_region_inside_forward():
+    class Inside(Probe):
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = self.fc(x)
+            return super().forward(y)
+
+    model, _ = at("O1", Inside())
+    assert model(torch.randn(2, 4)).dtype == HALF
+    assert model.seen == [HALF]
+
+
+def test_a_region_for_another_device_type_says_nothing():
+    model, _ = at("O1")
+    at("O0")
+    with torch.autocast("xpu", enabled=False):
+        model(torch.randn(2, 4))
+    assert model.seen == [HALF]
+
+
+# -- checkpoint ----------------------------------------
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.*is deprecated:FutureWarning")  # torch 2.4's own use
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint_recomputes_with_the_casts_of_the_forward(reentrant):
+    class Checkpointed(Probe):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    model, optimizer = at("O1", Checkpointed())
+    x = torch.randn(2, 4, requires_grad=True)
+    with scale_loss(model(x).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    assert model.seen == [HALF, HALF]
+    assert product() == HALF
+
+
+# -- WGAN-GP ------------------------------------------------------------------------------------------------------
+def test_gradient_penalty_trains_and_is_close_to_float32():
+    def penalty(level):
+        torch.manual_seed(0)
+        critic = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        critic, optimizer = at(level, critic)
+        x = torch.randn(4, 8, requires_grad=True)
+        (slope,) = torch.autograd.grad(critic(x).float().sum(), x, create_graph=True)
+        loss = ((slope.norm(2, dim=1) - 1) ** 2).mean()
+        with scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return critic[0].weight.grad.clone()
+
+    exact, cast = penalty("O0"), penalty("O1")
+    # Half products with 11 bits and sums of 16 terms: some tenths of a percent of the largest gradient.
+    assert (exact - cast).abs().max() < 5e-3 * exact.abs().max()
+    assert cast.dtype == FLOAT

@@ -1,0 +1,78 @@
+"""Processes that a script starts see the alias too, and the runner's settings."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ampcompat
+from ampcompat._distribution import SHIM
+from ampcompat.amp.arguments import _DTYPE_NAMES
+from ampcompat.amp.properties import LEVELS
+from ampcompat.cli import run
+
+ROOT = Path(__file__).parents[2]
+
+# It says "from apex import" at its top, so that a child that lacks the alias fails on import.
+SPAWNS = """
+import importlib.metadata, importlib.util, json, os, subprocess, sys
+import amp_C, apex_C
+assert importlib.util.find_spec("apex") and importlib.metadata.version("apex")
+import apex.amp._amp_state
+from apex import amp
+import torch, ampcompat
+
+torch.matmul = torch.matmul  # a script that patches torch
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        assert amp is ampcompat.amp and apex is ampcompat and not hasattr(amp._amp_state, "__file__")
+        return index, os.environ["AMPCOMPAT_OPT_LEVEL"] + os.environ["AMPCOMPAT_DTYPE"]
+
+if __name__ == "__main__":
+    loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
+    print([(int(i), level[0]) for i, level in loader])
+    code = "import apex_C, apex.amp, importlib.metadata as m; print(apex.__name__, m.version('apex'), apex_C.__name__)"
+    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+"""
+
+
+def test_children_see_the_alias(tmp_path):
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    command = [sys.executable, "-m", "ampcompat", "run", "--opt-level", "O2", "--dtype=bf16", "spawns.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "[(0, 'O2bfloat16'), (1, 'O2bfloat16')]",
+        f"ampcompat {ampcompat.__version__} ampcompat.apex_C",
+    ]
+
+
+def test_the_shim_carries_the_version():
+    assert f"Version: {ampcompat.__version__}\n" in (SHIM / "apex.dist-info" / "METADATA").read_text()
+
+
+def test_choices_are_those_of_the_core():
+    assert tuple(LEVELS) == run.OPT_LEVELS
+    assert {*run.DTYPES, *run.DTYPES.values()} <= set(_DTYPE_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("line", "ours", "target"),
+    [
+        ("run a.py --opt-level O1", "run", "a.py --opt-level O1"),
+        ("run --opt-level O2 --dtype bf16 a.py -- -x", "run --opt-level O2 --dtype bf16", "a.py -- -x"),
+        ("run --dtype=bf16 -m pkg.mod --help", "run --dtype=bf16", "-m pkg.mod --help"),
+        ("run -- a.py", "run", "a.py"),
+        ("run --help", "run --help", ""),
+        ("run --opt-level", "run --opt-level", ""),
+        ("run", "run", ""),
+    ],
+)
+def test_where_the_line_is_split(line, ours, target):
+    assert run.split(line.split()) == (ours.split(), target.split())

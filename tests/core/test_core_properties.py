@@ -1,0 +1,105 @@
+"""Levels, overrides and the rules between them."""
+
+import itertools
+
+import pytest
+import torch
+
+from ampcompat.amp.arguments import read_properties
+from ampcompat.amp.frontend import Properties
+
+TABLE = {
+    "O0": (torch.float32, False, None, False, 1.0),
+    "O1": (None, True, None, None, "dynamic"),
+    "O2": (torch.float16, False, True, True, "dynamic"),
+    "O3": (torch.float16, False, False, False, 1.0),
+    "O4": (None, True, None, None, 1.0),
+    "O5": (torch.bfloat16, False, True, True, 1.0),
+}
+NAMES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+VALUES = {
+    "cast_model_type": [torch.float16, torch.bfloat16, torch.float32, False],
+    "patch_torch_functions": [True, False],
+    "keep_batchnorm_fp32": [True, False, "True", "False"],
+    "master_weights": [True, False],
+    "loss_scale": ["dynamic", 128, 1.0, "64.0"],
+}
+
+
+def read(level, **overrides):
+    return read_properties(level, dict.fromkeys(NAMES) | overrides)[0]
+
+
+@pytest.mark.parametrize("level", TABLE)
+def test_defaults_of_a_level(level):
+    found = read(level)
+    assert tuple(getattr(found, name) for name in NAMES) == TABLE[level]
+    assert (found.enabled, found.opt_level) == (True, level)
+    assert found.options == {"enabled": True, "opt_level": level, **dict(zip(NAMES, TABLE[level], strict=True))}
+
+
+def allowed(level, name, value):
+    """apex's rules, written out again."""
+    if level in ("O1", "O4"):
+        if name == "cast_model_type":
+            return value in (False, torch.float32)
+        return name in ("patch_torch_functions", "loss_scale")
+    return not (name == "patch_torch_functions" and value)
+
+
+CASES = [(lv, name, value) for lv, name in itertools.product(TABLE, NAMES) for value in VALUES[name]]
+
+
+@pytest.mark.parametrize(("level", "name", "value"), CASES)
+def test_every_override_at_every_level(level, name, value):
+    if not allowed(level, name, value):
+        with pytest.raises(RuntimeError, match=name):
+            read(level, **{name: value})
+        return
+    want = {"True": True, "False": False, "64.0": 64.0}.get(value, value) if isinstance(value, str) else value
+    found = getattr(read(level, **{name: value}), name)
+    assert found == want
+    assert type(found) in (type(want), float)
+
+
+def test_bfloat16_needs_no_scaling_unless_asked_for():
+    assert read("O2", cast_model_type=torch.bfloat16).loss_scale == 1.0
+    assert read("O2", cast_model_type=torch.bfloat16, loss_scale="dynamic").loss_scale == "dynamic"
+
+
+def test_properties_as_legacy_code_makes_them():
+    made = Properties()
+    assert made.enabled is False
+    assert made.opt_level is None
+    assert made.options["loss_scale"] is None
+    made._update_options_dict({"enabled": True, "opt_level": "O2"})
+    made.loss_scale = "128.0"
+    assert made.loss_scale == made.options["loss_scale"] == 128.0
+    with pytest.raises(AttributeError, match="no_such"):
+        made.no_such  # noqa: B018
+    with pytest.raises(ValueError, match=r"Unknown option\(s\) \['nothing'\]"):
+        made._update_options_dict({"nothing": 1})
+    assert "opt_level" in repr(made)
+
+
+def test_environment_overrides_level_and_dtype(monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setenv("AMPCOMPAT_OPT_LEVEL", "O2")
+        patch.setenv("AMPCOMPAT_DTYPE", "bf16")
+        found = read("O1", loss_scale=128.0)
+        assert (found.opt_level, found.cast_model_type, found.loss_scale) == ("O2", torch.bfloat16, 128.0)
+        patch.setenv("AMPCOMPAT_OPT_LEVEL", "O1")
+        assert read("O2", master_weights=True).master_weights is None
+        patch.setenv("AMPCOMPAT_DTYPE", "float8")
+        with pytest.raises(ValueError, match=r"AMPCOMPAT_DTYPE='float8' - it must be one of .* - set"):
+            read("O1")
+    printed = capsys.readouterr().out
+    assert "AMPCOMPAT_OPT_LEVEL=O2 overrides the script's opt_level='O1'." in printed
+    assert "master_weights=True is not for this level and is dropped" in printed
+    assert "AMPCOMPAT_DTYPE: the half dtype is torch.bfloat16." in printed
+
+
+@pytest.mark.parametrize("value", [0, 0.0, "float16", torch.int8, torch.float64, torch.zeros(2), 1])
+def test_cast_model_type_takes_dtypes_and_false_alone(value):
+    with pytest.raises(TypeError, match="cast_model_type=.* - it must be torch.float16"):
+        read("O2", cast_model_type=value)

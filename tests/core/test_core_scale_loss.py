@@ -1,0 +1,284 @@
+"""Blocks: several losses, models and optimizers, skips and what is said of them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from core_kit import backward, batch, loss_of, masters, net, same, sgd, start, train
+
+from ampcompat import amp
+
+INF = float("inf")
+OVERFLOW = "Gradient overflow. Skipping step, loss scaler {} reducing loss scale to {}\n"
+
+
+def scales():
+    return [entry["loss_scale"] for entry in amp.state_dict().values()]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_skips_once_and_says_so_once(level, capsys):
+    model, optimizer = start(level)
+    for step in range(4):
+        before = masters(optimizer)
+        backward(model, optimizer, step, times=INF if step in (0, 2) else 1.0)
+        assert optimizer.step() is None
+        assert amp.step_was_skipped(optimizer) is (step in (0, 2))
+        assert same(before, masters(optimizer)) is (step in (0, 2))
+        optimizer.zero_grad()
+    assert capsys.readouterr().out == OVERFLOW.format(0, 32768.0) + OVERFLOW.format(0, 16384.0)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**14, "unskipped": 1}}
+
+
+def test_other_ranks_say_nothing(capsys, monkeypatch):
+    model, optimizer = start("O2")
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "1")
+        backward(model, optimizer, times=INF)
+        optimizer.step()
+    assert capsys.readouterr().out == ""
+    assert amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_loss_comes_out_scaled_in_float32(level):
+    _, optimizer = start(level, loss_scale=128.0)
+    for dtype in (torch.float16, torch.float32, torch.float64):
+        with amp.scale_loss(torch.ones((), dtype=dtype), optimizer) as scaled:
+            assert (scaled.dtype, scaled.item()) == (torch.float32, 128.0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_levels_that_do_not_scale_hand_the_loss_on(level):
+    model, optimizer = start(level)
+    with amp.scale_loss(torch.ones((), dtype=torch.float16), optimizer) as scaled:
+        assert (scaled.dtype, scaled.item()) == (torch.float32, 1.0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_loss_that_is_no_scalar(level):
+    # Partial-FC face recognition: the gradient of the logits is computed by hand.
+    model, optimizer = start(level)
+    plain = net()
+    x, y = batch(1)
+    logits = model(x).float()
+    gradient = (torch.softmax(logits.detach(), 1) - F.one_hot(y, 3)) / len(y)
+    with amp.scale_loss(logits, optimizer) as scaled:
+        scaled.backward(gradient)
+    F.cross_entropy(plain(x), y).backward()
+    for got, want in zip(amp.master_params(optimizer), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad.float(), want.grad, rtol=2e-2, atol=2e-3)  # half arithmetic
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_empty_list_of_optimizers_unscales_nothing(level):
+    model, optimizer = start(level, loss_scale=64.0)
+    x, y = batch(1)
+    x.requires_grad_()
+    with amp.scale_loss(F.cross_entropy(model(x), y), []) as scaled:
+        scaled.backward()
+    plain = batch(1)[0].requires_grad_()
+    F.cross_entropy(net()(plain), y).backward()
+    torch.testing.assert_close(x.grad, plain.grad * 64, rtol=5e-2, atol=5e-2)  # half arithmetic
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 64.0, "unskipped": 1}
+    model.zero_grad()
+    train(model, optimizer, 1)
+
+
+def test_a_block_without_gradients_counts_as_a_clean_pass():
+    model, optimizer = start("O2", model=torch.nn.Linear(2, 2))
+    other = torch.ones((), requires_grad=True)
+    with amp.scale_loss(other * 2, []) as scaled:
+        scaled.backward()
+    assert other.grad.item() == 2 * 2.0**16
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+
+
+def test_initialized_without_an_optimizer():
+    model = amp.initialize(net(), None, opt_level="O2", verbosity=0)
+    with amp.scale_loss(loss_of(model), []) as scaled:
+        scaled.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_optimizer_three_losses(level, capsys):
+    model, optimizer = start(level, num_losses=3)
+    for step in range(3):
+        for loss_id in range(3):
+            backward(model, optimizer, loss_id, times=INF if (step, loss_id) == (1, 1) else 1.0, loss_id=loss_id)
+        before = masters(optimizer)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) is (step == 1)
+        assert same(before, masters(optimizer)) is (step == 1)
+        optimizer.zero_grad()
+    assert scales() == [2.0**16, 2.0**15, 2.0**16]
+    assert [e["unskipped"] for e in amp.state_dict().values()] == [3, 1, 3]
+    assert capsys.readouterr().out == OVERFLOW.format(1, 32768.0)
+
+
+def test_two_scalers_overflow_before_one_step(capsys):
+    model, optimizer = start("O2", num_losses=2)
+    for loss_id in range(2):
+        backward(model, optimizer, times=INF, loss_id=loss_id)
+    optimizer.step()
+    assert capsys.readouterr().out == OVERFLOW.format(0, 32768.0) + OVERFLOW.format(1, 32768.0)
+
+
+def two_of_each(level, **kwargs):
+    models = [net(0), net(1)]
+    return amp.initialize(models, [sgd(m) for m in models], opt_level=level, verbosity=0, **kwargs)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_loss_for_two_optimizers(level):
+    models, optimizers = two_of_each(level)
+    with amp.scale_loss(loss_of(models[0], 1) + loss_of(models[1], 2), optimizers) as scaled:
+        scaled.backward()
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1  # one backward pass
+    together = [[p.grad.clone() for p in amp.master_params(o)] for o in optimizers]
+    for index, model in enumerate([net(0), net(1)]):
+        model, optimizer = start(level, model=model)
+        backward(model, optimizer, index + 1)
+        assert same(together[index], [p.grad for p in amp.master_params(optimizer)])
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_skips_every_optimizer_of_its_block_and_no_other(level, capsys):
+    models, optimizers = two_of_each(level, num_losses=2)
+    backward(models[0], optimizers[0], times=INF, loss_id=0)
+    backward(models[1], optimizers[1], loss_id=1)
+    before = [masters(o) for o in optimizers]
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [amp.step_was_skipped(o) for o in optimizers] == [True, False]
+    assert [same(masters(o), b) for o, b in zip(optimizers, before, strict=True)] == [True, False]
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    with amp.scale_loss((loss_of(models[0]) + loss_of(models[1])) * INF, optimizers) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [amp.step_was_skipped(o) for o in optimizers] == [True, True]
+    assert scales() == [2.0**14, 2.0**16]
+    out = capsys.readouterr().out
+    # Each optimizer announces the step that it skips.
+    assert out == OVERFLOW.format(0, 32768.0) + 2 * OVERFLOW.format(0, 16384.0)
+
+
+def test_an_optimizer_that_a_shared_loss_does_not_reach_steps_without_a_warning():
+    models, optimizers = two_of_each("O2")
+    with amp.scale_loss(loss_of(models[0]), optimizers) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_a_delayed_overflow_check_skips_this_step_and_counts_with_the_next_block(capsys):
+    model, optimizer = start("O2")
+    backward(model, optimizer, 1, times=INF, delay_overflow_check=True)
+    assert scales() == [2.0**16]
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    optimizer.zero_grad()
+    backward(model, optimizer, 2)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 0}
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)  # this step's gradients are clean
+    optimizer.zero_grad()
+    train(model, optimizer, 1)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 1}
+
+
+def test_static_scales_never_skip():
+    model, optimizer = start("O2", loss_scale=128.0)
+    backward(model, optimizer, times=INF)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+    assert not all(torch.isfinite(p).all() for p in amp.master_params(optimizer))
+
+
+def test_blocks_of_other_optimizers_nest_and_of_the_same_do_not():
+    models, optimizers = two_of_each("O2", num_losses=2)
+    with amp.scale_loss(loss_of(models[0], 1), optimizers[0], loss_id=0) as outer:
+        with amp.scale_loss(loss_of(models[1], 1), optimizers[1], loss_id=1) as inner:
+            inner.backward()
+        again = amp.scale_loss(loss_of(models[0], 2), [optimizers[1], optimizers[0]], loss_id=1)
+        with pytest.raises(RuntimeError, match="scale_loss inside a scale_loss block of the same optimizer"):
+            again.__enter__()
+        outer.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [e["unskipped"] for e in amp.state_dict().values()] == [1, 1]
+
+
+def test_a_gradient_penalty_in_the_block():
+    model, optimizer = start("O1")
+    x, y = batch(1)
+    x.requires_grad_()
+    loss = F.cross_entropy(model(x), y)
+    with amp.scale_loss(loss, optimizer) as scaled:
+        (grad,) = torch.autograd.grad(scaled, x, create_graph=True)
+        (scaled + (grad / 2**16).float().pow(2).sum() * 2**16).backward()
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_clipping_inside_the_block_sees_scaled_gradients():
+    model, optimizer = start("O1")
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        inside = [p.grad.clone() for p in amp.master_params(optimizer)]
+    assert same([g / 2**16 for g in inside], [p.grad for p in amp.master_params(optimizer)])
+
+
+def test_each_call_of_initialize_owns_its_scalers():
+    first, first_optimizer = start("O2")
+    second, second_optimizer = start("O1", model=net(1), loss_scale=4.0)
+    backward(first, first_optimizer, times=INF)
+    assert scales() == [4.0]
+    assert first_optimizer._amp_stash.session.scalers[0].loss_scale() == 2.0**15
+    with amp.scale_loss(loss_of(second), second_optimizer) as scaled:
+        assert float(scaled.detach()) == 4.0 * float(loss_of(second).detach())
+        scaled.backward()
+    for optimizer in (first_optimizer, second_optimizer):
+        optimizer.step()
+    assert amp.step_was_skipped(first_optimizer)
+    assert not amp.step_was_skipped(second_optimizer)
+
+
+def test_initialize_with_the_cap_and_the_floor():
+    model, optimizer = start("O2", min_loss_scale=256.0, max_loss_scale=512.0)
+    assert scales() == [512.0]
+    for _ in range(3):
+        backward(model, optimizer, times=INF)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert scales() == [256.0]
+
+
+@pytest.mark.parametrize("optimizers", [None, "an engine", 3, [object()]])
+def test_disabled_everything_passes(optimizers):
+    model, optimizer = net(), None
+    optimizer = sgd(model)
+    assert amp.initialize(model, optimizer, enabled=False) == (model, optimizer)
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    with amp.scale_loss(loss := loss_of(model), optimizers) as scaled:
+        assert scaled is loss
+    with amp.scale_loss("no tensor", optimizer) as scaled:
+        assert scaled == "no tensor"
+    assert amp.state_dict() == {}
+    assert not amp.step_was_skipped(optimizer)
+    assert same(list(amp.master_params(optimizer)), list(model.parameters()))
+
+
+def test_disabled_objects_stay_plain_beside_enabled_ones():
+    plain, plain_optimizer = net(), None
+    plain_optimizer = sgd(plain)
+    amp.initialize(plain, plain_optimizer, enabled=False)
+    start("O2", model=net(1))
+    with amp.scale_loss(loss := loss_of(plain), plain_optimizer) as scaled:
+        assert scaled is loss

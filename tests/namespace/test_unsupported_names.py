@@ -1,0 +1,57 @@
+import importlib
+
+import pytest
+import torch
+
+PACKAGES = ["contrib", "RNN", "mlp", "transformer", "fused_dense", "reparameterization", "pyprof"]
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_packages_import(name):
+    importlib.import_module(f"ampcompat.{name}")
+
+
+@pytest.mark.parametrize(
+    ("statement", "replacement"),
+    [
+        ("from ampcompat.contrib.multihead_attn import SelfMultiheadAttn", "scaled_dot_product_attention"),
+        ("from ampcompat.contrib import multihead_attn", "scaled_dot_product_attention"),
+        ("import ampcompat.contrib.sparsity", "torch.ao.pruning"),
+        ("from ampcompat.RNN import LSTM", "torch.nn.LSTM"),
+        ("import ampcompat.transformer.parallel_state", "torch.distributed"),
+        ("from ampcompat.contrib.optimizers.distributed_fused_adam import X", "ZeroRedundancyOptimizer"),
+    ],
+)
+def test_use_names_the_replacement(statement, replacement):
+    with pytest.raises(ImportError, match=replacement):
+        exec(statement, {})
+
+
+def test_python_may_look_up_dunders():
+    assert not hasattr(importlib.import_module("ampcompat.RNN"), "__wrapped__")
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_cross_entropy_follows_the_definition(smoothing):
+    from ampcompat.contrib.xentropy import SoftmaxCrossEntropyLoss
+
+    torch.manual_seed(0)
+    logits, labels = torch.randn(3, 4), torch.tensor([0, 2, 3])
+    log_p = logits.log_softmax(-1)
+    target = torch.nn.functional.one_hot(labels, 4) * (1 - smoothing) + smoothing / 4
+    expected = -(target * log_p).sum(-1)
+    expected[0] = 0  # padding
+    torch.testing.assert_close(SoftmaxCrossEntropyLoss.apply(logits, labels, smoothing), expected)
+    assert SoftmaxCrossEntropyLoss.apply(logits.half(), labels).dtype is torch.float16
+    assert SoftmaxCrossEntropyLoss.apply(logits.half(), labels, 0.0, 0, True).dtype is torch.float32
+
+
+def test_mlp_is_linear_layers():
+    from ampcompat.mlp import MLP
+
+    layer, x = MLP([3, 5, 2]), torch.randn(4, 3)
+    assert list(layer.state_dict()) == ["weight_0", "bias_0", "weight_1", "bias_1"]
+    hidden = (x @ layer.weight_0.T + layer.bias_0).relu()
+    torch.testing.assert_close(layer(x), (hidden @ layer.weight_1.T + layer.bias_1).relu())
+    with pytest.raises(TypeError, match="gelu"):
+        MLP([3, 2], activation="gelu")

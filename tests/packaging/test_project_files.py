@@ -1,0 +1,77 @@
+"""What the project says of itself in several places says the same in all of them."""
+
+import json
+import re
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import ampcompat
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def pinned(constraints, name="torch"):
+    return re.search(rf"^{name}==([\d.]+)", (ROOT / ".ci" / constraints).read_text(), re.MULTILINE)[1]
+
+
+def test_the_torch_floor_is_the_oldest_torch_that_is_tested():
+    floor = re.search(r'"torch>=([\d.]+)"', PYPROJECT)[1]
+    assert pinned("constraints-oldest.txt").rpartition(".")[0] == floor
+    assert f"({floor} or newer" in (ROOT / "README.md").read_text()
+
+
+def test_torch_has_no_upper_bound():
+    assert re.search(r'dependencies = \["torch>=[\d.]+", "packaging>=[\d.]+"\]', PYPROJECT)
+
+
+def test_the_pinned_torch_is_the_tested_one():
+    assert pinned("constraints.txt") == "2.13.0"
+
+
+def test_the_oldest_torch_is_tested_by_the_checks_before_a_merge():
+    assert ".ci/old-torch" in (ROOT / ".ci" / "run").read_text()
+    assert "constraints-oldest.txt" in (ROOT / ".ci" / "old-torch").read_text()
+
+
+def test_the_wheel_holds_the_package_only():
+    assert 'packages = ["ampcompat"]' in PYPROJECT
+    assert (ROOT / "ampcompat" / "py.typed").is_file()
+
+
+def test_the_version_comes_from_one_place():
+    assert 'path = "ampcompat/__init__.py"' in PYPROJECT
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|a|b|rc)\d+)?", ampcompat.__version__)
+
+
+@pytest.mark.parametrize("name", ["main-job", "tests"])
+def test_readme_commands_can_be_taken_out_of_it(name):
+    block = subprocess.run([ROOT / ".ci" / "readme-block", name], capture_output=True, text=True, check=True).stdout
+    lines = block.splitlines()
+    assert lines[0] == "python3 -m venv .venv"
+    assert lines[1] == '.venv/bin/pip install -c .ci/constraints.txt -e ".[test]"'
+    assert len(lines) == 3
+
+
+def test_a_block_that_readme_lacks_is_an_error():
+    assert subprocess.run([ROOT / ".ci" / "readme-block", "no-such-block"], capture_output=True).returncode != 0
+
+
+def test_links_of_the_readme_lead_somewhere():
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / "README.md").read_text())
+    assert links
+    assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_the_divergences_page_is_what_the_file_says():
+    generator = runpy.run_path(str(ROOT / "docs" / "divergences.py"))
+    assert (ROOT / "docs" / "divergences.md").read_text() == generator["page"]()
+
+
+def test_every_divergence_has_its_own_name():
+    entries = json.loads((ROOT / "docs" / "divergences.json").read_text())
+    assert len({entry["id"] for entry in entries}) == len(entries)
+    assert all(entry[field] for entry in entries for field in ("id", "area", "apex", "ampcompat", "why"))

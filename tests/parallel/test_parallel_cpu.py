@@ -1,0 +1,172 @@
+"""Two gloo processes run one function; each check compares with the whole batch in a single process."""
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ampcompat.parallel import (
+    LARC,
+    DistributedDataParallel,
+    Reducer,
+    SyncBatchNorm,
+    convert_syncbn_model,
+    create_syncbn_process_group,
+)
+from ampcompat.parallel.multiproc import launch_arguments
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Linear(3, 2).to(dtype)
+
+
+def batch():
+    return torch.arange(12.0).reshape(4, 3) / 12
+
+
+class Unused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = model(), model()
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def check_gradients(rank):
+    mine, whole = batch()[2 * rank : 2 * rank + 2], model()
+    whole(batch()).mean().backward()
+    cases = [
+        ({}, 1.0),
+        ({"gradient_predivide_factor": 2.0}, 1.0),
+        ({"gradient_average": False}, 2.0),
+        ({"delay_allreduce": True, "message_size": 10}, 1.0),
+        ({"allreduce_always_fp32": True}, 1.0),
+    ]
+    for options, factor in cases:
+        wrapped = DistributedDataParallel(model(), **options)
+        wrapped(mine).mean().backward()
+        torch.testing.assert_close(wrapped.module.weight.grad, whole.weight.grad * factor)  # sums in another order
+
+
+def check_half(rank):
+    # Each gradient is 40000: the sum overflows float16, the mean does not.
+    for options, finite in [({"gradient_average": False}, False), ({"allreduce_always_fp32": True}, True)]:
+        wrapped = DistributedDataParallel(model(torch.float16), **options)
+        (wrapped(torch.ones(1, 3).half()).float() * 40000).sum().backward()
+        assert bool(wrapped.module.weight.grad.isfinite().all()) is finite
+        assert wrapped.module.weight.grad.dtype is torch.float16
+
+
+def check_wrapper(rank):
+    wrapped = DistributedDataParallel(Unused(), delay_allreduce=True)
+    for _ in range(2):
+        wrapped(batch()).sum().backward()
+    assert wrapped.module.idle.weight.grad is None
+    assert isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    assert set(wrapped.state_dict()) == {f"module.{k}" for k in Unused().state_dict()}
+    with pytest.raises(ValueError, match="delay_allreduce=True"):
+        DistributedDataParallel(model(), shared_param=True)
+    wrapped.zero_grad()
+    wrapped.disable_allreduce()
+    wrapped(batch() * (rank + 1)).sum().backward()
+    local = wrapped.module.used.weight.grad.clone()
+    gathered = [torch.empty_like(local) for _ in range(2)]
+    dist.all_gather(gathered, local)
+    assert not torch.equal(*gathered)
+
+
+def check_reducer(rank):
+    net = model()
+    with torch.no_grad():
+        net.weight += rank
+    reducer = Reducer(net)
+    assert torch.equal(net.weight, model().weight)
+    net.weight.grad = torch.full_like(net.weight, float(rank))
+    reducer.reduce()
+    assert torch.equal(net.weight.grad, torch.full_like(net.weight, 0.5))
+
+
+def check_sync_batch_norm(rank):
+    torch.manual_seed(1)
+    x = torch.randn(6, 3, 4)
+    cut = slice(0, 2) if rank == 0 else slice(2, 6)  # uneven on purpose
+    plain, sync = nn.BatchNorm1d(3), convert_syncbn_model(nn.BatchNorm1d(3))
+    whole, mine = x.clone().requires_grad_(), x[cut].clone().requires_grad_()
+    expected, got = plain(whole), sync(mine)
+    torch.testing.assert_close(got, expected[cut], rtol=1e-5, atol=1e-5)  # float32 sums in another order
+    expected.pow(3).sum().backward()
+    got.pow(3).sum().backward()
+    torch.testing.assert_close(mine.grad, whole.grad[cut], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sync.running_mean, plain.running_mean)
+    torch.testing.assert_close(sync.running_var, plain.running_var)
+    alone = create_syncbn_process_group(1)
+    local = SyncBatchNorm(3, process_group=alone)
+    torch.testing.assert_close(local(x[cut]), nn.BatchNorm1d(3)(x[cut]))
+    with pytest.raises(ValueError, match="divisor"):
+        create_syncbn_process_group(3)
+
+
+CHECKS = [check_gradients, check_half, check_wrapper, check_reducer, check_sync_batch_norm]
+
+
+def worker(rank, port):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        for check in CHECKS:
+            check(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (port,), nprocs=2)
+
+
+@pytest.mark.parametrize("make", [lambda: DistributedDataParallel(model()), lambda: Reducer(model())])
+def test_without_a_process_group(make):
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        make()
+
+
+def test_convert_keeps_parameters_and_mode():
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.InstanceNorm1d(3)).eval()
+    weight, keys = net[1].weight, list(net.state_dict())
+    assert convert_syncbn_model(net) is net
+    assert isinstance(net[1], SyncBatchNorm)
+    assert net[1].weight is weight
+    assert not net[1].training
+    assert type(net[2]) is nn.InstanceNorm1d
+    assert list(net.state_dict()) == keys
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_alone_it_is_batch_norm_with_apex_extras(training):
+    x = torch.randn(4, 5, 3)
+    layer, plain = (
+        SyncBatchNorm(3, channel_last=True, fuse_relu=True).train(training),
+        nn.BatchNorm1d(3).train(training),
+    )
+    expected = (plain(x.movedim(-1, 1)).movedim(1, -1) + 1).relu()
+    assert torch.equal(layer(x, torch.ones_like(x)), expected)
+    assert torch.equal(layer.running_var, plain.running_var)
+
+
+def test_larc_is_the_class_both_ways():
+    from ampcompat.parallel.LARC import LARC as from_module
+
+    assert LARC is from_module
+    assert isinstance(LARC, type)
+
+
+def test_multiproc_arguments():
+    assert launch_arguments(["a.py", "-x"], 4) == ["--standalone", "--nproc_per_node=4", "a.py", "-x"]
+    assert launch_arguments(["a.py", "--world-size", "2"], 8)[1] == "--nproc_per_node=2"
+    assert launch_arguments(["a.py"], 0)[1] == "--nproc_per_node=1"
