@@ -13,6 +13,8 @@ from ampcompat.amp import session as _session
 from ampcompat.amp.scaler import LossScaler
 
 _PREFIX = "loss_scaler"
+#: Where whole checkpoints keep it: scripts, Lightning with apex, Lightning with torch's scaler.
+_HOMES = ("amp", "amp_scaling_state", "native_amp_scaling_state")
 Entry = tuple[float, int]
 
 
@@ -101,10 +103,12 @@ def _read(saved: object) -> list[Entry]:
     names = [f"{_PREFIX}{index}" for index in range(len(saved))]
     unknown = sorted(str(key) for key in saved if key not in names)
     if unknown:
+        inside = next((key for key in _HOMES if key in saved), None)
         raise RuntimeError(
             "Error(s) in loading state_dict. Unexpected key(s) in state_dict: "
             + ", ".join(f'"{key}"' for key in unknown)
-            + " - the keys are loss_scaler0, loss_scaler1, ... - pass what amp.state_dict() returned."
+            + " - the keys are loss_scaler0, loss_scaler1, ... - "
+            + (f"pass its {inside!r} part." if inside else "pass what amp.state_dict() returned.")
         )
     entries = []
     for name in names:
