@@ -8,8 +8,8 @@ from typing import Any
 
 from ampcompat._log import say, warn_once
 from ampcompat._state import state
-from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp import session as _session
+from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.scaler import LossScaler
 
 _PREFIX = "loss_scaler"
@@ -86,7 +86,8 @@ def _apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
     for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
         scaler._loss_scale, scaler._unskipped = scale, unskipped
         maybe_print(
-            f"amp.load_state_dict: restored loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}.", True
+            f"amp.load_state_dict: restored loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}.",
+            True,
         )
 
 

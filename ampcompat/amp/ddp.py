@@ -1,7 +1,7 @@
 """What ``DistributedDataParallel`` around an initialized model needs.
 
-Its constructor broadcasts rank 0's weights: half ones at O2. Masters must become rank 0's as well, low bits included, or
-ranks that started from different seeds drift apart. And under ``no_sync`` gradients stay on their rank until a later
+Its constructor broadcasts rank 0's weights: half ones at O2. Masters must become rank 0's as well, low bits included,
+or ranks that started from different seeds drift apart. And under ``no_sync`` gradients stay on their rank until a later
 backward pass averages what has accumulated in ``param.grad``: they must still be there, scaled, when it comes.
 """
 

@@ -9,6 +9,7 @@ frozen, or copied whole from time to time, is not.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -37,8 +38,6 @@ class HalfAverageWatch:
         self.writes, self.version, self.next_look = 0, param._version, WRITES
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HalfAverageWatch:
-        import copy
-
         return HalfAverageWatch(copy.deepcopy(self.param, memo), self.param)
 
     def __reduce__(self) -> Any:
@@ -79,15 +78,16 @@ class HalfAverageWatch:
 
 def watch(model: torch.nn.Module) -> None:
     """Put a watch on the largest half weight of ``model``: on the model and on the module that holds the weight."""
-    found: tuple[torch.nn.Module, torch.Tensor] | None = None
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None and param.dtype in HALF_DTYPES and (found is None or param.numel() > found[1].numel()):
-                found = module, param
-    if found is None:
+    half = [
+        (param.numel(), module, param)
+        for module in model.modules()
+        for param in module._parameters.values()
+        if param is not None and param.dtype in HALF_DTYPES
+    ]
+    if not half:
         model.__dict__.pop("_amp_watch", None)
         return
-    module, param = found
+    _, module, param = max(half, key=lambda entry: entry[0])
     placed = HalfAverageWatch(param)
     for holder in (model, module):
         object.__setattr__(holder, "_amp_watch", placed)

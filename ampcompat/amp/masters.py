@@ -17,8 +17,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampcompat import _torch
-from ampcompat._log import warn_once
 from ampcompat._state import state
+from ampcompat.amp import module_moves
 
 #: New masters are compared by value, to find writers that move no version counter: in their first rounds, and in
 #: the first rounds after each of the first steps (WGAN clips after a step).
@@ -109,9 +109,9 @@ class Master:
     def reconcile(self) -> None:
         """Restore the invariant after a move of either side."""
         if self.value.device != self.half.device:
-            self._follow_device()
+            module_moves.follow_device(self)
         if self.half.dtype != self.dtype:
-            self._keep_dtype()
+            module_moves.keep_dtype(self)
         half_version, value_version, pointer = self.seen
         half_moved = self.half._version != half_version or self.half.data_ptr() != pointer
         value_moved = self.value._version != value_version
@@ -144,37 +144,6 @@ class Master:
         else:
             self.pull()
         return True
-
-    def _keep_dtype(self) -> None:
-        """``model.float()``: the model's dtype is amp's business at O2."""
-        warn_once(
-            "master dtype",
-            f"A weight that amp.initialize had cast to {self.dtype} was {self.half.dtype} - at O2 the dtype of the model"
-            " is amp's business, so the weight is cast back - take amp.unwrap(model) for a float32 copy, or initialize"
-            " again at another opt_level.",
-        )
-        grad, self.half.grad = self.half.grad, None
-        with torch.no_grad():
-            exact = self.half.detach().float()
-            # What the conversion alone did is no write: keep the low bits there.
-            keep = exact == self.value.to(self.dtype).float()
-            self.value.copy_(torch.where(keep, self.value, exact))
-            self.half.data = self.value.detach().to(self.dtype)
-        self.half.grad = None if grad is None else grad.to(self.dtype)
-        self.settle()
-
-    def _follow_device(self) -> None:
-        """``module.to(device)`` moves the model's side only; the master keeps its identity and moves after."""
-        warn_once(
-            "master device",
-            f"The model moved from {self.value.device} to {self.half.device} after amp.initialize - its master weights"
-            " follow, but optimizer state does not - move the model before amp.initialize.",
-        )
-        version = self.value._version
-        self.value.data = self.value.data.to(self.half.device)
-        if self.value.grad is not None:
-            self.value.grad = self.value.grad.to(self.half.device)
-        self.seen = (self.seen[0], self.value._version if self.seen[1] == version else self.seen[1], self.seen[2])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
         if id(self) in memo:

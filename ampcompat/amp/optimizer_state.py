@@ -73,7 +73,7 @@ class AmpOptimizerState:
         return self._masters, self._direct
 
     def hand_out_masters(self, optimizer: Any) -> None:
-        """Masters are asked for where there is no gradient to clip: to be written (a checkpoint's ``master params``)."""
+        """Masters are asked for where there is no gradient to clip: to be written (``master params`` of a file)."""
         if self.in_block or self.blocks or self.params_have_scaled_gradients:
             return
         for master in self.parts(optimizer)[0]:

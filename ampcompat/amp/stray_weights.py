@@ -15,6 +15,7 @@ import torch
 
 from ampcompat._state import state
 
+
 class Slot(NamedTuple):
     """A place of a module's tensor, and the dtype that amp gave it."""
 
@@ -40,7 +41,8 @@ def cast_for_forward(found: list[Slot]) -> Iterator[None]:
     swapped = []
     for slot in found:
         tensor = slot.home[slot.name]
-        cast = slot.home[slot.name] = tensor.to(slot.dtype)
+        cast: torch.Tensor = tensor.to(slot.dtype)
+        slot.home[slot.name] = cast
         swapped.append((slot, tensor, cast, cast._version))
     try:
         yield

@@ -15,8 +15,8 @@ from ampcompat.amp.cast_model import cast_weights
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """A plain copy of ``model``: its own class, float32 weights, nothing of amp left on it.
 
-    For export (``torch.export``, ``torch.fx``, ``torch.jit``, ONNX), for saving a whole model that loads where ampcompat
-    is not installed, and for evaluation in float32. ``model`` itself is not changed and goes on training.
+    For export (``torch.export``, ``torch.fx``, ``torch.jit``, ONNX), for saving a whole model that loads where
+    ampcompat is not installed, and for evaluation in float32. ``model`` itself is not changed and goes on training.
 
     Args:
         model: A model given to ``amp.initialize``, or any module around or inside one. DDP, DataParallel and

@@ -27,7 +27,7 @@ def train(model, optimizer, step):
     optimizer.step()
 
 
-# -- how people average over state_dict(): each takes (copy, model) and updates the copy ---------------------------------
+# -- how people average over state_dict(): each takes (copy, model) and updates the copy -------------------------------
 def copy_over_values(ema, model):
     """Out of place, then one copy per value."""
     for average, value in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
@@ -124,7 +124,7 @@ def test_an_average_made_before_initialize_and_passed_along():
     masters_agree(ema)
 
 
-# -- over parameters() ----------------------------------------------------------------------------------------------------
+# -- over parameters() -------------------------------------------------------------------------------------------------
 def over_parameters(ema, model):
     with torch.no_grad():
         for average, value in zip(ema.parameters(), model.parameters(), strict=True):
@@ -182,7 +182,7 @@ def test_averaged_model(level, make):
     assert len(half_warnings(caught)) == (1 if level in ("O2", "O3", "O5") else 0)
 
 
-# -- what is no average: nothing may be said ------------------------------------------------------------------------------
+# -- what is no average: nothing may be said ---------------------------------------------------------------------------
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_teachers_targets_and_float32_averages_are_not_warned_of(level):
     model, optimizer = initialized(level)

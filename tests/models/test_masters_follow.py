@@ -30,7 +30,7 @@ def head_master(model):
     return amp.master_params and model.head._amp_masters["weight"].value
 
 
-# -- writers of the model: each changes the first row of model.head.weight and nothing else -------------------------------
+# -- writers of the model: each changes the first row of model.head.weight and nothing else ----------------------------
 def in_place(model, row):
     with torch.no_grad():
         model.head.weight[0].copy_(row)
@@ -205,7 +205,7 @@ def test_sync_masters_catches_a_late_write_that_no_counter_shows():
     assert amp.sync_masters(model) == 0
 
 
-# -- writers of the master -------------------------------------------------------------------------------------------------
+# -- writers of the master ---------------------------------------------------------------------------------------------
 WAYS = [(how, steps) for how in ("copy_", "data", "state_dict", "state_dict data") for steps in (0, 1, 10)]
 # Past amp.master_params a .data write is found by value, which is looked at in the first steps only.
 WAYS += [("group data", 0), ("group data", 1)]
@@ -265,7 +265,7 @@ def test_a_handed_out_state_dict_does_not_spoil_a_graph():
     masters_agree(model, optimizer)
 
 
-# -- load_state_dict -------------------------------------------------------------------------------------------------------
+# -- load_state_dict ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("when", ["before steps", "between steps", "inside accumulation"])
 @pytest.mark.parametrize("level", MASTER_LEVELS)
@@ -328,7 +328,7 @@ def test_loading_its_own_state_dict_changes_no_bit():
     masters_agree(model, optimizer)
 
 
-# -- dtype and device ------------------------------------------------------------------------------------------------------
+# -- dtype and device --------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("move", [nn.Module.float, nn.Module.double, lambda m: m.to(torch.float32), nn.Module.bfloat16])
 def test_changing_the_models_dtype_is_put_right_loudly(move):
     model, optimizer = initialized(kind=Tied)
@@ -355,7 +355,7 @@ def test_half_again_changes_nothing():
     train(model, optimizer)
 
 
-# -- what trains changes ---------------------------------------------------------------------------------------------------
+# -- what trains changes -----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
 def test_unfreezing_layers_mid_run(level):
     torch.manual_seed(0)
