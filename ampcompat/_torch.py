@@ -160,6 +160,25 @@ def register_state_dict_hooks(
     ]
 
 
+# -- data parallelism --------------------------------------------------------------------------------------------------
+def patch_ddp_constructor(after: Callable[[Any, bool], None]) -> Callable[[], None]:
+    """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made; returns the undo."""
+    owner: Any = torch.nn.parallel.DistributedDataParallel
+    original = owner.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        after(self, bool(kwargs.get("init_sync", True)))
+
+    owner.__init__ = __init__
+
+    def undo() -> None:
+        owner.__init__ = original
+
+    return undo
+
+
 # -- kinds of models ---------------------------------------------------------------------------------------------------
 def parallel_wrapper(model: torch.nn.Module) -> str | None:
     """The name of the data-parallel wrapper that ``model`` is, if it is one."""
@@ -169,6 +188,11 @@ def parallel_wrapper(model: torch.nn.Module) -> str | None:
     return None
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a ``DTensor``: one rank's part of a tensor."""
+    return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
+
+
 def is_uninitialized(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` belongs to a lazy module that has not seen data yet."""
     return torch.nn.parameter.is_lazy(tensor)
@@ -176,8 +200,10 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     """The module behind ``torch.compile(module)``; ``model`` itself where it is not compiled."""
-    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
-    return inner if type(model).__name__ == "OptimizedModule" and inner is not None else model
+    if type(model).__name__ != "OptimizedModule":
+        return model
+    inner: torch.nn.Module = model._modules.get("_orig_mod") or model
+    return inner
 
 
 def disabled_optimizers(state: State) -> weakref.WeakSet[Any]:

@@ -14,6 +14,7 @@ from ampcompat.amp import misuse, overflow, session
 from ampcompat.amp import optimizer as _optimizer
 from ampcompat.amp.arguments import is_optimizer
 from ampcompat.amp.casts import assert_ambience
+from ampcompat.amp.ddp import holds_back_gradients
 from ampcompat.amp.gradients import give_back
 from ampcompat.amp.scaler import LossScaler
 
@@ -78,9 +79,12 @@ def scale_loss(
     except BaseException:
         _leave_failed(found)
         raise
-    if delay_unscale:
+    # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
+    local = [one for one in found if holds_back_gradients(one)]
+    if delay_unscale or local:
         for one in found:
             stash = one._amp_stash
+            stash.gradients_are_local |= any(one is other for other in local)
             _optimizer.rejoin_delayed(stash)
             stash.in_block, stash.params_have_scaled_gradients, stash.delayed_scaler = False, True, scaler
         return

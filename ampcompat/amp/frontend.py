@@ -89,6 +89,7 @@ def initialize(
     arguments.check_outputs(cast_model_outputs)
     loudness = arguments.check_verbosity(verbosity)
     model_list, optimizer_list = arguments.as_models(models), arguments.as_optimizers(optimizers)
+    arguments.check_unsharded(model_list, properties)
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
         for loss_id in range(num_losses)

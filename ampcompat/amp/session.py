@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampcompat._state import state
-from ampcompat.amp import casts, choke_points, cpu_convolution, registry, rules
+from ampcompat.amp import casts, choke_points, cpu_convolution, ddp, registry, rules
 from ampcompat.amp.casts import OFF, Casts
 from ampcompat.amp.policy import ModelPolicy, device_types_of, live_models
 from ampcompat.amp.properties import Properties
@@ -69,6 +69,7 @@ class Session:
 
     def begin_casts(self, models: Iterable[torch.nn.Module]) -> None:
         """Make this call's casts the ambient ones, on the devices of every live model."""
+        ddp.install()
         device_types = device_types_of([*live_models(), *models])
         if self.policy.casts.enabled:
             cover_device_types(device_types)
