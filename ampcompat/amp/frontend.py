@@ -14,6 +14,7 @@ from ampcompat.amp import amp_model, arguments, checkpoint, optimizer
 from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.cast_model import cast_weights
+from ampcompat.amp.casts import cast_state
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.policy import live_models
@@ -93,15 +94,17 @@ def initialize(
     )
     arguments.check_scaling(num_losses, min_loss_scale, max_loss_scale)
     arguments.check_outputs(cast_model_outputs)
+    loudness = arguments.check_verbosity(verbosity)
     model_list, optimizer_list = arguments.as_models(models), arguments.as_optimizers(optimizers)
+    arguments.check_unsharded(model_list, properties)
     kept = keep_fp32_.select([_torch.uncompiled(model) for model in model_list], keep_fp32)
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
         for loss_id in range(num_losses)
     ]
     session = Session(properties, half, cast_model_outputs, scalers)
-    _amp_state.verbosity = int(verbosity)
-    if _amp_state.verbosity > 0:
+    _amp_state.verbosity = loudness
+    if loudness > 0:
         _describe(properties)
     with ExitStack() as undo:
         _take_over(session, model_list, optimizer_list, kept, undo)
@@ -125,6 +128,8 @@ def _take_over(
     modules = [model for model in targets if not isinstance(model, torch.jit.ScriptModule)]
     if len(modules) < len(targets):
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
+    room = cast_state()
+    undo.callback(session.undo_casts, room.ambient, room.device_types)
     for model in modules:
         undo.callback(amp_model.put_back, amp_model.remember(model))
     if policy.input_dtype is not None:

@@ -52,7 +52,7 @@ def cures(event: Event, setting: Setting) -> list[str]:
 
 
 def tiny(event: Event) -> float | None:
-    """A number that was added to (or set as the least of) the zero that ``event`` stumbled over, and is 0 in float16."""
+    """A number added to, or set as the least of, the zero that ``event`` stumbled over, and itself 0 in float16."""
     if event.op not in (*_DIVISIONS, "log", "sqrt"):
         return None
     for made in (m for one in event.made for m in one.chain()):
@@ -98,7 +98,7 @@ def _too_large_backward(event: Event, setting: Setting) -> list[str]:
             "clip activations or lower the learning rate, so that gradients stay small",
         ]
     return [
-        f"none, if it is rare: without the loss scale of {setting.scale:g} it is {plain:.3g}, and the scale has come down",
+        f"none, if it is rare: without the loss scale of {setting.scale:g} it is {plain:.3g}; the scale comes down",
         *_keep(event, setting),
         "if it happens at every step: amp.initialize(..., max_loss_scale=...) or a static loss_scale= below",
     ]
@@ -109,7 +109,7 @@ def _undefined(event: Event) -> str:
     function = event.place.function
     node = event.node
     if event.backward and (node.startswith(("Sqrt", "LinalgVectorNorm", "Norm", "Pow")) or "norm" in function):
-        return f"the gradient of {function or 'this'} at 0 is not finite: add an eps under the root, as in (x + 1e-6).sqrt()"
+        return f"the gradient of {function or 'this'} at 0 is not finite: add an eps inside, as in (x + 1e-6).sqrt()"
     if event.op.startswith("log") or function.startswith("log"):
         return "the logarithm of 0 (or of less): log(x.clamp_min(1e-6)), or a loss that takes logits"
     if event.op in _DIVISIONS:

@@ -36,7 +36,7 @@ class Autopsy:
         self.told: dict[tuple[Any, ...], int] = {}
         self.live = LiveProbe()
 
-    # -- events --------------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
     def on_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         """Keep references to what the outermost forward gets."""
         self.live.stop()
@@ -56,7 +56,7 @@ class Autopsy:
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         record.grads = [None] * len(outputs)
         for index, tensor in enumerate(outputs):
-            tensor.register_hook(self._noter(record, index))
+            tensor.register_hook(self._noter(record, index))  # type: ignore[no-untyped-call]
         self.records.append(record)
         self.live.start(outputs)
 
@@ -106,12 +106,12 @@ class Autopsy:
             self._forget(optimizer)
 
     def _ask(self, optimizer: Any) -> None:
-        from ampcompat.amp.handle import step_was_skipped
+        from ampcompat.amp.block import step_was_skipped
 
         if optimizer is not None:
             self.on_step(optimizer, step_was_skipped(optimizer))
 
-    # -- what is kept ----------------------------------------------------------------------------------------------------
+    # -- what is kept ------------------------------------------------------------------------------------------------
     def _of(self, optimizer: Any) -> list[Record]:
         return [r for r in self.records if id(optimizer) in r.owners]
 
@@ -125,7 +125,7 @@ class Autopsy:
                 kept.append(record)
         self.records = deque(kept, MOST_RECORDS) if self.left > 0 else deque(maxlen=MOST_RECORDS)
 
-    # -- explaining ------------------------------------------------------------------------------------------------------
+    # -- explaining --------------------------------------------------------------------------------------------------
     def _explain(self, records: list[Record], scaler: Any, what: str, backward: bool = True) -> None:
         if self.left <= 0:
             return

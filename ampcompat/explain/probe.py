@@ -87,7 +87,7 @@ class Event:
         return self.op, self.place, self.backward
 
 
-class Probe(TorchDispatchMode):
+class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that examines the result of every op. Reads the device at each: for replays only.
 
     Args:
@@ -95,7 +95,7 @@ class Probe(TorchDispatchMode):
     """
 
     def __init__(self, places: Places) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.places = places
         self.origins: dict[int, Event] = {}
         self.made: dict[int, Made] = {}
