@@ -79,7 +79,7 @@ def _keep(event: Event, setting: Setting) -> list[str]:
     found = []
     if place.module:
         name = place.module
-        if setting.opt_level in ("O2", "O3", "O5") and event.value > LARGEST:
+        if setting.opt_level in ("O2", "O3", "O5") and event.value > LARGEST and not event.backward:
             # At the border the result becomes half again: what consumes it must be inside.
             name = place.module.rpartition(".")[0]
         if name:

@@ -32,6 +32,7 @@ class Autopsy:
         self.watches: weakref.WeakKeyDictionary[torch.nn.Module, BufferWatch] = weakref.WeakKeyDictionary()
         self.depth: list[Record | None] = []
         self.block: tuple[int, ...] = ()
+        self.scaler: Any = None
         self.asked: list[weakref.ref[Any]] = []  # optimizers that only the device knows about
         self.told: dict[tuple[Any, ...], int] = {}
         self.live = LiveProbe()
@@ -65,6 +66,7 @@ class Autopsy:
             if self.left > 0:
                 record.grads[index] = grad
                 record.owners.update(self.block)
+                record.scaler = self.scaler
 
         return note
 
@@ -74,7 +76,7 @@ class Autopsy:
         for ref in self.asked:
             self._ask(ref())
         self.asked = []
-        self.block = tuple(id(one) for one in optimizers)
+        self.block, self.scaler = tuple(id(one) for one in optimizers), scaler
         if self.left <= 0:
             return
         event = self.live.look_at(loss)
@@ -142,10 +144,9 @@ class Autopsy:
                 return
             if finding is not None:
                 findings.append(finding)
-        best = next((f for f in findings if f.event is not None), None)
-        if best is not None:
-            self._tell(best, scaler, what)
-            return
+            if finding is not None and finding.event is not None:
+                self._tell(finding, record.scaler or scaler, what)
+                return
         self.live.arm()
         if self._is_new(("elsewhere",)):
             say(message.elsewhere(what, findings))
@@ -155,7 +156,9 @@ class Autopsy:
         return self.told[key] == 1
 
     def _tell(self, finding: Finding, scaler: Any, what: str) -> None:
-        if finding.event is None or not self._is_new(finding.event.key):
+        if finding.event is None or (finding.event.op == "parameter" and self.told):
+            return  # weights that are lost are what a fault leaves behind: it was told
+        if not self._is_new(finding.event.key):
             return
         self.left -= 1
         say(message.explain(finding, scaler, what))

@@ -24,6 +24,7 @@ class Record:
         model: Weak reference to it.
         grads: Gradients of its outputs, in their order, as the backward brought them.
         owners: ids of the optimizers in whose blocks the gradients came.
+        scaler: The loss scaler of the last of these blocks.
         age: Steps since.
     """
 
@@ -35,6 +36,7 @@ class Record:
         self.buffers = buffers.save()
         self.grads: list[torch.Tensor | None] = []
         self.owners: set[int] = set()
+        self.scaler: Any = None
         self.age = 0
 
     @property

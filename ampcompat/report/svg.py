@@ -63,7 +63,7 @@ def scale_history(points: Sequence[dict[str, Any]]) -> str:
         at = y(2.0**power)
         out.append(f'<line x1="{left}" y1="{at:.1f}" x2="{right}" y2="{at:.1f}" class="grid"/>')
         out.append(f'<text x="{left - 8}" y="{at + 4:.1f}" class="label">2<tspan dy="-5">{power}</tspan></text>')
-    for tick in sorted({first + round((last - first) * part / 5) for part in range(6)}):
+    for tick in range(first - first % -_round(last - first), last + 1, _round(last - first)):
         out.append(f'<text x="{x(tick):.1f}" y="{top + height + 16}" class="tick">{tick}</text>')
     out.append(f'<text x="{(left + right) / 2:.0f}" y="{top + height + 34}" class="tick">optimizer step</text>')
     for index in range(max(len(point["scales"]) for point in points)):
@@ -81,6 +81,12 @@ def scale_history(points: Sequence[dict[str, Any]]) -> str:
             title = f"<title>step {point['step']} skipped, scale now {lowest:g}</title>"
             out.append(f'<circle cx="{x(point["step"]):.1f}" cy="{y(lowest):.1f}" r="4" class="skip">{title}</circle>')
     return "".join([*out, "</svg>"])
+
+
+def _round(span: int) -> int:
+    """A round distance of ticks, of which about five fit into ``span``."""
+    power = 10 ** max(0, math.floor(math.log10(max(span, 1) / 5)))
+    return int(next((power * n for n in (1, 2, 5, 10) if span / (power * n) <= 6), power * 10))
 
 
 def _open(height: int) -> str:

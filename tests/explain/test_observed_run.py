@@ -263,3 +263,30 @@ def test_twice_is_once():
     amp.explain_overflows(limit=5)
     (autopsy,) = observers()
     assert autopsy.left == 5
+
+
+def test_the_scale_that_is_named_is_that_of_the_loss(capsys):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
+    amp._amp_state.loss_scalers[1]._loss_scale = 2.0**20
+    explain_overflows()
+    for loss_id in (0, 1):
+        with amp.scale_loss(model(torch.randn(4, 8)).sum() * 0.05, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert "without the loss scale of 1.04858e+06 it is" in capsys.readouterr().out
+
+
+def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    explain_overflows()
+    for _ in range(3):
+        with amp.scale_loss(model(torch.full((2, 4), 6e4)).pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    out = capsys.readouterr().out
+    assert out.count("ampcompat explain: ") == 1
