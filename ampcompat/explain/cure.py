@@ -75,7 +75,7 @@ def _mask(event: Event) -> float | None:
 
 def _keep(event: Event, setting: Setting) -> list[str]:
     place = event.place
-    function = next((f for f in (place.function, event.op) if f in _FUNCTIONS), None)
+    function = place.function if place.function in _FUNCTIONS else None  # what is called by that name can be registered
     found = []
     if place.module:
         name = place.module

@@ -15,6 +15,8 @@ from ampcompat.explain.tensors import tensors_in
 
 #: Buffers that a forward writes are copied at each forward, up to so many bytes a model.
 MOST_BUFFER_BYTES = 32 * 2**20
+#: Forwards from which it is learned what generators a model draws from.
+LEARNING = 3
 
 
 class Record:
@@ -32,12 +34,23 @@ class Record:
         self.model = weakref.ref(model)
         self.args, self.kwargs = args, kwargs
         self.versions = _versions((args, kwargs))
-        self.random = random_state(_cuda_devices(model))
+        self.random = random_state(_cuda_devices(model), buffers.draws)
+        self.watch = buffers
         self.buffers = buffers.save()
         self.grads: list[torch.Tensor | None] = []
         self.owners: set[int] = set()
         self.scaler: Any = None
         self.age = 0
+
+    def forward_ended(self) -> None:
+        """Learn in the first forwards whether the model draws from Python's or numpy's generators, slow to save."""
+        watch = self.watch
+        if watch.forwards < LEARNING:
+            watch.forwards += 1
+            before, after = self.random[:2], random_state([], watch.draws)[:2]
+            watch.drew = tuple(d or _differ(a, b) for d, a, b in zip(watch.drew, before, after, strict=True))
+            if watch.forwards == LEARNING:
+                watch.draws = watch.drew
 
     @property
     def overwritten(self) -> bool:
@@ -63,6 +76,9 @@ class BufferWatch:
         self.seen = [-1] * len(self.buffers)
         self.moving: set[int] = set()
         self.first = True
+        self.forwards = 0
+        self.draws: tuple[bool, ...] = (True, True)
+        self.drew: tuple[bool, ...] = (False, False)
 
     def save(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each written buffer with a copy of its value; the first time, of every one, as far as they are small."""
@@ -87,18 +103,27 @@ def _versions(value: Any) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors_in(value)]
 
 
+def _differ(before: Any, after: Any) -> bool:
+    """Whether two states of one generator differ; numpy's hold an array."""
+    if before is None:
+        return False
+    return [list(part) if hasattr(part, "__len__") else part for part in before] != [
+        list(part) if hasattr(part, "__len__") else part for part in after
+    ]
+
+
 def _cuda_devices(model: torch.nn.Module) -> list[torch.device]:
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     return list({p.device for p in model.parameters() if p.device.type == "cuda"})
 
 
-def random_state(devices: list[torch.device]) -> tuple[Any, ...]:
-    """The state of every generator that a forward may draw from. No host sync."""
+def random_state(devices: list[torch.device], draws: tuple[bool, ...] = (True, True)) -> tuple[Any, ...]:
+    """The state of every generator that a forward may draw from (Python's and numpy's if ``draws``). No host sync."""
     numpy = sys.modules.get("numpy")
     return (
-        random.getstate(),
-        None if numpy is None else numpy.random.get_state(),
+        random.getstate() if draws[0] else None,
+        numpy.random.get_state() if draws[1] and numpy is not None else None,
         torch.get_rng_state(),
         [(device, torch.cuda.get_rng_state(device)) for device in devices],
     )
@@ -107,7 +132,8 @@ def random_state(devices: list[torch.device]) -> tuple[Any, ...]:
 def set_random_state(state: tuple[Any, ...]) -> None:
     """Put back what :func:`random_state` read."""
     python, numpy, cpu, cuda = state
-    random.setstate(python)
+    if python is not None:
+        random.setstate(python)
     if numpy is not None:
         sys.modules["numpy"].random.set_state(numpy)
     torch.set_rng_state(cpu)

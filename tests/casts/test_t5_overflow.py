@@ -1,0 +1,51 @@
+"""T5's trouble with float16: activations beyond 65504. One script, unchanged; only its surroundings differ."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "docs" / "examples" / "t5.py"
+
+
+def run(*options, **environment):
+    command = [sys.executable, "-m", "ampcompat", "run", *options, str(SCRIPT), "--steps", "40", "--device", "cpu"]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_float16_overflows_and_the_autopsy_names_wo():
+    said, result = run("--explain")
+    assert result["finite"] == 0
+    assert "Gradient overflow. Skipping step" in said
+    assert said.count("ampcompat explain: ") == 1
+    assert "where     block.1.wo (Linear), in T5" in said
+    assert "self.wo(forwarded)" in said
+    assert "cure      amp.initialize(..., keep_fp32=['block.1.wo'])" in said
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_bfloat16_trains(level):
+    said, result = run(AMPCOMPAT_DTYPE="bfloat16", AMPCOMPAT_OPT_LEVEL=level)
+    assert result["finite"] == result["steps"] == 40
+    assert result["last"] < 0.1  # from ln 32 = 3.5
+    assert "Gradient overflow" not in said
+
+
+def test_wo_in_float32_trains():
+    said, result = run("--keep-fp32", "*.wo")
+    assert "keeps block.0.wo, block.1.wo in float32" in said
+    assert result["finite"] == result["steps"]
+    assert result["last"] < 0.1
