@@ -59,8 +59,12 @@ def render(facts: dict[str, Any]) -> str:
         rows = [(m["module"], _per_step(m["flops"], steps)) for m in facts["modules"][:20]]
         parts.append(_section("Forward FLOPs a step, by module", legend + svg.bars(rows)))
     if facts["history"] and facts["setting"]["half"]:
-        key = '<p class="legend"><span class="key" style="background:var(--skip)"></span>skipped step</p>'
-        parts.append(_section("Loss scale", key + svg.scale_history(facts["history"])))
+        colours = ("half", "other", "faint", "wide")
+        scalers = range(len(facts["history"][0]["scales"]))
+        keys = [(colours[n % 4], f"scaler {n}") for n in scalers if len(scalers) > 1] + [("skip", "skipped step")]
+        shown = "".join(f'<span class="key" style="background:var(--{c})"></span>{name}' for c, name in keys)
+        plot = svg.scale_history(facts["history"])
+        parts.append(_section("Loss scale", f'<p class="legend">{shown}</p>{plot}'))
     parts.append(_section("Memory", _table(["", "now", "all float32"], memory_rows(facts))))
     parts.append(_section("Parameters", _table(["dtype", "parameters", "modules"], parameter_rows(facts))))
     casts = [[c["from"], c["to"], str(c["count"]), bytes_text(c["bytes"])] for c in facts["casts"]]

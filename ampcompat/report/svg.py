@@ -75,11 +75,13 @@ def scale_history(points: Sequence[dict[str, Any]]) -> str:
         out.append(
             f'<polyline points="{line}" class="line line{index % 4}"><title>loss scaler {index}</title></polyline>'
         )
-    for point in points:
+    for before, point in zip([points[0], *points], points, strict=False):
         if point["skipped"]:
-            lowest = min((s for s in point["scales"] if s > 0), default=1.0)
-            title = f"<title>step {point['step']} skipped, scale now {lowest:g}</title>"
-            out.append(f'<circle cx="{x(point["step"]):.1f}" cy="{y(lowest):.1f}" r="4" class="skip">{title}</circle>')
+            # At the scaler that came down; at the floor none does.
+            fell = [now for then, now in zip(before["scales"], point["scales"], strict=False) if now < then]
+            at = (fell or [min(s for s in point["scales"] if s > 0)])[0]
+            title = f"<title>step {point['step']} skipped, scale now {at:g}</title>"
+            out.append(f'<circle cx="{x(point["step"]):.1f}" cy="{y(at):.1f}" r="4" class="skip">{title}</circle>')
     return "".join([*out, "</svg>"])
 
 

@@ -1,0 +1,51 @@
+"""``ampcompat run --explain``, ``--receipt`` and ``--keep-fp32``."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys, torch
+from apex import amp
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+for x in (torch.ones(2, 8), torch.full((2, 8), 1e6)):
+    with amp.scale_loss(model(x).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+sys.exit(int(sys.argv[1]))
+"""
+
+
+def run(tmp_path, *options, status=0):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "ampcompat", "run", *options, str(script), str(status)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+
+def test_every_option_at_once_and_the_exit_status_is_the_scripts(tmp_path):
+    done = run(tmp_path, "--explain", "--receipt=r.html", "--keep-fp32", "1", status=3)
+    assert done.returncode == 3, done.stderr
+    assert "AMPCOMPAT_KEEP_FP32: '1' keeps 1 in float32." in done.stdout
+    assert "the cast to float16" in done.stdout
+    assert "wrote the precision receipt to r.html" in done.stdout
+    assert "1 of 2 optimizer steps were skipped" in (tmp_path / "r.html").read_text()
+
+
+def test_a_receipt_on_the_terminal_and_as_data(tmp_path):
+    done = run(tmp_path, "--receipt")
+    assert done.returncode == 0, done.stderr
+    assert "Half precision is on: 100.0 % of the FLOPs ran in float16." in done.stdout
+    assert "ampcompat explain" not in done.stdout
+    run(tmp_path, "--receipt=r.json")
+    facts = json.loads((tmp_path / "r.json").read_text())
+    assert facts["skipped"] == 1
+    assert {p["module"] for p in facts["parameters"]} == {"0", "1"}
