@@ -23,7 +23,7 @@ from ampcompat.parity.record import Run
 from ampcompat.parity.save import save_csv, save_json
 from ampcompat.parity.table import table
 
-TAKES_VALUE = ("--opt-levels", "--dtypes", "--steps", "--seed", "--rtol", "--atol", "--timeout", "--out")
+TAKES_VALUE = ("--opt-levels", "--dtypes", "--steps", "--seed", "--rtol", "--atol", "--smooth", "--timeout", "--out")
 LOG_LINES = 15
 
 EPILOG = """everything after the script's (or the module's) name is the script's own.
@@ -50,10 +50,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     parser.add_argument("--opt-levels", default="O0,O1,O2,O3", help="comma-separated (default: %(default)s)")
     parser.add_argument("--dtypes", default="fp16", help="half dtypes, fp16,bf16 for both (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=50, help="optimizer steps of each run (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of Python, numpy and torch (default: %(default)s)")
     parser.add_argument("--rtol", type=float, default=0.1, help="tolerance of the loss (default: %(default)s)")
     parser.add_argument("--atol", type=float, default=1e-3, help="added to it, in units of the loss (%(default)s)")
+    parser.add_argument(
+        "--smooth", type=int, default=1, metavar="K", help="compare means over the last K steps (default: %(default)s)"
+    )
     parser.add_argument(
         "--timeout", type=float, default=600, help="seconds without a step that end a run; 0: never (%(default)s)"
     )
@@ -74,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
         folder: Path = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampcompat-parity-")))
         folder.mkdir(parents=True, exist_ok=True)
         runs = _run_all(levels, options, folder, keep_logs=args.out is not None)
-        results = judge(runs, tolerance)
+        results = judge(runs, tolerance, args.smooth)
         emit("\n" + table(results, tolerance))
         if args.out:
             _save(args.out, results, args, tolerance)
@@ -87,8 +90,8 @@ def _checked(args: argparse.Namespace) -> list[Level]:
     """The levels; bad usage ends here, with status 2."""
     if len(args.target) < (2 if args.target[:1] == ["-m"] else 1):
         args.parser.error("no script given - name one (script.py or -m module) after the options")
-    if args.steps < 1 or args.timeout < 0 or not args.rtol >= 0 or not args.atol >= 0:
-        args.parser.error("--steps must be 1 or more; --rtol, --atol and --timeout 0 or more")
+    if min(args.steps, args.smooth) < 1 or not all(value >= 0 for value in (args.rtol, args.atol, args.timeout)):
+        args.parser.error("--steps and --smooth must be 1 or more; --rtol, --atol and --timeout 0 or more")
     if args.out is not None and args.out.exists() and not args.out.is_dir():
         args.parser.error(f"--out {args.out} - it is a file - name a directory")
     try:
@@ -108,7 +111,9 @@ def _run_all(levels: Sequence[Level], options: Options, folder: Path, keep_logs:
         if run.ending in ("crashed", "stalled") and run.log:
             lines = Path(run.log).read_text(encoding="utf-8", errors="replace").splitlines()
             where = f" ({run.log})" if keep_logs else ""
-            emit("\n".join([f"last lines of its output{where}:", *("  | " + s for s in lines[-LOG_LINES:])]), error=True)
+            emit(
+                "\n".join([f"last lines of its output{where}:", *("  | " + s for s in lines[-LOG_LINES:])]), error=True
+            )
         if run.ending == "interrupted":
             break
     return runs
@@ -125,6 +130,7 @@ def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tol
         "seed": args.seed,
         "rtol": args.rtol,
         "atol": args.atol,
+        "smooth": args.smooth,
         "ampcompat": __version__,
         "torch": _torch_version(),
     }
@@ -136,9 +142,13 @@ def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tol
     except ImportError:
         emit("no picture: matplotlib is missing - pip install 'ampcompat[plot]'", error=True)
     else:
-        save_picture(folder / "parity.png", results, tolerance, title=" ".join(map(os.path.basename, args.target[:1])))
+        save_picture(folder / "parity.png", results, tolerance, _title(args.target), args.smooth)
         written.append("parity.png")
     emit(f"wrote {', '.join(written)} and the logs in {folder}")
+
+
+def _title(target: Sequence[str]) -> str:
+    return target[1] if target[0] == "-m" else os.path.basename(target[0])
 
 
 def _torch_version() -> str:

@@ -86,18 +86,33 @@ class Result:
     verdict: str
 
 
-def judge(runs: Sequence[Run], tolerance: Tolerance) -> list[Result]:
-    """Compare all of ``runs`` with the first, the reference.
+def smoothed(run: Run, window: int) -> list[float | None]:
+    """The loss of each step as the mean over the last ``window`` steps of its optimizer (fewer at the start)."""
+    recent: dict[int, list[float]] = {}
+    means: list[float | None] = []
+    for step in run.steps:
+        if step.loss is None:
+            means.append(None)
+            continue
+        losses = recent.setdefault(step.optimizer, [])
+        losses.append(step.loss)
+        del losses[:-window]
+        means.append(sum(losses) / len(losses))
+    return means
+
+
+def judge(runs: Sequence[Run], tolerance: Tolerance, window: int = 1) -> list[Result]:
+    """Compare all of ``runs`` with the first, the reference; losses are means over ``window`` steps.
 
     A run passes when no loss is out of tolerance and it got as far as it should: through all its steps, or, where the
     reference ended by itself, as far as that.
     """
     reference = runs[0]
-    base = [step.loss for step in reference.steps]
+    base = smoothed(reference, window)
     sound = reference.ending in ("complete", "ended") and any(loss is not None for loss in base)
     results = [Result(reference, None, sound, "reference" if sound else reference.message)]
     for run in runs[1:]:
-        deviation = compare([step.loss for step in run.steps], base, tolerance)
+        deviation = compare(smoothed(run, window), base, tolerance)
         passed, verdict = _verdict(run, deviation, reference)
         results.append(Result(run, deviation, passed and sound, verdict))
     return results

@@ -9,9 +9,7 @@ from typing import Any
 from ampcompat.parity.record import Run
 
 
-def describe(
-    run: Run, wanted: int, timeout: float, code: int | None, notes: Mapping[str, Any]
-) -> tuple[str, str]:
+def describe(run: Run, wanted: int, timeout: float, code: int | None, notes: Mapping[str, Any]) -> tuple[str, str]:
     """Ending and message of ``run``.
 
     Args:

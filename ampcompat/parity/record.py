@@ -19,7 +19,7 @@ class Step:
         optimizer: Which optimizer, from 0, in the order of their first steps.
         losses: The loss of each ``scale_loss`` block since the optimizer's last step, unscaled (mean, if not scalar).
         loss: Their sum; None without a block.
-        scale: Loss scale of the last block; None without a block.
+        scale: The smallest loss scale of these blocks; None without a block.
         grad_norm: 2-norm of the optimizer's unscaled gradients after its last block, before any clipping.
         skipped: Whether the step was skipped for an overflow.
         seconds: Since the step before, less what recording took; None for the first.

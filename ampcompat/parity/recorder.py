@@ -53,7 +53,7 @@ class Recorder:
         for optimizer in optimizers:
             pending = self._pending.setdefault(optimizer, _Pending([]))
             pending.losses.append(value)
-            pending.scale = scale
+            pending.scale = scale if pending.scale is None else min(scale, pending.scale)
         self._own_time += _now() - begin
 
     def on_gradients(self, scaler: Any, optimizers: Any) -> None:
