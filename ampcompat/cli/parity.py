@@ -98,6 +98,7 @@ def _checked(args: argparse.Namespace) -> list[Level]:
         return read_levels(args.opt_levels, args.dtypes)
     except ValueError as problem:
         args.parser.error(str(problem))
+        raise  # not reached: error() exits
 
 
 def _run_all(levels: Sequence[Level], options: Options, folder: Path, keep_logs: bool) -> list[Run]:

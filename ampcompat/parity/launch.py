@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,10 +119,8 @@ def _started(level: Level, options: Options, record: Path, log: Path) -> Iterato
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process kindly, then, by force, whatever is left of it and of those it started."""
     _signal(process, "SIGTERM")
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        pass
     _signal(process, "SIGKILL")
     process.wait()
 

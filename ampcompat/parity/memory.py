@@ -8,9 +8,14 @@ from pathlib import Path
 import torch
 
 
+def cuda_in_use() -> bool:
+    """Whether this process has put anything on a GPU; does not initialise CUDA."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def peak_memory() -> int | None:
     """Bytes: the most that torch had allocated on the GPUs in use, else the largest resident size of the process."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if cuda_in_use():
         used = sum(torch.cuda.max_memory_allocated(index) for index in range(torch.cuda.device_count()))
         if used:
             return used

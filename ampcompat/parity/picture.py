@@ -32,7 +32,7 @@ def save_picture(path: Path, results: Sequence[Result], tolerance: Tolerance, ti
     width = 6.0 if len(optimizers) == 1 else 3.6 * len(optimizers)
     figure = Figure(figsize=(width, 5.6), layout="constrained", dpi=150)
     canvas = FigureCanvasAgg(figure)
-    grid = figure.subplots(3, len(optimizers), sharex=True, squeeze=False, height_ratios=[1.3, 1.1, 0.8])
+    grid: Any = figure.subplots(3, len(optimizers), sharex=True, squeeze=False, height_ratios=[1.3, 1.1, 0.8])
     for column, optimizer in enumerate(optimizers):
         panels = grid[:, column]
         for result in results:

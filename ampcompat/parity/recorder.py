@@ -12,7 +12,7 @@ import torch
 
 from ampcompat.amp.casts import casts_off
 from ampcompat.amp.handle import step_was_skipped
-from ampcompat.parity.memory import peak_memory
+from ampcompat.parity.memory import cuda_in_use, peak_memory
 from ampcompat.parity.record import Step
 
 
@@ -102,6 +102,6 @@ def _grad_norm(optimizer: Any) -> float | None:
 
 
 def _now() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if cuda_in_use():
         torch.cuda.synchronize()
     return time.perf_counter()
