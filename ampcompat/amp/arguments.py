@@ -143,6 +143,13 @@ def is_optimizer(value: object) -> bool:
     return isinstance(value, torch.optim.Optimizer) or all(hasattr(value, name) for name in names)
 
 
+def check_verbosity(verbosity: object) -> int:
+    """Check the ``verbosity`` keyword of ``initialize``; scripts pass False, too."""
+    if not isinstance(verbosity, int):
+        raise TypeError(f"verbosity={verbosity!r} - it must be an integer - pass 0 for silence, 1 for apex's messages.")
+    return int(verbosity)
+
+
 def check_scaling(num_losses: object, min_loss_scale: object, max_loss_scale: object) -> None:
     """Check the scaler keywords of ``initialize``."""
     if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from ampcompat._log import say, warn_once
@@ -15,7 +15,7 @@ _PREFIX = "loss_scaler"
 Entry = tuple[float, int]
 
 
-def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
+def state_dict(destination: Any = None) -> Any:
     """Scale and clean passes of every loss scaler, as apex saved them.
 
     Args:
@@ -26,6 +26,11 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
         ``torch.load(weights_only=True)``. Empty when nothing was initialized, or with ``enabled=False``. One host sync
         per scaler.
     """
+    if destination is not None and not isinstance(destination, MutableMapping):
+        raise TypeError(
+            f"amp.state_dict got {type(destination).__name__} as destination - it must be a dict or None - leave it out"
+            " to get a new dict."
+        )
     found = {} if destination is None else destination
     session = _session.latest()
     for index, scaler in enumerate(session.scalers if session is not None else ()):
@@ -85,8 +90,9 @@ def _read(saved: object) -> list[Entry]:
             " checkpoint, pass checkpoint['amp']."
         )
     if "scale" in saved and "_growth_tracker" in saved:  # torch.amp.GradScaler
+        entry = _entry("GradScaler", saved["scale"], saved["_growth_tracker"])
         say("amp.load_state_dict: restored a torch.amp.GradScaler's scale and growth tracker into loss scaler 0.")
-        return [_entry("GradScaler", saved["scale"], saved["_growth_tracker"])]
+        return [entry]
     names = [f"{_PREFIX}{index}" for index in range(len(saved))]
     unknown = sorted(str(key) for key in saved if key not in names)
     if unknown:
@@ -97,13 +103,13 @@ def _read(saved: object) -> list[Entry]:
         )
     entries = []
     for name in names:
-        entry = saved[name]
-        if not isinstance(entry, Mapping) or not {"loss_scale", "unskipped"} <= set(entry):
+        parts = saved[name]
+        if not isinstance(parts, Mapping) or not {"loss_scale", "unskipped"} <= set(parts):
             raise ValueError(
-                f"amp.load_state_dict: {name}={entry!r} - it must be a dict with 'loss_scale' and 'unskipped' - pass"
+                f"amp.load_state_dict: {name}={parts!r} - it must be a dict with 'loss_scale' and 'unskipped' - pass"
                 " what amp.state_dict() returned."
             )
-        entries.append(_entry(name, entry["loss_scale"], entry["unskipped"]))
+        entries.append(_entry(name, parts["loss_scale"], parts["unskipped"]))
     return entries
 
 

@@ -86,14 +86,15 @@ def initialize(
     )
     arguments.check_scaling(num_losses, min_loss_scale, max_loss_scale)
     arguments.check_outputs(cast_model_outputs)
+    loudness = arguments.check_verbosity(verbosity)
     model_list, optimizer_list = arguments.as_models(models), arguments.as_optimizers(optimizers)
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
         for loss_id in range(num_losses)
     ]
     session = Session(properties, half, cast_model_outputs, scalers)
-    _amp_state.verbosity = int(verbosity)
-    if _amp_state.verbosity > 0:
+    _amp_state.verbosity = loudness
+    if loudness > 0:
         _describe(properties)
     with ExitStack() as undo:
         _take_over(session, model_list, optimizer_list, undo)

@@ -123,9 +123,11 @@ def _owner(optimizers: Any) -> session.Session:
 
 def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
     if not isinstance(loss_id, int) or not 0 <= loss_id < len(owner.scalers):
+        last = len(owner.scalers) - 1
+        larger = isinstance(loss_id, int) and loss_id > last
         raise IndexError(
-            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={len(owner.scalers)}) made scalers 0 to"
-            f" {len(owner.scalers) - 1} - pass num_losses={loss_id + 1 if isinstance(loss_id, int) else 'N'} there."
+            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={last + 1}) made scalers 0 to {last} -"
+            + (f" pass num_losses={loss_id + 1} there." if larger else f" pass a loss_id from 0 to {last}.")
         )
     return owner.scalers[loss_id]
 

@@ -15,6 +15,7 @@ from ampcompat.amp import misuse, overflow
 from ampcompat.amp.casts import casts_off
 from ampcompat.amp.closure import step_with_closure
 from ampcompat.amp.gradients import give_back, put_aside, take_new, take_unscaled
+from ampcompat.amp.master_index import master_of_half
 from ampcompat.amp.masters import push_all, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters
@@ -70,6 +71,11 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
     """Step the masters and write them to the model; skip instead, once, after an overflow."""
     stash: AmpOptimizerState = optimizer._amp_stash
     masters, direct = stash.parts(optimizer)
+    if closure is not None and not callable(closure):
+        raise TypeError(
+            f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
+            " returns the loss, or nothing."
+        )
     with casts_off() as outside:
         if closure is not None:
             result = step_with_closure(optimizer, original, closure, outside, **kwargs)
@@ -184,7 +190,15 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
 
 def _add_param_group(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     original(*args, **kwargs)
+    masters = [master_of_half(p) for p in optimizer.param_groups[-1]["params"]]
+    if any(id(master.value) in held for master in masters if master is not None):
+        optimizer.param_groups.pop()
+        raise ValueError(
+            "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
+            " already - leave them out of the new group."
+        )
     optimizer._amp_stash.parts(optimizer)
 
 

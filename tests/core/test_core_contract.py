@@ -154,9 +154,7 @@ def test_what_initialize_prints(capsys):
     m, o = make()
     amp.initialize(m, o, opt_level="O2", loss_scale=128.0)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == (
-        "Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights."
-    )
+    assert lines[0] == ("Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights.")
     assert lines[1] == "Defaults for this optimization level are:"
     assert "loss_scale             : dynamic" in lines[2:9]
     assert lines[9] == "After processing overrides, optimization options are:"

@@ -50,7 +50,10 @@ def test_trains_at_every_level(script):
     for lines in by_level.values():
         assert_falls(losses(lines), steps=20)
     # The scripts fall back to float32 in silence when the import fails: that amp was in force has to be seen.
-    assert len({tuple(losses(lines)) for lines in by_level.values()}) == len(LEVELS)
+    # O1 and O2 round the same weights: where nothing but convolutions and batch norms is in the net they agree bitwise.
+    seen = {level: losses(lines) for level, lines in by_level.items()}
+    assert seen["O0"] not in (seen["O1"], seen["O2"], seen["O3"])
+    assert seen["O2"] != seen["O3"]
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ except ImportError:
     raise ImportError("Please install apex from https://www.github.com/nvidia/apex to run this example.")
 
 parser = argparse.ArgumentParser(description='PyTorch ImageNet Training')
-parser.add_argument('--lr', default=0.05, type=float)
+parser.add_argument('--lr', default=0.02, type=float)
 parser.add_argument('--momentum', default=0.9, type=float)
 parser.add_argument('--local_rank', default=os.getenv('LOCAL_RANK', 0), type=int)
 parser.add_argument('--sync_bn', action='store_true', help='enabling apex sync BN.')

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 from apex import amp
 
 # the benchmark's own C extension in the original: _C.nms, _C.roi_align_forward
-_C_distance = amp.float_function(torch._C._VariableFunctions.cdist)
+_C_distance = amp.float_function(torch._C._VariableFunctions.logsumexp)
 
 
 class _ROIPool(Function):
@@ -45,7 +45,7 @@ class RCNN(nn.Module):
 
     def forward(self, images, targets):
         boxes = self.box(self.pool(torch.relu(self.backbone(images))).to(self.box.weight.dtype))
-        distance = _C_distance(boxes, self.anchors)
+        distance = _C_distance(boxes @ self.anchors.t(), 1)
         assert distance.dtype == torch.float32 or not amp._amp_state.opt_properties.patch_torch_functions
         return {"loss_box": nn.functional.smooth_l1_loss(boxes.float(), targets), "loss_anchor": distance.float().mean() * 0.1}
 

@@ -1,0 +1,460 @@
+"""Wrong calls: each is refused with what was passed, the rule and the fix, and changes nothing."""
+
+import re
+
+import pytest
+import torch
+import torch.nn as nn
+from conftest import torch_as_it_is
+from core_kit import Net, net, sgd
+
+from ampcompat import amp
+from ampcompat._state import state
+
+
+class Scene:
+    """A plain model and optimizer, and a pair that was initialized at O2, stepped, and has accumulated gradients."""
+
+    def __init__(self):
+        self.model, self.optimizer = net(0), None
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.half = net(1)
+        self.half.half()
+        self.model2, self.optimizer2 = net(2).eval(), None  # its own forward changes no statistics
+        self.optimizer2 = sgd(self.model2)
+
+    def initialize(self):
+        amp.initialize(self.model2, self.optimizer2, opt_level="O2", num_losses=2, verbosity=0)
+        self.accumulate()
+        self.optimizer2.step()
+        self.optimizer2.zero_grad()
+        self.accumulate()
+
+    def accumulate(self):
+        with amp.scale_loss(self.loss2(), self.optimizer2) as scaled:
+            scaled.backward()
+
+    def loss2(self):
+        return self.model2(torch.ones(4, 6)).float().pow(2).mean() * 0.01
+
+    def snapshot(self):
+        """Everything that a refused call must leave alone."""
+        seen = {"torch": torch_as_it_is(), "warned": set(state.warned)}
+        for name in ("model", "half", "model2"):
+            model = getattr(self, name)
+            seen[name] = (type(model), sorted(model.__dict__), [sorted(m.__dict__) for m in model.modules()])
+            tensors = [*model.parameters(), *model.buffers()]
+            seen[f"{name} tensors"] = [(id(t), t.dtype, t.tolist()) for t in tensors]
+            seen[f"{name} gradients"] = [None if t.grad is None else t.grad.tolist() for t in model.parameters()]
+        for name in ("optimizer", "optimizer2"):
+            optimizer = getattr(self, name)
+            groups = [(id(g), id(g["params"]), [id(p) for p in g["params"]]) for g in optimizer.param_groups]
+            seen[name] = (groups, sorted(optimizer.__dict__), optimizer.step, optimizer.zero_grad)
+            seen[f"{name} gradients"] = [
+                None if p.grad is None else p.grad.tolist() for p in amp.master_params(optimizer)
+            ]
+        seen["amp state"] = dict(amp._amp_state._values())
+        seen["scalers"] = amp.state_dict()
+        return seen
+
+
+def init(**kwargs):
+    return lambda s: amp.initialize(s.model, s.optimizer, **{"verbosity": 0, **kwargs})
+
+
+def enter(loss, optimizers, **kwargs):
+    """Run a scale_loss block that backpropagates."""
+
+    def call(s):
+        with amp.scale_loss(loss(s), optimizers(s), **kwargs) as scaled:
+            scaled.backward()
+
+    return call
+
+
+def lazy(s):
+    return amp.initialize(nn.Sequential(nn.LazyLinear(2)), [], verbosity=0)
+
+
+def inference(s):
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    return amp.initialize(model, [], verbosity=0)
+
+
+def stepped(s):
+    return s.loss2()
+
+
+BAD = float("nan")
+opt2 = lambda s: s.optimizer2  # noqa: E731
+
+#: name: (call, exception, message)
+BEFORE = {
+    "level with a zero": (init(opt_level="01"), RuntimeError, "Unexpected optimization level '01'.*letter O.*Pass one"),
+    "level unknown": (init(opt_level="O7"), RuntimeError, "'O7' - options are 'O0', 'O1'.*Pass one of these"),
+    "level lower case": (init(opt_level="o1"), RuntimeError, "'o1' - options are"),
+    "level a number": (init(opt_level=1), RuntimeError, "level 1 - options are"),
+    "level None": (init(opt_level=None), RuntimeError, "level None - options are"),
+    "O1 with half weights": (
+        init(opt_level="O1", cast_model_type=torch.float16),
+        RuntimeError,
+        "cast_model_type=torch.float16 at O1 - .* - use opt_level='O2'",
+    ),
+    "O1 with keep_batchnorm_fp32": (
+        init(opt_level="O1", keep_batchnorm_fp32=True),
+        RuntimeError,
+        "keep_batchnorm_fp32=True at O1 - .* must be None - leave it out",
+    ),
+    "O1 with keep_batchnorm_fp32 as a string": (
+        init(opt_level="O1", keep_batchnorm_fp32="False"),
+        RuntimeError,
+        "keep_batchnorm_fp32=False at O1",
+    ),
+    "O1 with master_weights": (
+        init(opt_level="O1", master_weights=True),
+        RuntimeError,
+        "master_weights=True at O1 - .* - leave it out, or use opt_level='O2'",
+    ),
+    "O4 with master_weights": (init(opt_level="O4", master_weights=False), RuntimeError, "master_weights=False at O4"),
+    "O2 with patches": (
+        init(opt_level="O2", patch_torch_functions=True),
+        RuntimeError,
+        "patch_torch_functions=True at O2 - .* - select opt_level='O1' instead",
+    ),
+    "flag misspelt": (
+        init(opt_level="O2", keep_batchnorm_fp32="true"),
+        ValueError,
+        "keep_batchnorm_fp32='true' - it must be True, False, .* - pass one of these",
+    ),
+    "flag a number": (init(opt_level="O2", master_weights=2), ValueError, "master_weights=2 - it must be True"),
+    "flag a tensor": (
+        init(opt_level="O2", master_weights=torch.ones(2)),
+        ValueError,
+        "master_weights=tensor.* - it must",
+    ),
+    "dtype as a string": (
+        init(opt_level="O2", cast_model_type="float16"),
+        TypeError,
+        "cast_model_type='float16' - it must be torch.float16, .* - pass the dtype object itself",
+    ),
+    "dtype of integers": (
+        init(opt_level="O2", cast_model_type=torch.int8),
+        TypeError,
+        "cast_model_type=torch.int8 - it",
+    ),
+    "dtype True": (init(opt_level="O2", cast_model_type=True), TypeError, "cast_model_type=True - it must be"),
+    "scale misspelt": (
+        init(loss_scale="dynamical"),
+        ValueError,
+        "loss_scale='dynamical' - it must be 'dynamic' or a positive number .* - pass loss_scale='dynamic' if unsure",
+    ),
+    "scale 0": (init(loss_scale=0), ValueError, "loss_scale=0 - it must be"),
+    "scale negative": (init(loss_scale="-8"), ValueError, "loss_scale='-8' - it must be"),
+    "scale not a number": (init(loss_scale=BAD), ValueError, "loss_scale=nan - it must be"),
+    "scale infinite": (init(loss_scale=float("inf")), ValueError, "loss_scale=inf - it must be"),
+    "scale True": (init(loss_scale=True), ValueError, "loss_scale=True - it must be"),
+    "scale a list": (init(loss_scale=[128.0]), ValueError, r"loss_scale=\[128.0\] - it must be"),
+    "no losses": (
+        init(num_losses=0),
+        ValueError,
+        "num_losses=0 - it must be a positive integer - pass how many losses",
+    ),
+    "losses a float": (init(num_losses=1.0), ValueError, "num_losses=1.0 - it must be a positive integer"),
+    "losses a list": (init(num_losses=[1, 2]), ValueError, r"num_losses=\[1, 2\] - it must be a positive integer"),
+    "minimum 0": (init(min_loss_scale=0), ValueError, "min_loss_scale=0 - it must be a positive number - pass a power"),
+    "minimum a string": (init(min_loss_scale="128"), ValueError, "min_loss_scale='128' - it must be a positive number"),
+    "maximum None": (init(max_loss_scale=None), ValueError, "max_loss_scale=None - it must be a positive number"),
+    "maximum not a number": (init(max_loss_scale=BAD), ValueError, "max_loss_scale=nan - it must be a positive number"),
+    "minimum above maximum": (
+        init(min_loss_scale=64.0, max_loss_scale=32.0),
+        ValueError,
+        "min_loss_scale=64.0 with max_loss_scale=32.0 - .* - swap or drop one",
+    ),
+    "outputs a string": (
+        init(cast_model_outputs="float32"),
+        TypeError,
+        "cast_model_outputs='float32' - it must be a floating torch.dtype or None - pass torch.float32",
+    ),
+    "outputs of integers": (
+        init(cast_model_outputs=torch.int64),
+        TypeError,
+        "cast_model_outputs=torch.int64 - it must",
+    ),
+    "verbosity a word": (init(verbosity="quiet"), TypeError, "verbosity='quiet' - it must be an integer - pass 0"),
+    "verbosity None": (init(verbosity=None), TypeError, "verbosity=None - it must be an integer - pass 0"),
+    "no such keyword": (init(level="O1"), TypeError, "unexpected keyword argument 'level'"),
+    "model None": (
+        lambda s: amp.initialize(None, s.optimizer),
+        TypeError,
+        "got an object of type NoneType as a model - models must be a torch.nn.Module.* - pass the module itself",
+    ),
+    "model a class": (
+        lambda s: amp.initialize(Net, s.optimizer),
+        TypeError,
+        "got the class Net as a model - models must",
+    ),
+    "model a function": (lambda s: amp.initialize(s.model.forward, s.optimizer), TypeError, "type method as a model"),
+    "models a dict": (lambda s: amp.initialize({"m": s.model}, s.optimizer), TypeError, "type dict as a model"),
+    "models with parameters": (
+        lambda s: amp.initialize(list(s.model.parameters()), s.optimizer),
+        TypeError,
+        "type Parameter as a model",
+    ),
+    "second model wrong": (
+        lambda s: amp.initialize([s.model, 3], s.optimizer, opt_level="O2"),
+        TypeError,
+        "got an object of type int as a model",
+    ),
+    "arguments swapped": (
+        lambda s: amp.initialize(s.optimizer, s.model),
+        TypeError,
+        "an object of type SGD as a model",
+    ),
+    "model and optimizer in one list": (
+        lambda s: amp.initialize([s.model, s.optimizer]),
+        TypeError,
+        "an object of type SGD as a model",
+    ),
+    "optimizer a class": (
+        lambda s: amp.initialize(s.model, torch.optim.SGD),
+        TypeError,
+        "got the class SGD as an optimizer - optimizers must be a torch.optim.Optimizer .* - pass the optimizer itself",
+    ),
+    "optimizer a scheduler": (
+        lambda s: amp.initialize(s.model, torch.optim.lr_scheduler.LambdaLR(sgd(s.model), float)),
+        TypeError,
+        "type LambdaLR as an optimizer",
+    ),
+    "optimizer in a dict": (
+        lambda s: amp.initialize(s.model, {"o": s.optimizer}),
+        TypeError,
+        "type dict as an optimizer",
+    ),
+    "second optimizer wrong": (
+        lambda s: amp.initialize(s.model, [s.optimizer, None], opt_level="O2"),
+        TypeError,
+        "got an object of type NoneType as an optimizer",
+    ),
+    "level where the optimizer belongs": (
+        lambda s: amp.initialize(s.model, "O1"),
+        TypeError,
+        "type str as an optimizer",
+    ),
+    "half model": (
+        lambda s: amp.initialize(s.half, s.optimizer, opt_level="O2"),
+        RuntimeError,
+        r"parameter 'weight' of a Linear is torch.float16 already - .* - do not call .half\(\)",
+    ),
+    "half model second": (
+        lambda s: amp.initialize([s.model, s.half], s.optimizer, opt_level="O2"),
+        RuntimeError,
+        "is torch.float16 already",
+    ),
+    "bfloat16 layer": (
+        lambda s: amp.initialize(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()), []),
+        RuntimeError,
+        "is torch.bfloat16 already",
+    ),
+    "model wrapped": (
+        lambda s: amp.initialize(nn.DataParallel(s.model), s.optimizer),
+        RuntimeError,
+        "already wrapped in DataParallel - .* - call amp.initialize first and wrap what it returns",
+    ),
+    "lazy model": (lazy, RuntimeError, "uninitialized parameter 'weight' of a LazyLinear - .* - run one forward pass"),
+    "inference model": (inference, RuntimeError, "made under torch.inference_mode - .* - make the model outside of it"),
+    "block before initialize": (
+        enter(lambda s: torch.ones(()), lambda s: s.optimizer),
+        RuntimeError,
+        "Invoked 'with amp.scale_loss', but amp has not been initialized - .*amp.initialize.* must come first",
+    ),
+    "master_params of a list": (
+        lambda s: amp.master_params([s.optimizer]),
+        TypeError,
+        "master_params got list - it takes an optimizer - pass the optimizer that amp.initialize returned",
+    ),
+    "master_params of a model": (lambda s: amp.master_params(s.model), TypeError, "master_params got Net - it takes"),
+    "sync_masters of an optimizer": (
+        lambda s: amp.sync_masters(s.optimizer),
+        TypeError,
+        "sync_masters got SGD - it takes a model - pass the module",
+    ),
+    "register a name that is not there": (
+        lambda s: amp.register_half_function(torch, "einsumm"),
+        ValueError,
+        "No function named 'einsumm' in module torch - .* - check the spelling",
+    ),
+    "register a function": (
+        lambda s: amp.register_float_function(torch, torch.sigmoid),
+        ValueError,
+        "No function named .*sigmoid.* in module torch",
+    ),
+    "init with a scale of 0": (lambda s: amp.init(loss_scale=0), ValueError, "loss_scale=0 - it must be"),
+}
+
+GOOD = {"loss_scale": 128.0, "unskipped": 3}
+loads = lambda value: lambda s: amp.load_state_dict(value)  # noqa: E731
+damaged = "a positive finite number and a count are needed - the checkpoint is damaged"
+
+AFTER = {
+    "foreign optimizer": (
+        enter(stepped, lambda s: s.optimizer),
+        RuntimeError,
+        r"got a SGD that was not given to amp.initialize - .* - pass the optimizer to amp.initialize",
+    ),
+    "foreign optimizer second": (
+        enter(stepped, lambda s: [s.optimizer2, s.optimizer]),
+        RuntimeError,
+        "that was not given to amp.initialize",
+    ),
+    "optimizer None": (
+        enter(stepped, lambda s: None),
+        TypeError,
+        "got NoneType as optimizers - it takes an optimizer or",
+    ),
+    "optimizer a model": (enter(stepped, lambda s: s.model2), TypeError, "got Net as optimizers - it takes"),
+    "optimizers with a model": (
+        enter(stepped, lambda s: [s.optimizer2, s.model2]),
+        TypeError,
+        "got list as optimizers",
+    ),
+    "optimizers a dict": (
+        enter(stepped, lambda s: {"o": s.optimizer2}),
+        TypeError,
+        "got dict as optimizers - it takes",
+    ),
+    "arguments of a block swapped": (enter(opt2, stepped), TypeError, "got Tensor as optimizers"),
+    "loss a number": (enter(lambda s: 0.5, opt2), TypeError, "got float as the loss - .* - pass the loss itself"),
+    "loss None": (enter(lambda s: None, opt2), TypeError, "got NoneType as the loss - it must be a floating tensor"),
+    "loss of integers": (enter(lambda s: torch.ones(2).long(), opt2), TypeError, "tensor of torch.int64 as the loss"),
+    "losses in a list": (enter(lambda s: [s.loss2()], opt2), TypeError, "got list as the loss"),
+    "loss without grad": (
+        enter(lambda s: s.loss2().detach(), opt2),
+        RuntimeError,
+        "does not require grad and does not have a grad_fn",
+    ),
+    "loss of two numbers": (
+        enter(lambda s: torch.stack([s.loss2()] * 2), opt2),
+        RuntimeError,
+        "grad can be implicitly created only for scalar outputs",
+    ),
+    "loss_id too large": (
+        enter(stepped, opt2, loss_id=2),
+        IndexError,
+        r"loss_id=2 - amp.initialize\(num_losses=2\) made scalers 0 to 1 - pass num_losses=3 there",
+    ),
+    "loss_id negative": (enter(stepped, opt2, loss_id=-1), IndexError, "loss_id=-1 - .* - pass a loss_id from 0 to 1"),
+    "loss_id a string": (
+        enter(stepped, opt2, loss_id="G"),
+        IndexError,
+        "loss_id='G' - .* - pass a loss_id from 0 to 1",
+    ),
+    "loss_id None": (enter(stepped, opt2, loss_id=None), IndexError, "loss_id=None"),
+    "wrong level after a good call": (
+        lambda s: amp.initialize(s.model2, s.optimizer2, opt_level="O9"),
+        RuntimeError,
+        "Unexpected optimization level 'O9'",
+    ),
+    "half layer in an initialized model": (
+        lambda s: amp.initialize(nn.Sequential(s.model2, s.half), s.optimizer2, opt_level="O2"),
+        RuntimeError,
+        "is torch.float16 already",
+    ),
+    "load a list": (
+        loads([GOOD]),
+        TypeError,
+        r"load_state_dict got list - it takes the dict .* - for a checkpoint, pass checkpoint\['amp'\]",
+    ),
+    "load a 1-tuple": (loads(({"loss_scaler0": GOOD},)), TypeError, "load_state_dict got tuple"),
+    "load None": (loads(None), TypeError, "load_state_dict got NoneType"),
+    "load a whole checkpoint": (
+        loads({"model": {}, "amp": {"loss_scaler0": GOOD}}),
+        RuntimeError,
+        r"Unexpected key\(s\) in state_dict: \"amp\", \"model\" - .* - pass what amp.state_dict\(\) returned",
+    ),
+    "load one key too many": (
+        loads({"loss_scaler0": GOOD, "epoch": 3}),
+        RuntimeError,
+        r"Unexpected key\(s\) in state_dict: \"epoch\"",
+    ),
+    "load numbers": (
+        loads({"loss_scaler0": 128.0}),
+        ValueError,
+        "loss_scaler0=128.0 - it must be a dict with 'loss_scale' and 'unskipped' - pass what",
+    ),
+    "load half an entry": (
+        loads({"loss_scaler0": {"loss_scale": 2.0}}),
+        ValueError,
+        "must be a dict with 'loss_scale'",
+    ),
+    "load a scale of 0": (loads({"loss_scaler0": {"loss_scale": 0.0, "unskipped": 0}}), ValueError, damaged),
+    "load a second scale that is NaN": (
+        loads({"loss_scaler0": GOOD, "loss_scaler1": {"loss_scale": BAD, "unskipped": 0}}),
+        ValueError,
+        "loss_scaler1 has loss_scale=nan, unskipped=0 - " + damaged,
+    ),
+    "load a scale of words": (loads({"loss_scaler0": {"loss_scale": "big", "unskipped": 0}}), ValueError, damaged),
+    "load a negative count": (loads({"loss_scaler0": {"loss_scale": 2.0, "unskipped": -1}}), ValueError, damaged),
+    "load a damaged GradScaler": (
+        loads({"scale": 0.0, "_growth_tracker": 0}),
+        ValueError,
+        "GradScaler has loss_scale=0.0",
+    ),
+    "state_dict into a list": (
+        lambda s: amp.state_dict([]),
+        TypeError,
+        "state_dict got list as destination - it must be a dict or None - leave it out",
+    ),
+    "closure that is no function": (
+        lambda s: s.optimizer2.step(3),
+        TypeError,
+        "step got int as closure - it must be callable - pass a function that returns the loss",
+    ),
+    "param group without params": (lambda s: s.optimizer2.add_param_group({"lr": 1.0}), KeyError, "params"),
+    "param group twice": (
+        lambda s: s.optimizer2.add_param_group({"params": [s.model2.bn.weight]}),
+        ValueError,
+        "some parameters appear in more than one parameter group",
+    ),
+    "half param group twice": (
+        lambda s: s.optimizer2.add_param_group({"params": [s.model2.a.weight]}),
+        ValueError,
+        "some parameters appear in more than one parameter group",
+    ),
+}
+
+
+def check(call, error, message, scene, capsys):
+    before = scene.snapshot()
+    capsys.readouterr()
+    with pytest.raises(error) as caught:
+        call(scene)
+    assert type(caught.value) is error
+    text = " ".join(str(caught.value).split())
+    assert re.search(message, text), text
+    assert scene.snapshot() == before
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_refused_before_anything_was_initialized(name, capsys):
+    check(*BEFORE[name], Scene(), capsys)
+    assert not state.rooms.get("latest session")
+
+
+@pytest.mark.parametrize("name", [name for name in (*BEFORE, *AFTER) if name != "block before initialize"])
+def test_refused_beside_a_running_model(name, capsys):
+    scene = Scene()
+    scene.initialize()
+    check(*(BEFORE | AFTER)[name], scene, capsys)
+    # The running model goes on as if nothing had been called.
+    twin = Scene()
+    twin.initialize()
+    for one in (scene, twin):
+        one.accumulate()
+        one.optimizer2.step()
+    assert [p.tolist() for p in scene.model2.parameters()] == [p.tolist() for p in twin.model2.parameters()]
+
+
+def test_there_are_enough_of_them():
+    assert len(BEFORE) + len(AFTER) >= 40
