@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         recorder = Recorder(writer)
         observers().append(recorder)
         error: BaseException | None = None
+        _write(file, to_line("ready", {}))
         try:
             if args.target[0] == "-m":
                 _script.run_module(args.target[1], args.target[2:])

@@ -30,7 +30,7 @@ class Options:
         target: ``[script, args…]`` or ``["-m", module, args…]``.
         steps: Optimizer steps after which a run is ended.
         seed: Of Python, numpy and torch, set before the script starts; also ``PYTHONHASHSEED``.
-        timeout: Seconds without a step after which a run is ended; 0: never.
+        timeout: Seconds without a step after which a run is ended, the import of torch not counted; 0: never.
     """
 
     target: Sequence[str]
@@ -79,16 +79,16 @@ def _follow(
             if kind == "step":
                 run.steps.append(read_step(content))
                 on_step(run.steps[-1])
-                last = time.monotonic()
             else:
                 notes[kind] = content
+            last = time.monotonic()
         if code is not None:
             return code
         waited = time.monotonic() - last
         if len(run.steps) >= options.steps:
             if waited > GRACE_SECONDS:
                 return None
-        elif options.timeout and waited > options.timeout:
+        elif options.timeout and waited > options.timeout and "ready" in notes:
             notes["stalled"] = True
             return None
         time.sleep(POLL_SECONDS)
