@@ -81,16 +81,15 @@ def _finish(panels: Sequence[Any], results: Sequence[Result], optimizer: int, to
     if known and min(known) > 0 and max(known) > 20 * min(known) and all(map(math.isfinite, known)):
         losses.set_yscale("log")
     deviation.set_yscale("log")
-    deviation.axhline(tolerance.rtol or SMALLEST, color="0.45", linewidth=0.8, linestyle=":", zorder=1)
-    deviation.annotate(
-        f"rtol {tolerance.rtol:g}",
-        (0.01, tolerance.rtol or SMALLEST),
-        xycoords=("axes fraction", "data"),
-        textcoords="offset points",
-        xytext=(0, 2),
-        fontsize=FONT - 1.5,
-        color="0.3",
-    )
+    seen = [max(d, SMALLEST) for r in results if r.deviation for d in r.deviation.by_step if d and math.isfinite(d)]
+    marks = [*seen, tolerance.rtol] if tolerance.rtol else seen or [1.0]
+    deviation.set_ylim(min(marks) / 2, max(marks) * 2)
+    if tolerance.rtol:
+        deviation.axhline(tolerance.rtol, color="0.45", linewidth=0.8, linestyle=":", zorder=1)
+        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (0, 2)}
+        deviation.annotate(
+            f"rtol {tolerance.rtol:g}", (0.01, tolerance.rtol), fontsize=FONT - 1.5, color="0.3", **place
+        )
     scale.set_yscale("log", base=2)
     exponents = {math.log2(s.scale) for r in results for s in r.run.steps if s.scale and math.isfinite(s.scale)}
     low, high = (math.floor(min(exponents)), math.ceil(max(exponents))) if exponents else (0, 0)

@@ -29,15 +29,26 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "opt_levels(*levels): the levels that the fixture opt_level goes through")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Put the levels of the nearest marker in the place of the fixture's own."""
-    marker = metafunc.definition.get_closest_marker("opt_levels")
-    if marker is None or "opt_level" not in metafunc.fixturenames:
+    """Turn the nearest marker into a ``parametrize``, which pytest prefers to the fixture's own levels."""
+    test = metafunc.definition
+    marker = test.get_closest_marker("opt_levels")
+    if marker is None or "opt_level" not in metafunc.fixturenames or _parametrized(test):
         return
     levels = marker.args
     if not levels or marker.kwargs or not set(levels) <= set(KNOWN):
         raise pytest.UsageError(
-            f"{metafunc.definition.nodeid}: opt_levels{levels} - it takes one or more of {', '.join(KNOWN)}"
+            f"{test.nodeid}: opt_levels{levels} - it takes one or more of {', '.join(KNOWN)}"
             ' - write it as @pytest.mark.opt_levels("O1", "O2").'
         )
-    metafunc.parametrize("opt_level", levels, indirect=True)
+    test.add_marker(pytest.mark.parametrize("opt_level", levels, indirect=True))
+
+
+def _parametrized(test: pytest.Item) -> bool:
+    """Whether a ``parametrize`` of the test's own gives it its levels."""
+    for mark in test.iter_markers("parametrize"):
+        names = mark.args[0] if mark.args else mark.kwargs.get("argnames", ())
+        if "opt_level" in [name.strip() for name in (names.split(",") if isinstance(names, str) else names)]:
+            return True
+    return False

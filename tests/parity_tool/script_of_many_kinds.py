@@ -9,7 +9,6 @@ import time
 
 import numpy
 import torch
-
 from apex import amp
 
 torch.set_num_threads(1)

@@ -27,7 +27,9 @@ def test_environment():
     assert Level("O0").environment == {"AMPCOMPAT_OPT_LEVEL": "O0"}
 
 
-@pytest.mark.parametrize(("levels", "dtypes", "match"), [("01", "fp16", "'01' is no opt_level"), ("O1", "half", "dtype")])
+@pytest.mark.parametrize(
+    ("levels", "dtypes", "match"), [("01", "fp16", "'01' is no opt_level"), ("O1", "half", "dtype")]
+)
 def test_unknown_words_are_named(levels, dtypes, match):
     with pytest.raises(ValueError, match=match):
         read_levels(levels, dtypes)
