@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from ampcompat.amp.block import step_was_skipped
 from ampcompat.amp.casts import casts_off
-from ampcompat.amp.handle import step_was_skipped
 from ampcompat.parity.memory import cuda_in_use, peak_memory
 from ampcompat.parity.record import Step
 
