@@ -5,7 +5,6 @@ When a new torch breaks something, this is the file to mend.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import sys
@@ -50,14 +49,46 @@ def has_fused_kernels(device: torch.device) -> bool:
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
-def peek(flag: torch.Tensor) -> float:
-    """The value of a 0-dim float32 tensor in host memory, read without dispatching an op."""
-    return ctypes.c_float.from_address(flag.data_ptr()).value
+class HostCopy:
+    """Numbers of a device on their way to host memory; starting the copy does not wait for the device.
+
+    Args:
+        values: 0-dim tensors of one dtype and device.
+    """
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        device = values[0].device
+        streams: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
+        self._event: Any = None
+        if hasattr(streams, "Event") and hasattr(streams, "current_stream"):
+            self._host = torch.stack(values).to("cpu", non_blocking=True)  # pinned memory, by torch's own choice
+            self._event = streams.Event()
+            self._event.record(streams.current_stream(device))
+        else:  # nothing would tell when an asynchronous copy is there
+            self._host = torch.stack(values).to("cpu")
+
+    def arrived(self) -> bool:
+        """Whether :meth:`read` need not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the device where they have not arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
 
 
 def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Multiply ``grads`` (one device, one dtype, dense) in place and set ``found_inf`` to 1 on any inf or NaN."""
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+
+
+def update_scale_(
+    scale: torch.Tensor, tracker: torch.Tensor, found: torch.Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """Move ``scale`` and count in ``tracker``, as ``GradScaler.update`` does, on their device."""
+    torch._amp_update_scale_(scale, tracker, found, growth, backoff, interval)
 
 
 # -- autocast state of this thread -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampcompat._torch import HostCopy
 from ampcompat.amp.gradients import Aside
 from ampcompat.amp.master_index import ensure_master, master_of_half, master_of_value
 from ampcompat.amp.masters import Master
@@ -27,7 +28,7 @@ class AmpOptimizerState:
         params_have_scaled_gradients: A ``delay_unscale`` block left scaled gradients behind.
         session: The ``initialize`` call that the optimizer belongs to.
         overflows: Overflow flags noted since the last step, each with its scaler (0-dim, on the device).
-        reports: The same of steps that were skipped on the device and not yet reported.
+        reports: By step that the device decided, on their way to the host: each flag, with the scale then in force.
         skipped: Whether the last step was skipped; None while only the device knows.
     """
 
@@ -38,7 +39,7 @@ class AmpOptimizerState:
         self.session = session
         self.groups: list[Any] = optimizer.param_groups
         self.overflows: list[tuple[LossScaler, torch.Tensor]] = []
-        self.reports: list[tuple[LossScaler, torch.Tensor]] = []
+        self.reports: list[list[tuple[LossScaler, HostCopy]]] = []
         self.skipped: bool | None = False
         self.aside: Aside = []  # unscaled gradients of before the block
         self.gradients_are_local = False  # the scaled ones stem from DDP's no_sync

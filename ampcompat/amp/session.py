@@ -91,6 +91,15 @@ class Session:
             if not any(getattr(model, "_amp_policy", self.policy).half for model in live_models()):
                 cpu_convolution.release()
 
+    def undo_casts(self, ambient: Casts, device_types: Iterable[str]) -> None:
+        """Undo :meth:`begin_casts`, done whole or in part, back to ``ambient`` on ``device_types``."""
+        if ambient.enabled:
+            self.policy.casts = self.policy.casts._replace(enabled=False)
+            casting_policies().discard(self.policy)
+        else:
+            self.end_casts()
+        casts.set_ambient(ambient, device_types)
+
 
 def casting_policies() -> weakref.WeakSet[ModelPolicy]:
     """Policies in use that cast functions."""
