@@ -39,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     children = _watch_for_children()
     _seed(torch, args.seed)
-    if install_as_apex():
-        _script.hand_alias_to_children()
+    install_as_apex(force=True)  # an installed apex would record nothing
+    _script.hand_alias_to_children()
     with open(args.record, "a", encoding="utf-8") as file:
         writer = _Writer(file, args.steps)
         recorder = Recorder(writer)

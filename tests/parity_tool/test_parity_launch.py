@@ -23,16 +23,22 @@ ENDINGS = {
     "forks": (0, "ended", "no step was made in the script's own process; it started other processes"),
     "spawns": (0, "ended", "never called amp.initialize; it started other processes"),
     "is killed": (2, "crashed", "ended by SIGKILL .out of memory"),
-    "runs for ever": (1, "stalled", "no step for 8 s, ended after 1 of 3 steps$"),
+    "runs for ever": (1, "stalled", "no step for 1 s, ended after 1 of 3 steps$"),
     "will not leave": (3, "complete", ""),
 }
 
 
-def start(kind, folder, on_step=lambda step: None, steps=3):
+def start(kind, folder, on_step=None):
     folder = folder / kind.replace(" ", "-")
     folder.mkdir(exist_ok=True)
-    timeout = 8 if kind == "runs for ever" else 100
-    return run_level(Level("O2", "float16"), Options([SCRIPT, kind, "--lr", "x"], steps, 7, timeout), folder, on_step)
+    options = Options([SCRIPT, kind, "--lr", "x"], 3, 7, timeout=100)
+
+    def lose_patience(step):
+        # However busy the machine is, the script gets as far as its first step.
+        if kind == "runs for ever":
+            object.__setattr__(options, "timeout", 1)
+
+    return run_level(Level("O2", "float16"), options, folder, on_step or lose_patience)
 
 
 #: One process each: the others are left to the slow tests.

@@ -58,10 +58,17 @@ def test_each_optimizer_has_a_column(tmp_path):
     assert both.shape[1] > one.shape[1]
 
 
-@pytest.mark.parametrize("rtol", [0.0, 0.1])
 @pytest.mark.parametrize(
-    "losses",
-    [[], [None, None], [math.nan, math.inf], [1.0], [0.0, 0.0], [-1.0, 5.0], [1.0, math.nan, 1.0]],
+    ("losses", "rtol"),
+    [
+        ([], 0.1),
+        ([None, None], 0.0),
+        ([math.nan, math.inf], 0.1),
+        ([1.0], 0.0),
+        ([0.0, 0.0], 0.0),
+        ([-1.0, 5.0], 0.1),
+        ([1.0, math.nan, 1.0], 0.1),
+    ],
 )
 def test_whatever_was_recorded_can_be_drawn(tmp_path, losses, rtol):
     image = drawn(tmp_path, run("O0", losses), run("O1", losses[:1], "bfloat16", scale=math.inf), rtol=rtol)
