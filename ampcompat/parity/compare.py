@@ -109,13 +109,27 @@ def judge(runs: Sequence[Run], tolerance: Tolerance, window: int = 1) -> list[Re
     """
     reference = runs[0]
     base = smoothed(reference, window)
-    sound = reference.ending in ("complete", "ended") and any(loss is not None for loss in base)
-    results = [Result(reference, None, sound, "reference" if sound else reference.message)]
+    ran = reference.ending in ("complete", "ended") and any(loss is not None for loss in base)
+    broken = _first_not_finite(reference)
+    verdict = "reference" if ran else reference.message
+    if broken is not None:
+        verdict = f"{broken} in float32 itself: not for want of precision"
+    results = [Result(reference, None, ran and broken is None, verdict)]
     for run in runs[1:]:
         deviation = compare(smoothed(run, window), base, tolerance)
         passed, verdict = _verdict(run, deviation, reference)
-        results.append(Result(run, deviation, passed and sound, verdict))
+        if passed and not ran:
+            passed, verdict = False, "nothing to compare with"
+        results.append(Result(run, deviation, passed, verdict))
     return results
+
+
+def _first_not_finite(run: Run) -> str | None:
+    """Where the loss first is not finite, in words."""
+    for step in run.steps:
+        if step.loss is not None and not math.isfinite(step.loss):
+            return f"loss {step.loss:g} at step {step.step}"
+    return None
 
 
 def _verdict(run: Run, deviation: Deviation, reference: Run) -> tuple[bool, str]:

@@ -120,7 +120,14 @@ def test_a_level_that_ends_before_float32_does_fails():
 def test_without_a_reference_nothing_passes(reference):
     results = verdicts(reference, run("O1", [1.0]))
     assert results[0] == (False, reference.message)
-    assert not results[1][0]
+    assert results[1][0] is False
+    assert results[1][1] in ("nothing to compare with", "no loss to compare")
+
+
+def test_a_float32_run_that_breaks_by_itself_fails_and_is_told_from_the_others():
+    results = verdicts(run("O0", [1.0, NAN]), run("O1", [1.0, NAN]))
+    assert results[0] == (False, "loss nan at step 2 in float32 itself: not for want of precision")
+    assert results[1] == (True, "within tolerance")
 
 
 def test_runs_without_losses_do_not_pass():
