@@ -112,7 +112,7 @@ def judge(runs: Sequence[Run], tolerance: Tolerance, window: int = 1) -> list[Re
     ran = reference.ending in ("complete", "ended") and any(loss is not None for loss in base)
     broken = _first_not_finite(reference)
     verdict = "reference" if ran else reference.message
-    if broken is not None:
+    if ran and broken is not None:
         verdict = f"{broken} in float32 itself: not for want of precision"
     results = [Result(reference, None, ran and broken is None, verdict)]
     for run in runs[1:]:
