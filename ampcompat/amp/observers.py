@@ -3,6 +3,7 @@
 An observer is an object with any of these methods; they are called in the thread of the script, and what they raise
 goes through to it:
 
+* ``on_forward(model, args, kwargs)`` and ``on_output(model, output)``: the forward of an initialized model, eager.
 * ``on_scale_loss(loss, scaler, optimizers)``: a block opens; casts are as in the script.
 * ``on_gradients(scaler, optimizers)``: a block that unscales has closed; gradients are unscaled, non-finite ones
   included, and neither clipped nor freed yet.
