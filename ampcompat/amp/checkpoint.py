@@ -108,8 +108,8 @@ def _read(saved: object) -> list[Entry]:
         raise RuntimeError(
             "Error(s) in loading state_dict. Unexpected key(s) in state_dict: "
             + ", ".join(f'"{key}"' for key in unknown)
-            + " - the keys are loss_scaler0, loss_scaler1, ... - "
-            + (f"pass its {inside!r} part." if inside else "pass what amp.state_dict() returned.")
+            + " - the keys are loss_scaler0, loss_scaler1, ... - pass what amp.state_dict() returned"
+            + (f", which lies here under {inside!r}." if inside else ".")
         )
     entries = []
     for name in names:

@@ -17,8 +17,8 @@ def keep_dtype(master: Master) -> None:
     warn_once(
         "master dtype",
         f"A weight that amp.initialize had cast to {master.dtype} was {master.half.dtype} - at O2 the dtype of the"
-        " model is amp's business, so the weight is cast back - take amp.unwrap(model) for a float32 copy, or initialize"
-        " again at another opt_level.",
+        " model is amp's business, so the weight is cast back - take amp.unwrap(model) for a float32 copy, or"
+        " initialize again at another opt_level.",
     )
     grad, master.half.grad = master.half.grad, None
     with torch.no_grad():

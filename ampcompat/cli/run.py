@@ -23,14 +23,14 @@ EPILOG = """everything after the script's (or the module's) name is the script's
 exit status: the script's; 2 when the script cannot be opened or the command line is wrong"""
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(argv: Sequence[str], takes_value: Sequence[str] = TAKES_VALUE) -> tuple[list[str], list[str]]:
     """Split ``["run", …]`` into our arguments and the script's: ``["-m", module, …]`` or ``[script, …]``.
 
     argparse cannot do it: it takes a ``--lr`` of the script's for one of ours, and eats its ``--``.
     """
     at = 1
     while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-", "--", "-m"):
-        at += 2 if argv[at] in TAKES_VALUE else 1
+        at += 2 if argv[at] in takes_value else 1
     target = list(argv[at:])
     return list(argv[:at]), target[1:] if target[:1] == ["--"] else target
 

@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampcompat import amp
+from ampcompat import amp, parallel
 from ampcompat._state import state
 from ampcompat._torch import TORCH
 from ampcompat.amp.master_index import masters_of
@@ -129,6 +129,37 @@ def overflow_on_one_rank(level: str) -> None:
         step(run, optimizer, 2)
         assert not amp.step_was_skipped(optimizer)
         everything_is_equal(model, optimizer)
+
+
+def the_projects_own_wrapper(level: str) -> None:
+    for options in ({}, {"delay_allreduce": True}, {"message_size": 64}):
+        model, optimizer, run = made(level, wrap=parallel.DistributedDataParallel, **options)
+        everything_is_equal(model, optimizer)
+        for at in range(3):
+            step(run, optimizer, at)
+        everything_is_equal(model, optimizer)
+
+
+def sync_batch_norm(level: str) -> None:
+    """Statistics over all ranks: the same step as one process with all the data, to the level's precision."""
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
+    model = parallel.convert_syncbn_model(copy.deepcopy(plain))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    run = parallel.DistributedDataParallel(model)
+    everything = torch.cat([batch(0, rank) for rank in range(dist.get_world_size())])
+    step(run, optimizer, 0, factor=1 / 64)
+    with amp.disable_casts():
+        plain(everything)
+    # A linear layer in half is off by 2^-11 (float16) or 2^-8 (bfloat16) of values of the order of one.
+    loose = {"O0": 1e-5, "O5": 2e-2}.get(level, 2e-3)
+    torch.testing.assert_close(model[1].running_mean, plain[1].running_mean, rtol=loose, atol=loose)
+    torch.testing.assert_close(model[1].running_var, plain[1].running_var, rtol=loose, atol=loose)
+    for at in range(1, 3):
+        step(run, optimizer, at, factor=1 / 64)
+    everything_is_equal(model, optimizer)
+    equal_on_ranks([model[1].running_mean, model[1].running_var])
 
 
 def accumulation_with_no_sync(level: str) -> None:
@@ -269,6 +300,8 @@ CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
     (state_dict_on_rank_0_alone_before_wrapping, MASTERS),
     (the_model_inside_another_module, MASTERS),
     (overflow_on_one_rank, ["O1", "O2"]),
+    (the_projects_own_wrapper, LEVELS),
+    (sync_batch_norm, ["O0", "O1", "O2", "O5"]),
     (accumulation_with_no_sync, LEVELS),
     (gradient_as_bucket_view, LEVELS),
     (resume, LEVELS),

@@ -88,7 +88,7 @@ def sizes():
     return found
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_steps_do_not_grow_memory(level):
     model, optimizer = initialized(level)
     train(model, optimizer, 10)
