@@ -60,6 +60,42 @@ def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inver
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
 
 
+def update_scale_(
+    scale: torch.Tensor,
+    tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth: float,
+    backoff: float,
+    interval: int,
+    bounds: tuple[float, float],
+) -> None:
+    """Back ``scale`` off where ``found_inf`` is set, else count in ``tracker`` and grow; no host sync.
+
+    Args:
+        scale: 0-dim float32, changed in place.
+        tracker: 0-dim int32, changed in place.
+        found_inf: 0-dim float32.
+        growth: Factor of growth.
+        backoff: Factor of back-off.
+        interval: Clean passes before growth.
+        bounds: Floor of back-off and cap of growth; a scale that does not move may lie outside them.
+    """
+    floor, cap = bounds
+    if scale.device.type == "cpu" and has_storage(scale):  # in host memory the bounds need no op to be looked at
+        before = peek(scale)
+        torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+        after = peek(scale)
+        if before < after > cap:
+            scale.fill_(cap)
+        elif before > after < floor:
+            scale.fill_(floor)
+        return
+    before_ = scale.clone()
+    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
+    clamped = torch.where(scale > before_, scale.clamp(max=cap), scale)
+    scale.copy_(torch.where(scale < before_, scale.clamp(min=floor), clamped))
+
+
 # -- autocast state of this thread -------------------------------------------------------------------------------------
 def autocast_nesting() -> int:
     """How many autocast regions (ours included) this thread is in."""

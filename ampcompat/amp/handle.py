@@ -183,9 +183,11 @@ def step_was_skipped(optimizer: Any) -> bool:
     return bool(stash.skipped)
 
 
-def disable_casts() -> AbstractContextManager[Any]:
+@contextmanager
+def disable_casts() -> Iterator[Any]:
     """Context in which no function is cast, at any level; nests, and ends with exceptions too."""
-    return casts_off(disable=True)
+    with casts_off(disable=True) as outside:
+        yield outside
 
 
 class AmpHandle:

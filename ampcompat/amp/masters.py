@@ -41,6 +41,7 @@ class Master:
             if exact.data_ptr() == half.data_ptr() or value is not None:
                 exact = exact.clone()
         self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+        self.numel = exact.numel()
         self.homes: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         self.comparisons, self.early_steps = EARLY_ROUNDS, EARLY_STEPS
         self.written_unseen = False  # somebody writes ``half`` without moving its version: compare for ever
@@ -185,8 +186,13 @@ def reconcile(masters: Iterable[Master]) -> None:
     No host sync, except in the first few rounds of a master's life and where somebody was caught writing a model
     tensor without moving its version counter (``p.data.clamp_()``, ``dist.broadcast(p.data)``).
     """
-    for master in masters:
-        if (master.half._version, master.value._version, master.half.data_ptr()) != master.seen:
+    # Models have thousands of masters and nearly always none of them moved: one pass finds those that need a look.
+    for master in [
+        m
+        for m in masters
+        if (m.half._version, m.value._version, m.half.data_ptr()) != m.seen or m.comparisons or m.written_unseen
+    ]:
+        if master.moved():
             master.reconcile()
-        elif (master.comparisons or master.written_unseen) and not torch.compiler.is_compiling():
+        elif not torch.compiler.is_compiling():
             master.compare()

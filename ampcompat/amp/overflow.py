@@ -72,6 +72,12 @@ def report_if_known(stash: AmpOptimizerState) -> None:
 
 def _say_which(noted: Noted) -> bool:
     """Read the flags, in one host sync per device, and announce the scalers that overflowed."""
+    if len(noted) == 1:
+        scaler, found = noted[0]
+        overflows = bool(found.item())
+        if overflows:
+            _announce([scaler])
+        return overflows
     by_device: dict[torch.device, Noted] = {}
     for scaler, found in noted:
         by_device.setdefault(found.device, []).append((scaler, found))

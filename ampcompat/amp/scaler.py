@@ -140,8 +140,10 @@ class LossScaler(torch.amp.GradScaler):
             _torch.unscale_and_check_(bucket, found, self._inverse(device))
 
     def _inverse(self, device: torch.device) -> torch.Tensor:
-        assert_scale: torch.Tensor = self._scale  # type: ignore[assignment]
-        return assert_scale.to(device=device, non_blocking=True).reciprocal()
+        scale: torch.Tensor = self._scale  # type: ignore[assignment]
+        scale = scale.to(device=device, non_blocking=True)
+        # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
+        return scale.new_ones(()).div_(scale)
 
     def end_backward_pass(self) -> torch.Tensor | None:
         """Move the scale for the backward pass just unscaled; no host sync.
@@ -164,15 +166,15 @@ class LossScaler(torch.amp.GradScaler):
         if self._uncounted is not None:
             counted = torch.maximum(found, self._uncounted.to(scale.device, non_blocking=True))
             self._uncounted = None
-        before = scale.clone()
-        torch._amp_update_scale_(
-            scale, tracker, counted, self._growth_factor, self._backoff_factor, self._growth_interval
+        _torch.update_scale_(
+            scale, tracker, counted, self._growth_factor, self._backoff_factor, self._growth_interval, self._bounds
         )
-        floor = FLOOR if self._min_loss_scale is None else self._min_loss_scale
-        clamped = torch.where(scale > before, scale.clamp(max=self._max_loss_scale), scale)
-        scale.copy_(torch.where(scale < before, scale.clamp(min=floor), clamped))
         self._last_found = found
         return found
+
+    @property
+    def _bounds(self) -> tuple[float, float]:
+        return FLOOR if self._min_loss_scale is None else self._min_loss_scale, self._max_loss_scale
 
     def put_off_update(self) -> torch.Tensor | None:
         """As :meth:`end_backward_pass`, but the scale stays: the next backward pass counts this overflow too."""
@@ -188,7 +190,7 @@ class LossScaler(torch.amp.GradScaler):
         if not founds:
             return None
         if len(founds) == 1:
-            return founds[0].clone()
+            return founds[0]
         return torch.stack([f.to(founds[0].device, non_blocking=True) for f in founds]).amax()
 
     def update_scale(self) -> bool:

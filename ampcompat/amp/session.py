@@ -52,7 +52,12 @@ class Session:
     @property
     def plain(self) -> bool:
         """Whether blocks have nothing to do: scale one for ever, no masters."""
-        return not self.policy.master_weights and all(scaler.is_one for scaler in self.scalers)
+        if self.policy.master_weights:
+            return False
+        for scaler in self.scalers:  # a loop: asked in every block, and a generator costs more than all of it
+            if not scaler.is_one:
+                return False
+        return True
 
     def new_scaler(self) -> LossScaler:
         """One more scaler like the first."""
