@@ -62,13 +62,6 @@ class Master:
         """Whether either side was written since :meth:`settle`, as far as version counters tell."""
         return (self.half._version, self.value._version, self.half.data_ptr()) != self.seen
 
-    def stepped(self) -> None:
-        """An optimizer moved the master and :func:`push_all` wrote it to the model."""
-        self.settle()
-        if self.early_steps:
-            self.early_steps -= 1
-            self.comparisons = max(self.comparisons, 2)
-
     def hand_out(self) -> torch.Tensor:
         """The master itself, for a state dict: writing into it moves the model at the next forward or step."""
         if self.handed_out is None:
@@ -174,10 +167,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def push_all(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
+    halves, values = [m.half for m in masters], [m.value for m in masters]
     with torch.no_grad():
-        torch._foreach_copy_([m.half for m in masters], [m.value for m in masters])
-    for master in masters:
-        master.stepped()
+        torch._foreach_copy_(halves, values)
+    for master, half, value in zip(masters, halves, values, strict=True):
+        master.seen = (half._version, value._version, half.data_ptr())
+        master.handed_out = None
+        if master.early_steps:
+            master.early_steps -= 1
+            master.comparisons = max(master.comparisons, 2)
 
 
 def reconcile(masters: Iterable[Master]) -> None:
