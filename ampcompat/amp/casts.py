@@ -147,7 +147,7 @@ def end_ambience() -> None:
     room.found, room.ambient, room.device_types = None, OFF, ()
 
 
-class casts_off:  # noqa: N801 - used as a function
+class casts_off:
     """Casts are off inside, on every device type that has them.
 
     A class because the engine and every step enter one: it costs half of what a generator does. Entering it gives the

@@ -84,6 +84,7 @@ def take_new(scaler: LossScaler, masters: Iterable[Master], direct: Iterable[tor
             scaler.unscale_(fresh)
             _fold(chunk, wide)
             seen, fresh = True, []
+            del wide  # before the next chunk is made
         scaler.unscale_(fresh)
         give_back(aside, add=True)
     return seen
@@ -114,7 +115,7 @@ def _chunks(masters: Iterable[Master]) -> Iterator[list[Master]]:
 def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[torch.Tensor]:
     """Float32 copies of the half gradients, in fused passes; appends what must be unscaled to ``fresh``."""
     grads: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # chunks have only those
-    if any([g.is_sparse for g in grads]):
+    if any(g.is_sparse for g in grads):
         # Duplicate entries are summed in float32: their half sum may overflow.
         folds = [
             _sparse(g._indices(), g._values().float(), g.shape).coalesce() if g.is_sparse else g.float() for g in grads

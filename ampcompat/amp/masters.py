@@ -167,7 +167,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def push_all(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
-    halves, values = [m.half for m in masters], [m.value for m in masters]
+    halves: list[torch.Tensor] = [m.half for m in masters]
+    values: list[torch.Tensor] = [m.value for m in masters]
     with torch.no_grad():
         torch._foreach_copy_(halves, values)
     for master, half, value in zip(masters, halves, values, strict=True):

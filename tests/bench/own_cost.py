@@ -1,4 +1,4 @@
-"""What a step costs beside the model: nothing is computed, gradients are set by hand, and the optimizer does nothing."""
+"""What a step costs beside the model: nothing is computed, gradients are set by hand, the optimizer does nothing."""
 
 import time
 
