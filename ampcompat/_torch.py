@@ -50,9 +50,41 @@ def has_fused_kernels(device: torch.device) -> bool:
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
-def peek(flag: torch.Tensor) -> float:
-    """The value of a 0-dim float32 tensor in host memory, read without dispatching an op."""
-    return ctypes.c_float.from_address(flag.data_ptr()).value
+class HostCopy:
+    """Numbers of a device on their way to host memory; starting the copy does not wait for the device.
+
+    Args:
+        values: 0-dim tensors of one dtype and device.
+    """
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        device = values[0].device
+        streams: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
+        self._event: Any = None
+        if hasattr(streams, "Event") and hasattr(streams, "current_stream"):
+            self._host = torch.stack(values).to("cpu", non_blocking=True)  # pinned memory, by torch's own choice
+            self._event = streams.Event()
+            self._event.record(streams.current_stream(device))
+        else:  # nothing would tell when an asynchronous copy is there
+            self._host = torch.stack(values).to("cpu")
+
+    def arrived(self) -> bool:
+        """Whether :meth:`read` need not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the device where they have not arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
+
+
+def host_value(number: torch.Tensor) -> float | None:
+    """The value of a 0-dim float32 tensor in host memory, read without an op; None where it lies elsewhere."""
+    if number.device.type != "cpu" or not has_storage(number):
+        return None
+    return ctypes.c_float.from_address(number.data_ptr()).value
 
 
 def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
@@ -61,39 +93,10 @@ def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inver
 
 
 def update_scale_(
-    scale: torch.Tensor,
-    tracker: torch.Tensor,
-    found_inf: torch.Tensor,
-    growth: float,
-    backoff: float,
-    interval: int,
-    bounds: tuple[float, float],
+    scale: torch.Tensor, tracker: torch.Tensor, found: torch.Tensor, growth: float, backoff: float, interval: int
 ) -> None:
-    """Back ``scale`` off where ``found_inf`` is set, else count in ``tracker`` and grow; no host sync.
-
-    Args:
-        scale: 0-dim float32, changed in place.
-        tracker: 0-dim int32, changed in place.
-        found_inf: 0-dim float32.
-        growth: Factor of growth.
-        backoff: Factor of back-off.
-        interval: Clean passes before growth.
-        bounds: Floor of back-off and cap of growth; a scale that does not move may lie outside them.
-    """
-    floor, cap = bounds
-    if scale.device.type == "cpu" and has_storage(scale):  # in host memory the bounds need no op to be looked at
-        before = peek(scale)
-        torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
-        after = peek(scale)
-        if before < after > cap:
-            scale.fill_(cap)
-        elif before > after < floor:
-            scale.fill_(floor)
-        return
-    before_ = scale.clone()
-    torch._amp_update_scale_(scale, tracker, found_inf, growth, backoff, interval)
-    clamped = torch.where(scale > before_, scale.clamp(max=cap), scale)
-    scale.copy_(torch.where(scale < before_, scale.clamp(min=floor), clamped))
+    """Move ``scale`` and count in ``tracker``, as ``GradScaler.update`` does, on their device."""
+    torch._amp_update_scale_(scale, tracker, found, growth, backoff, interval)
 
 
 # -- autocast state of this thread -------------------------------------------------------------------------------------
@@ -165,6 +168,25 @@ def register_state_dict_hooks(
     ]
 
 
+# -- data parallelism --------------------------------------------------------------------------------------------------
+def patch_ddp_constructor(after: Callable[[Any, bool], None]) -> Callable[[], None]:
+    """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made; returns the undo."""
+    owner: Any = torch.nn.parallel.DistributedDataParallel
+    original = owner.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        after(self, bool(kwargs.get("init_sync", True)))
+
+    owner.__init__ = __init__
+
+    def undo() -> None:
+        owner.__init__ = original
+
+    return undo
+
+
 # -- kinds of models ---------------------------------------------------------------------------------------------------
 def parallel_wrapper(model: torch.nn.Module) -> str | None:
     """The name of the data-parallel wrapper that ``model`` is, if it is one."""
@@ -174,6 +196,11 @@ def parallel_wrapper(model: torch.nn.Module) -> str | None:
     return None
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a ``DTensor``: one rank's part of a tensor."""
+    return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
+
+
 def is_uninitialized(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` belongs to a lazy module that has not seen data yet."""
     return torch.nn.parameter.is_lazy(tensor)
@@ -181,8 +208,10 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     """The module behind ``torch.compile(module)``; ``model`` itself where it is not compiled."""
-    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
-    return inner if type(model).__name__ == "OptimizedModule" and inner is not None else model
+    if type(model).__name__ != "OptimizedModule":
+        return model
+    inner: torch.nn.Module = model._modules.get("_orig_mod") or model
+    return inner
 
 
 def disabled_optimizers(state: State) -> weakref.WeakSet[Any]:

@@ -67,6 +67,12 @@ class LossScaler(torch.amp.GradScaler):
         """The current scale. Reads the device: one host sync."""
         return self.get_scale()
 
+    def scale_on(self, device: torch.device) -> torch.Tensor:
+        """The current scale as a 0-dim float32 tensor on ``device``; no host sync."""
+        if self._scale is None:
+            return torch.full((), self._init_scale, device=device)
+        return self._scale.to(device, non_blocking=True)
+
     @property
     def _loss_scale(self) -> float:
         return self.get_scale()
@@ -166,15 +172,27 @@ class LossScaler(torch.amp.GradScaler):
         if self._uncounted is not None:
             counted = torch.maximum(found, self._uncounted.to(scale.device, non_blocking=True))
             self._uncounted = None
-        _torch.update_scale_(
-            scale, tracker, counted, self._growth_factor, self._backoff_factor, self._growth_interval, self._bounds
-        )
+        self._scale = self._moved(scale, tracker, counted)
         self._last_found = found
         return found
 
-    @property
-    def _bounds(self) -> tuple[float, float]:
-        return FLOOR if self._min_loss_scale is None else self._min_loss_scale, self._max_loss_scale
+    def _moved(self, scale: torch.Tensor, tracker: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """The scale after a backward pass, clamped where it moved. In host memory the bounds take no op."""
+        cap, floor = self._max_loss_scale, FLOOR if self._min_loss_scale is None else self._min_loss_scale
+        how = (self._growth_factor, self._backoff_factor, self._growth_interval)
+        known = _torch.host_value(scale)
+        if known is not None:
+            _torch.update_scale_(scale, tracker, found, *how)
+            now = _torch.host_value(scale) or 0.0
+            if known < now > cap:
+                scale.fill_(cap)
+            elif known > now < floor:
+                scale.fill_(floor)
+            return scale
+        before = scale.clone()
+        _torch.update_scale_(scale, tracker, found, *how)
+        clamped = torch.where(scale > before, scale.clamp(max=cap), scale)
+        return torch.where(scale < before, scale.clamp(min=floor), clamped)
 
     def put_off_update(self) -> torch.Tensor | None:
         """As :meth:`end_backward_pass`, but the scale stays: the next backward pass counts this overflow too."""

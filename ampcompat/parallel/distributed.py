@@ -124,6 +124,11 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
             )
             self.register_comm_hook(None, _annotated(hook))
 
+    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
+        """Let ``SyncBatchNorm`` be on any device: torch's own refuses the CPU, where ours works."""
+        if self.device_type != "cpu":
+            super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
+
     def enable_allreduce(self) -> None:
         """Reduce gradients in backward again."""
         self.require_backward_grad_sync = True

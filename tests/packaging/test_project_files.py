@@ -1,6 +1,8 @@
 """What the project says of itself in several places says the same in all of them."""
 
+import json
 import re
+import runpy
 import subprocess
 from pathlib import Path
 
@@ -62,3 +64,14 @@ def test_links_of_the_readme_lead_somewhere():
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", (ROOT / "README.md").read_text())
     assert links
     assert [link for link in links if "://" not in link and not (ROOT / link).exists()] == []
+
+
+def test_the_divergences_page_is_what_the_file_says():
+    generator = runpy.run_path(str(ROOT / "docs" / "divergences.py"))
+    assert (ROOT / "docs" / "divergences.md").read_text() == generator["page"]()
+
+
+def test_every_divergence_has_its_own_name():
+    entries = json.loads((ROOT / "docs" / "divergences.json").read_text())
+    assert len({entry["id"] for entry in entries}) == len(entries)
+    assert all(entry[field] for entry in entries for field in ("id", "area", "apex", "ampcompat", "why"))
