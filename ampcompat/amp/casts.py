@@ -150,13 +150,9 @@ def end_ambience() -> None:
 
 
 class casts_off:
-    """Casts are off inside, on every device type that has them.
+    """Casts are off inside, on every device type that has them; gives the state outside, for :func:`casts_as`.
 
-    A class because the engine and every step enter one: it costs half of what a generator does. Entering it gives the
-    state outside, for code inside that must run as if it stood there.
-
-    Args:
-        disable: As ``disable_casts``: forwards of initialized models inside stay off as well.
+    With ``disable``, forwards of initialized models inside stay off as well. A class: half the price of a generator.
     """
 
     __slots__ = ("disable", "saved", "thread")
@@ -166,8 +162,7 @@ class casts_off:
 
     def __enter__(self) -> Saved:
         room = cast_state()
-        self.thread = thread = room.thread
-        self.saved = saved = save(room.device_types)
+        self.thread, self.saved = thread, saved = room.thread, save(room.device_types)
         thread.off += 1
         thread.disabled += self.disable
         switch(room.device_types, OFF, saved.cache)
