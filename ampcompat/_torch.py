@@ -366,3 +366,26 @@ def forget_compiled_graphs() -> None:
     """Drop the compiled graphs of this process; compiled functions compile again when next called."""
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+
+
+# --- watching what runs -----------------------------------------------------------------------------------------------
+
+
+def current_node() -> Any:
+    """The node of the autograd graph that the engine runs in this thread; None outside of it."""
+    return torch._C._current_autograd_node()
+
+
+def innermost_dispatch_mode() -> Any:
+    """The dispatch mode that sees ops first, or None."""
+    from torch.utils import _python_dispatch
+
+    return _python_dispatch._get_current_dispatch_mode()
+
+
+def flop_formula(op: Any) -> Callable[..., int] | None:
+    """The formula of torch's flop counter for ``op`` (on tensors, with ``out_val=``); None where it counts nothing."""
+    from torch.utils.flop_counter import flop_registry
+
+    formula: Callable[..., int] | None = flop_registry.get(getattr(op, "overloadpacket", op))
+    return formula

@@ -51,6 +51,8 @@ def torch_as_it_is() -> dict[str, object]:
     for owner, names in PATCHABLE:
         for name in names:
             seen[f"{getattr(owner, '__name__', owner)}.{name}"] = owner.__dict__.get(name, "absent")
+    for op in RULED:
+        seen[f"dispatcher {op}"] = torch._C._dispatch_dump(op)
     return seen
 
 
@@ -60,6 +62,11 @@ def torch_state():
     return torch_as_it_is
 
 
+#: One op of each kind of rule: half, float, promote, banned, in place, and the CPU's convolutions.
+RULED = [
+    *("aten::prelu", "aten::gelu", "aten::_softmax", "aten::atan2", "aten::binary_cross_entropy", "aten::exp_"),
+    *("aten::_convolution", "aten::convolution_backward"),
+]
 PATCHABLE = [
     (torch.autograd, ["_engine_run_backward", "backward", "grad"]),
     (torch.autograd.function.BackwardCFunction, ["apply", "apply_boxed", "__init__"]),

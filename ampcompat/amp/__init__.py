@@ -1,5 +1,9 @@
 """Mixed precision as ``apex.amp`` offered it."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 # _amp_state is imported as a module first: a later ``import ampcompat.amp._amp_state`` then finds it imported and does
 # not rebind the name, which scripts expect to be the state object.
 from ampcompat import __version__
@@ -22,10 +26,14 @@ from ampcompat.amp.handle import disable_casts
 from ampcompat.amp.master_index import sync_masters
 from ampcompat.amp.unwrap import unwrap
 
+if TYPE_CHECKING:
+    from ampcompat.report import Receipt
+
 __all__ = [
     "__version__",
     "_amp_state",
     "disable_casts",
+    "explain_overflows",
     "float_function",
     "half_function",
     "init",
@@ -36,12 +44,27 @@ __all__ = [
     "register_float_function",
     "register_half_function",
     "register_promote_function",
+    "report",
     "scale_loss",
     "state_dict",
     "step_was_skipped",
     "sync_masters",
     "unwrap",
 ]
+
+
+def explain_overflows(limit: int = 3) -> None:
+    """Explain lost steps from here on; see :func:`ampcompat.explain.explain_overflows`."""
+    from ampcompat import explain  # it builds on this package
+
+    explain.explain_overflows(limit)
+
+
+def report(steps: int = 3) -> Receipt:
+    """Observe what runs from here on; see :func:`ampcompat.report.report`."""
+    from ampcompat import report as reports
+
+    return reports.report(steps)
 
 
 def __getattr__(name: str) -> object:

@@ -16,6 +16,7 @@ from ampcompat.amp.arguments import is_optimizer
 from ampcompat.amp.casts import assert_ambience
 from ampcompat.amp.ddp import holds_back_gradients
 from ampcompat.amp.gradients import give_back
+from ampcompat.amp.observers import notify
 from ampcompat.amp.scaler import LossScaler
 
 
@@ -63,7 +64,9 @@ def scale_loss(
     scaler = _scaler(owner, loss_id)
     assert_ambience()
     if owner.plain:
+        notify("on_scale_loss", loss, scaler, found)
         yield loss.float()
+        notify("on_gradients", scaler, found)
         return
     for one in found:
         if one._amp_stash.in_block:
@@ -71,6 +74,7 @@ def scale_loss(
                 "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be told"
                 " apart - close the first block, or add the losses up."
             )
+    notify("on_scale_loss", loss, scaler, found)
     _enter(found, scaler)
     scaled = scaler.scale_loss(loss)
     used = misuse.watch_loss(scaled)
@@ -90,6 +94,7 @@ def scale_loss(
         return
     if _leave(found, scaler, delay_overflow_check) and not used:
         misuse.warn_of_unused_loss()
+    notify("on_gradients", scaler, found)
 
 
 def _owner(optimizers: Any) -> session.Session:

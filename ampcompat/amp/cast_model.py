@@ -25,6 +25,7 @@ def cast_weights(
     master_weights: bool,
     trained: set[int],
     undo: ExitStack,
+    kept: frozenset[torch.nn.Module] = frozenset(),
 ) -> None:
     """Cast every floating parameter and buffer of ``models`` to ``dtype``, in place; complex tensors stay.
 
@@ -39,10 +40,12 @@ def cast_weights(
         trained: ids of the tensors that some optimizer holds: their masters are made now, from the float32 values,
             the others' when first needed.
         undo: Takes the undo of every change.
+        kept: Modules that go to float32 instead (``keep_fp32``).
     """
     for module in {id(m): m for model in models for m in model.modules()}.values():
         before = module.__dict__.get("_amp_half")
-        target = torch.float32 if stays_float32(module, keep_batchnorm_fp32) else dtype
+        wide = module in kept or stays_float32(module, keep_batchnorm_fp32)
+        target = torch.float32 if wide and dtype is not None else dtype
         if target is None and before is not None:
             target = torch.float32
         if target is None:

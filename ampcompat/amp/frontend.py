@@ -11,6 +11,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import amp_model, arguments, checkpoint, optimizer
+from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.cast_model import cast_weights
 from ampcompat.amp.casts import cast_state
@@ -41,8 +42,10 @@ def initialize(
     verbosity: int = 1,
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
+    *,
+    keep_fp32: Any = None,
 ) -> Any:
-    """Put models and optimizers under mixed precision, in place; the signature is apex's.
+    """Put models and optimizers under mixed precision, in place; the signature is apex's, and ``keep_fp32``.
 
     May be called any number of times, for the same or other objects, at any levels: each call owns its models,
     optimizers and scalers; ``amp.state_dict()`` and ``amp._amp_state`` show the latest.
@@ -62,6 +65,10 @@ def initialize(
         verbosity: 0 prints nothing.
         min_loss_scale: Floor of dynamic scales; None means 2^-24.
         max_loss_scale: Cap of dynamic scales, the initial one (2^16) included.
+        keep_fp32: Modules that compute in float32 at any level: a module, a module type, a shell pattern over qualified
+            names or class names (``"decoder.*.wo"``), or a list of these. Their inputs are cast to float32; at O2 and
+            O3 their weights stay float32 and their outputs go back to half. ``AMPCOMPAT_KEEP_FP32`` adds patterns,
+            separated by commas.
 
     Returns:
         The model (or the list of models), and the optimizer (or list), as given; with ``optimizers=None`` the model(s)
@@ -90,6 +97,7 @@ def initialize(
     loudness = arguments.check_verbosity(verbosity)
     model_list, optimizer_list = arguments.as_models(models), arguments.as_optimizers(optimizers)
     arguments.check_unsharded(model_list, properties)
+    kept = keep_fp32_.select([_torch.uncompiled(model) for model in model_list], keep_fp32)
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
         for loss_id in range(num_losses)
@@ -99,7 +107,7 @@ def initialize(
     if loudness > 0:
         _describe(properties)
     with ExitStack() as undo:
-        _take_over(session, model_list, optimizer_list, undo)
+        _take_over(session, model_list, optimizer_list, kept, undo)
         undo.pop_all()
     shown: Any = model_list if isinstance(models, (list, tuple)) else models
     if optimizers is None:
@@ -107,7 +115,13 @@ def initialize(
     return shown, optimizer_list if isinstance(optimizers, (list, tuple)) else optimizers
 
 
-def _take_over(session: Session, models: list[torch.nn.Module], optimizers: list[Any], undo: ExitStack) -> None:
+def _take_over(
+    session: Session,
+    models: list[torch.nn.Module],
+    optimizers: list[Any],
+    kept: list[torch.nn.Module],
+    undo: ExitStack,
+) -> None:
     """Change everything that a call changes; each change puts its own undo on ``undo``."""
     properties, policy = session.properties, session.policy
     targets = [_torch.uncompiled(model) for model in models]
@@ -127,9 +141,11 @@ def _take_over(session: Session, models: list[torch.nn.Module], optimizers: list
             policy.master_weights,
             trained if policy.master_weights else set(),
             undo,
+            frozenset(inner for module in kept for inner in module.modules()),
         )
     else:
         cast_weights(modules, None, False, False, set(), undo)
+    keep_fp32_.build_borders(modules, kept, policy, undo)
     for model in modules:
         amp_model.attach(model, policy)
     for one in optimizers:

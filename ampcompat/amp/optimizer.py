@@ -17,6 +17,7 @@ from ampcompat.amp.closure import step_with_closure
 from ampcompat.amp.gradients import give_back, put_aside, take_new, take_unscaled
 from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import Master, push_all, reconcile
+from ampcompat.amp.observers import notify
 from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters
 from ampcompat.amp.scaler import LossScaler
 
@@ -77,14 +78,17 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
         )
     with casts_off() as outside:
         if closure is not None:
-            return step_with_closure(optimizer, original, closure, outside, **kwargs)
-        finish_delayed(optimizer, stash)
-        follow_replacements(masters)
-        misuse.warn_at_step(stash, masters, direct)
-        if not stash.blocks:
-            take_unscaled(masters)
-        reconcile(masters)
-        return _step_now(optimizer, original, stash, masters, **kwargs)
+            result = step_with_closure(optimizer, original, closure, outside, **kwargs)
+        else:
+            finish_delayed(optimizer, stash)
+            follow_replacements(masters)
+            misuse.warn_at_step(stash, masters, direct)
+            if not stash.blocks:
+                take_unscaled(masters)
+            reconcile(masters)
+            result = _step_now(optimizer, original, stash, masters, **kwargs)
+        notify("on_step", optimizer, stash.skipped)
+        return result
 
 
 def _step_now(

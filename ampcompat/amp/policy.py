@@ -15,6 +15,7 @@ from ampcompat._state import state
 from ampcompat.amp import master_index, stray_weights
 from ampcompat.amp.cast_tree import cast_tree
 from ampcompat.amp.casts import OFF, Casts, ForwardCasts, cast_state, casts_for_forward, set_ambient
+from ampcompat.amp.observers import notify
 
 
 @dataclass(eq=False)
@@ -44,6 +45,12 @@ class ModelPolicy:
         """``forward(*args, **kwargs)`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(model, forward, args, kwargs)
+        notify("on_forward", model, args, kwargs)
+        output = self._run_eager(model, forward, args, kwargs)
+        notify("on_output", model, output)
+        return output
+
+    def _run_eager(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.half is not None and "_amp_stamp" not in model.__dict__:
             stray, running = self._look_at_weights(model), cast_state().thread.half_models
             running.append(model)

@@ -17,6 +17,9 @@ from ampcompat import __version__
 
 __all__ = ["main"]
 
+#: Commands whose line ends with a script and its own arguments; their modules have a ``split(argv)``.
+RUN_SCRIPTS = ("run", "parity")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: that of the process) and return the exit status.
@@ -25,10 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     ours = list(sys.argv[1:] if argv is None else argv)
     target: list[str] = []
-    if ours[:1] == ["run"]:
-        from ampcompat.cli.run import split
-
-        ours, target = split(ours)
+    if ours and ours[0] in RUN_SCRIPTS:
+        ours, target = importlib.import_module(f"{__name__}.{ours[0]}").split(ours)
     parser = _parser(ours[0] if ours else "")
     args = parser.parse_args(ours)
     args.target = target

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+from ampcompat._log import rank
 from ampcompat.cli import _script
 from ampcompat.cli._emit import emit
 
@@ -15,20 +17,20 @@ OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 # Options of ours whose value is the next argument. The first argument that is neither ends our part of the line.
-TAKES_VALUE = ("--opt-level", "--dtype")
+TAKES_VALUE = ("--opt-level", "--dtype", "--keep-fp32")
 
 EPILOG = """everything after the script's (or the module's) name is the script's own.
 exit status: the script's; 2 when the script cannot be opened or the command line is wrong"""
 
 
-def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split(argv: Sequence[str], takes_value: Sequence[str] = TAKES_VALUE) -> tuple[list[str], list[str]]:
     """Split ``["run", …]`` into our arguments and the script's: ``["-m", module, …]`` or ``[script, …]``.
 
     argparse cannot do it: it takes a ``--lr`` of the script's for one of ours, and eats its ``--``.
     """
     at = 1
     while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-", "--", "-m"):
-        at += 2 if argv[at] in TAKES_VALUE else 1
+        at += 2 if argv[at] in takes_value else 1
     target = list(argv[at:])
     return list(argv[:at]), target[1:] if target[:1] == ["--"] else target
 
@@ -46,6 +48,17 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     parser.add_argument("--opt-level", choices=OPT_LEVELS, help="overrides the opt_level that the script asks for")
     parser.add_argument("--dtype", choices=sorted({*DTYPES, *DTYPES.values()}), help="the half dtype")
+    parser.add_argument(
+        "--keep-fp32", metavar="PATTERNS", help="modules that stay float32: names or shell patterns, a,b"
+    )
+    parser.add_argument("--explain", action="store_true", help="explain overflows: which op, which line, what cures it")
+    parser.add_argument(
+        "--receipt",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="tell what ran in which dtype, or write it to FILE (.html, .json or text): --receipt=FILE",
+    )
     parser.add_argument("--force", action="store_true", help="take the place of an installed apex that still has amp")
     parser.set_defaults(main=main, parser=parser)
     return parser
@@ -60,6 +73,8 @@ def main(args: argparse.Namespace) -> int:
         os.environ["AMPCOMPAT_OPT_LEVEL"] = args.opt_level
     if args.dtype:
         os.environ["AMPCOMPAT_DTYPE"] = DTYPES.get(args.dtype, args.dtype)
+    if args.keep_fp32:
+        os.environ["AMPCOMPAT_KEEP_FP32"] = args.keep_fp32
     if not module and not _can_open(args.target[0]):
         return 2
 
@@ -67,11 +82,36 @@ def main(args: argparse.Namespace) -> int:
 
     if install_as_apex(force=args.force):
         _script.hand_alias_to_children()
-    if module:
-        _script.run_module(args.target[1], args.target[2:])
-    else:
-        _script.run_path(args.target[0], args.target[1:])
+    with _watched(args.explain, args.receipt):
+        if module:
+            _script.run_module(args.target[1], args.target[2:])
+        else:
+            _script.run_path(args.target[0], args.target[1:])
     return 0
+
+
+@contextmanager
+def _watched(explain: bool, receipt: str | None) -> Iterator[None]:
+    """Explain overflows inside, and show the receipt afterwards, of a script that failed too."""
+    if explain:
+        from ampcompat.explain import explain_overflows
+
+        explain_overflows()
+    if receipt is None:
+        yield
+        return
+    from ampcompat.report import report
+
+    seen = report()
+    try:
+        yield
+    finally:
+        seen.stop()
+        if receipt and rank() == 0:
+            seen.write(receipt)
+            emit(f"wrote the precision receipt to {receipt}")
+        elif rank() == 0:
+            emit(str(seen))
 
 
 def _can_open(script: str) -> bool:

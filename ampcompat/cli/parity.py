@@ -1,0 +1,159 @@
+"""``ampcompat parity script.py``: the script at every level, and how far each strays from float32."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from ampcompat import __version__
+from ampcompat.cli import run as run_command
+from ampcompat.cli._emit import emit
+from ampcompat.parity.compare import Result, Tolerance, judge
+from ampcompat.parity.launch import Options, run_level
+from ampcompat.parity.levels import Level, read_levels
+from ampcompat.parity.progress import Progress
+from ampcompat.parity.record import Run
+from ampcompat.parity.save import save_csv, save_json
+from ampcompat.parity.table import table
+
+TAKES_VALUE = ("--opt-levels", "--dtypes", "--steps", "--seed", "--rtol", "--atol", "--smooth", "--timeout", "--out")
+LOG_LINES = 15
+
+EPILOG = """everything after the script's (or the module's) name is the script's own.
+exit status: 0 every level is within the tolerance; 1 one is not, or did not run through; 2 bad usage;
+130 interrupted (what was recorded by then is shown and written)"""
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split ``["parity", …]`` into our arguments and the script's."""
+    return run_command.split(argv, TAKES_VALUE)
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Add ``parity`` to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "parity",
+        help="run a script at every opt_level and compare the losses",
+        usage="ampcompat parity [options] (script.py | -m module) [args ...]",
+        description="Run a script once per opt_level, unchanged and from the same seeds, and compare its losses with"
+        " those at O0.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--opt-levels", default="O0,O1,O2,O3", help="comma-separated (default: %(default)s)")
+    parser.add_argument("--dtypes", default="fp16", help="half dtypes, fp16,bf16 for both (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of Python, numpy and torch (default: %(default)s)")
+    parser.add_argument("--rtol", type=float, default=0.1, help="tolerance of the loss (default: %(default)s)")
+    parser.add_argument("--atol", type=float, default=1e-3, help="added to it, in units of the loss (%(default)s)")
+    parser.add_argument(
+        "--smooth", type=int, default=1, metavar="K", help="compare means over the last K steps (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds without a step that end a run; 0: never (%(default)s)"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write parity.json, .csv, .png and the logs there")
+    parser.set_defaults(main=main, parser=parser)
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run all levels, print the table, and return the exit status."""
+    levels = _checked(args)
+    target: list[str] = args.target
+    if target[0] != "-m" and not run_command._can_open(target[0]):
+        return 2
+    options = Options(target, args.steps, args.seed, args.timeout)
+    tolerance = Tolerance(args.rtol, args.atol)
+    with ExitStack() as stack:
+        folder: Path = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampcompat-parity-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        runs = _run_all(levels, options, folder, keep_logs=args.out is not None)
+        results = judge(runs, tolerance, args.smooth)
+        emit("\n" + table(results, tolerance))
+        if args.out:
+            _save(args.out, results, args, tolerance)
+    if any(run.ending == "interrupted" for run in runs):
+        return 130
+    return 0 if all(result.passed for result in results) else 1
+
+
+def _checked(args: argparse.Namespace) -> list[Level]:
+    """The levels; bad usage ends here, with status 2."""
+    if len(args.target) < (2 if args.target[:1] == ["-m"] else 1):
+        args.parser.error("no script given - name one (script.py or -m module) after the options")
+    if min(args.steps, args.smooth) < 1 or not all(value >= 0 for value in (args.rtol, args.atol, args.timeout)):
+        args.parser.error("--steps and --smooth must be 1 or more; --rtol, --atol and --timeout 0 or more")
+    if args.out is not None and args.out.exists() and not args.out.is_dir():
+        args.parser.error(f"--out {args.out} - it is a file - name a directory")
+    try:
+        return read_levels(args.opt_levels, args.dtypes)
+    except ValueError as problem:
+        args.parser.error(str(problem))
+        raise  # not reached: error() exits
+
+
+def _run_all(levels: Sequence[Level], options: Options, folder: Path, keep_logs: bool) -> list[Run]:
+    """The runs, one after the other; none after an interrupted one."""
+    runs: list[Run] = []
+    for level in levels:
+        progress = Progress(level.name, options.steps, _write, sys.stderr.isatty())
+        run = run_level(level, options, folder, progress.on_step)
+        progress.finish(run)
+        runs.append(run)
+        if run.ending in ("crashed", "stalled") and run.log:
+            lines = Path(run.log).read_text(encoding="utf-8", errors="replace").splitlines()
+            where = f" ({run.log})" if keep_logs else ""
+            emit(
+                "\n".join([f"last lines of its output{where}:", *("  | " + s for s in lines[-LOG_LINES:])]), error=True
+            )
+        if run.ending == "interrupted":
+            break
+    return runs
+
+
+def _write(text: str, end: str) -> None:
+    emit(text, error=True, end=end)
+
+
+def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tolerance: Tolerance) -> None:
+    settings = {
+        "target": args.target,
+        "steps": args.steps,
+        "seed": args.seed,
+        "rtol": args.rtol,
+        "atol": args.atol,
+        "smooth": args.smooth,
+        "ampcompat": __version__,
+        "torch": _torch_version(),
+    }
+    save_json(folder / "parity.json", results, settings)
+    save_csv(folder / "parity.csv", results)
+    written = ["parity.json", "parity.csv"]
+    try:
+        from ampcompat.parity.picture import save_picture
+    except ImportError:
+        emit("no picture: matplotlib is missing - pip install 'ampcompat[plot]'", error=True)
+    else:
+        save_picture(folder / "parity.png", results, tolerance, _title(args.target), args.smooth)
+        written.append("parity.png")
+    emit(f"wrote {', '.join(written)} and the logs in {folder}")
+
+
+def _title(target: Sequence[str]) -> str:
+    return target[1] if target[0] == "-m" else os.path.basename(target[0])
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,138 @@
+"""What is kept of a forward so that it can be run again: references to its inputs, and what it drew from."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ampcompat.explain.tensors import tensors_in
+
+#: Buffers that a forward writes are copied at each forward, up to so many bytes a model.
+MOST_BUFFER_BYTES = 32 * 2**20
+
+
+class Record:
+    """One forward of an initialized model.
+
+    Attributes:
+        model: Weak reference to it.
+        grads: Gradients of its outputs, in their order, as the backward brought them.
+        owners: ids of the optimizers in whose blocks the gradients came.
+        scaler: The loss scaler of the last of these blocks.
+        age: Steps since.
+    """
+
+    def __init__(self, model: torch.nn.Module, args: Any, kwargs: Any, buffers: BufferWatch) -> None:
+        self.model = weakref.ref(model)
+        self.args, self.kwargs = args, kwargs
+        self.versions = _versions((args, kwargs))
+        self.random = random_state(_cuda_devices(model))
+        self.buffers = buffers.save()
+        self.grads: list[torch.Tensor | None] = []
+        self.owners: set[int] = set()
+        self.scaler: Any = None
+        self.age = 0
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether somebody wrote into the inputs since."""
+        return _versions((self.args, self.kwargs)) != self.versions
+
+
+class BufferWatch:
+    """Buffers of one model that forwards write, found by their versions; those of training batch norms do not matter.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.buffers = [
+            (module, name)
+            for module in model.modules()
+            if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.seen = [-1] * len(self.buffers)
+        self.moving: set[int] = set()
+        self.first = True
+
+    def save(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each written buffer with a copy of its value; the first time, of every one, as far as they are small."""
+        saved, room = [], MOST_BUFFER_BYTES
+        for index, (module, name) in enumerate(self.buffers):
+            buffer = module._buffers.get(name)
+            if buffer is None or buffer.is_inference():
+                continue
+            if buffer._version != self.seen[index]:
+                self.moving.add(index)
+            self.seen[index] = buffer._version
+            room -= buffer.numel() * buffer.element_size() if index in self.moving else 0
+            if index in self.moving and room >= 0:
+                saved.append((buffer, buffer.detach().clone()))
+        if self.first:
+            self.first = False
+            self.moving.clear()
+        return saved
+
+
+def _versions(value: Any) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors_in(value)]
+
+
+def _cuda_devices(model: torch.nn.Module) -> list[torch.device]:
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return list({p.device for p in model.parameters() if p.device.type == "cuda"})
+
+
+def random_state(devices: list[torch.device]) -> tuple[Any, ...]:
+    """The state of every generator that a forward may draw from. No host sync."""
+    numpy = sys.modules.get("numpy")
+    return (
+        random.getstate(),
+        None if numpy is None else numpy.random.get_state(),
+        torch.get_rng_state(),
+        [(device, torch.cuda.get_rng_state(device)) for device in devices],
+    )
+
+
+def set_random_state(state: tuple[Any, ...]) -> None:
+    """Put back what :func:`random_state` read."""
+    python, numpy, cpu, cuda = state
+    random.setstate(python)
+    if numpy is not None:
+        sys.modules["numpy"].random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    for device, one in cuda:
+        torch.cuda.set_rng_state(one, device)
+
+
+@contextlib.contextmanager
+def as_it_was(record: Record, model: torch.nn.Module) -> Iterator[None]:
+    """Inside: generators and buffers as at the recorded forward. Afterwards: as they were outside, bitwise.
+
+    The buffers inside are copies: a backward of the run that is still to come may need the originals unwritten.
+    """
+    outside = random_state([device for device, _ in record.random[3]])
+    values = {id(buffer): value for buffer, value in record.buffers}
+    copies: dict[int, torch.Tensor] = {}
+    homes = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    try:
+        for module, name, buffer in homes:
+            if id(buffer) not in copies:
+                copies[id(buffer)] = values.get(id(buffer), buffer).detach().clone()
+            module._buffers[name] = copies[id(buffer)]
+        set_random_state(record.random)
+        yield
+    finally:
+        set_random_state(outside)
+        for module, name, buffer in homes:
+            module._buffers[name] = buffer

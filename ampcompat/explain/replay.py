@@ -1,0 +1,125 @@
+"""Running a recorded forward, and its backward, again under probes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampcompat.amp.observers import observers
+from ampcompat.explain.places import Places
+from ampcompat.explain.probe import Event, Probe
+from ampcompat.explain.record import Record, as_it_was
+from ampcompat.explain.tensors import is_finite, map_tensors, tensors_in
+
+
+@dataclass
+class Finding:
+    """What a replay found.
+
+    Attributes:
+        event: The fault, or None where the replay stayed finite.
+        model: Class name of the model.
+        entered: Whether the gradient that came into the model was not finite already.
+        caveat: What makes the replay unlike the run, if anything.
+    """
+
+    event: Event | None
+    model: str
+    entered: bool = False
+    caveat: str = ""
+
+
+def replay(record: Record, backward: bool) -> Finding | None:
+    """Run ``record`` again and find the origin of what is not finite in its outputs or gradients.
+
+    Nothing of the run changes: generators and buffers are put back, gradients are not accumulated.
+
+    Args:
+        record: A forward.
+        backward: Run the backward too, from the gradients that the outputs got.
+
+    Returns:
+        What was found; None where the model is gone.
+    """
+    model = record.model()
+    if model is None:
+        return None
+    names = {id(module): name for name, module in model.named_modules()}
+    finding = Finding(None, type(model).__name__, caveat=_caveat(record))
+    places = Places(names, sys._getframe())
+    places.modules.append(("", finding.model))  # its forward is called past the hooks that would say so
+    probe = Probe(places)
+    leaves: list[torch.Tensor] = []
+
+    def detached(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().clone()  # the forward may write into it
+        if tensor.requires_grad:
+            leaves.append(copy.requires_grad_())
+        return copy
+
+    args, kwargs = map_tensors(record.args, detached), map_tensors(record.kwargs, detached)
+    for number, tensor in enumerate(tensors_in((args, kwargs))):
+        probe.given(tensor, "input", str(number))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        probe.given(tensor, "parameter", name)
+    with _unobserved(), as_it_was(record, model), torch.enable_grad(), places:
+        # A tensor that wants gradients must not be written in place as a leaf; the run's was none.
+        args, kwargs = map_tensors((args, kwargs), lambda t: t.view_as(t) if t.requires_grad else t)
+        with probe:
+            output = model.forward(*args, **kwargs)
+        outputs = list(tensors_in(output))
+        finding.event = probe.origin(outputs)
+        if finding.event is None and backward:
+            finding.event = _backward(record, model, outputs, leaves, probe, finding)
+    return finding
+
+
+def _backward(
+    record: Record,
+    model: torch.nn.Module,
+    outputs: list[torch.Tensor],
+    leaves: list[torch.Tensor],
+    probe: Probe,
+    finding: Finding,
+) -> Event | None:
+    pairs = [
+        (out, grad)
+        for out, grad in zip((o for o in outputs if o.requires_grad), record.grads, strict=False)
+        if grad is not None
+    ]
+    if not pairs:
+        return None
+    if not all(is_finite(grad) for _, grad in pairs):
+        finding.entered = True
+        return None
+    wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
+    with probe:
+        grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    return probe.origin(g for g in grads if g is not None)
+
+
+@contextlib.contextmanager
+def _unobserved() -> Iterator[None]:
+    held = observers()[:]
+    observers().clear()
+    try:
+        yield
+    finally:
+        observers()[:] = held
+
+
+def _caveat(record: Record) -> str:
+    if record.overwritten:
+        return "The inputs were written since the forward, so what was run again is not quite the same batch."
+    return ""
+
+
+def runs_alone(model: Any) -> bool:
+    """Whether ``model`` can be run again by one process: synchronised batch norms wait for the others."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not (distributed and any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules()))

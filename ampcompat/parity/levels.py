@@ -1,0 +1,59 @@
+"""Which runs a comparison consists of: an opt_level and a half dtype each, float32 first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
+DTYPES = {"fp16": "float16", "bf16": "bfloat16", "float16": "float16", "bfloat16": "bfloat16"}
+_SHORT = {"float16": "fp16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Level:
+    """One run.
+
+    Attributes:
+        opt_level: ``"O0"`` to ``"O5"``.
+        dtype: ``"float16"`` or ``"bfloat16"``; None where the level alone decides (O0, O4, O5).
+    """
+
+    opt_level: str
+    dtype: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Such as ``"O1 fp16"``; the level alone where it decides the dtype."""
+        return self.opt_level if self.dtype is None else f"{self.opt_level} {_SHORT[self.dtype]}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that put a script at this level."""
+        settings = {"AMPCOMPAT_OPT_LEVEL": self.opt_level}
+        return settings if self.dtype is None else {**settings, "AMPCOMPAT_DTYPE": self.dtype}
+
+
+REFERENCE = Level("O0")
+
+
+def read_levels(opt_levels: str, dtypes: str) -> list[Level]:
+    """The runs that two comma-separated lists ask for: O0 first, asked for or not, then each level in each dtype.
+
+    Raises:
+        ValueError: An unknown or missing level or dtype.
+    """
+    wanted, halves = _words(opt_levels), _words(dtypes)
+    for word, known, kind in [(w, OPT_LEVELS, "opt_level") for w in wanted] + [(d, DTYPES, "dtype") for d in halves]:
+        if word not in known:
+            raise ValueError(f"{word!r} is no {kind} - it must be one of {', '.join(known)} - name one of these.")
+    if not wanted or not halves:
+        raise ValueError("an empty list - there must be one opt_level and one dtype at least - name them.")
+    levels = [REFERENCE]
+    for opt_level in wanted:
+        alone = opt_level in ("O0", "O4", "O5")
+        levels += [Level(opt_level)] if alone else [Level(opt_level, DTYPES[half]) for half in halves]
+    return list(dict.fromkeys(levels))
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

@@ -1,0 +1,108 @@
+"""The receipt as a terminal shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ampcompat.report.trace import is_half
+
+
+def render(facts: dict[str, Any]) -> str:
+    """Sentences, then tables."""
+    setting, steps = facts["setting"], max(facts["traced_steps"], 1)
+    head = f"precision receipt: opt_level {setting['opt_level']}, half is {setting['half'] or 'not used'}"
+    parts = ["\n".join([head, *(f"  {sentence}" for sentence in facts["sentences"])])]
+    rows = [
+        [direction, dtype, str(count), flops_text(facts["flops"][direction].get(dtype, 0))]
+        for direction, counts in facts["ops"].items()
+        for dtype, count in counts.items()
+    ]
+    parts.append(table(f"ops in {facts['traced_steps']} traced steps", ["pass", "dtype", "ops", "FLOPs"], rows))
+    parts.append(
+        table(
+            "casts",
+            ["from", "to", "casts", "bytes"],
+            [[c["from"], c["to"], str(c["count"]), bytes_text(c["bytes"])] for c in facts["casts"]],
+        )
+    )
+    parts.append(
+        table(
+            "forward FLOPs by module",
+            ["module", "in half", "FLOPs a step"],
+            [
+                [m["module"], f"{100 * half_share(m['flops']):.0f} %", flops_text(sum(m["flops"].values()) / steps)]
+                for m in facts["modules"][:10]
+            ],
+        )
+    )
+    parts.append(table("parameters", ["dtype", "parameters", "modules"], parameter_rows(facts)))
+    parts.append(table("memory", ["", "now", "all float32"], memory_rows(facts)))
+    parts.append(
+        table(
+            "float32 products that would most repay half precision",
+            ["op", "module", "shapes", "FLOPs a step"],
+            [[r["op"], r["module"], r["shapes"], flops_text(r["flops"] / steps)] for r in facts["would_repay"]],
+        )
+    )
+    parts.append(
+        table(
+            "half products with dimensions that are no multiple of 8",
+            ["op", "module", "shapes", "dimensions"],
+            [[r["op"], r["module"], r["shapes"], ", ".join(map(str, r["odd"]))] for r in facts["odd_products"][:10]],
+        )
+    )
+    return "\n\n".join(filter(None, parts))
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
+    """A table with its title; "" without rows."""
+    if not rows:
+        return ""
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
+
+
+def half_share(flops: dict[str, int]) -> float:
+    """Share of ``flops`` (by dtype) in half."""
+    return sum(n for dtype, n in flops.items() if is_half(dtype)) / max(sum(flops.values()), 1)
+
+
+def parameter_rows(facts: dict[str, Any]) -> list[list[str]]:
+    """Parameters by dtype."""
+    rows = []
+    for dtype in sorted({p["dtype"] for p in facts["parameters"]}):
+        held = [p for p in facts["parameters"] if p["dtype"] == dtype]
+        rows.append([dtype, f"{sum(p['count'] for p in held):,}", str(len(held))])
+    return rows
+
+
+def memory_rows(facts: dict[str, Any]) -> list[list[str]]:
+    """Memory now and as it would be in float32."""
+    memory, steps = facts["memory"], max(facts["traced_steps"], 1)
+    now, wide = (memory[key] / steps for key in ("forward_results", "forward_results_in_float32"))
+    rows = [
+        ["weights and buffers", bytes_text(memory["weights"]), bytes_text(memory["weights_in_float32"])],
+        ["master weights", bytes_text(memory["masters"]), bytes_text(0)],
+        ["forward results a step", bytes_text(now), bytes_text(wide)],
+    ]
+    if memory["peak"] is not None:
+        rows.append(["peak on the device", bytes_text(memory["peak"]), ""])
+    return rows
+
+
+def flops_text(flops: float) -> str:
+    """With a metric prefix, as in "1.5 G"."""
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if flops >= limit:
+            return f"{flops / limit:.3g} {unit}"
+    return f"{flops:.0f}"
+
+
+def bytes_text(size: float) -> str:
+    """With a binary prefix, as in "1.5 MiB"."""
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if size >= limit:
+            return f"{size / limit:.1f} {unit}"
+    return f"{size:.0f} B"

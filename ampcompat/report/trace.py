@@ -1,0 +1,156 @@
+"""Counting the ops that run: dtype, FLOPs, casts, by module and direction."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.modules import module as hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampcompat import _torch
+from ampcompat.amp.policy import live_models
+from ampcompat.explain.tensors import HALVES, readable, tensors_in
+
+#: Multiplications of these dimensions run on tensor cores without padding.
+MULTIPLE = 8
+
+
+class Product(NamedTuple):
+    """A matrix product, convolution or attention: what FLOPs are counted of."""
+
+    op: str
+    module: str
+    dtype: str
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name, as in "float16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context that counts every op below autocast.
+
+    Attributes:
+        ops: Number of ops by direction (forward, backward, or no grad: optimizers, evaluation) and dtype.
+        flops: FLOPs of products by direction and dtype.
+        module_flops: FLOPs of forward products by module and dtype.
+        products: FLOPs of each forward product.
+        calls: How often each product ran.
+        casts: Number of casts, by dtypes.
+        cast_bytes: Bytes read by casts, by dtypes.
+        results: Bytes of forward results, by dtype, those of casts apart.
+        cast_results: Bytes of what forward casts made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.ops: Counter[tuple[str, str]] = Counter()
+        self.flops: Counter[tuple[str, str]] = Counter()
+        self.module_flops: Counter[tuple[str, str]] = Counter()
+        self.products: Counter[Product] = Counter()
+        self.calls: Counter[Product] = Counter()
+        self.casts: Counter[tuple[str, str]] = Counter()
+        self.cast_bytes: Counter[tuple[str, str]] = Counter()
+        self.results: Counter[str] = Counter()
+        self.cast_results = 0
+        self.handles: list[Any] = []
+        self.modules: list[str] = []
+        self.names: dict[int, str] = {}
+        self.running = False
+
+    def start(self) -> None:
+        """Count from here on."""
+        self.handles = [
+            hooks.register_module_forward_pre_hook(self._enter_module),
+            hooks.register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self.running = True
+
+    def stop(self) -> bool:
+        """Stop counting, unless a mode that was entered inside of this one is still in force; says whether it did."""
+        if self.running and _torch.innermost_dispatch_mode() is self:
+            self.__exit__(None, None, None)
+            for handle in self.handles:
+                handle.remove()
+            self.running = False
+        return not self.running
+
+    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+        if id(module) not in self.names:
+            models = list(live_models())
+            for model in models:
+                root = f"{type(model).__name__}" if len(models) > 1 else ""
+                for name, inner in model.named_modules():
+                    self.names[id(inner)] = ".".join(filter(None, (root, name))) or type(model).__name__
+            self.names.setdefault(id(module), type(module).__name__)
+        self.modules.append(self.names[id(module)])
+
+    def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if self.modules:
+            self.modules.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if not func.is_view:
+            self._count(func, args, kwargs, result)
+        return result
+
+    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        outputs = [t for t in tensors_in(result) if readable(t)]
+        inputs = [t for t in tensors_in((args, kwargs)) if readable(t)]
+        if not outputs:
+            return
+        name = func.overloadpacket.__name__
+        backward = _torch.current_node() is not None
+        direction = "backward" if backward else "forward" if torch.is_grad_enabled() else "no grad"
+        source = inputs[-1] if inputs else outputs[0]
+        if name in ("_to_copy", "copy_"):
+            if source.dtype != outputs[0].dtype:
+                pair = dtype_name(source.dtype), dtype_name(outputs[0].dtype)
+                self.casts[pair] += 1
+                self.cast_bytes[pair] += source.numel() * source.element_size()
+                if direction == "forward":
+                    self.cast_results += outputs[0].numel() * outputs[0].element_size()
+            return
+        dtype = dtype_name(outputs[0].dtype)
+        formula = _torch.flop_formula(func)
+        if formula is not None:
+            self._count_product(func, formula, args, kwargs, result, inputs, direction)
+        self.ops[direction, dtype] += 1
+        if direction == "forward":
+            for out in outputs:
+                self.results[dtype_name(out.dtype)] += out.numel() * out.element_size()
+
+    def _count_product(
+        self, func: Any, formula: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], direction: str
+    ) -> None:
+        dtype = dtype_name(inputs[0].dtype)
+        flops = formula(*args, **kwargs, out_val=result)
+        self.flops[direction, dtype] += flops
+        if direction != "backward":
+            module = self.modules[-1] if self.modules else "(outside of modules)"
+            shapes = tuple(tuple(t.shape) for t in inputs if t.dim() > 1)
+            product = Product(func.overloadpacket.__name__, module, dtype, shapes)
+            self.products[product] += flops
+            self.calls[product] += 1
+            self.module_flops[module, dtype] += flops
+
+
+def is_half(dtype: str) -> bool:
+    """Whether ``dtype`` names a half dtype."""
+    return dtype in {dtype_name(one) for one in HALVES}
+
+
+def odd_dimensions(product: Product) -> list[int]:
+    """Dimensions of a half product that are no multiple of 8: those of the matrices, or the channels."""
+    if "conv" in product.op:
+        found = {size for shape in product.shapes[1:2] for size in shape[:2]}
+    else:
+        found = {size for shape in product.shapes for size in shape[-2:]}
+    return sorted(size for size in found if size % MULTIPLE)

@@ -1,0 +1,292 @@
+"""The autopsy leaves the run that it observes as it would have been, bitwise, and keeps little."""
+
+import copy
+import gc
+import random
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampcompat import amp
+from ampcompat.amp.observers import observers
+from ampcompat.explain import explain_overflows
+from ampcompat.explain.observer import MOST_RECORDS, Autopsy
+
+
+class Net(nn.Module):
+    """Draws random numbers, writes buffers, and overflows on a batch of large numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 32)
+        self.bn = nn.BatchNorm1d(32)
+        self.fc2 = nn.Linear(32, 8)
+        self.register_buffer("calls", torch.zeros(3))
+        self.register_buffer("queue", torch.zeros(4, 8))
+
+    def forward(self, x, boost=1.0):
+        with torch.no_grad():
+            self.calls += 1
+            self.queue.copy_(torch.roll(self.queue, 1, 0))
+            self.queue[0] = x[0]
+        h = F.dropout(torch.relu(self.bn(self.fc1(x))), 0.5)
+        if random.random() < 0.5:
+            h = h * 2
+        return self.fc2(h) * boost + self.queue.sum() * 1e-3
+
+
+def run(level, explain, accumulate=1, fused=False, steps=6):
+    torch.manual_seed(0)
+    random.seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused or None)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if explain:
+        explain_overflows()
+    seen = []
+    for step in range(steps):
+        for _ in range(accumulate):
+            x = torch.randn(8, 8)
+            boost = 1e38 if step == 3 else 1.0
+            with amp.scale_loss(model(x, boost).float().pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+            seen.append(scaled.detach().clone())
+        seen.extend(p.grad.clone() for p in amp.master_params(optimizer) if p.grad is not None)
+        optimizer.step()
+        seen.append(torch.tensor(float(amp.step_was_skipped(optimizer))))
+        optimizer.zero_grad()
+    seen.extend(v.clone() for v in model.state_dict().values())
+    seen.append(torch.rand(3))
+    seen.append(torch.tensor(random.random()))
+    return seen
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_bitwise_the_same_run(level, accumulate, capsys):
+    plain = run(level, False, accumulate)
+    from ampcompat._state import state
+
+    state.reset()
+    assert "ampcompat explain" not in capsys.readouterr().out
+    watched = run(level, True, accumulate)
+    assert "ampcompat explain" in capsys.readouterr().out
+    assert len(plain) == len(watched)
+    for a, b in zip(plain, watched, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_fused_optimizer_is_asked_at_the_next_block(capsys):
+    run("O1", True, fused=True)
+    assert "ampcompat explain: A step was skipped." in capsys.readouterr().out
+
+
+def test_the_replay_sees_the_same_random_numbers_and_buffers():
+    from ampcompat.explain import replay
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    outputs = []
+    fc2 = model.fc2.register_forward_hook(lambda m, i, o: outputs.append((i[0].detach().clone(), model.calls.clone())))
+    for _ in range(3):
+        loss = model(torch.randn(8, 8)).mean()
+    (autopsy,) = [one for one in observers() if isinstance(one, Autopsy)]
+    after = copy.deepcopy(model.state_dict())
+    assert replay.replay(autopsy.records[-1], backward=False).event is None
+    fc2.remove()
+    assert torch.equal(outputs[-1][0], outputs[-2][0])
+    assert torch.equal(outputs[-1][1], outputs[-2][1])
+    assert [k for k, v in model.state_dict().items() if not torch.equal(v, after[k])] == []
+    loss.backward()  # the graph of the run is untouched
+
+
+def test_memory_is_bounded():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    (autopsy,) = observers()
+    inputs = []
+    for _ in range(4 * MOST_RECORDS):  # forwards that no backward follows
+        x = torch.randn(4, 8)
+        inputs.append(weakref.ref(x))
+        model(x)
+    del x
+    assert len(autopsy.records) == MOST_RECORDS
+    gc.collect()
+    assert sum(ref() is not None for ref in inputs) <= MOST_RECORDS
+    for _ in range(3):
+        with amp.scale_loss(model(torch.randn(4, 8)).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert not autopsy.records
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    assert not autopsy.records
+
+
+def test_nothing_is_kept_or_hooked_while_it_is_off():
+    model = amp.initialize(nn.Linear(8, 8), opt_level="O1", verbosity=0)
+    y = model(torch.randn(2, 8))
+    assert not observers()
+    assert not y._backward_hooks
+
+
+def test_no_op_runs_while_nothing_overflows():
+    """The ops of a run with the autopsy are those of one without, so nothing is computed for it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Ops(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def ops(explain):
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        if explain:
+            explain_overflows()
+        found = []
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            with Ops() as mode:
+                optimizer.zero_grad()
+                with amp.scale_loss(model(x).mean(), optimizer) as scaled:
+                    scaled.backward()
+                optimizer.step()
+            found.append(mode.names)
+        observers().clear()
+        return found
+
+    assert ops(True) == ops(False)
+
+
+def test_a_fault_is_told_once_and_the_limit_ends_it(capsys):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows(limit=2)
+    for bad in (float("nan"), float("nan"), 1e6, float("inf")):
+        with amp.scale_loss(model(torch.full((2, 4), bad)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    out = capsys.readouterr().out
+    assert out.count("input 0 was not finite") == 1
+    assert out.count("left the range of float16") == 1
+    assert out.count("that was the last explanation") == 1
+    (autopsy,) = observers()
+    assert not autopsy.records
+
+
+def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
+    class Once(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > 1:
+                raise RuntimeError("only once")
+            return super().forward(x)
+
+    model = Once(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    with amp.scale_loss(model(torch.full((2, 4), float("nan"))).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert "could not be run again: RuntimeError: only once" in capsys.readouterr().out
+    assert observers()
+    assert torch.is_autocast_enabled("cpu")
+
+
+def test_inputs_that_were_written_since_are_mentioned(capsys):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    x = torch.full((2, 4), float("nan"))
+    with amp.scale_loss(model(x).mean(), optimizer) as scaled:
+        scaled.backward()
+    x.fill_(float("inf"))
+    optimizer.step()
+    assert "The inputs were written since the forward" in capsys.readouterr().out
+
+
+def test_two_models_and_the_one_at_fault(capsys):
+    class Generator(nn.Sequential):
+        pass
+
+    class Critic(nn.Sequential):
+        pass
+
+    torch.manual_seed(0)
+    g, d = Generator(nn.Linear(4, 4)), Critic(nn.Linear(4, 4), nn.Linear(4, 1))
+    opt_g, opt_d = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (g, d))
+    [g, d], [opt_g, opt_d] = amp.initialize([g, d], [opt_g, opt_d], opt_level="O1", num_losses=2, verbosity=0)
+    explain_overflows()
+    with torch.no_grad():
+        d[1].weight.fill_(1e5)
+    fake = g(torch.randn(3, 4))
+    with amp.scale_loss(d(fake.detach()).float().mean() * 0, opt_d, loss_id=0) as scaled:
+        scaled.backward()
+    opt_d.step()
+    with amp.scale_loss(d(fake).float().mean(), opt_g, loss_id=1) as scaled:
+        scaled.backward()
+    opt_g.step()
+    out = capsys.readouterr().out
+    assert out.count("where     1 (Linear), in Critic") == 1
+    assert "in Generator" not in out
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, None])
+def test_a_wrong_limit_is_refused(limit):
+    with pytest.raises(ValueError, match="positive integer"):
+        amp.explain_overflows(limit)
+    assert not observers()
+
+
+def test_twice_is_once():
+    amp.explain_overflows()
+    amp.explain_overflows(limit=5)
+    (autopsy,) = observers()
+    assert autopsy.left == 5
+
+
+def test_the_scale_that_is_named_is_that_of_the_loss(capsys):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
+    amp._amp_state.loss_scalers[1]._loss_scale = 2.0**20
+    explain_overflows()
+    for loss_id in (0, 1):
+        with amp.scale_loss(model(torch.randn(4, 8)).sum() * 0.05, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert "without the loss scale of 1.04858e+06 it is" in capsys.readouterr().out
+
+
+def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    explain_overflows()
+    for _ in range(3):
+        with amp.scale_loss(model(torch.full((2, 4), 6e4)).pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    out = capsys.readouterr().out
+    assert out.count("ampcompat explain: ") == 1

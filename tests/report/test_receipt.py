@@ -1,0 +1,319 @@
+"""What a receipt says, against what is known to have run."""
+
+import html.parser
+import json
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from ampcompat import amp
+from ampcompat.amp.observers import observers
+from ampcompat.report import Receipt, devices
+from ampcompat.report.history import MOST_POINTS, History
+from ampcompat.report.trace import Product, odd_dimensions
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 32)
+        self.norm = nn.LayerNorm(32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x):
+        return self.head(self.norm(torch.relu(self.inner(x))))
+
+
+def train(level, steps=4, bad=(), traced=2, **options):
+    torch.manual_seed(0)
+    receipt = amp.report(steps=traced)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    for step in range(steps):
+        x = torch.randn(8, 16)
+        if step in bad:
+            x[0, 0] = float("inf")
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    return model, receipt
+
+
+def test_o1(capsys):
+    model, receipt = train("O1", bad=[2])
+    facts = receipt.facts()
+    assert facts["traced_steps"] == 2
+    # forward: 2 products of 2 * rows * in * out FLOPs, twice; backward: both gradients, less the input's of the first
+    inner, head = 2 * 8 * 16 * 32, 2 * 8 * 32 * 10
+    assert facts["flops"]["forward"] == {"float16": 2 * (inner + head)}
+    assert facts["flops"]["backward"] == {"float16": 2 * (inner + 2 * head)}
+    assert facts["half_flops_share"] == 1.0
+    assert facts["modules"] == [
+        {"module": "inner", "flops": {"float16": 2 * inner}},
+        {"module": "head", "flops": {"float16": 2 * head}},
+    ]
+    assert "float32" in facts["ops"]["forward"]
+    casts = {(c["from"], c["to"]): c for c in facts["casts"]}
+    assert casts["float32", "float16"]["bytes"] >= 2 * 4 * (8 * 16 + 16 * 32 + 32 * 10)
+    assert {(p["module"], p["dtype"]) for p in facts["parameters"]} == {
+        ("inner", "float32"),
+        ("norm", "float32"),
+        ("head", "float32"),
+    }
+    assert (facts["steps"], facts["skipped"]) == (4, 1)
+    assert [point["scales"] for point in facts["history"]] == [[65536.0], [65536.0], [32768.0], [32768.0]]
+    assert [point["skipped"] for point in facts["history"]] == [False, False, True, False]
+    assert facts["would_repay"] == []
+    assert [(r["module"], r["odd"]) for r in facts["odd_products"]] == [("head", [10])]
+    assert facts["sentences"][0] == "Half precision is on: 100.0 % of the FLOPs ran in float16."
+    assert "1 of 4 optimizer steps were skipped for overflow; the loss scale ended at 32768." in facts["sentences"]
+
+
+def test_o2_counts_masters_and_halved_weights():
+    model, receipt = train("O2")
+    memory = receipt.facts()["memory"]
+    parameters = sum(p.numel() for p in model.parameters())
+    assert memory["weights"] == 2 * parameters
+    assert memory["weights_in_float32"] == memory["masters"] == 4 * parameters
+    assert memory["forward_results"] < memory["forward_results_in_float32"]
+
+
+def test_what_stays_float32_is_listed_by_what_it_would_repay():
+    model, receipt = train("O1", keep_fp32="inner")
+    facts = receipt.facts()
+    (row,) = facts["would_repay"]
+    assert (row["module"], row["dtype"]) == ("inner", "float32")
+    assert 0 < facts["half_flops_share"] < 1
+
+
+@pytest.mark.parametrize(
+    ("level", "options", "reason"),
+    [("O0", {}, "opt_level O0 is float32 throughout"), ("O2", {"enabled": False}, "enabled=False")],
+)
+def test_nothing_in_half(level, options, reason):
+    model, receipt = train(level, **options)
+    assert receipt.facts()["sentences"][0].startswith("Nothing ran in half precision: ")
+    assert reason in receipt.facts()["sentences"][0]
+
+
+def test_nothing_in_half_without_initialize():
+    receipt = amp.report()
+    nn.Linear(8, 8)(torch.ones(1, 8))
+    assert receipt.facts()["sentences"][0] == "Nothing ran in half precision: amp.initialize was not called."
+
+
+def test_nothing_in_half_because_another_model_runs():
+    receipt = amp.report()
+    used, given = nn.Linear(8, 8), nn.Linear(8, 8)
+    given = amp.initialize(given, opt_level="O2", verbosity=0)
+    used(torch.ones(1, 8))
+    assert "what runs is not what amp.initialize was given" in receipt.facts()["sentences"][0]
+
+
+def test_no_block():
+    receipt = amp.report()
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model(torch.ones(1, 8)).sum().backward()
+    with pytest.warns(UserWarning, match="no scale_loss block produced"):
+        optimizer.step()
+    assert any(s.startswith("No scale_loss block was entered") for s in receipt.facts()["sentences"])
+
+
+def test_the_trace_ends_and_the_history_goes_on():
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    model, receipt = train("O1", steps=1, traced=1)
+    assert _get_current_dispatch_mode() is None
+    before = receipt.facts()["ops"]
+    model(torch.ones(8, 16))
+    assert receipt.facts()["ops"] == before
+    assert receipt in observers()
+    receipt.stop()
+    assert receipt not in observers()
+    receipt.stop()
+
+
+def test_a_mode_of_the_user_is_left_alone():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    receipt = amp.report(steps=1)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+    def step():
+        with amp.scale_loss(model(torch.ones(1, 4)).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    with Mode() as mode:
+        step()
+        seen = mode.seen
+        step()
+        assert mode.seen > seen
+    step()
+    assert receipt.facts()["steps"] == 3
+    receipt.stop()
+
+
+def test_bitwise_the_same_run():
+    def weights(watched):
+        from ampcompat._state import state
+
+        state.reset()
+        torch.manual_seed(0)
+        if watched:
+            amp.report()
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        for _ in range(5):
+            with amp.scale_loss(model(torch.randn(8, 16)).pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [v.clone() for v in model.state_dict().values()]
+
+    for a, b in zip(weights(False), weights(True), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_history_is_bounded_and_keeps_skips():
+    class Scaler:
+        _scale, _init_scale = None, 2.0
+
+    class Session:
+        scalers = [Scaler()]
+
+    class Stash:
+        session = Session()
+
+    class Optimizer:
+        _amp_stash = Stash()
+
+    history = History()
+    for step in range(5 * MOST_POINTS):
+        history.step(Optimizer(), step % 1000 == 7)
+    assert len(history.points) <= MOST_POINTS
+    assert sum(bool(p.skipped) for p in history.points) == history.skips == 10
+    assert history.points[-1].step == history.steps == 5 * MOST_POINTS
+
+
+class Page(html.parser.HTMLParser):
+    void = {"meta", "br", "line", "rect", "circle", "polyline"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in {"meta"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path):
+    model, receipt = train("O1", bad=[1])
+    receipt.write(tmp_path / "receipt.html")
+    source = (tmp_path / "receipt.html").read_text(encoding="utf-8")
+    page = Page()
+    page.feed(source)
+    assert page.open == []
+    assert not [a for a in page.attributes if a[1] in ("src", "href") or (a[2] or "").startswith("http")]
+    assert "url(" not in source
+    assert page.tags.count("svg") == 4
+    assert 'class="skip"' in source
+    data = re.search(r'<script type="application/json" id="receipt">(.*)</script>', source, re.S).group(1)
+    assert json.loads(data)["steps"] == 4
+    assert "Half precision is on: 100.0 % of the FLOPs ran in float16." in "".join(page.text)
+    assert [p.name for p in tmp_path.iterdir()] == ["receipt.html"]
+
+
+def test_json_and_text(tmp_path):
+    model, receipt = train("O2")
+    receipt.write(tmp_path / "r.json")
+    receipt.write(tmp_path / "r.txt")
+    assert json.loads((tmp_path / "r.json").read_text()) == json.loads(json.dumps(receipt.facts()))
+    text = (tmp_path / "r.txt").read_text()
+    assert text == str(receipt) + "\n"
+    assert text.startswith("precision receipt: opt_level O2, half is float16\n  Half precision is on")
+    assert "float16  938" in text
+
+
+def test_a_run_that_never_stepped_has_a_receipt(tmp_path):
+    receipt = amp.report()
+    for name in ("r.html", "r.txt", "r.json"):
+        receipt.write(tmp_path / name)
+    assert "amp.initialize was not called" in (tmp_path / "r.html").read_text()
+
+
+def test_devices_without_fast_half_arithmetic():
+    assert "compute capability 6.1: no tensor cores for float16 (7.0 or more" in devices.slow_capability(
+        (6, 1), "GTX 1080", torch.float16
+    )
+    assert devices.slow_capability((7, 0), "V100", torch.float16) == ""
+    assert "(8.0 or more" in devices.slow_capability((7, 5), "T4", torch.bfloat16)
+    assert devices.slow_capability((9, 0), "H200", torch.bfloat16) == ""
+
+
+def test_a_cpu_without_half_arithmetic(monkeypatch):
+    from ampcompat import _torch
+
+    for half, text in ((frozenset([torch.float16]), "This CPU has no float16 arithmetic"), (frozenset(), "")):
+        monkeypatch.setattr(_torch, "halves_without_cpu_convolution", lambda half=half: half)
+        assert devices.slow_halves("cpu", torch.float16).startswith(text)
+        assert bool(devices.slow_halves("cpu", torch.float16)) == bool(text)
+
+
+@pytest.mark.parametrize(
+    ("product", "odd"),
+    [
+        (Product("mm", "", "float16", ((8, 16), (16, 24))), []),
+        (Product("mm", "", "float16", ((7, 16), (16, 30))), [7, 30]),
+        (Product("convolution", "", "float16", ((2, 3, 9, 9), (16, 3, 5, 5))), [3]),
+        (Product("bmm", "", "float16", ((5, 8, 16), (5, 16, 8))), []),
+    ],
+)
+def test_odd_dimensions(product, odd):
+    assert odd_dimensions(product) == odd
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True, "3"])
+def test_a_wrong_number_of_steps_is_refused(steps):
+    with pytest.raises(ValueError, match="positive integer"):
+        amp.report(steps=steps)
+    assert not observers()
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch's, of hooks; it says they run twice
+def test_compiled_models_run_eagerly_while_traced():
+    torch._dynamo.reset()
+    receipt = amp.report(steps=1)
+    model = amp.initialize(nn.Sequential(nn.Linear(8, 8)), opt_level="O1", verbosity=0)
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(8, 8))
+    assert isinstance(receipt, Receipt)
+    assert receipt.facts()["half_flops_share"] == 1.0

@@ -1,0 +1,140 @@
+import random
+
+import numpy
+import pytest
+import torch
+
+from ampcompat import amp
+from ampcompat.amp.observers import observers
+from ampcompat.testing import assert_opt_level_parity
+
+
+def train(level, steps=4, spoil=None):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(torch.randn(16, 8)).float().square().mean()
+        if spoil and (level, step) in spoil:
+            loss = loss * spoil[level, step]
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def only_train(level):
+    train(level)
+
+
+def test_a_loop_that_agrees_gives_its_losses():
+    losses = assert_opt_level_parity(train, ("O1", "O2", "O3"), rtol=1e-2)
+    assert {level: len(values) for level, values in losses.items()} == {"O0": 4, "O1": 4, "O2": 4, "O3": 4}
+    assert losses["O1"] != losses["O0"]
+
+
+def test_losses_that_are_not_returned_are_those_of_the_blocks():
+    assert assert_opt_level_parity(only_train, ("O2",)) == assert_opt_level_parity(train, ("O2",))
+
+
+def test_another_reference():
+    assert_opt_level_parity(train, ("O2",), reference="O1", rtol=1e-2)
+
+
+def failure(*args, **kwargs):
+    with pytest.raises(AssertionError) as failed:
+        assert_opt_level_parity(*args, **kwargs)
+    return str(failed.value)
+
+
+def test_the_message_names_the_first_diverging_step_and_shows_the_losses_around_it():
+    message = failure(lambda level: train(level, steps=9, spoil={("O2", 4): 1.5, ("O2", 6): 9.0}), ("O1", "O2"))
+    lines = message.splitlines()
+    assert lines[0].startswith("O2 leaves O0 at step 5: loss ")
+    assert lines[1] == "tolerance: |loss - reference| <= 0 + 0.01 * |reference|"
+    assert lines[3].split() == ["step", "O0", "O1", "(rel.", "dev.)", "O2", "(rel.", "dev.)"]
+    assert [line.split()[0] for line in lines[4:]] == ["3", "4", ">", "6", "7"]
+    assert "(5.0e-01)" in lines[6]
+
+
+def test_a_loss_that_is_not_finite_fails_at_any_tolerance():
+    assert "O1 leaves O0 at step 2: loss nan" in failure(
+        lambda level: [1.0, float("nan") if level == "O1" else 1.0], ("O1",), rtol=1e9
+    )
+
+
+def test_losses_missing_at_the_end_fail():
+    message = failure(lambda level: [1.0, 2.0] if level == "O0" else [1.0], ("O1",))
+    assert message.startswith("O1 has 1 losses, O0 has 2")
+    assert message.splitlines()[-1].split() == [">", "2", "2", "-"]
+
+
+def test_the_absolute_tolerance_counts():
+    def at(level):
+        return [1e-6 if level == "O0" else 2e-6]
+
+    assert_opt_level_parity(at, ("O1",), atol=1e-5)
+    failure(at, ("O1",))
+
+
+def test_levels_start_from_the_same_seeds_and_leave_the_generators_as_they_were():
+    seen = []
+
+    def draw(level):
+        seen.append((random.random(), numpy.random.rand(), torch.rand(1).item()))
+        return [1.0]
+
+    torch.manual_seed(1), random.seed(1), numpy.random.seed(1)
+    expected = random.Random(1).random(), numpy.random.RandomState(1).rand()
+    other = torch.rand(1, generator=torch.Generator().manual_seed(1)).item()
+    assert_opt_level_parity(draw, ("O1", "O2"), seed=3)
+    assert (random.random(), numpy.random.rand()) == expected
+    assert torch.rand(1).item() == other
+    assert_opt_level_parity(draw, ("O1",), seed=4)
+    assert len(set(seen[:3])) == 1
+    assert seen[0] != seen[3]
+
+
+def test_each_level_starts_from_a_torch_that_amp_has_not_touched():
+    def casts(level):
+        assert not torch.is_autocast_enabled("cpu")
+        amp.initialize(torch.nn.Linear(2, 2), opt_level=level, verbosity=0)
+        return [1.0]
+
+    assert_opt_level_parity(casts, ("O1", "O2"))
+    assert not torch.is_autocast_enabled("cpu")
+    assert observers() == []
+
+
+def test_what_train_raises_goes_through_and_amp_is_reset():
+    def fail(level):
+        amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+        raise KeyError(level)
+
+    with pytest.raises(KeyError, match="O0"):
+        assert_opt_level_parity(fail)
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "match"),
+    [
+        ({"levels": ("01",)}, "'01' is no opt_level"),
+        ({"reference": "float32"}, "'float32' is no opt_level"),
+        ({"levels": ()}, "there must be a level"),
+        ({"rtol": -1.0}, "no negative tolerance"),
+        ({"atol": float("nan")}, "no negative tolerance"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(kwargs, match):
+    with pytest.raises(ValueError, match=match):
+        assert_opt_level_parity(lambda level: pytest.fail("ran"), **kwargs)
+
+
+@pytest.mark.parametrize(("returned", "match"), [(None, "it returned None and made 0"), ([], "an empty sequence")])
+def test_a_loop_without_losses_is_refused(returned, match):
+    with pytest.raises(ValueError, match=match):
+        assert_opt_level_parity(lambda level: returned)
