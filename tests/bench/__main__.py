@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import os
 import sys
 from pathlib import Path
 
@@ -142,7 +143,8 @@ def main():
     given.out.mkdir(parents=True, exist_ok=True)
     command = "python -m tests.bench" + " --quick" * given.quick + f" --device {given.device}"
     head = f"# Benchmarks: {name}\n\n{sentence}. torch {torch.__version__}, Python {sys.version.split()[0]}."
-    head += f" {datetime.date.today()}, `{command}`. Variants take turns in one run; compare ratios, not times.\n\n"
+    head += f" {datetime.date.today()}, `{command}`. Variants take turns in one run; compare ratios, not times."
+    head += f" Load average over the run's last 15 minutes: {os.getloadavg()[2]:.1f}.\n\n"
     if given.device == "cpu":
         head += "GPU rows: not measured. The same command measures them on a machine with one.\n\n"
     head += "## Summary\n\n" + report.table(["what", "measured", "aim", ""], [*summary, *own_summary, *once_summary])
