@@ -5,6 +5,7 @@ When a new torch breaks something, this is the file to mend.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
 import sys
@@ -77,6 +78,13 @@ class HostCopy:
             self._event.synchronize()
         numbers: list[float] = self._host.tolist()
         return numbers
+
+
+def host_value(number: torch.Tensor) -> float | None:
+    """The value of a 0-dim float32 tensor in host memory, read without an op; None where it lies elsewhere."""
+    if number.device.type != "cpu" or not has_storage(number):
+        return None
+    return ctypes.c_float.from_address(number.data_ptr()).value
 
 
 def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:

@@ -149,27 +149,29 @@ def end_ambience() -> None:
     room.found, room.ambient, room.device_types = None, OFF, ()
 
 
-@contextmanager
-def casts_off(disable: bool = False) -> Iterator[Saved]:
-    """Casts are off inside, on every device type that has them.
+class casts_off:
+    """Casts are off inside, on every device type that has them; gives the state outside, for :func:`casts_as`.
 
-    Args:
-        disable: As ``disable_casts``: forwards of initialized models inside stay off as well.
-
-    Yields:
-        The state outside, for code inside that must run as if it stood there.
+    With ``disable``, forwards of initialized models inside stay off as well. A class: half the price of a generator.
     """
-    thread = cast_state().thread
-    saved = save(cast_state().device_types)
-    thread.off += 1
-    thread.disabled += disable
-    switch(cast_state().device_types, OFF, saved.cache)
-    try:
-        yield saved
-    finally:
-        thread.off -= 1
-        thread.disabled -= disable
-        restore(saved)
+
+    __slots__ = ("disable", "saved", "thread")
+
+    def __init__(self, disable: bool = False) -> None:
+        self.disable = disable
+
+    def __enter__(self) -> Saved:
+        room = cast_state()
+        self.thread, self.saved = thread, saved = room.thread, save(room.device_types)
+        thread.off += 1
+        thread.disabled += self.disable
+        switch(room.device_types, OFF, saved.cache)
+        return saved
+
+    def __exit__(self, *exc: object) -> None:
+        self.thread.off -= 1
+        self.thread.disabled -= self.disable
+        restore(self.saved)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ gradients of the masters. An overflow is therefore found in the new gradients al
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -15,6 +15,10 @@ from ampcompat.amp.masters import Master
 from ampcompat.amp.scaler import LossScaler
 
 Aside = list[tuple[torch.Tensor, torch.Tensor]]
+
+#: Elements that are converted to float32 at once, where they are then added to older gradients and freed: as many as
+#: torch's fused kernels take in one launch.
+CHUNK = 2**24
 
 
 def put_aside(masters: Iterable[Master], direct: Iterable[torch.Tensor]) -> Aside:
@@ -47,6 +51,8 @@ def give_back(aside: Aside, add: bool = False) -> None:
         aside: What it returned.
         add: To the gradients that there are now; else these go: a block failed.
     """
+    if not aside:
+        return
     with torch.no_grad():
         for param, old in aside:
             param.grad = _sum(param.grad, old) if add and param.grad is not None else old
@@ -66,19 +72,20 @@ def take_new(scaler: LossScaler, masters: Iterable[Master], direct: Iterable[tor
     """
     with torch.no_grad():
         fresh: list[torch.Tensor] = []
-        folds = _to_float32([m for m in masters if m.half.grad is not None], fresh)
-        seen = bool(folds)
         for param in direct:
             grad = param.grad
             if grad is not None:
-                seen = True
                 if grad.is_sparse:
                     grad = param.grad = _coalesced(grad)
                 fresh.append(grad._values() if grad.is_sparse else grad)
+        seen = bool(fresh)
+        for chunk in _chunks(masters):
+            wide = _to_float32(chunk, fresh)
+            scaler.unscale_(fresh)
+            _fold(chunk, wide)
+            seen, fresh = True, []
+            del wide  # before the next chunk is made
         scaler.unscale_(fresh)
-        for master, grad in folds:
-            old = master.value.grad
-            master.value.grad = grad if old is None else _sum(old, grad)
         give_back(aside, add=True)
     return seen
 
@@ -86,33 +93,45 @@ def take_new(scaler: LossScaler, masters: Iterable[Master], direct: Iterable[tor
 def take_unscaled(masters: Iterable[Master]) -> None:
     """Give half gradients of a plain ``backward()``, outside any block, to the masters as they are."""
     with torch.no_grad():
-        for master, grad in _to_float32([m for m in masters if m.half.grad is not None], []):
-            old = master.value.grad
-            master.value.grad = grad if old is None else _sum(old, grad)
+        for chunk in _chunks(masters):
+            _fold(chunk, _to_float32(chunk, []))
 
 
-def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[tuple[Master, torch.Tensor]]:
-    """Float32 copies of the half gradients, in fused passes; appends what must be unscaled to ``fresh``."""
-    folds: list[tuple[Master, torch.Tensor]] = []
-    sources, targets = [], []
+def _chunks(masters: Iterable[Master]) -> Iterator[list[Master]]:
+    """The masters whose half tensor has a gradient, at most :data:`CHUNK` elements at a time."""
+    chunk: list[Master] = []
+    room = CHUNK
     for master in masters:
-        grad = master.half.grad
-        if grad is None:
-            continue
-        if grad.is_sparse:
-            # Duplicate entries are summed in float32: their half sum may overflow.
-            wide = _sparse(grad._indices(), grad._values().float(), grad.shape).coalesce()
-            folds.append((master, wide))
-            fresh.append(wide._values())
-            continue
-        wide = torch.empty_like(grad, dtype=torch.float32)
-        sources.append(grad)
-        targets.append(wide)
-        folds.append((master, wide))
-    if targets:
-        torch._foreach_copy_(targets, sources)
-        fresh.extend(targets)
+        if master.half.grad is not None:
+            room -= master.numel
+            if room < 0 and chunk:
+                yield chunk
+                chunk, room = [], CHUNK - master.numel
+            chunk.append(master)
+    if chunk:
+        yield chunk
+
+
+def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Float32 copies of the half gradients, in fused passes; appends what must be unscaled to ``fresh``."""
+    grads: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # chunks have only those
+    if any(g.is_sparse for g in grads):
+        # Duplicate entries are summed in float32: their half sum may overflow.
+        folds = [
+            _sparse(g._indices(), g._values().float(), g.shape).coalesce() if g.is_sparse else g.float() for g in grads
+        ]
+        fresh += [g._values() if g.is_sparse else g for g in folds]
+        return folds
+    folds = [torch.empty_like(g, dtype=torch.float32) for g in grads]
+    torch._foreach_copy_(folds, grads)
+    fresh += folds
     return folds
+
+
+def _fold(masters: list[Master], grads: list[torch.Tensor]) -> None:
+    for master, grad in zip(masters, grads, strict=True):
+        old = master.value.grad
+        master.value.grad = grad if old is None else _sum(old, grad)
 
 
 def _coalesced(grad: torch.Tensor) -> torch.Tensor:

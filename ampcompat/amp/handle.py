@@ -18,9 +18,11 @@ from ampcompat.amp.scaler import LossScaler
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 
-def disable_casts() -> AbstractContextManager[Any]:
+@contextmanager
+def disable_casts() -> Iterator[Any]:
     """Context in which no function is cast, at any level; nests, and ends with exceptions too."""
-    return casts_off(disable=True)
+    with casts_off(disable=True) as outside:
+        yield outside
 
 
 class AmpHandle:

@@ -49,6 +49,7 @@ class Master:
                 if exact.data_ptr() == half.data_ptr() or value is not None:
                     exact = exact.clone()
             self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+        self.numel = half.numel()
         self.homes: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         self.comparisons, self.early_steps = EARLY_ROUNDS, EARLY_STEPS
         self.written_unseen = False  # somebody writes ``half`` without moving its version: compare for ever
@@ -187,10 +188,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def push_all(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
+    halves: list[torch.Tensor] = [m.half for m in masters]
+    values: list[torch.Tensor] = [m.value for m in masters]
     with torch.no_grad():
-        torch._foreach_copy_([m.half for m in masters], [m.value for m in masters])
-    for master in masters:
-        master.stepped()
+        torch._foreach_copy_(halves, values)
+    for master, half, value in zip(masters, halves, values, strict=True):
+        if master.early_steps or master.written_unseen or master.comparisons:
+            master.stepped()
+        else:
+            master.seen = (half._version, value._version, half.data_ptr())
+            master.handed_out = None
 
 
 def reconcile(masters: Iterable[Master]) -> None:
@@ -199,8 +206,16 @@ def reconcile(masters: Iterable[Master]) -> None:
     No host sync, except in the first few rounds of a master's life and where somebody was caught writing a model
     tensor without moving its version counter (``p.data.clamp_()``, ``dist.broadcast(p.data)``).
     """
-    for master in masters:
+    # Models have thousands of masters and nearly always none of them moved: one pass finds those that need a look.
+    for master in [
+        m
+        for m in masters
+        if (m.half._version, m.value._version, m.half.data_ptr()) != m.seen
+        or m.handed_out is not None
+        or m.comparisons
+        or m.written_unseen
+    ]:
         if master.moved():
             master.reconcile()
-        elif (master.comparisons or master.written_unseen) and not torch.compiler.is_compiling():
+        elif not torch.compiler.is_compiling():
             master.compare()

@@ -11,8 +11,10 @@ from ampcompat.amp.optimizer_state import AmpOptimizerState
 
 def watch(masters: list[Master]) -> list[tuple[torch.Tensor, int]]:
     """A half gradient that a block has just folded into its master's, with its version."""
-    grads = [m.half.grad for m in masters if m.half.grad is not None][:1]
-    return [(grad, grad._version) for grad in grads]
+    for master in masters:
+        if master.half.grad is not None:
+            return [(master.half.grad, master.half.grad._version)]
+    return []
 
 
 def watch_loss(scaled: torch.Tensor) -> list[bool]:
@@ -37,6 +39,8 @@ def warn_of_unused_loss() -> None:
 
 def warn_at_step(stash: AmpOptimizerState, masters: list[Master], direct: list[torch.Tensor]) -> None:
     """Warn of a block without a backward, of a backward without a block, and of edited half gradients."""
+    if stash.blocks_with_gradients and not stash.seen:
+        return  # the rule: nothing to ask
     if stash.session.plain:
         return
     if stash.blocks and not stash.blocks_with_gradients:

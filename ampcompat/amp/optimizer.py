@@ -16,7 +16,7 @@ from ampcompat.amp.casts import casts_off
 from ampcompat.amp.closure import step_with_closure
 from ampcompat.amp.gradients import give_back, put_aside, take_new, take_unscaled
 from ampcompat.amp.master_index import follow_replacements, master_of_half
-from ampcompat.amp.masters import push_all, reconcile
+from ampcompat.amp.masters import Master, push_all, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters
 from ampcompat.amp.scaler import LossScaler
@@ -86,24 +86,24 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
             if not stash.blocks:
                 take_unscaled(masters)
             reconcile(masters)
-            result = step_now(optimizer, original, **kwargs)
+            result = _step_now(optimizer, original, stash, masters, **kwargs)
         notify("on_step", optimizer, stash.skipped)
         return result
 
 
-def step_now(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _step_now(
+    optimizer: Any, original: Callable[..., Any], stash: AmpOptimizerState, masters: list[Master], **kwargs: Any
+) -> Any:
     """The step itself, gradients being final: decide whether to skip, step, write masters to the model."""
-    stash: AmpOptimizerState = optimizer._amp_stash
-    masters, _direct = stash.parts(optimizer)
     result = None
     if overflow.decide(optimizer, stash):
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
         free_gradients(optimizer, stash)
     else:
-        for master in masters:
+        for master in masters:  # before the optimizer makes anything: the peak of memory is in there
             master.half.grad = None
         try:
-            result = original(*args, **kwargs)
+            result = original(**kwargs)
         finally:
             overflow.withdraw(optimizer)
         if masters:

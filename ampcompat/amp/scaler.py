@@ -146,8 +146,10 @@ class LossScaler(torch.amp.GradScaler):
             _torch.unscale_and_check_(bucket, found, self._inverse(device))
 
     def _inverse(self, device: torch.device) -> torch.Tensor:
-        assert_scale: torch.Tensor = self._scale  # type: ignore[assignment]
-        return assert_scale.to(device=device, non_blocking=True).reciprocal()
+        scale: torch.Tensor = self._scale  # type: ignore[assignment]
+        scale = scale.to(device=device, non_blocking=True)
+        # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
+        return scale.new_ones(()).div_(scale)
 
     def end_backward_pass(self) -> torch.Tensor | None:
         """Move the scale for the backward pass just unscaled; no host sync.
@@ -170,13 +172,27 @@ class LossScaler(torch.amp.GradScaler):
         if self._uncounted is not None:
             counted = torch.maximum(found, self._uncounted.to(scale.device, non_blocking=True))
             self._uncounted = None
-        before = scale.clone()
-        _torch.update_scale_(scale, tracker, counted, self._growth_factor, self._backoff_factor, self._growth_interval)
-        floor = FLOOR if self._min_loss_scale is None else self._min_loss_scale
-        clamped = torch.where(scale > before, scale.clamp(max=self._max_loss_scale), scale)
-        self._scale = torch.where(scale < before, scale.clamp(min=floor), clamped)
+        self._scale = self._moved(scale, tracker, counted)
         self._last_found = found
         return found
+
+    def _moved(self, scale: torch.Tensor, tracker: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """The scale after a backward pass, clamped where it moved. In host memory the bounds take no op."""
+        cap, floor = self._max_loss_scale, FLOOR if self._min_loss_scale is None else self._min_loss_scale
+        how = (self._growth_factor, self._backoff_factor, self._growth_interval)
+        known = _torch.host_value(scale)
+        if known is not None:
+            _torch.update_scale_(scale, tracker, found, *how)
+            now = _torch.host_value(scale) or 0.0
+            if known < now > cap:
+                scale.fill_(cap)
+            elif known > now < floor:
+                scale.fill_(floor)
+            return scale
+        before = scale.clone()
+        _torch.update_scale_(scale, tracker, found, *how)
+        clamped = torch.where(scale > before, scale.clamp(max=cap), scale)
+        return torch.where(scale < before, scale.clamp(min=floor), clamped)
 
     def put_off_update(self) -> torch.Tensor | None:
         """As :meth:`end_backward_pass`, but the scale stays: the next backward pass counts this overflow too."""
@@ -192,7 +208,7 @@ class LossScaler(torch.amp.GradScaler):
         if not founds:
             return None
         if len(founds) == 1:
-            return founds[0].clone()
+            return founds[0]
         return torch.stack([f.to(founds[0].device, non_blocking=True) for f in founds]).amax()
 
     def update_scale(self) -> bool:

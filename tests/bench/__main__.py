@@ -1,0 +1,157 @@
+"""``python -m tests.bench [--quick] [--device cuda]``: measure, and write ``docs/benchmarks/<hardware>.md``."""
+
+import argparse
+import datetime
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from . import footprint, own_cost, report, rules
+from .loops import OPTIMIZERS, Case
+from .models import MODELS
+from .workers import Ratio, Workers
+
+#: What each level is compared with, and the limit on the geometric mean over the models and on the worst.
+PAIRS = (
+    ("O0", "fp32", 1.01, None),
+    ("O1", "native, same casts", 1.03, 1.10),
+    ("O2", "hand-written masters", 1.00, None),
+)
+SHOWN = (*((ours, theirs) for ours, theirs, *_ in PAIRS), ("O1", "native"), ("O3", "fp32"), ("native", "fp32"))
+
+
+def cases(device, quick):
+    """Both dtypes of every model with every optimizer, plain and with accumulation and clipping; a few when quick."""
+    for model in MODELS:
+        if quick:
+            yield Case(model, torch.float16, "AdamW", device=device)
+            continue
+        for dtype in (torch.float16, torch.bfloat16):
+            for optimizer in OPTIMIZERS if dtype == torch.float16 else ["AdamW"]:
+                for extras in (False, True):
+                    if not extras or optimizer == "AdamW":
+                        yield Case(model, dtype, optimizer, extras, device)
+    if quick:
+        yield Case("MLP", torch.bfloat16, "SGD", True, device)
+        yield Case("transformer", torch.float16, "AdamW(fused)", True, device)
+
+
+def step_times(device, quick):
+    """Sections on whole steps."""
+    rows, counts, ratios = [], [], {pair: {} for pair in SHOWN}
+    with Workers() as workers:
+        for case in cases(device, quick):
+            times, counted = workers.measure(case, turns=8 if quick else 14)
+            cells = []
+            for ours, theirs in SHOWN:
+                if ours in times and theirs in times:
+                    ratios[ours, theirs][case] = Ratio.of(times[ours], times[theirs])
+                    cells.append(ratios[ours, theirs][case])
+                else:
+                    cells.append(next(counted[v]["error"][:60] for v in (ours, theirs) if v not in times))
+            rows.append([case.title, f"{1e3 * min(times['fp32']):.2f}", *cells])
+            for variant, found in counted.items():
+                if "error" not in found:
+                    counts.append([case.title, variant, *found.values()])
+                    names = list(found)
+            sys.stderr.write(f"{case.title}: {', '.join(map(str, cells))}\n")
+    summary = []
+    for ours, theirs, mean, worst in PAIRS:
+        medians = [ratio.median for ratio in ratios[ours, theirs].values()]
+        summary.append([f"{ours} / {theirs}, geometric mean", *report.verdict(report.geometric_mean(medians), mean)])
+        if worst:
+            summary.append([f"{ours} / {theirs}, worst case", *report.verdict(max(medians), worst)])
+    heads = ["case", "fp32, ms (best)", *(f"{ours} / {theirs}" for ours, theirs in SHOWN)]
+    text = "## Step time\n\nMedians of ratios turn by turn, quartiles in brackets.\n\n" + report.table(heads, rows)
+    text += "\n## Counts per step\n\n" + report.table(["case", "variant", *names], counts)
+    bars = [(f"{ours} / {theirs}: {c.title}", r) for ours, theirs, *_ in PAIRS for c, r in ratios[ours, theirs].items()]
+    return text, summary, bars
+
+
+def own_costs(device, quick):
+    """Section on the cost beside the model."""
+    rows, ops, summary = [], [], []
+    for row in own_cost.measure(device, quick):
+        pairs = ("O1 / GradScaler", "O2 / hand-written masters")
+        times = [f"{value:.0f}" for value in row["microseconds"].values()]
+        rows.append([row["size"], *times, *(f"{row[p][0]:.2f}; {row[p][1]}" for p in pairs)])
+        ops += [[row["size"], *row["ops"].values()]] if row["ops"] else []
+        names, counted = list(row["microseconds"]), ["bare", *row["microseconds"]]
+        summary.append(
+            [f"own cost, {row['size']} tensors: O1 / GradScaler", *report.verdict(row["O1 / GradScaler"][0], 1.2)]
+        )
+    text = (
+        "## The cost of a step beside the model\n\nMicroseconds beyond setting and clearing the gradients: best turns;"
+    )
+    text += " ratios of the best turns, then medians of ratios and quartiles.\n\n"
+    text += report.table(["parameter tensors", *(f"{name}, µs" for name in names), *pairs], rows)
+    return text + "\nDispatcher calls:\n\n" + report.table(["parameter tensors", *counted], ops), summary
+
+
+def footprints(quick):
+    """Section on memory and on what happens once; measured on the CPU."""
+    memory = []
+    for name in ("AdamW(fused)", "AdamW"):
+        for accumulated in (False, True):
+            found = footprint.bytes_per_parameter(OPTIMIZERS[name], accumulated)
+            memory.append([name, accumulated, *(f"{value:.2f}" for value in found.values())])
+    imports = footprint.import_seconds(3 if quick else 9)
+    initialize = footprint.initialize_ratio(5 if quick else 20)
+    saved = footprint.state_dict_ratio(5 if quick else 20)
+    torch_alone, both = imports.values()
+    summary = [
+        ["O2 with AdamW(fused), bytes per parameter, optimizer's peak", *report.verdict(float(memory[0][3]), 18.5)],
+        ["import torch, ampcompat / import torch", *report.verdict(both / torch_alone, 1.05)],
+        ["initialize / casting and copying by hand (O2)", *report.verdict(initialize[0] / initialize[1], 1.5)],
+        ["state_dict at O2 / plain torch's plus one copy", *report.verdict(saved[0] / saved[1], 1.0)],
+    ]
+    text = (
+        "## Memory at O2\n\nPeak bytes per parameter: 2 half weights, 4 masters, 8 moments, 4 master gradients, and 2"
+    )
+    text += " half gradients until the step.\n\n"
+    text += report.table(["optimizer", "accumulated", "leaving the block", "optimizer"], memory)
+    return text, summary
+
+
+def rule_costs(quick):
+    """Section on single ops; measured on the CPU."""
+    rows = [
+        [name, f"{native:.2f}", f"{ours:.2f}", f"{ours - native:+.2f}"] for name, native, ours in rules.per_op(quick)
+    ]
+    text = "## Cost of a rule per op\n\nBest microseconds of tiny ops in float16 autocast on the CPU.\n\n"
+    text += report.table(["kind: op", "native autocast", "O1", "difference"], rows)
+    text += "\n## float16 convolutions on the CPU\n\nA training step of one convolution, over float32's.\n\n"
+    cells = [[name, ratio if isinstance(ratio, Ratio) else f"{ratio:.1f}"] for name, ratio in rules.convolution(quick)]
+    return text + report.table(["", "ratio"], cells)
+
+
+def main():
+    """Measure and write."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and turns")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    name, sentence = report.hardware(given.device)
+    own, own_summary = own_costs(given.device, given.quick)
+    once, once_summary = footprints(given.quick)
+    ops = rule_costs(given.quick)
+    steps, summary, bars = step_times(given.device, given.quick)
+    given.out.mkdir(parents=True, exist_ok=True)
+    command = "python -m tests.bench" + " --quick" * given.quick + f" --device {given.device}"
+    head = f"# Benchmarks: {name}\n\n{sentence}. torch {torch.__version__}, Python {sys.version.split()[0]}."
+    head += f" {datetime.date.today()}, `{command}`. Variants take turns in one run; compare ratios, not times."
+    head += f" Load average over the run's last 15 minutes: {os.getloadavg()[2]:.1f}.\n\n"
+    if given.device == "cpu":
+        head += "GPU rows: not measured. The same command measures them on a machine with one.\n\n"
+    head += "## Summary\n\n" + report.table(["what", "measured", "aim", ""], [*summary, *own_summary, *once_summary])
+    drawn = report.plot(given.out / f"{name}.svg", bars)
+    picture = f"\n![Step time ratios]({name}.svg)\n" if drawn else ""
+    (given.out / f"{name}.md").write_text("\n".join([head + picture, steps, own, once, ops]))
+
+
+if __name__ == "__main__":
+    main()

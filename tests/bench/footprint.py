@@ -1,0 +1,118 @@
+"""Bytes per parameter, and what happens once: import, ``initialize``, ``state_dict``."""
+
+import copy
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+
+from ampcompat import amp
+from ampcompat._state import state
+
+from .counting import peak_bytes
+
+LAYERS, WIDTH = 12, 512
+
+
+def _model():
+    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+
+
+def bytes_per_parameter(make_optimizer, accumulated=False, layers=LAYERS):
+    """The peaks of leaving the last ``scale_loss`` block at O2 and of the optimizer's own step, in bytes per parameter.
+
+    Counted with what is held anyway: half weights (2), masters (4) and Adam's moments (8).
+    """
+    state.reset()
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level="O2", verbosity=0)
+    x = torch.randn(4, WIDTH)
+    count = sum(p.numel() for p in model.parameters())
+
+    def step():
+        for last in [False, True][1 - accumulated :]:
+            loss = model(x).float().square().mean()
+            manager = amp.scale_loss(loss, optimizer)
+            manager.__enter__().backward()
+            with torch.profiler.record_function("leaving the block" if last else "earlier block"):
+                manager.__exit__(None, None, None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(4):  # the first steps compare masters by value
+        step()
+    own_step = f"Optimizer.step#{type(optimizer).__name__}.step"  # torch's own name of the region
+    peaks = peak_bytes(step, {"leaving the block", own_step})
+    state.reset()
+    return {
+        "leaving the block": 14 + peaks["leaving the block"] / count,
+        "optimizer": 14 + peaks[own_step] / count,
+    }
+
+
+def _best(call, times):
+    found = []
+    for _ in range(times):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def import_seconds(times):
+    """Median seconds of ``import torch``, and of ``import torch, ampcompat``, in fresh processes that take turns."""
+    found = {"import torch": [], "import torch, ampcompat": []}
+    for _ in range(times):
+        for statement, values in found.items():
+            code = f"import time; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
+            values.append(float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout))
+    return {statement: statistics.median(values) for statement, values in found.items()}
+
+
+def initialize_ratio(times):
+    """Best seconds of ``initialize`` at O2 with an optimizer, over those of casting the weights and copying masters."""
+    plain = _model()
+
+    def by_hand():
+        model = copy.deepcopy(plain)
+        start = time.perf_counter()
+        masters = [p.detach().clone() for p in model.parameters()]
+        model.half()
+        return time.perf_counter() - start, masters
+
+    def ours():
+        state.reset()
+        model = copy.deepcopy(plain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        start = time.perf_counter()
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        return time.perf_counter() - start
+
+    mine, theirs = [], []
+    for _ in range(times):
+        theirs.append(by_hand()[0])
+        mine.append(ours())
+    state.reset()
+    return min(mine), min(theirs)
+
+
+def state_dict_ratio(times):
+    """Best seconds of ``state_dict()`` at O2 after a step, over plain torch's plus one copy of the values."""
+    state.reset()
+    plain = _model()
+    model = copy.deepcopy(plain)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    x = torch.randn(8, WIDTH)
+    mine, theirs = [], []
+    for turn in range(times + 4):
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if turn >= 4:
+            mine.append(_best(model.state_dict, 1))
+            theirs.append(_best(lambda: {k: v.clone() for k, v in plain.state_dict().items()}, 1))
+    state.reset()
+    return min(mine), min(theirs)

@@ -1,0 +1,122 @@
+"""Training steps: hand-written ones, and the same step with ampcompat at each level."""
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ampcompat import amp
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+}
+#: "native" has torch's own casts; "native, same casts" has ampcompat's rules registered and is otherwise the same loop.
+VARIANTS = ("fp32", "native", "native, same casts", "hand-written masters", "O0", "O1", "O2", "O3")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how."""
+
+    model: str
+    dtype: torch.dtype = torch.float16
+    optimizer: str = "AdamW"
+    extras: bool = False  # two micro-batches per step, and clipping
+    device: str = "cpu"
+
+    @property
+    def title(self):
+        extras = ", accumulated and clipped" if self.extras else ""
+        return f"{self.model}, {str(self.dtype).removeprefix('torch.')}, {self.optimizer}{extras}"
+
+
+def make_step(variant, case, model, x, y):
+    """A function that makes one training step of ``model`` on ``x`` and ``y``."""
+    if variant.startswith("O"):
+        return _with_amp(variant, case, model, x, y)
+    if variant == "hand-written masters":
+        return _with_masters(case, model, x, y)
+    return _native(variant, case, model, x, y)
+
+
+def _clip(case, params):
+    if case.extras:
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+
+
+def _native(variant, case, model, x, y):
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    casts = variant != "fp32"
+    if variant == "native, same casts":
+        from ampcompat.amp import session
+
+        session.cover_device_types([case.device])
+    scaler = torch.amp.GradScaler(case.device, enabled=casts and case.dtype == torch.float16)
+
+    def step():
+        for _ in range(1 + case.extras):
+            with torch.autocast(case.device, case.dtype) if casts else contextlib.nullcontext():
+                loss = F.cross_entropy(model(x), y) / (1 + case.extras)
+            scaler.scale(loss).backward()
+        if case.extras:
+            scaler.unscale_(optimizer)
+            _clip(case, model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _with_masters(case, model, x, y):
+    model.to(case.dtype)
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+            module.float()
+    halves = [p for p in model.parameters() if p.dtype == case.dtype]
+    masters = [torch.nn.Parameter(p.detach().float()) for p in halves]
+    stepped = masters + [p for p in model.parameters() if p.dtype != case.dtype]
+    optimizer = OPTIMIZERS[case.optimizer](stepped)
+    scaler = torch.amp.GradScaler(case.device, enabled=case.dtype == torch.float16)
+
+    def step():
+        for _ in range(1 + case.extras):
+            loss = F.cross_entropy(model(x.to(case.dtype)).float(), y) / (1 + case.extras)
+            scaler.scale(loss).backward()
+        for master, half in zip(masters, halves, strict=True):
+            master.grad, half.grad = half.grad.float(), None
+        if case.extras:
+            scaler.unscale_(optimizer)
+            _clip(case, stepped)
+        scaler.step(optimizer)
+        scaler.update()
+        with torch.no_grad():
+            for master, half in zip(masters, halves, strict=True):
+                half.copy_(master)
+        optimizer.zero_grad()
+
+    return step
+
+
+def _with_amp(level, case, model, x, y):
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    options = {}
+    if case.dtype == torch.bfloat16:
+        level = {"O1": "O4", "O2": "O5"}.get(level, level)
+        if level == "O3":
+            options["cast_model_type"] = torch.bfloat16
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+    def step():
+        for _ in range(1 + case.extras):
+            loss = F.cross_entropy(model(x), y) / (1 + case.extras)
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        _clip(case, amp.master_params(optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

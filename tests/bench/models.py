@@ -1,0 +1,78 @@
+"""The five models that are trained, with their data: small on a CPU, of a size that fills a GPU there."""
+
+import torch
+import torch.nn as nn
+
+
+class Conv(nn.Module):
+    """Three convolutions with batch norm."""
+
+    def __init__(self, width):
+        super().__init__()
+        layers, last = [], 3
+        for scale in (1, 2, 4):
+            layers += [nn.Conv2d(last, width * scale, 3, stride=2, padding=1), nn.BatchNorm2d(width * scale), nn.ReLU()]
+            last = width * scale
+        self.features, self.head = nn.Sequential(*layers), nn.Linear(last, 10)
+
+    def forward(self, x):
+        return self.head(self.features(x).mean((2, 3)))
+
+
+class Transformer(nn.Module):
+    """An encoder with pre-norm layers and mean pooling."""
+
+    def __init__(self, width, layers):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, width // 32, 4 * width, 0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        return self.head(self.encoder(x).mean(1))
+
+
+class Recurrent(nn.Module):
+    """One LSTM layer, its last output classified."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(width, width, batch_first=True), nn.Linear(width, 10)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Many(nn.Module):
+    """Many small parameters: per-tensor work is all there is."""
+
+    def __init__(self, layers, width):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return self.head(x)
+
+
+def _mlp(width):
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+#: name -> (model and input shape on a CPU, the same on a GPU)
+MODELS = {
+    "MLP": ((lambda: _mlp(256), (64, 256)), (lambda: _mlp(4096), (2048, 4096))),
+    "conv + BN": ((lambda: Conv(8), (4, 3, 32, 32)), (lambda: Conv(128), (128, 3, 224, 224))),
+    "transformer": ((lambda: Transformer(64, 2), (8, 16, 64)), (lambda: Transformer(768, 12), (32, 128, 768))),
+    "LSTM": ((lambda: Recurrent(64), (16, 16, 64)), (lambda: Recurrent(1024), (128, 128, 1024))),
+    "many small": ((lambda: Many(60, 16), (16, 16)), (lambda: Many(500, 64), (64, 64))),
+}
+
+
+def make(name, device):
+    """A model of seed 0 and one batch of inputs and labels."""
+    torch.manual_seed(0)
+    build, shape = MODELS[name][device != "cpu"]
+    return build().to(device), torch.randn(shape, device=device), torch.randint(0, 10, shape[:1], device=device)

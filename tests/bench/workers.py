@@ -1,0 +1,121 @@
+"""One process per variant, taking turns: the casts of one do not reach another, and noise reaches all alike."""
+
+import multiprocessing
+import statistics
+import time
+import traceback
+from dataclasses import dataclass
+
+import torch
+
+from ampcompat._state import state
+
+from . import counting, loops, models
+
+TURN = 0.02  # seconds of work per turn
+
+
+@dataclass
+class Ratio:
+    """Median and quartiles of the ratios of one variant to another, turn by turn."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, ours, theirs):
+        values = [a / b for a, b in zip(ours, theirs, strict=True)]
+        if len(values) < 2:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4)
+        return cls(median, low, high)
+
+    def __str__(self):
+        return f"{self.median:.2f} ({self.low:.2f}–{self.high:.2f})"
+
+
+def seconds(call, times, device):
+    """Seconds per call of ``times`` calls."""
+    if device == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(times):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000 / times
+    start = time.perf_counter()
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - start) / times
+
+
+def serve(pipe, variant):
+    """A worker: builds the cases it is sent, and makes steps when asked."""
+    torch.set_num_threads(1)
+    step = case = None
+    while True:
+        what, given = pipe.recv()
+        try:
+            if what == "stop":
+                return
+            if what == "case":
+                state.reset()
+                case = given
+                step = loops.make_step(variant, case, *models.make(case.model, case.device))
+                for _ in range(4):  # masters are compared by value in their first steps
+                    step()
+                once = min(seconds(step, 1, case.device) for _ in range(3))
+                pipe.send(once)
+            elif what == "turn":
+                pipe.send(seconds(step, given, case.device))
+            elif what == "count":
+                count = counting.counted_on_cuda if case.device == "cuda" else counting.counted
+                pipe.send(count(step))
+        except Exception:
+            pipe.send(traceback.format_exc(limit=-3))
+
+
+class Workers:
+    """The processes; use as a context."""
+
+    def __init__(self, variants=loops.VARIANTS):
+        self.variants = variants
+
+    def __enter__(self):
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = {}, []
+        for variant in self.variants:
+            self.pipes[variant], end = context.Pipe()
+            process = context.Process(target=serve, args=(end, variant), daemon=True)
+            process.start()
+            self.processes.append(process)
+        return self
+
+    def __exit__(self, *exc):
+        for pipe in self.pipes.values():
+            pipe.send(("stop", None))
+        for process in self.processes:
+            process.join(10)
+
+    def _ask(self, variant, what, given=None):
+        self.pipes[variant].send((what, given))
+        return self.pipes[variant].recv()
+
+    def measure(self, case, turns):
+        """Seconds per step, turn by turn, and counts, by variant; a variant that cannot run the case has its error."""
+        times, counts, steps = {}, {}, {}
+        for variant in self.variants:
+            once = self._ask(variant, "case", case)
+            if isinstance(once, str):
+                counts[variant] = {"error": once.strip().splitlines()[-1]}
+                continue
+            steps[variant], times[variant] = max(1, min(200, int(TURN / once))), []
+        for turn in range(turns):
+            # Every second turn in the reverse order: what drifts, drifts for all.
+            for variant in list(steps)[:: 1 if turn % 2 else -1]:
+                times[variant].append(self._ask(variant, "turn", steps[variant]))
+        for variant in steps:
+            counts[variant] = self._ask(variant, "count")
+        return times, counts

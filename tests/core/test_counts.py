@@ -1,0 +1,196 @@
+"""What a step costs, counted: dispatcher calls, host syncs, bytes. Counts do not depend on the machine."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampcompat import amp
+from ampcompat.amp import gradients
+
+SYNCS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
+
+
+class Idle(torch.optim.Optimizer):
+    """Holds parameters and does not step them: what is counted is amp's."""
+
+    takes_found_inf = False
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+        if self.takes_found_inf:
+            self._step_supports_amp_scaling = True
+
+    def step(self, closure=None):
+        return None
+
+
+class OnDevice(Idle):
+    takes_found_inf = True
+
+
+class Tensors(torch.nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.held = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(4)) for _ in range(count))
+
+    def forward(self, x):
+        return x
+
+
+class Counter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.ops = self.syncs = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops += 1
+        self.syncs += func.name().partition(".")[0] in SYNCS
+        return func(*args, **(kwargs or {}))
+
+
+def counted_step(level, size, kind=Idle, overflow=False, settle=8):
+    """Ops and syncs of one block and one step, after the early steps in which masters are compared by value."""
+    model = Tensors(size)
+    model, optimizer = amp.initialize(model, kind(model.parameters()), opt_level=level, verbosity=0)
+    loss = torch.ones(())
+
+    def step(value):
+        model(loss)
+        with amp.scale_loss(loss, optimizer):
+            for param in model.parameters():
+                param.grad = torch.full_like(param, value)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(settle):
+        step(1.0)
+    with Counter() as setting:  # what setting the gradients takes is not amp's
+        for param in model.parameters():
+            torch.full_like(param, 1.0)
+    with Counter() as counter:
+        step(float("inf") if overflow else 1.0)
+    return counter.ops - setting.ops, counter.syncs
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("kind", [Idle, OnDevice])
+def test_host_syncs_per_step(level, kind):
+    scales = level in ("O1", "O2")
+    assert counted_step(level, 5, kind)[1] == int(scales and kind is Idle)
+
+
+def test_the_counter_sees_syncs():
+    with Counter() as counter:
+        bool(torch.ones(()) > 0)
+        torch.ones(2).sum().item()
+    assert counter.syncs == 2
+
+
+def test_masters_settle_down_to_no_comparisons():
+    # Values are compared in the first steps only; each comparison is a host sync.
+    assert counted_step("O2", 5, settle=0)[1] > 5
+    assert counted_step("O2", 5)[1] == 1
+
+
+def test_dispatcher_calls_at_o1_do_not_depend_on_the_number_of_parameters():
+    few, many = counted_step("O1", 10)[0], counted_step("O1", 300)[0]
+    assert few == many <= 12
+
+
+def test_dispatcher_calls_at_o1_are_fewer_than_gradscalers():
+    model = Tensors(10)
+    optimizer, scaler = Idle(model.parameters()), torch.amp.GradScaler("cpu")
+
+    def step():
+        scaler.scale(torch.ones(()))
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step()
+    with Counter() as counter:
+        step()
+    assert counted_step("O1", 10)[0] < counter.ops - 11  # ten gradients and a loss
+
+
+def test_dispatcher_calls_at_o2_are_one_per_master():
+    # The one is the allocation of the master's gradient; conversions run in fused passes.
+    few, many = counted_step("O2", 10)[0], counted_step("O2", 310)[0]
+    assert many - few == 300
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_levels_without_scaling_add_nothing(level):
+    assert counted_step(level, 300)[0] <= 6  # the input's cast and the output's
+
+
+def peaks(run, names):
+    """Most bytes held in each named region of ``run()``, counted from its start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    events = list(profile.profiler.kineto_results.events())
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    found = {}
+    for event in events:
+        if event.name() in names:
+            start, end = event.start_ns(), event.start_ns() + event.duration_ns()
+            now = peak = sum(change for when, change in changes if when < start)
+            for when, change in changes:
+                if start <= when <= end:
+                    now += change
+                    peak = max(peak, now)
+            found[event.name()] = peak
+    return found
+
+
+def test_bytes_per_parameter_at_o2_with_adam(monkeypatch):
+    """18 in the optimizer; 20 and one chunk where a block ends, accumulated or not."""
+    width, layers = 128, 16
+    count = layers * width * (width + 1)
+    monkeypatch.setattr(gradients, "CHUNK", count // 16)
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    x = torch.randn(2, width)
+
+    def step():
+        for name in ("first block", "accumulated block"):
+            manager = amp.scale_loss(model(x).float().square().mean(), optimizer)
+            manager.__enter__().backward()
+            with torch.profiler.record_function(name):
+                manager.__exit__(None, None, None)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(8):
+        step()
+    held = 2 + 4 + 8  # half weights, masters, moments
+    found = peaks(step, {"first block", "accumulated block", "Optimizer.step#AdamW.step"})
+    found = {name: held + peak / count for name, peak in found.items()}
+    assert found["Optimizer.step#AdamW.step"] <= 18.5
+    # Half gradients stay readable until the step: 20, and a sixteenth of the masters' gradients.
+    assert found["first block"] <= 20.25
+    assert found["accumulated block"] <= 20.5
+    torch.testing.assert_close(found["accumulated block"], found["first block"], rtol=0, atol=0.5)
+
+
+def test_chunks_change_no_bit(monkeypatch):
+    torch.manual_seed(0)
+    plain, x = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))), torch.randn(4, 8)
+    found = []
+    for chunk in (1, 100, 2**24):
+        monkeypatch.setattr(gradients, "CHUNK", chunk)
+        model = copy.deepcopy(plain)
+        model, optimizer = amp.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0
+        )
+        for _ in range(2):
+            with amp.scale_loss(model(x).square().mean(), optimizer) as scaled:
+                scaled.backward()
+        found.append([p.grad.clone() for p in amp.master_params(optimizer)])
+    for grads in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(grads, found[0], strict=True))
