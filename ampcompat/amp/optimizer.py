@@ -17,7 +17,7 @@ from ampcompat.amp.closure import step_with_closure
 from ampcompat.amp.gradients import give_back, put_aside, take_new, take_unscaled
 from ampcompat.amp.master_index import master_of_half
 from ampcompat.amp.masters import push_all, reconcile
-from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters
+from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state
 from ampcompat.amp.scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def attach(optimizer: Any, session: Session) -> None:
     fresh = "_amp_stash" not in vars(optimizer)
     stash = AmpOptimizerState(optimizer, session)
     adopt_masters(optimizer, session)
+    match_state(optimizer)
     stash.parts(optimizer)
     optimizer._amp_stash = stash
     if fresh:

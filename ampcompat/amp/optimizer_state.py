@@ -132,6 +132,30 @@ def adopt_masters(optimizer: Any, session: Session) -> None:
                     optimizer.state[new] = optimizer.state.pop(param)
 
 
+def match_state(optimizer: Any) -> None:
+    """Give the state of every param the param's dtype, as ``Optimizer.load_state_dict`` does.
+
+    State that was loaded or gathered before ``initialize`` changed the dtype of the params would not fit them. An
+    optimizer with a ``load_state_dict`` of its own decides for itself which dtype its state has.
+    """
+    optimizer = getattr(optimizer, "optim", optimizer)  # LARC
+    if getattr(type(optimizer), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
+        return
+    for param, held in list(optimizer.state.items()):
+        if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
+            continue
+        wrong = {name for name, value in held.items() if name != "step" and _is_like(value, param)}
+        if wrong:
+            fit = {name: value.to(param.dtype) if name in wrong else value for name, value in held.items()}
+            optimizer.state[param] = fit
+
+
+def _is_like(value: Any, param: torch.Tensor) -> bool:
+    """Whether ``value`` is floating state of ``param`` in another dtype."""
+    is_state = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape
+    return is_state and value.dtype != param.dtype
+
+
 def _stand_in(param: torch.Tensor, session: Session) -> torch.Tensor:
     master = master_of_value(param)
     if master is not None:
