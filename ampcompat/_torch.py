@@ -5,9 +5,9 @@ When a new torch breaks something, this is the file to mend.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
+import inspect
 import sys
 import warnings
 import weakref
@@ -50,14 +50,46 @@ def has_fused_kernels(device: torch.device) -> bool:
 
 
 # -- gradients -------------------------------------------------------------------------------------------------------
-def peek(flag: torch.Tensor) -> float:
-    """The value of a 0-dim float32 tensor in host memory, read without dispatching an op."""
-    return ctypes.c_float.from_address(flag.data_ptr()).value
+class HostCopy:
+    """Numbers of a device on their way to host memory; starting the copy does not wait for the device.
+
+    Args:
+        values: 0-dim tensors of one dtype and device.
+    """
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        device = values[0].device
+        streams: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
+        self._event: Any = None
+        if hasattr(streams, "Event") and hasattr(streams, "current_stream"):
+            self._host = torch.stack(values).to("cpu", non_blocking=True)  # pinned memory, by torch's own choice
+            self._event = streams.Event()
+            self._event.record(streams.current_stream(device))
+        else:  # nothing would tell when an asynchronous copy is there
+            self._host = torch.stack(values).to("cpu")
+
+    def arrived(self) -> bool:
+        """Whether :meth:`read` need not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the device where they have not arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
 
 
 def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
     """Multiply ``grads`` (one device, one dtype, dense) in place and set ``found_inf`` to 1 on any inf or NaN."""
     torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+
+
+def update_scale_(
+    scale: torch.Tensor, tracker: torch.Tensor, found: torch.Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """Move ``scale`` and count in ``tracker``, as ``GradScaler.update`` does, on their device."""
+    torch._amp_update_scale_(scale, tracker, found, growth, backoff, interval)
 
 
 # -- autocast state of this thread -------------------------------------------------------------------------------------
@@ -129,6 +161,38 @@ def register_state_dict_hooks(
     ]
 
 
+# -- data parallelism --------------------------------------------------------------------------------------------------
+def patch_ddp_constructor(after: Callable[[Any, bool], None]) -> Callable[[], None]:
+    """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made; returns the undo."""
+    owner: Any = torch.nn.parallel.DistributedDataParallel
+    original = owner.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        after(self, bool(kwargs.get("init_sync", True)))
+
+    owner.__init__ = __init__
+
+    def undo() -> None:
+        owner.__init__ = original
+
+    return undo
+
+
+class AnyDeviceDDP(torch.nn.parallel.DistributedDataParallel):
+    """torch's, for synchronised batch norm off CUDA too: torch refuses it there for want of kernels; ours needs none."""
+
+    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
+        pass
+
+
+def buffers_keyword() -> str:
+    """What DDP's constructor calls the broadcast of buffers in forward."""
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+
+
 # -- kinds of models ---------------------------------------------------------------------------------------------------
 def parallel_wrapper(model: torch.nn.Module) -> str | None:
     """The name of the data-parallel wrapper that ``model`` is, if it is one."""
@@ -138,6 +202,11 @@ def parallel_wrapper(model: torch.nn.Module) -> str | None:
     return None
 
 
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a ``DTensor``: one rank's part of a tensor."""
+    return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
+
+
 def is_uninitialized(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` belongs to a lazy module that has not seen data yet."""
     return torch.nn.parameter.is_lazy(tensor)
@@ -145,8 +214,10 @@ def is_uninitialized(tensor: torch.Tensor) -> bool:
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     """The module behind ``torch.compile(module)``; ``model`` itself where it is not compiled."""
-    inner = model.__dict__.get("_modules", {}).get("_orig_mod")
-    return inner if type(model).__name__ == "OptimizedModule" and inner is not None else model
+    if type(model).__name__ != "OptimizedModule":
+        return model
+    inner: torch.nn.Module = model._modules.get("_orig_mod") or model
+    return inner
 
 
 def disabled_optimizers(state: State) -> weakref.WeakSet[Any]:

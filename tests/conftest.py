@@ -54,6 +54,12 @@ def torch_as_it_is() -> dict[str, object]:
     return seen
 
 
+@pytest.fixture
+def torch_state():
+    """The function that says how torch is, for tests of calls that must change nothing."""
+    return torch_as_it_is
+
+
 PATCHABLE = [
     (torch.autograd, ["_engine_run_backward", "backward", "grad"]),
     (torch.autograd.function.BackwardCFunction, ["apply", "apply_boxed", "__init__"]),

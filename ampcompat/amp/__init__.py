@@ -15,10 +15,12 @@ from ampcompat.amp.amp import (
     register_half_function,
     register_promote_function,
 )
+from ampcompat.amp.block import scale_loss, step_was_skipped
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.frontend import initialize
-from ampcompat.amp.handle import disable_casts, scale_loss, step_was_skipped
+from ampcompat.amp.handle import disable_casts
 from ampcompat.amp.master_index import sync_masters
+from ampcompat.amp.unwrap import unwrap
 
 __all__ = [
     "__version__",
@@ -38,6 +40,7 @@ __all__ = [
     "state_dict",
     "step_was_skipped",
     "sync_masters",
+    "unwrap",
 ]
 
 

@@ -7,12 +7,15 @@ own code makes by ``type(model)(...)`` has none and is a plain model.
 
 from __future__ import annotations
 
+import abc
 import functools
 from typing import Any
 
 import torch
 
 from ampcompat._state import state
+from ampcompat.amp import half_average, stray_weights
+from ampcompat.amp.master_index import reconcile_model
 from ampcompat.amp.policy import ModelPolicy, live_models
 
 
@@ -20,6 +23,11 @@ class AmpModel:
     """Marker base of the dynamic subclasses."""
 
     _amp_policy: ModelPolicy | None = None
+
+    def __init_subclass__(cls, _amp: bool = False, **kwargs: Any) -> None:
+        """Dynamic subclasses are nobody's business: registries of the user's class do not hear of them."""
+        if not _amp:
+            super().__init_subclass__(**kwargs)
 
 
 class InstanceForward:
@@ -45,6 +53,8 @@ def attach(model: torch.nn.Module, policy: ModelPolicy) -> None:
     own = model.__dict__.get("forward")
     if own is not None and not isinstance(own, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own))
+    stray_weights.forget(model)
+    half_average.watch(model)
     live_models().add(model)
 
 
@@ -56,6 +66,8 @@ def detach(model: torch.nn.Module) -> None:
             object.__setattr__(model, "forward", own.inner)
         model.__dict__.pop("_amp_policy", None)
         model.__class__ = plain_class(type(model))
+    for module in model.modules():
+        module.__dict__.pop("_amp_watch", None)
     live_models().discard(model)
 
 
@@ -104,6 +116,8 @@ def _make_class(cls: Any) -> Any:
         return (rebuild, (cls, build, args), *rest)
 
     def _replicate_for_data_parallel(self: Any) -> Any:
+        if self._amp_policy is not None and self._amp_policy.master_weights:
+            reconcile_model(self)  # here and not in the replicas, which run in threads
         replica = super(made, self)._replicate_for_data_parallel()
         if self._amp_policy is not None:
             replica.__dict__["_amp_stamp"] = self._amp_policy.stamp(self)
@@ -117,7 +131,10 @@ def _make_class(cls: Any) -> Any:
         "__reduce_ex__": __reduce_ex__,
         "_replicate_for_data_parallel": _replicate_for_data_parallel,
     }
-    made = type(cls)(cls.__name__, (AmpModel, cls), body)
+    # Past the user's metaclass, which may count or rename classes; what it set on the class is inherited. An abstract
+    # class keeps caches of its own, which only ABCMeta makes.
+    base = abc.ABCMeta if isinstance(cls, abc.ABCMeta) else type
+    made: Any = base.__new__(type(cls), cls.__name__, (AmpModel, cls), body, _amp=True)
     return made
 
 

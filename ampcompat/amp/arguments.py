@@ -97,6 +97,20 @@ def as_models(models: object) -> list[torch.nn.Module]:
     return found
 
 
+def check_unsharded(models: list[torch.nn.Module], properties: Properties) -> None:
+    """Refuse to cast weights of which this rank holds a part (``fully_shard``)."""
+    if properties.cast_model_type not in HALF_DTYPES:
+        return
+    for model in models:
+        for name, param in model.named_parameters():
+            if _torch.is_sharded(param):
+                raise RuntimeError(
+                    f"amp.initialize got a model sharded by fully_shard (its parameter {name!r} is a DTensor) at"
+                    f" opt_level={properties.opt_level!r} - float32 masters of shards are fully_shard's own business -"
+                    " use opt_level='O1' (O4 for bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
+                )
+
+
 def _check_weights(model: torch.nn.Module) -> None:
     for module in model.modules():
         ours = module.__dict__.get("_amp_half", (None,))[0]

@@ -81,6 +81,8 @@ def _cast(
         if master is not None and target != torch.float32:
             master.dtype = target
             master.push()
+        elif master is not None:
+            master.retire()
     borrowed = master is not None and id(master.value) in trained
     if master_weights and (borrowed or id(tensor) in trained):
         master_index.ensure_master(module, name, exact)
@@ -91,4 +93,5 @@ def _put_data_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor 
     tensor.grad = grad
     if master is not None:
         master.dtype = data.dtype
+        master.register()
         master.settle()

@@ -56,8 +56,10 @@ class _Thread(threading.local):
     disabled = 0  # of these, disable_casts blocks: forwards stay off in them too
     regions: dict[str, int]  # open torch.autocast regions of the user, by device type
 
+    half_models: list[torch.nn.Module]  # half models in whose forward this thread is
+
     def __init__(self) -> None:
-        self.regions = {}
+        self.regions, self.half_models = {}, []
 
 
 class CastState:

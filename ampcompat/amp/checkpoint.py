@@ -9,9 +9,12 @@ from typing import Any
 from ampcompat._log import say, warn_once
 from ampcompat._state import state
 from ampcompat.amp import session as _session
+from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.scaler import LossScaler
 
 _PREFIX = "loss_scaler"
+#: Where whole checkpoints keep it: scripts, Lightning with apex, Lightning with torch's scaler.
+_HOMES = ("amp", "amp_scaling_state", "native_amp_scaling_state")
 Entry = tuple[float, int]
 
 
@@ -42,7 +45,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Restore what :func:`state_dict` saved, here or under apex.
 
     Before ``initialize`` it is kept and restored by the next call: the order of ``initialize`` and the loads does not
-    matter. A native ``GradScaler.state_dict()`` is understood as well.
+    matter. A native ``GradScaler.state_dict()`` goes into the first scaler; the way back is
+    ``GradScaler.load_state_dict(amp._amp_state.loss_scalers[0].state_dict())``. Says what was restored.
 
     Args:
         state_dict: From ``amp.state_dict()``. With another number of scalers, what fits is loaded, with a message.
@@ -81,6 +85,10 @@ def _apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
         )
     for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
         scaler._loss_scale, scaler._unskipped = scale, unskipped
+        maybe_print(
+            f"amp.load_state_dict: restored loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}.",
+            True,
+        )
 
 
 def _read(saved: object) -> list[Entry]:
@@ -91,15 +99,17 @@ def _read(saved: object) -> list[Entry]:
         )
     if "scale" in saved and "_growth_tracker" in saved:  # torch.amp.GradScaler
         entry = _entry("GradScaler", saved["scale"], saved["_growth_tracker"])
-        say("amp.load_state_dict: restored a torch.amp.GradScaler's scale and growth tracker into loss scaler 0.")
+        maybe_print("amp.load_state_dict: this is a torch.amp.GradScaler's state.", True)
         return [entry]
     names = [f"{_PREFIX}{index}" for index in range(len(saved))]
     unknown = sorted(str(key) for key in saved if key not in names)
     if unknown:
+        inside = next((key for key in _HOMES if key in saved), None)
         raise RuntimeError(
             "Error(s) in loading state_dict. Unexpected key(s) in state_dict: "
             + ", ".join(f'"{key}"' for key in unknown)
-            + " - the keys are loss_scaler0, loss_scaler1, ... - pass what amp.state_dict() returned."
+            + " - the keys are loss_scaler0, loss_scaler1, ... - "
+            + (f"pass its {inside!r} part." if inside else "pass what amp.state_dict() returned.")
         )
     entries = []
     for name in names:

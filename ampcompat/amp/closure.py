@@ -67,6 +67,9 @@ def step_with_closure(
         free_gradients(optimizer, stash)
         stash.skipped = True
         result = loss
+    except BaseException:
+        _restore(optimizer, snapshot)  # LBFGS cannot go on from the middle of its search
+        raise
     masters, _ = stash.parts(optimizer)
     for master in masters:
         master.half.grad = None

@@ -13,6 +13,7 @@ from ampcompat._state import state
 from ampcompat.amp import amp_model, arguments, checkpoint, optimizer
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.cast_model import cast_weights
+from ampcompat.amp.casts import cast_state
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.policy import live_models
@@ -88,6 +89,7 @@ def initialize(
     arguments.check_outputs(cast_model_outputs)
     loudness = arguments.check_verbosity(verbosity)
     model_list, optimizer_list = arguments.as_models(models), arguments.as_optimizers(optimizers)
+    arguments.check_unsharded(model_list, properties)
     scalers = [
         LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
         for loss_id in range(num_losses)
@@ -112,6 +114,8 @@ def _take_over(session: Session, models: list[torch.nn.Module], optimizers: list
     modules = [model for model in targets if not isinstance(model, torch.jit.ScriptModule)]
     if len(modules) < len(targets):
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
+    room = cast_state()
+    undo.callback(session.undo_casts, room.ambient, room.device_types)
     for model in modules:
         undo.callback(amp_model.put_back, amp_model.remember(model))
     if policy.input_dtype is not None:

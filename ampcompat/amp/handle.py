@@ -1,4 +1,4 @@
-"""``scale_loss``, ``disable_casts``, and the handle objects of apex."""
+"""The handle objects of apex, and ``disable_casts``."""
 
 from __future__ import annotations
 
@@ -8,189 +8,14 @@ from typing import Any
 
 import torch
 
-from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat.amp import optimizer as _optimizer
-from ampcompat.amp import overflow, session
-from ampcompat.amp.arguments import is_optimizer
-from ampcompat.amp.casts import assert_ambience, casts_off
-from ampcompat.amp.gradients import give_back
+from ampcompat.amp import session
+from ampcompat.amp.block import scale_loss
+from ampcompat.amp.casts import casts_off
 from ampcompat.amp.opt import OptimWrapper, PlainOptimWrapper
 from ampcompat.amp.scaler import LossScaler
 
-
-@contextmanager
-def scale_loss(
-    loss: torch.Tensor,
-    optimizers: Any,
-    loss_id: int = 0,
-    model: Any = None,
-    delay_unscale: bool = False,
-    delay_overflow_check: bool = False,
-) -> Iterator[torch.Tensor]:
-    """Scale ``loss`` for the backward pass inside the block; afterwards gradients are unscaled and may be clipped.
-
-    Args:
-        loss: Floating tensor of any shape, on any device.
-        optimizers: The optimizer, or list of optimizers, whose parameters the block gives gradients to. An empty list:
-            only other gradients are wanted (of an input); nothing is unscaled.
-        loss_id: Which of the ``num_losses`` scalers to use.
-        model: Ignored, as under apex.
-        delay_unscale: Leave gradients scaled; a later block without it unscales what has accumulated. No need to use it
-            for accumulation: gradients accumulate correctly without.
-        delay_overflow_check: Leave the scale alone; an overflow still skips the step and is counted by the next block.
-
-    Yields:
-        ``loss.float() * loss_scale``.
-
-    Raises:
-        RuntimeError: ``initialize`` was not called, or not with this optimizer; a block inside a block.
-        TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
-        IndexError: ``loss_id`` is not below ``num_losses``.
-
-    No host sync. At exit the *new* gradients are unscaled and added to what had accumulated, overflow is noted and the
-    scale moves; the step after an overflow is skipped. When the block raises, gradients are as they were at its entry.
-    """
-    found = [optimizers] if is_optimizer(optimizers) else optimizers
-    if isinstance(found, (list, tuple)):
-        found = [_known(one) for one in found]
-    owner = _owner(found)
-    if not owner.enabled:
-        yield loss
-        return
-    found = list({id(one): one for one in found}.values())
-    if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
-        kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
-    scaler = _scaler(owner, loss_id)
-    assert_ambience()
-    if owner.plain:
-        yield loss.float()
-        return
-    for one in found:
-        if one._amp_stash.in_block:
-            raise RuntimeError(
-                "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be told"
-                " apart - close the first block, or add the losses up."
-            )
-    _enter(found, scaler)
-    try:
-        yield scaler.scale_loss(loss)
-    except BaseException:
-        _leave_failed(found)
-        raise
-    if delay_unscale:
-        for one in found:
-            stash = one._amp_stash
-            _optimizer.rejoin_delayed(stash)
-            stash.in_block, stash.params_have_scaled_gradients, stash.delayed_scaler = False, True, scaler
-        return
-    _leave(found, scaler, delay_overflow_check)
-
-
-def _known(optimizer: Any) -> Any:
-    """``optimizer``; but for a LARC that was built around an initialized optimizer, that one."""
-    inner = getattr(optimizer, "optim", None)
-    if inner is None or hasattr(optimizer, "_amp_stash"):
-        return optimizer
-    return inner if hasattr(inner, "_amp_stash") or inner in _torch.disabled_optimizers(state) else optimizer
-
-
-def _owner(optimizers: Any) -> session.Session:
-    """The ``initialize`` call that a block on ``optimizers`` belongs to."""
-    latest = session.latest()
-    if latest is None:
-        raise RuntimeError(
-            "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
-            " amp.initialize(model, optimizer, opt_level=...)` must come first."
-        )
-    if not isinstance(optimizers, (list, tuple)) or not all(is_optimizer(one) for one in optimizers):
-        if not latest.enabled:
-            return latest
-        raise TypeError(
-            f"scale_loss got {type(optimizers).__name__} as optimizers - it takes an optimizer or a list of them -"
-            " pass what amp.initialize returned."
-        )
-    owners = []
-    for one in optimizers:
-        stash = getattr(one, "_amp_stash", None)
-        if stash is not None:
-            owners.append(stash.session)
-        elif one in _torch.disabled_optimizers(state) or not latest.enabled:
-            return latest if not latest.enabled else session.DISABLED
-        else:
-            raise RuntimeError(
-                f"scale_loss got a {type(one).__name__} that was not given to amp.initialize - its parameters would not"
-                " be unscaled - pass the optimizer to amp.initialize (in a list with the others)."
-            )
-    return owners[0] if owners else latest
-
-
-def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(owner.scalers):
-        last = len(owner.scalers) - 1
-        larger = isinstance(loss_id, int) and loss_id > last
-        raise IndexError(
-            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={last + 1}) made scalers 0 to {last} -"
-            + (f" pass num_losses={loss_id + 1} there." if larger else f" pass a loss_id from 0 to {last}.")
-        )
-    return owner.scalers[loss_id]
-
-
-def _enter(optimizers: Any, scaler: LossScaler) -> None:
-    entered = []
-    try:
-        for one in optimizers:
-            stash = one._amp_stash
-            if stash.delayed_scaler is not scaler:
-                _optimizer.finish_delayed(one, stash)
-            overflow.report_if_known(stash)
-            entered.append(one)
-            stash.in_block = True
-            _optimizer.begin_block(one)
-    except BaseException:
-        _leave_failed(entered)
-        raise
-
-
-def _leave(optimizers: Any, scaler: LossScaler, delay_overflow_check: bool) -> None:
-    done: set[int] | None = set() if len(optimizers) > 1 else None
-    reached = [_optimizer.end_block(one, scaler, done) for one in optimizers]
-    if any(reached):  # the loss was backpropagated; it need not reach every optimizer of the block
-        for one in optimizers:
-            one._amp_stash.blocks_with_gradients += 1
-    found = scaler.put_off_update() if delay_overflow_check else scaler.end_backward_pass()
-    for one in optimizers:
-        one._amp_stash.in_block = False
-        if found is not None:
-            one._amp_stash.overflows.append((scaler, found))
-
-
-def _leave_failed(optimizers: Any) -> None:
-    for one in optimizers:
-        stash = one._amp_stash
-        stash.in_block = False
-        masters, direct = stash.parts(one)
-        for param in (*(m.half for m in masters), *direct):
-            param.grad = None
-        if stash.params_have_scaled_gradients:
-            give_back(stash.delayed_aside)
-            stash.delayed_aside = []
-        else:
-            give_back(stash.aside)
-            stash.aside = []
-
-
-def step_was_skipped(optimizer: Any) -> bool:
-    """Whether the last ``optimizer.step()`` was skipped for an overflow.
-
-    Reads the device if only that knows: one host sync, with an optimizer that takes ``found_inf``.
-    """
-    stash = getattr(_known(optimizer), "_amp_stash", None)
-    if stash is None:
-        return False
-    overflow.report(stash)
-    return bool(stash.skipped)
+__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 
 def disable_casts() -> AbstractContextManager[Any]:

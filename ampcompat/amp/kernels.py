@@ -73,11 +73,13 @@ def states_kernel(op: torch._ops.OpOverload, device_type: str, key: str) -> Kern
 
 
 def float_kernel(op: torch._ops.OpOverload, device_type: str, key: str) -> Kernel:
-    """All arguments in float32."""
+    """All arguments in float32; as they are where the caller asks for a half result, as in native autocast."""
     below = _torch.keys_excluded(key)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with below():
+            if kwargs and kwargs.get("dtype") in HALVES:
+                return op(*args, **kwargs)
             return op(*[cast(a, torch.float32, device_type) for a in args], **kwargs)
 
     return kernel

@@ -57,3 +57,6 @@ INPLACE_BANNED: Final = (
 
 UNCAST: Final = ("log1p",)
 """On no list of apex, and run in the dtype they are given, as recorded from it; native CUDA autocast casts them."""
+
+SHIELDED: Final = ("logsumexp", "matrix_exp")
+"""On no list, but made inside torch of in-place steps that the lists forbid or widen: run whole, as they are given."""

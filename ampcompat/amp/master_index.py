@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
+from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp.masters import Master, by_half, by_value, reconcile
@@ -90,23 +91,43 @@ def reconcile_model(model: torch.nn.Module) -> None:
 def follow_replacements(masters: Iterable[Master]) -> None:
     """Notice parameters that were replaced in their module (``module.weight = nn.Parameter(...)``) and take them over.
 
-    The optimizer goes on training the same master, which now holds the new values.
+    The optimizer goes on training the same master, which now holds the new values. Called where gradients are about
+    to be used, never in a forward: ``functional_call`` replaces parameters there for a while.
     """
     for master in masters:
         for home, name in master.homes[:1]:
             module = home()
             now = None if module is None else module._parameters.get(name, module._buffers.get(name))
-            if now is not None and now is not master.half and now.shape == master.value.shape:
-                warn_once(
-                    f"replaced {id(module)}.{name}",
-                    f"Parameter {name!r} of a {type(module).__name__} was replaced after amp.initialize - the optimizer"
-                    " holds the master of the old one - the master takes the new values and goes on training them.",
-                )
-                with torch.no_grad():
-                    master.value.copy_(now)
-                    if now.dtype != master.dtype:
-                        now.data = now.data.to(master.dtype)
-                rebind(master, now)
+            if now is not None and now is not master.half:
+                _take_over(master, now, f"{name!r} of a {type(module).__name__}")
+
+
+def _take_over(master: Master, now: torch.Tensor, where: str) -> None:
+    if _torch.is_sharded(now):
+        raise RuntimeError(
+            f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
+            " not sharded - use opt_level='O1', calling fully_shard before the optimizer and amp.initialize."
+        )
+    if now.shape != master.value.shape:
+        warn_once(
+            f"resized {where}",
+            f"Parameter {where} was replaced by one of shape {tuple(now.shape)} after amp.initialize - the optimizer"
+            f" holds the old one's master, of shape {tuple(master.value.shape)}, and does not train the new one - make"
+            " a new optimizer and call amp.initialize again.",
+        )
+        return
+    warn_once(
+        f"replaced {where}",
+        f"Parameter {where} was replaced after amp.initialize - the optimizer holds the master of the old one - the"
+        " master takes the new values and goes on training them.",
+    )
+    grad, now.grad = now.grad, None
+    with torch.no_grad():
+        master.value.copy_(now)
+        if now.dtype != master.dtype:
+            now.data = now.data.to(master.dtype)
+    now.grad = None if grad is None else grad.to(master.dtype)
+    rebind(master, now)
 
 
 def rebind(master: Master, now: torch.Tensor) -> None:

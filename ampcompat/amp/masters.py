@@ -17,8 +17,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ampcompat import _torch
-from ampcompat._log import warn_once
 from ampcompat._state import state
+from ampcompat.amp import module_moves
 
 #: New masters are compared by value, to find writers that move no version counter: in their first rounds, and in
 #: the first rounds after each of the first steps (WGAN clips after a step).
@@ -32,15 +32,23 @@ class Master:
         half: The model's parameter or buffer.
         value: The master: a float32 ``Parameter`` of the same shape and device.
         homes: Where ``half`` lives: weak module references and names (several for tied weights).
+
+    Args:
+        half: The model's parameter or buffer.
+        value: What the master starts from; None: from ``half``.
+        adopt: ``value`` itself becomes the master.
     """
 
-    def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None) -> None:
+    def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None, adopt: bool = False) -> None:
         self.half, self.dtype = half, half.dtype
-        with torch.inference_mode(False), torch.no_grad():
-            exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
-            if exact.data_ptr() == half.data_ptr() or value is not None:
-                exact = exact.clone()
-        self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+        if value is not None and adopt:
+            self.value = value
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
+                if exact.data_ptr() == half.data_ptr() or value is not None:
+                    exact = exact.clone()
+            self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
         self.homes: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         self.comparisons, self.early_steps = EARLY_ROUNDS, EARLY_STEPS
         self.written_unseen = False  # somebody writes ``half`` without moving its version: compare for ever
@@ -52,24 +60,35 @@ class Master:
         """Be found by either side (again, after the index was reset)."""
         by_half()[self.half] = by_value()[self.value] = weakref.ref(self)
 
+    def retire(self) -> None:
+        """The model's tensor is float32 again: it has no master, though optimizers may still hold this one."""
+        by_half().pop(self.half, None)
+
     def settle(self) -> None:
         """Take both sides as they are now for equal."""
         self.seen = (self.half._version, self.value._version, self.half.data_ptr())
         self.handed_out = None
+        if self.comparisons or self.written_unseen:
+            self.fingerprint = _fingerprint(self.half)
 
     def moved(self) -> bool:
-        """Whether either side was written since :meth:`settle`, as far as version counters tell."""
-        return (self.half._version, self.value._version, self.half.data_ptr()) != self.seen
+        """Whether either side was written since :meth:`settle`, or may have been through a tensor handed out."""
+        versions = (self.half._version, self.value._version, self.half.data_ptr())
+        return versions != self.seen or self.handed_out is not None
 
     def stepped(self) -> None:
         """An optimizer moved the master and :func:`push_all` wrote it to the model."""
-        self.settle()
         if self.early_steps:
             self.early_steps -= 1
             self.comparisons = max(self.comparisons, 2)
+        self.settle()
 
     def hand_out(self) -> torch.Tensor:
-        """The master itself, for a state dict: writing into it moves the model at the next forward or step."""
+        """The master itself, for a state dict or ``master_params``: what is written into it moves the model.
+
+        ``.data.copy_()`` moves no version counter, so the model's side is kept as it is now: at the next forward or
+        step, elements in which the model has not moved since come from the master.
+        """
         if self.handed_out is None:
             self.handed_out = self.half.detach().clone()
         return self.value.detach()
@@ -90,21 +109,20 @@ class Master:
     def reconcile(self) -> None:
         """Restore the invariant after a move of either side."""
         if self.value.device != self.half.device:
-            self._follow_device()
+            module_moves.follow_device(self)
         if self.half.dtype != self.dtype:
-            warn_once(
-                "master dtype",
-                f"A weight that amp.initialize had cast to {self.dtype} is {self.half.dtype} now - the model's dtype is"
-                " amp's business at O2 - do not call .half(), .float() or .to(dtype) after amp.initialize.",
-            )
-            self.dtype = self.half.dtype
+            module_moves.keep_dtype(self)
         half_version, value_version, pointer = self.seen
         half_moved = self.half._version != half_version or self.half.data_ptr() != pointer
         value_moved = self.value._version != value_version
-        if half_moved and value_moved and self.handed_out is not None and self.handed_out.device == self.half.device:
+        snapshot = self.handed_out
+        if snapshot is not None and snapshot.device == self.half.device and snapshot.shape == self.half.shape:
             with torch.no_grad():
-                self.value.copy_(torch.where(self.half == self.handed_out, self.value, self.half.float()))
-            self.push()
+                still = _bits(self.half.detach()) == _bits(snapshot)
+                self.value.copy_(torch.where(still, self.value, self.half.float()))
+                # Where no counter moved there is most likely nothing new: a graph that holds the weight stays valid.
+                (self.half if half_moved or value_moved else self.half.data).copy_(self.value)
+            self.settle()
         elif value_moved and not half_moved:
             self.push()
         else:
@@ -121,21 +139,11 @@ class Master:
             if torch.equal(_bits(self.value.to(self.half.dtype)), _bits(self.half.detach())):
                 return False
         self.written_unseen = True
-        self.pull()
+        if torch.equal(_fingerprint(self.half), self.fingerprint):
+            self.push()  # it was the master that somebody wrote: ``group["params"][0].data.mul_()``
+        else:
+            self.pull()
         return True
-
-    def _follow_device(self) -> None:
-        """``module.to(device)`` moves the model's side only; the master keeps its identity and moves after."""
-        warn_once(
-            "master device",
-            f"The model moved from {self.value.device} to {self.half.device} after amp.initialize - its master weights"
-            " follow, but optimizer state does not - move the model before amp.initialize.",
-        )
-        version = self.value._version
-        self.value.data = self.value.data.to(self.half.device)
-        if self.value.grad is not None:
-            self.value.grad = self.value.grad.to(self.half.device)
-        self.seen = (self.seen[0], self.value._version if self.seen[1] == version else self.seen[1], self.seen[2])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
         if id(self) in memo:
@@ -143,10 +151,11 @@ class Master:
             return found
         if self.moved():
             self.reconcile()
-        half = copy.deepcopy(self.half, memo)
+        # Both sides through the memo: an optimizer copied along goes on holding the copy's masters.
+        half, value = copy.deepcopy(self.half, memo), copy.deepcopy(self.value, memo)
         if not _torch.has_storage(half):
             return self  # a compiler's stand-in for the module: it is never stepped
-        clone = memo[id(self)] = Master(half, self.value)
+        clone = memo[id(self)] = Master(half, value, adopt=True)
         homes = ((memo.get(id(home())), name) for home, name in self.homes)
         clone.homes = [(weakref.ref(module), name) for module, name in homes if module is not None]
         return clone
@@ -165,6 +174,11 @@ def by_half() -> Any:
 def by_value() -> Any:
     """Weak references to masters by the float32 tensor that stands in optimizers."""
     return state.room("masters by value", WeakIdKeyDictionary)
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that changes when ``tensor`` does, on its device."""
+    return _bits(tensor.detach()).sum(dtype=torch.int64)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -186,7 +200,7 @@ def reconcile(masters: Iterable[Master]) -> None:
     tensor without moving its version counter (``p.data.clamp_()``, ``dist.broadcast(p.data)``).
     """
     for master in masters:
-        if (master.half._version, master.value._version, master.half.data_ptr()) != master.seen:
+        if master.moved():
             master.reconcile()
         elif (master.comparisons or master.written_unseen) and not torch.compiler.is_compiling():
             master.compare()

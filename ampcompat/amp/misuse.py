@@ -15,6 +15,26 @@ def watch(masters: list[Master]) -> list[tuple[torch.Tensor, int]]:
     return [(grad, grad._version) for grad in grads]
 
 
+def watch_loss(scaled: torch.Tensor) -> list[bool]:
+    """A list that stays empty until ``scaled`` is backpropagated; of a loss that has no gradient it never is empty."""
+    used: list[bool] = []
+    if scaled.requires_grad:
+        scaled.register_hook(lambda _grad: used.append(True))  # type: ignore[no-untyped-call]
+    else:
+        used.append(True)
+    return used
+
+
+def warn_of_unused_loss() -> None:
+    """A block gave gradients, and not by the loss that it had scaled."""
+    warn_once(
+        "unscaled loss in a block",
+        "A scale_loss block whose gradients do not come from the scaled loss - they are divided by the loss scale at"
+        " its exit, and were never multiplied by it - call backward() on what the block yields, not on the loss.",
+        stacklevel=5,
+    )
+
+
 def warn_at_step(stash: AmpOptimizerState, masters: list[Master], direct: list[torch.Tensor]) -> None:
     """Warn of a block without a backward, of a backward without a block, and of edited half gradients."""
     if stash.session.plain:

@@ -76,6 +76,9 @@ def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, l
 
 
 def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
+    watch = module.__dict__.get("_amp_watch")
+    if watch is not None:
+        watch.forgive()
     for name, master in module.__dict__.get("_amp_masters", {}).items():
         now = module._parameters.get(name, module._buffers.get(name))
         if now is None:

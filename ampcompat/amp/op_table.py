@@ -52,7 +52,7 @@ _SECTIONS: Final = (
     ("Refused in half", lists.BANNED),
     ("In place, refused on a half tensor", lists.INPLACE_BANNED),
     ("In place, the arguments take the dtype of the left side", LEFT),
-    ("On no list of apex", lists.UNCAST),
+    ("On no list of apex", (*lists.UNCAST, *lists.SHIELDED)),
 )
 
 _HEAD: Final = """\

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampcompat.amp.block import scale_loss
+
 if TYPE_CHECKING:
     from ampcompat.amp.handle import AmpHandle
 
@@ -31,8 +33,6 @@ class OptimWrapper:
         Raises:
             RuntimeError: More blocks since the last step than ``num_loss``.
         """
-        from ampcompat.amp.handle import scale_loss
-
         if self._next >= self._num_loss:
             raise RuntimeError(
                 f"scale_loss was called {self._next + 1} times before a step - wrap_optimizer(num_loss="

@@ -15,7 +15,7 @@ from ampcompat.amp import misuse, overflow
 from ampcompat.amp.casts import casts_off
 from ampcompat.amp.closure import step_with_closure
 from ampcompat.amp.gradients import give_back, put_aside, take_new, take_unscaled
-from ampcompat.amp.master_index import master_of_half
+from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import push_all, reconcile
 from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state
 from ampcompat.amp.scaler import LossScaler
@@ -80,6 +80,7 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
         if closure is not None:
             return step_with_closure(optimizer, original, closure, outside, **kwargs)
         finish_delayed(optimizer, stash)
+        follow_replacements(masters)
         misuse.warn_at_step(stash, masters, direct)
         if not stash.blocks:
             take_unscaled(masters)
@@ -124,7 +125,9 @@ def begin_block(optimizer: Any) -> None:
         for master in masters:
             master.value.grad = None
         stash.stepped = False
-    if stash.params_have_scaled_gradients:
+    if stash.gradients_are_local:
+        pass  # DDP averages what lies in ``param.grad`` when its backward pass comes
+    elif stash.params_have_scaled_gradients:
         stash.delayed_aside = put_aside([], [*(m.half for m in masters), *direct])
     else:
         stash.aside = put_aside(masters, direct)
@@ -150,6 +153,7 @@ def end_block(optimizer: Any, scaler: LossScaler, done: set[int] | None = None) 
     stash: AmpOptimizerState = optimizer._amp_stash
     rejoin_delayed(stash)
     masters, direct = stash.parts(optimizer)
+    follow_replacements(masters)
     if done is not None:
         masters = [m for m in masters if id(m.value) not in done]
         direct = [p for p in direct if id(p) not in done]
@@ -157,7 +161,7 @@ def end_block(optimizer: Any, scaler: LossScaler, done: set[int] | None = None) 
         done.update(id(p) for p in direct)
     seen = take_new(scaler, masters, direct, stash.aside)
     stash.aside = []
-    stash.params_have_scaled_gradients = False
+    stash.params_have_scaled_gradients = stash.gradients_are_local = False
     stash.blocks += 1
     stash.seen = misuse.watch(masters)
     return seen
@@ -180,7 +184,7 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
     original(*args, **kwargs)
     for master in masters:
         master.half.grad = None
-    stash.params_have_scaled_gradients = False
+    stash.params_have_scaled_gradients = stash.gradients_are_local = False
     stash.aside, stash.delayed_aside = [], []  # inside a block, what it had put aside is cleared as well
     stash.seen = []
 

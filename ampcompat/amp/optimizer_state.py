@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampcompat._torch import HostCopy
 from ampcompat.amp.gradients import Aside
 from ampcompat.amp.master_index import ensure_master, master_of_half, master_of_value
 from ampcompat.amp.masters import Master
+from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -26,7 +28,7 @@ class AmpOptimizerState:
         params_have_scaled_gradients: A ``delay_unscale`` block left scaled gradients behind.
         session: The ``initialize`` call that the optimizer belongs to.
         overflows: Overflow flags noted since the last step, each with its scaler (0-dim, on the device).
-        reports: The same of steps that were skipped on the device and not yet reported.
+        reports: By step that the device decided, on their way to the host: each flag, with the scale then in force.
         skipped: Whether the last step was skipped; None while only the device knows.
     """
 
@@ -37,9 +39,10 @@ class AmpOptimizerState:
         self.session = session
         self.groups: list[Any] = optimizer.param_groups
         self.overflows: list[tuple[LossScaler, torch.Tensor]] = []
-        self.reports: list[tuple[LossScaler, torch.Tensor]] = []
+        self.reports: list[list[tuple[LossScaler, HostCopy]]] = []
         self.skipped: bool | None = False
         self.aside: Aside = []  # unscaled gradients of before the block
+        self.gradients_are_local = False  # the scaled ones stem from DDP's no_sync
         self.delayed_aside: Aside = []  # scaled ones, of delay_unscale blocks
         self.in_block = False
         self.blocks = self.blocks_with_gradients = 0  # since the last step
@@ -69,6 +72,15 @@ class AmpOptimizerState:
             self._direct = [p for p, m in held if m is None]
             self._signature = [(id(group["params"]), len(group["params"])) for group in groups]
         return self._masters, self._direct
+
+    def hand_out_masters(self, optimizer: Any) -> None:
+        """Masters are asked for where there is no gradient to clip: to be written (``master params`` of a file)."""
+        if self.in_block or self.blocks or self.params_have_scaled_gradients:
+            return
+        for master in self.parts(optimizer)[0]:
+            if master.moved():
+                master.reconcile()
+            master.hand_out()
 
     # -- the same, by apex's names -----------------------------------------------------------------------------------
     @property
@@ -162,7 +174,7 @@ def _stand_in(param: torch.Tensor, session: Session) -> torch.Tensor:
         if master.half.dtype == torch.float32:  # an earlier call's master of a weight that is float32 again
             return master.half
         return param if session.properties.master_weights else master.half
-    if not session.properties.master_weights or param.dtype not in (torch.float16, torch.bfloat16):
+    if not session.properties.master_weights or param.dtype not in HALF_DTYPES:
         return param
     master = master_of_half(param)
     if master is None:

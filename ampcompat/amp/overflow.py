@@ -23,7 +23,7 @@ def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> b
 
     Host syncs: one, or none with an optimizer that takes ``found_inf`` (it gets the flag and this returns False).
     """
-    report(stash)
+    report_if_known(stash)
     noted, stash.overflows = stash.overflows, []
     stash.already_patched = False
     if not noted:
@@ -34,8 +34,11 @@ def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> b
         flags = [found.to(device, non_blocking=True) for _, found in noted]
         optimizer.grad_scale = None
         optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
-        stash.reports, stash.skipped = noted, None
+        copies = [(scaler, _torch.HostCopy([found, scaler.scale_on(found.device)])) for scaler, found in noted]
+        stash.reports.append(copies)
+        stash.skipped = None
         return False
+    report(stash)
     stash.skipped = _say_which(noted)
     return stash.skipped
 
@@ -54,20 +57,25 @@ def takes_found_inf(optimizer: Any) -> bool:
 
 
 def report(stash: AmpOptimizerState) -> None:
-    """Say which earlier steps the device skipped. Reads the device if there is anything to learn."""
-    if stash.reports:
-        noted, stash.reports = stash.reports, []
-        stash.skipped = _say_which(noted)
+    """Say which earlier steps the device skipped. Waits for the device if that is not known yet."""
+    _report(stash, wait=True)
 
 
 def report_if_known(stash: AmpOptimizerState) -> None:
-    """As :func:`report`, where it takes no host sync: the flags lie in host memory."""
-    if stash.reports and all(found.device.type == "cpu" for _, found in stash.reports):
-        noted, stash.reports = stash.reports, []
-        overflowed = [(scaler, found) for scaler, found in noted if _torch.peek(found)]
-        stash.skipped = bool(overflowed)
-        if overflowed:
-            _announce([scaler for scaler, _ in overflowed])
+    """As :func:`report`, of the steps whose flags have reached the host: no host sync."""
+    _report(stash, wait=False)
+
+
+def _report(stash: AmpOptimizerState, wait: bool) -> None:
+    while stash.reports and (wait or all(copy.arrived() for _, copy in stash.reports[0])):
+        overflowed = []
+        for scaler, copy in stash.reports.pop(0):
+            found, scale = copy.read()
+            if found:
+                overflowed.append((scaler, scale))
+        if not stash.reports and stash.skipped is None:
+            stash.skipped = bool(overflowed)
+        _announce(overflowed)
 
 
 def _say_which(noted: Noted) -> bool:
@@ -79,14 +87,10 @@ def _say_which(noted: Noted) -> bool:
     for entries in by_device.values():
         flags = torch.stack([found for _, found in entries]).tolist() if len(entries) > 1 else [entries[0][1].item()]
         overflowed += [scaler for (scaler, _), flag in zip(entries, flags, strict=True) if flag]
-    if overflowed:
-        _announce(overflowed)
+    _announce([(scaler, scaler.loss_scale()) for scaler in overflowed])
     return bool(overflowed)
 
 
-def _announce(scalers: list[LossScaler]) -> None:
-    for scaler in {id(s): s for s in scalers}.values():
-        say(
-            f"Gradient overflow. Skipping step, loss scaler {scaler.loss_id} reducing loss scale to"
-            f" {scaler.loss_scale()}"
-        )
+def _announce(overflowed: list[tuple[LossScaler, float]]) -> None:
+    for scaler, scale in dict(overflowed).items():
+        say(f"Gradient overflow. Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}")

@@ -85,7 +85,7 @@ RULES: Final[dict[str, Rule]] = {
     **dict.fromkeys(lists.FLOAT, Rule.FLOAT),
     **dict.fromkeys(lists.PROMOTE, Rule.PROMOTE),
     **dict.fromkeys(lists.SEQUENCE_PROMOTE, Rule.PROMOTE),
-    **dict.fromkeys(lists.UNCAST, Rule.UNCAST),
+    **dict.fromkeys((*lists.UNCAST, *lists.SHIELDED), Rule.UNCAST),
     **dict.fromkeys(lists.BANNED, Rule.BANNED),
     **dict.fromkeys(lists.INPLACE_BANNED, Rule.INPLACE_BANNED),
     **dict.fromkeys(LEFT, Rule.LEFT),
@@ -99,6 +99,8 @@ def native_is_enough(name: str, op: torch._ops.OpOverload, device_type: str, key
         return False  # native runs it in float32 (CPU) or refuses float32 too (CUDA)
     if name in lists.UNCAST:
         return not _torch.has_kernel(op, key)
+    if name in lists.SHIELDED:
+        return False
     if name == "grid_sample":
         return device_type == "cpu" and _torch.has_kernel(op, key)  # elsewhere native promotes
     if device_type == "cuda" and name in ("rnn_tanh", "rnn_relu", "gru", "lstm"):

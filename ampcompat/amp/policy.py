@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import master_index
+from ampcompat.amp import master_index, stray_weights
 from ampcompat.amp.cast_tree import cast_tree
 from ampcompat.amp.casts import OFF, Casts, ForwardCasts, cast_state, casts_for_forward, set_ambient
 
@@ -43,8 +44,26 @@ class ModelPolicy:
         """``forward(*args, **kwargs)`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(model, forward, args, kwargs)
+        if self.half is not None and "_amp_stamp" not in model.__dict__:
+            stray, running = self._look_at_weights(model), cast_state().thread.half_models
+            running.append(model)
+            try:
+                with stray_weights.cast_for_forward(stray) if stray else nullcontext():
+                    return self._run(model, forward, args, kwargs)
+            finally:
+                running.pop()
+        return self._run(model, forward, args, kwargs)
+
+    def _look_at_weights(self, model: torch.nn.Module) -> list[stray_weights.Slot]:
+        """Restore the invariant of the masters; returns the weights that this forward must cast."""
+        watch = model.__dict__.get("_amp_watch")
+        if watch is not None:
+            watch.look()
         if self.master_weights:
             master_index.reconcile_model(model)
+        return stray_weights.strays(model)
+
+    def _run(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.input_dtype is not None:
             args, kwargs = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
         stamp: tuple[Casts | None, str] | None = model.__dict__.get("_amp_stamp")
@@ -64,7 +83,9 @@ class ModelPolicy:
         else:
             with ForwardCasts(casts, device_type):
                 output = forward(*args, **kwargs)
-        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
+        if self.output_dtype is None or (self.half is not None and _is_part_of_running(model)):
+            return output
+        return cast_tree(output, self.output_dtype)
 
     def _run_compiled(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # What dynamo cannot trace stays out: version checks of masters (they are made at the step) and the thread's
@@ -87,6 +108,15 @@ class ModelPolicy:
         if casts is None:  # a user's region: hand on its dtype too, which torch does not
             casts = Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
         return casts, device_type
+
+
+def _is_part_of_running(model: torch.nn.Module) -> bool:
+    """Whether ``model`` runs inside the forward of a half model that it is a part of, and that goes on in half.
+
+    ``amp.initialize([model, model.generator], ...)``: alone, the generator's outputs are float32.
+    """
+    around = cast_state().thread.half_models[:-1]
+    return bool(around) and any(module is model for module in around[-1].modules())
 
 
 def live_models() -> weakref.WeakSet[torch.nn.Module]:

@@ -67,6 +67,12 @@ class LossScaler(torch.amp.GradScaler):
         """The current scale. Reads the device: one host sync."""
         return self.get_scale()
 
+    def scale_on(self, device: torch.device) -> torch.Tensor:
+        """The current scale as a 0-dim float32 tensor on ``device``; no host sync."""
+        if self._scale is None:
+            return torch.full((), self._init_scale, device=device)
+        return self._scale.to(device, non_blocking=True)
+
     @property
     def _loss_scale(self) -> float:
         return self.get_scale()
@@ -165,12 +171,10 @@ class LossScaler(torch.amp.GradScaler):
             counted = torch.maximum(found, self._uncounted.to(scale.device, non_blocking=True))
             self._uncounted = None
         before = scale.clone()
-        torch._amp_update_scale_(
-            scale, tracker, counted, self._growth_factor, self._backoff_factor, self._growth_interval
-        )
+        _torch.update_scale_(scale, tracker, counted, self._growth_factor, self._backoff_factor, self._growth_interval)
         floor = FLOOR if self._min_loss_scale is None else self._min_loss_scale
         clamped = torch.where(scale > before, scale.clamp(max=self._max_loss_scale), scale)
-        scale.copy_(torch.where(scale < before, scale.clamp(min=floor), clamped))
+        self._scale = torch.where(scale < before, scale.clamp(min=floor), clamped)
         self._last_found = found
         return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ampcompat._state import state
-from ampcompat.amp import casts, choke_points, cpu_convolution, registry, rules
+from ampcompat.amp import casts, choke_points, cpu_convolution, ddp, registry, rules
 from ampcompat.amp.casts import OFF, Casts
 from ampcompat.amp.policy import ModelPolicy, device_types_of, live_models
 from ampcompat.amp.properties import Properties
@@ -69,6 +69,7 @@ class Session:
 
     def begin_casts(self, models: Iterable[torch.nn.Module]) -> None:
         """Make this call's casts the ambient ones, on the devices of every live model."""
+        ddp.install()
         device_types = device_types_of([*live_models(), *models])
         if self.policy.casts.enabled:
             cover_device_types(device_types)
@@ -89,6 +90,15 @@ class Session:
             registry.deactivate()
             if not any(getattr(model, "_amp_policy", self.policy).half for model in live_models()):
                 cpu_convolution.release()
+
+    def undo_casts(self, ambient: Casts, device_types: Iterable[str]) -> None:
+        """Undo :meth:`begin_casts`, done whole or in part, back to ``ambient`` on ``device_types``."""
+        if ambient.enabled:
+            self.policy.casts = self.policy.casts._replace(enabled=False)
+            casting_policies().discard(self.policy)
+        else:
+            self.end_casts()
+        casts.set_ambient(ambient, device_types)
 
 
 def casting_policies() -> weakref.WeakSet[ModelPolicy]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
+from ampcompat import _torch
 from ampcompat._log import say
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -73,7 +74,7 @@ class _Reduction:
         return result
 
 
-class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(_torch.AnyDeviceDDP):
     """torch's ``DistributedDataParallel`` with apex's keywords; each process owns one device and one replica.
 
     Args:
@@ -136,7 +137,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         given = [name for name, value in unused.items() if value]
         if given:
             say(f"DistributedDataParallel: {', '.join(given)} have no effect; torch's engine schedules the reduction.")
-        torch_options.setdefault("broadcast_buffers", False)
+        if "broadcast_buffers" not in torch_options:
+            torch_options.setdefault(_torch.buffers_keyword(), False)
         torch_options.setdefault("find_unused_parameters", delay_allreduce)
         if delay_allreduce:
             message_size = max(message_size, sum(p.numel() for p in module.parameters()))

@@ -149,3 +149,19 @@ def test_python_functions_of_the_float_list_compute_in_float32():
             F.multilabel_soft_margin_loss(y, torch.ones_like(y)),
             F.multilabel_soft_margin_loss(y.float(), torch.ones_like(y).float()),
         )
+
+
+def test_ops_that_torch_makes_of_in_place_steps():
+    """torch computes logsumexp by an in-place exp, and matrix_exp by writing into slices: no listed op of theirs."""
+    half = torch.ones(2, 2, dtype=torch.float16)
+    with casts_on():
+        assert torch.logsumexp(half, 0).dtype == torch.float16
+        assert torch.matrix_exp(half).dtype == torch.float16
+
+
+def test_a_half_result_that_the_caller_asks_for():
+    half = torch.ones(2, 2, dtype=torch.float16)
+    with casts_on():
+        assert torch.linalg.vector_norm(half, dtype=torch.float16).dtype == torch.float16
+        assert torch.sum(half, dtype=torch.float16).dtype == torch.float16
+        assert torch.sum(half).dtype == torch.float32

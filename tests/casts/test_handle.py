@@ -1,0 +1,121 @@
+"""``amp.init`` and its handle: the API of before 2019 trains too."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampcompat import amp
+
+
+def data(seed=0):
+    torch.manual_seed(seed)
+    return torch.randn(16, 4), torch.randint(0, 2, (16,))
+
+
+def train(step, steps=20):
+    x, y = data()
+    losses = []
+    for _ in range(steps):
+        losses.append(step(x, y))
+    assert losses[-1] < 0.7 * losses[0]
+    return losses
+
+
+def net():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def test_handle_scale_loss_trains():
+    handle = amp.init()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        with handle.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        return loss.item()
+
+    train(step)
+    assert handle.is_active()
+    assert amp._DECORATOR_HANDLE is handle
+    assert amp._amp_state.handle is handle
+
+
+def test_wrapped_optimizer_trains_with_two_losses_and_skips():
+    handle = amp.init(loss_scale="dynamic", verbose=False, enable_caching=True)
+    model = net()
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.25), num_loss=2)
+
+    def step(x, y):
+        optimizer.zero_grad()
+        for half in (0, 1):
+            loss = F.cross_entropy(model(x[half::2]), y[half::2])
+            with optimizer.scale_loss(loss) as scaled:
+                scaled.backward()
+        optimizer.step()
+        return loss.item()
+
+    train(step)
+    before = [p.clone() for p in model.parameters()]
+    with optimizer.scale_loss(model(data()[0]).float().sum() * float("inf")) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [2.0**15, 2.0**16]
+
+
+def test_a_wrapped_optimizer_with_too_many_losses():
+    optimizer = amp.init().wrap_optimizer(torch.optim.SGD(net().parameters(), lr=0.1))
+    with optimizer.scale_loss(torch.ones(1, requires_grad=True).sum()) as scaled:
+        scaled.backward()
+    with pytest.raises(RuntimeError, match=r"called 2 times before a step - wrap_optimizer\(num_loss=1\) .* - pass a"):
+        optimizer.scale_loss(torch.ones(1))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize("call", [lambda: amp.init(False), lambda: amp.init(enabled=False)])
+def test_disabled(call):
+    handle = call()
+    model = net()
+    optimizer = handle.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(data()[0]).sum()
+    with optimizer.scale_loss(loss) as scaled:
+        assert scaled is loss
+    with handle.scale_loss(loss, optimizer) as scaled:
+        assert scaled is loss
+    assert not handle.is_active()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_allow_banned():
+    half, target = torch.full((2,), 0.5, dtype=torch.float16), torch.ones(2)
+    amp.init()
+    with pytest.raises(NotImplementedError, match="binary_cross_entropy_with_logits"):
+        F.binary_cross_entropy(half, target)
+    amp.init(allow_banned=True)
+    assert F.binary_cross_entropy(half, target).dtype == torch.float32
+    model = net()
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    assert F.binary_cross_entropy(half, target).dtype == torch.float32
+
+
+def test_deactivate_is_final_for_this_handle_only():
+    first, second = amp.init(), amp.init()
+    first._deactivate()
+    assert second.is_active()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float16
+    second._deactivate()
+    assert not second.is_active()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
+    second._clear_cache()
+
+
+def test_positional_enabled_and_a_static_scale():
+    handle = amp.init(True, loss_scale="128.0")
+    with handle.scale_loss(torch.ones(1), torch.optim.SGD(net().parameters(), lr=0.1)) as scaled:
+        assert scaled.item() == 128.0

@@ -1,0 +1,86 @@
+"""An ``initialize`` that fails half way puts everything back."""
+
+import pytest
+import torch
+from core_kit import backward, net, same
+
+from ampcompat import amp
+from ampcompat.amp import amp_model, checkpoint, optimizer
+from ampcompat.amp.session import Session
+
+PLACES = {
+    "attaching the model": (amp_model, "attach"),
+    "attaching the optimizer": (optimizer, "adopt_masters"),
+    "beginning the casts": (Session, "begin_casts"),
+    "restoring scalers": (checkpoint, "apply_pending"),
+}
+
+
+class Broken(Exception):
+    pass
+
+
+def everything(model, optimizer, torch_state):
+    return {
+        "torch": torch_state(),
+        "class": type(model),
+        "modules": [sorted(m.__dict__) for m in model.modules()],
+        "tensors": [(id(t), t.dtype, t.tolist()) for t in (*model.parameters(), *model.buffers())],
+        "gradients": [p.grad.tolist() for p in model.parameters()],
+        "groups": [(id(g["params"]), [id(p) for p in g["params"]]) for g in optimizer.param_groups],
+        "methods": sorted(optimizer.__dict__),
+        "state": {id(p): sorted(s) for p, s in optimizer.state.items()},
+        "amp": {k: v for k, v in amp._amp_state._values().items() if k != "verbosity"},
+        "scalers": amp.state_dict(),
+    }
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_a_failure_half_way_leaves_no_trace(level, place, monkeypatch, torch_state):
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(3, 6)).sum().backward()
+    sgd.step()
+    before = everything(model, sgd, torch_state)
+
+    def fail(*args, **kwargs):
+        raise Broken
+
+    with monkeypatch.context() as patch:
+        patch.setattr(*PLACES[place], fail)
+        with pytest.raises(Broken):
+            amp.initialize(model, sgd, opt_level=level, verbosity=0)
+    assert everything(model, sgd, torch_state) == before
+    twin = net()
+    twin_sgd = torch.optim.SGD(twin.parameters(), lr=0.1, momentum=0.9)
+    twin(torch.ones(3, 6)).sum().backward()
+    twin_sgd.step()
+    for one, its in ((model, sgd), (twin, twin_sgd)):
+        its.zero_grad()
+        amp.initialize(one, its, opt_level=level, verbosity=0)
+        backward(one, its)
+        its.step()
+    assert same(list(amp.master_params(sgd)), list(amp.master_params(twin_sgd)))
+
+
+@pytest.mark.parametrize("first", ["O1", "O2", "O4"])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O4"])
+def test_a_failure_beside_a_running_model_leaves_its_casts(level, first, monkeypatch, torch_state):
+    running, running_sgd = net(), None
+    running_sgd = torch.optim.SGD(running.parameters(), lr=0.1)
+    amp.initialize(running, running_sgd, opt_level=first, verbosity=0)
+
+    def seen():
+        product = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype, torch.ones(2).half().exp().dtype
+        return product, running(torch.ones(3, 6)).dtype, torch_state()
+
+    before = seen()
+    model = net()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "apply_pending", lambda scalers: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    assert seen() == before
+    backward(running, running_sgd)
+    running_sgd.step()

@@ -1,0 +1,192 @@
+"""``step(closure)``: apex refused it."""
+
+import warnings
+
+import pytest
+import torch
+from core_kit import Net, assert_tied, batch, loss_of, masters, net, same, start
+
+from ampcompat import amp
+
+INF = float("inf")
+MAKERS = {
+    "SGD": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9),
+    "Adam": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2),
+    "Adam fused": lambda m: torch.optim.Adam(m.parameters(), lr=1e-2, fused=True),
+    "LBFGS": lambda m: torch.optim.LBFGS(m.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"),
+}
+
+
+class Calls:
+    """A closure that counts its evaluations and blows up in those that it is told to."""
+
+    def __init__(self, model, optimizer, bad=(), scaled=True):
+        self.model, self.optimizer, self.bad, self.scaled, self.count = model, optimizer, bad, scaled, 0
+
+    def __call__(self):
+        assert torch.is_grad_enabled()
+        loss = loss_of(self.model)
+        factor = INF if self.count in self.bad else 1.0
+        self.count += 1
+        self.optimizer.zero_grad()
+        if not self.scaled:
+            loss.backward()
+            return loss.detach()
+        with amp.scale_loss(loss * factor, self.optimizer) as scaled:
+            scaled.backward()
+        return loss.detach()
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_closures_train(level, kind):
+    model, optimizer = start(level, MAKERS[kind])
+    closure = Calls(model, optimizer)
+    losses = [float(optimizer.step(closure)) for _ in range(5)]
+    assert losses[-1] < losses[0] * 0.95
+    assert not amp.step_was_skipped(optimizer)
+    if level in ("O2", "O5"):
+        assert_tied(model)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_at_o0_bitwise_plain_pytorch(kind):
+    model, optimizer = start("O0", MAKERS[kind])
+    plain = net()
+    plain_optimizer = MAKERS[kind](plain)
+    for _ in range(3):
+        got = optimizer.step(Calls(model, optimizer))
+        assert torch.equal(got, plain_optimizer.step(Calls(plain, plain_optimizer, scaled=False)))
+    assert same(list(model.parameters()), list(plain.parameters()))
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "Adam fused"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_with_one_evaluation_bitwise_the_step_without_a_closure(level, kind):
+    model, optimizer = start(level, MAKERS[kind])
+    twin, twin_optimizer = start(level, MAKERS[kind], model=net())
+    for _ in range(3):
+        optimizer.step(Calls(model, optimizer))
+        Calls(twin, twin_optimizer)()
+        twin_optimizer.step()
+    assert same(masters(optimizer), masters(twin_optimizer))
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_the_first_evaluation_skips_the_step(level, kind, capsys):
+    model, optimizer = start(level, MAKERS[kind])
+    before = masters(optimizer)
+    closure = Calls(model, optimizer, bad=[0])
+    loss = optimizer.step(closure)
+    assert torch.is_tensor(loss)
+    assert closure.count == 1
+    assert amp.step_was_skipped(optimizer)
+    assert same(before, masters(optimizer))
+    assert not optimizer.state_dict()["state"]
+    assert capsys.readouterr().out == "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    optimizer.step(closure)
+    assert not amp.step_was_skipped(optimizer)
+    assert not same(before, masters(optimizer))
+
+
+def test_an_overflow_in_a_later_evaluation_is_evaluated_again_at_a_lower_scale():
+    model, optimizer = start("O2", MAKERS["LBFGS"])
+    before = masters(optimizer)
+    closure = Calls(model, optimizer, bad=[2, 3])
+    optimizer.step(closure)
+    assert not amp.step_was_skipped(optimizer)
+    assert not same(before, masters(optimizer))
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**14
+    assert_tied(model)
+
+
+def test_when_that_does_not_help_everything_goes_back():
+    model, optimizer = start("O2", MAKERS["LBFGS"])
+    optimizer.step(Calls(model, optimizer))
+    params, state = masters(optimizer), repr(optimizer.state_dict())
+    closure = Calls(model, optimizer, bad=range(2, 100))
+    loss = optimizer.step(closure)
+    assert float(loss) > 0
+    assert closure.count == 2 + 5
+    assert amp.step_was_skipped(optimizer)
+    assert same(masters(optimizer), params)
+    assert repr(optimizer.state_dict()) == state
+    assert_tied(model)
+    optimizer.step(Calls(model, optimizer))
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_each_evaluation_is_one_backward_pass():
+    model, optimizer = start("O2", MAKERS["LBFGS"])
+    closure = Calls(model, optimizer)
+    optimizer.step(closure)
+    assert closure.count > 1
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**16, "unskipped": closure.count}
+
+
+def test_the_closure_has_the_casts_of_its_caller():
+    seen = []
+    model, optimizer = start("O1", MAKERS["SGD"])
+
+    def closure():
+        seen.append(torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype)
+        return Calls(model, optimizer)()
+
+    optimizer.step(closure)
+    with amp.disable_casts():
+        optimizer.step(closure)
+    assert seen == [torch.float16, torch.float32]
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float16
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("when", [0, 2])
+def test_an_exception_in_the_closure_leaves_everything_usable(level, when):
+    model, optimizer = start(level, MAKERS["LBFGS"])
+    inner = Calls(model, optimizer)
+
+    def closure():
+        if inner.count == when:
+            raise KeyError("mine")
+        return inner()
+
+    with pytest.raises(KeyError, match="mine"):
+        optimizer.step(closure)
+    x, _ = batch()
+    model(x)
+    if level == "O2":
+        assert_tied(model)
+    assert float(optimizer.step(Calls(model, optimizer))) > 0
+
+
+def test_a_closure_by_keyword_and_one_that_delays():
+    model, optimizer = start("O2", MAKERS["SGD"])
+    before = masters(optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        for part in range(2):
+            loss = loss_of(model, part) / 2
+            with amp.scale_loss(loss, optimizer, delay_unscale=part == 0) as scaled:
+                scaled.backward()
+        return loss
+
+    optimizer.step(closure=closure)
+    assert not same(before, masters(optimizer))
+    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
+
+
+def test_a_scheduler_steps_after_a_skipped_closure_without_a_warning():
+    model, optimizer = start("O2", MAKERS["LBFGS"])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    optimizer.step(Calls(model, optimizer, bad=[0]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()
+
+
+def test_no_step_is_left_undecided_when_the_optimizer_takes_found_inf():
+    model, optimizer = start("O2", MAKERS["Adam fused"], model=Net())
+    optimizer.step(Calls(model, optimizer, bad=[0]))
+    assert optimizer._amp_stash.skipped is True

@@ -1,0 +1,167 @@
+"""Mistakes that plain torch would not notice: warned of once, with the fix."""
+
+import warnings
+
+import pytest
+import torch
+from core_kit import backward, loss_of, start, train
+
+from ampcompat import amp
+
+
+def warned(act):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        act()
+    return [str(w.message) for w in found]
+
+
+def without_a_block(model, optimizer):
+    loss_of(model).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def without_a_backward(model, optimizer):
+    with amp.scale_loss(loss_of(model), optimizer):
+        pass
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def backward_of_the_loss_in_the_block(model, optimizer):
+    loss = loss_of(model)
+    with amp.scale_loss(loss, optimizer):
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def clipping_half_gradients(model, optimizer):
+    backward(model, optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+UNSCALED = "optimizer.step() with gradients that no scale_loss block produced - "
+NO_GRADIENT = "optimizer.step() after scale_loss blocks that gave this optimizer no gradient - "
+EDITED = "Gradients of the model's half parameters were edited after scale_loss (clipped?) - "
+BLOCK = "write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`."
+MISTAKES = {
+    without_a_block: (["O1", "O2"], UNSCALED, BLOCK),
+    without_a_backward: (["O1", "O2"], NO_GRADIENT, BLOCK),
+    backward_of_the_loss_in_the_block: (
+        ["O1", "O2"],
+        "A scale_loss block whose gradients do not come from the scaled loss - ",
+        "call backward() on what the block yields, not on the loss.",
+    ),
+    clipping_half_gradients: (["O2"], EDITED, "clip amp.master_params(optimizer) instead of model.parameters()."),
+}
+CASES = [(level, act) for act, (levels, *_) in MISTAKES.items() for level in levels]
+
+
+@pytest.mark.parametrize(("level", "act"), CASES, ids=lambda v: getattr(v, "__name__", v))
+def test_a_mistake_is_named_once_with_its_fix(level, act):
+    model, optimizer = start(level)
+    _, beginning, end = MISTAKES[act]
+    (message,) = warned(lambda: act(model, optimizer))
+    assert message.startswith(beginning)
+    assert message.endswith(end)
+    assert warned(lambda: act(model, optimizer)) == []
+
+
+@pytest.mark.parametrize("act", MISTAKES, ids=lambda v: v.__name__)
+def test_the_warning_points_at_the_script(act):
+    model, optimizer = start("O2")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        act(model, optimizer)
+    assert [w.filename for w in found] == [__file__]
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+@pytest.mark.parametrize("act", MISTAKES, ids=lambda v: v.__name__)
+def test_where_nothing_is_scaled_nothing_is_a_mistake(level, act):
+    model, optimizer = start(level)
+    assert warned(lambda: act(model, optimizer)) == []
+
+
+def clip_masters(model, optimizer):
+    backward(model, optimizer)
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+    optimizer.step()
+
+
+def clip_model_in_the_block(model, optimizer):
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        scaled.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+    optimizer.step()
+
+
+def accumulate(model, optimizer):
+    for part in range(3):
+        backward(model, optimizer, part, delay_unscale=part < 2)
+    optimizer.step()
+
+
+def input_gradient_first(model, optimizer):
+    backward(model, optimizer)
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+
+
+def model_zero_grad(model, optimizer):
+    backward(model, optimizer)
+    optimizer.step()
+    model.zero_grad()
+
+
+def no_gradients_at_all(model, optimizer):
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def more_than_the_scaled_loss(model, optimizer):
+    with amp.scale_loss(loss_of(model), optimizer) as scaled:
+        (scaled + scaled.detach() * sum(p.float().sum() for p in model.parameters()) * 0).backward()
+    optimizer.step()
+
+
+def gradients_kept_for_a_second_step(model, optimizer):
+    backward(model, optimizer)
+    optimizer.step()
+    optimizer.step()
+
+
+RIGHT = [
+    clip_masters,
+    clip_model_in_the_block,
+    accumulate,
+    input_gradient_first,
+    model_zero_grad,
+    no_gradients_at_all,
+    more_than_the_scaled_loss,
+    gradients_kept_for_a_second_step,
+]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("act", RIGHT, ids=lambda v: v.__name__)
+def test_right_use_is_not_warned_of(level, act):
+    model, optimizer = start(level)
+    for _ in range(3):
+        assert warned(lambda: act(model, optimizer)) == []
+        optimizer.zero_grad()
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_plain_backward_still_trains(level):
+    model, optimizer = start(level)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    assert len(warned(lambda: without_a_block(model, optimizer))) == 1
+    after = list(amp.master_params(optimizer))
+    assert not any(torch.equal(before[i], after[i]) for i in (0, 2, 3))

@@ -1,0 +1,298 @@
+"""What every rank runs; each function is one check. ``launch.py`` and ``torchrun`` start them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampcompat import amp
+from ampcompat._state import state
+from ampcompat._torch import TORCH
+from ampcompat.amp.master_index import masters_of
+
+SHARDS_ON_CPU = Version("2.6") <= TORCH
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 16), nn.LayerNorm(16), nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.norm(self.a(x)).relu())
+
+
+def batch(step: int, rank: int | None = None) -> torch.Tensor:
+    rank = dist.get_rank() if rank is None else rank
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def equal_on_ranks(tensors: Iterable[torch.Tensor]) -> None:
+    for index, tensor in enumerate(tensors):
+        mine = tensor.detach().float().contiguous()
+        theirs = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(theirs, mine)
+        for rank, other in enumerate(theirs):
+            assert torch.equal(other, theirs[0]), f"tensor {index} of rank {rank} differs from rank 0's"
+
+
+def everything_is_equal(model: nn.Module, optimizer: Any) -> None:
+    equal_on_ranks(model.parameters())
+    equal_on_ranks(amp.master_params(optimizer))
+    for master in masters_of(model):
+        assert torch.equal(master.half.detach(), master.value.detach().to(master.half.dtype))
+    scales: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(scales, amp.state_dict())
+    assert all(one == scales[0] for one in scales), scales
+
+
+def made(level: str, seed: int | None = None, wrap: Any = DistributedDataParallel, **options: Any) -> Any:
+    torch.manual_seed(dist.get_rank() if seed is None else seed)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, optimizer, wrap(model, **options)
+
+
+def step(run: Any, optimizer: Any, at: int, factor: float = 1.0) -> None:
+    optimizer.zero_grad()
+    with amp.scale_loss(run(batch(at)).float().pow(2).mean() * factor, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def different_seeds(level: str) -> None:
+    model, optimizer, run = made(level)
+    everything_is_equal(model, optimizer)
+    for at in range(5):
+        step(run, optimizer, at)
+        everything_is_equal(model, optimizer)
+
+
+def masters_are_rank_0s_to_the_last_bit(level: str) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    exact = [p.detach().clone() for p in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    DistributedDataParallel(model)
+    for want, master in zip(exact, amp.master_params(optimizer), strict=True):
+        dist.broadcast(want, 0)
+        assert torch.equal(want, master.float()) or level == "O3"
+
+
+def state_dict_on_rank_0_alone_before_wrapping(level: str) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = Net()
+    for param in model.a.parameters():
+        param.requires_grad_(False)  # no optimizer: its master is made when the state dict is
+    optimizer = torch.optim.SGD(model.norm.parameters(), lr=0.05)
+    optimizer.add_param_group({"params": model.b.parameters()})
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if dist.get_rank() == 0:
+        model.state_dict()
+    run = DistributedDataParallel(model)
+    for at in range(3):
+        step(run, optimizer, at)
+    everything_is_equal(model, optimizer)
+
+
+def the_model_inside_another_module(level: str) -> None:
+    model, optimizer, run = made(level, wrap=lambda model: DistributedDataParallel(nn.Sequential(model, nn.Tanh())))
+    for at in range(3):
+        step(run, optimizer, at)
+    everything_is_equal(model, optimizer)
+
+
+def overflow_on_one_rank(level: str) -> None:
+    model, optimizer, run = made(level)
+    step(run, optimizer, 0)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    step(run, optimizer, 1, factor=float("inf") if dist.get_rank() == 1 else 1.0)
+    if level in ("O1", "O2"):
+        assert amp.step_was_skipped(optimizer)
+        assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
+        assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
+        everything_is_equal(model, optimizer)
+        step(run, optimizer, 2)
+        assert not amp.step_was_skipped(optimizer)
+        everything_is_equal(model, optimizer)
+
+
+def accumulation_with_no_sync(level: str) -> None:
+    """Equal on all ranks, and what one process makes of all the data."""
+    model, optimizer, run = made(level, seed=3)
+    single = copy.deepcopy(model)
+    for at in range(3):
+        optimizer.zero_grad()
+        with run.no_sync():
+            for micro in (0, 1):
+                with amp.scale_loss(run(batch(10 * at + micro)).float().pow(2).mean().div(64), optimizer) as scaled:
+                    scaled.backward()
+        with amp.scale_loss(run(batch(10 * at + 2)).float().pow(2).mean().div(64), optimizer) as scaled:
+            scaled.backward()
+        grads = [p.grad.detach().float().clone() for p in amp.master_params(optimizer)]
+        equal_on_ranks(grads)
+        if at == 0:
+            single.zero_grad()
+            for rank in range(dist.get_world_size()):
+                for micro in (0, 1, 2):
+                    single(batch(micro, rank)).float().pow(2).mean().div(64).div(dist.get_world_size()).backward()
+            for got, param in zip(grads, single.parameters(), strict=True):
+                # Half gradients are accumulated and averaged in half, in another order.
+                loose = {"O0": 1e-6, "O4": 3e-2, "O5": 3e-2}.get(level, 1e-2)
+                torch.testing.assert_close(got, param.grad.float(), rtol=loose, atol=loose * got.abs().max().item())
+        optimizer.step()
+        everything_is_equal(model, optimizer)
+
+
+def gradient_as_bucket_view(level: str) -> None:
+    results = []
+    for view in (False, True):
+        model, optimizer, run = made(level, seed=3, gradient_as_bucket_view=view)
+        for at in range(3):
+            optimizer.zero_grad()
+            for micro in (0, 1):
+                with amp.scale_loss(run(batch(10 * at + micro)).float().pow(2).mean(), optimizer) as scaled:
+                    scaled.backward()
+            optimizer.step()
+        everything_is_equal(model, optimizer)
+        results.append([p.detach().clone() for p in amp.master_params(optimizer)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def resume(level: str) -> None:
+    model, optimizer, run = made(level)
+    for at in range(3):
+        step(run, optimizer, at)
+    buffer = io.BytesIO()
+    parts = {"model": run.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+    torch.save(parts, buffer)
+    # DDP lays its buckets out anew after its first backward, and gloo sums in bucket order: start both alike.
+    run = DistributedDataParallel(model)
+    for at in range(3, 5):
+        step(run, optimizer, at)
+    want = [p.detach().clone() for p in amp.master_params(optimizer)]
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    model, optimizer, run = made(level, seed=50 + dist.get_rank())
+    run.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    amp.load_state_dict(saved["amp"])
+    for at in range(3, 5):
+        step(run, optimizer, at)
+    assert all(torch.equal(a, b) for a, b in zip(want, amp.master_params(optimizer), strict=True))
+    everything_is_equal(model, optimizer)
+
+
+def o0_is_plain_ddp(level: str) -> None:
+    model, optimizer, run = made("O0", seed=3)
+    torch.manual_seed(3)
+    plain = Net()
+    other = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    plain_run = DistributedDataParallel(plain)
+    for at in range(3):
+        step(run, optimizer, at)
+        other.zero_grad()
+        plain_run(batch(at)).pow(2).mean().backward()
+        other.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def a_write_on_every_rank_by_broadcast(level: str) -> None:
+    """``dist.broadcast(p.data)`` moves no version counter; master_params make the low bits equal."""
+    model, optimizer, _run = made(level, wrap=lambda model: model)
+    for param in model.parameters():
+        dist.broadcast(param.data, 0)
+    for param in amp.master_params(optimizer):
+        dist.broadcast(param.data, 0)
+    model(batch(0))
+    everything_is_equal(model, optimizer)
+
+
+def sharded(level: str) -> None:
+    from torch.distributed._composable.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(3)
+    model = Net()
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    if level not in ("O0", "O1", "O4"):
+        with pytest.raises(RuntimeError, match="sharded by fully_shard.*use opt_level='O1'"):
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        return
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for at in range(4):
+        optimizer.zero_grad()
+        before = [p.to_local().detach().clone() for p in model.parameters()]
+        loss = model(batch(at)).float().pow(2).mean().div(64)
+        factor = float("inf") if at == 2 and dist.get_rank() == 1 and level == "O1" else 1.0
+        with amp.scale_loss(loss * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        skipped = at == 2 and level == "O1"
+        assert amp.step_was_skipped(optimizer) == skipped, (at, amp.state_dict())
+        moved = any(not torch.equal(a, p.to_local()) for a, p in zip(before, model.parameters(), strict=True))
+        assert moved != skipped
+    scales: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(scales, amp.state_dict())
+    assert all(one == scales[0] for one in scales), scales
+
+
+def sharded_after_initialize(level: str) -> None:
+    from torch.distributed._composable.fsdp import fully_shard
+
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    model, optimizer, _ = made(level, wrap=lambda model: model)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(RuntimeError, match="was sharded .fully_shard. after amp.initialize"):
+        step(model, optimizer, 0)
+
+
+MASTERS = ["O2", "O5"]
+CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
+    (different_seeds, LEVELS),
+    (masters_are_rank_0s_to_the_last_bit, MASTERS),
+    (state_dict_on_rank_0_alone_before_wrapping, MASTERS),
+    (the_model_inside_another_module, MASTERS),
+    (overflow_on_one_rank, ["O1", "O2"]),
+    (accumulation_with_no_sync, LEVELS),
+    (gradient_as_bucket_view, LEVELS),
+    (resume, LEVELS),
+    (o0_is_plain_ddp, ["O0"]),
+    (a_write_on_every_rank_by_broadcast, MASTERS),
+    # torch 2.4 shards on CUDA only.
+    (sharded, LEVELS if SHARDS_ON_CPU else []),
+    (sharded_after_initialize, MASTERS if SHARDS_ON_CPU else []),
+]
+NAMES = [f"{check.__name__}-{level}" for check, levels in CHECKS for level in levels]
+
+
+def run_all() -> dict[str, str]:
+    """Run every check; returns the traceback of each that failed on this rank."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    failed = {}
+    for check, levels in CHECKS:
+        for level in levels:
+            try:
+                check(level)
+            except BaseException:
+                failed[f"{check.__name__}-{level}"] = traceback.format_exc()
+            finally:
+                state.reset()
+            dist.barrier()
+    return failed

@@ -1,0 +1,207 @@
+"""Moving averages of weights as people write them."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from nets import LEVELS, Net, batch, masters_agree
+from torch.optim.swa_utils import AveragedModel
+
+from ampcompat import amp
+
+DECAY = 0.9999
+
+
+def initialized(level, lr=0.5):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def train(model, optimizer, step):
+    optimizer.zero_grad()
+    with amp.scale_loss((model(batch(step)).float() - 1).pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+# -- how people average over state_dict(): each takes (copy, model) and updates the copy -------------------------------
+def copy_over_values(ema, model):
+    """Out of place, then one copy per value."""
+    for average, value in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
+        average.copy_(average * DECAY + (1 - DECAY) * value)
+
+
+def multiply_then_add(ema, model):
+    """In place on floating values, the new ones taken from a detached dict."""
+    values = model.state_dict()
+    for name, average in ema.state_dict().items():
+        if average.dtype.is_floating_point:
+            average *= DECAY
+            average += (1 - DECAY) * values[name].detach()
+
+
+def by_key_with_lerp(ema, model):
+    values, averages = model.state_dict(), ema.state_dict()
+    for name in averages:
+        if averages[name].is_floating_point():
+            averages[name].lerp_(values[name], 1 - DECAY)
+
+
+def through_data(ema, model):
+    """``.data`` moves no version counter."""
+    values = model.state_dict()
+    for name, average in ema.state_dict().items():
+        if average.is_floating_point():
+            average.data.mul_(DECAY).add_(values[name].data, alpha=1 - DECAY)
+
+
+def by_loading(ema, model):
+    averages = {k: v.clone() for k, v in ema.state_dict().items()}
+    for name, value in model.state_dict().items():
+        if value.is_floating_point():
+            averages[name].mul_(DECAY).add_(value, alpha=1 - DECAY)
+    ema.load_state_dict(averages)
+
+
+def by_foreach(ema, model):
+    pairs = [
+        (a, v)
+        for a, v in zip(ema.state_dict().values(), model.state_dict().values(), strict=True)
+        if v.is_floating_point()
+    ]
+    torch._foreach_lerp_([a for a, _ in pairs], [v for _, v in pairs], 1 - DECAY)
+
+
+STATE_WAYS = [copy_over_values, multiply_then_add, by_key_with_lerp, through_data, by_loading, by_foreach]
+
+
+@pytest.mark.parametrize("look", ["at the end", "every step"])
+@pytest.mark.parametrize("update", STATE_WAYS)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_over_the_state_dict_it_is_the_float32_average(level, update, look):
+    model, optimizer = initialized(level)
+    ema = copy.deepcopy(model).eval()
+    reference = {k: v.double() for k, v in model.state_dict().items() if v.is_floating_point()}
+    for step in range(30):
+        train(model, optimizer, step)
+        with torch.no_grad():
+            update(ema, model)
+            for name, value in model.state_dict().items():
+                if value.is_floating_point():
+                    reference[name].mul_(DECAY).add_(value.double(), alpha=1 - DECAY)
+        if look == "every step":
+            ema(batch())
+    ema(batch())
+    for name, want in reference.items():
+        got = ema.state_dict()[name]
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=1e-6)
+    masters_agree(ema)
+    plain = Net()
+    plain.load_state_dict(ema.state_dict())
+    with amp.disable_casts():
+        want = plain.eval()(batch())
+    # The copy computes with the averaged weights, to the precision of its half dtype.
+    torch.testing.assert_close(ema(batch()).float(), want, rtol=0, atol=0.05 if level == "O5" else 0.01)
+
+
+def test_an_average_made_before_initialize_and_passed_along():
+    torch.manual_seed(0)
+    model = Net()
+    ema = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    (model, ema), optimizer = amp.initialize([model, ema], optimizer, opt_level="O2", verbosity=0)
+    start = ema.state_dict()["head.weight"].clone()
+    for step in range(10):
+        train(model, optimizer, step)
+        with torch.no_grad():
+            multiply_then_add(ema, model)
+    ema(batch())
+    assert not torch.equal(ema.state_dict()["head.weight"], start)
+    masters_agree(ema)
+
+
+# -- over parameters() -------------------------------------------------------------------------------------------------
+def over_parameters(ema, model):
+    with torch.no_grad():
+        for average, value in zip(ema.parameters(), model.parameters(), strict=True):
+            average.mul_(DECAY).add_(value, alpha=1 - DECAY)
+
+
+def over_parameters_foreach(ema, model):
+    with torch.no_grad():
+        torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - DECAY)
+
+
+def half_warnings(caught):
+    return [str(w.message) for w in caught if "moving average" in str(w.message)]
+
+
+@pytest.mark.parametrize("look", ["at the end", "every step"])
+@pytest.mark.parametrize("update", [over_parameters, over_parameters_foreach])
+@pytest.mark.parametrize("level", LEVELS)
+def test_over_parameters_it_lives_in_half_and_says_so_once(level, update, look):
+    model, optimizer = initialized(level)
+    ema = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(20):
+            train(model, optimizer, step)
+            update(ema, model)
+            if look == "every step":
+                ema(batch())
+        ema(batch()), ema(batch())
+    assert len(half_warnings(caught)) == (1 if level in ("O2", "O3", "O5") else 0)
+    if level in ("O2", "O5"):
+        masters_agree(ema)
+
+
+def swa(model):
+    return AveragedModel(model)
+
+
+def swa_ema(model):
+    return AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(DECAY))
+
+
+@pytest.mark.parametrize("make", [swa, swa_ema])
+@pytest.mark.parametrize("level", LEVELS)
+def test_averaged_model(level, make):
+    model, optimizer = initialized(level, lr=0.02)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        averaged = make(model)
+        assert isinstance(averaged.module, Net)
+        for step in range(20):
+            train(model, optimizer, step)
+            averaged.update_parameters(model)
+        averaged(batch())
+    assert len(half_warnings(caught)) == (1 if level in ("O2", "O3", "O5") else 0)
+
+
+# -- what is no average: nothing may be said ---------------------------------------------------------------------------
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_teachers_targets_and_float32_averages_are_not_warned_of(level):
+    model, optimizer = initialized(level)
+    frozen, target, loaded, ema, clipped = (copy.deepcopy(model) for _ in range(5))
+    kept = {k: v.clone() for k, v in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(40):
+            train(model, optimizer, step)
+            if step % 2 == 0:  # a target network, copied whole
+                with torch.no_grad():
+                    for a, b in zip(target.parameters(), model.parameters(), strict=True):
+                        a.copy_(b)
+            for name, value in model.state_dict().items():
+                if value.is_floating_point():
+                    kept[name].mul_(0.999).add_(value, alpha=0.001)
+            loaded.load_state_dict(kept)
+            with torch.no_grad():
+                if level == "O2":
+                    multiply_then_add(ema, model)
+            for one in (frozen, target, loaded, ema, clipped):
+                one(batch())

@@ -1,0 +1,222 @@
+"""Copies of a model under amp are models under amp, with weights of their own."""
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from nets import (
+    LEVELS,
+    MASTER_LEVELS,
+    Child,
+    Net,
+    OwnDeepcopy,
+    OwnReduce,
+    OwnState,
+    Proxy,
+    RegisteredChild,
+    Routed,
+    Slotted,
+    Tied,
+    WithMeta,
+    batch,
+    masters_agree,
+)
+
+from ampcompat import amp
+
+
+def made(kind=Net, level="O2", seed=0, **kwargs):
+    torch.manual_seed(seed)
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
+
+
+def train(model, optimizer, steps=2, seed=5):
+    for step in range(steps):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(batch(seed + step)).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+def by_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+WAYS = pytest.mark.parametrize("way", [copy.deepcopy, by_pickle, by_torch], ids=["deepcopy", "pickle", "torch.save"])
+
+
+@WAYS
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_computes_the_same_and_with_its_own_weights(level, way):
+    model, optimizer = made(level=level)
+    train(model, optimizer)
+    model.eval()
+    clone = way(model)
+    assert type(clone).__name__ == "Net"
+    assert isinstance(clone, Net)
+    before = model(batch())
+    assert torch.equal(clone(batch()), before)
+    with torch.no_grad():
+        clone.head.weight.zero_()
+        clone.head.bias.fill_(1.0)
+    assert torch.equal(clone(batch()), torch.ones(8, 2).to(before.dtype))
+    assert torch.equal(model(batch()), before)
+
+
+@WAYS
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_copy_takes_the_masters_along(level, way):
+    model, optimizer = made(level=level)
+    train(model, optimizer)
+    clone = way(model)
+    for (name, value), (_, other) in zip(model.state_dict().items(), clone.state_dict().items(), strict=True):
+        assert torch.equal(value, other), name
+    masters_agree(clone)
+
+
+@WAYS
+@pytest.mark.parametrize("kind", [Child, Routed, OwnState, Tied, WithMeta, OwnDeepcopy, OwnReduce])
+def test_unusual_classes_survive(kind, way):
+    model, optimizer = made(kind)
+    train(model, optimizer)
+    model.eval()
+    clone = way(model)
+    assert isinstance(clone, kind)
+    out = model(batch())
+    assert out.dtype == torch.float32
+    # A class that builds its own copies builds plain float32 ones; they agree to half precision.
+    plain = (kind is OwnDeepcopy and way is copy.deepcopy) or (kind is OwnReduce)
+    clone.eval()
+    torch.testing.assert_close(clone(batch()), out, rtol=2e-3 if plain else 0, atol=2e-3 if plain else 0)
+
+
+def test_a_copy_of_an_instance_forward_is_the_copys_own():
+    model, _ = made(Routed)
+    model.eval()
+    clone = copy.deepcopy(model)
+    before = clone(batch())
+    with torch.no_grad():
+        model.head.weight.zero_()
+    assert torch.equal(clone(batch()), before)
+
+
+def test_proxies_that_define_getattr():
+    torch.manual_seed(0)
+    model = Proxy(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    train(model, optimizer)
+    assert model.head is model.module.head
+    clone = copy.deepcopy(model)
+    clone.eval(), model.eval()
+    assert torch.equal(clone(batch()), model(batch()))
+
+
+def test_slots_keep_their_values():
+    model, optimizer = made(Slotted)
+    train(model, optimizer)
+    model.gain = 0.0
+    assert torch.equal(model(batch()), torch.zeros(8, 2))
+
+
+def test_registries_do_not_see_the_subclass():
+    from nets import Meta, Registered
+
+    known, made_before = list(Registered.registry), list(Meta.made)
+    model, optimizer = made(RegisteredChild)
+    train(model, optimizer)
+    other, optimizer = made(WithMeta)
+    train(other, optimizer)
+    assert Registered.registry == known
+    assert Meta.made == made_before
+    assert isinstance(copy.deepcopy(model), RegisteredChild)
+
+
+def test_a_deepcopy_of_a_submodule_is_half_with_masters():
+    model, optimizer = made()
+    train(model, optimizer)
+    part = copy.deepcopy(model.head)
+    assert part.weight.dtype == torch.float16
+    assert torch.equal(part.state_dict()["weight"], model.state_dict()["head.weight"])
+
+
+def test_a_deepcopy_of_model_and_optimizer_goes_on_like_the_original():
+    model, optimizer = made()
+    train(model, optimizer)
+    # torch's optimizers copy groups and state, no instance attributes: the copy must be initialized.
+    model2, optimizer2 = copy.deepcopy((model, optimizer))
+    model2, optimizer2 = amp.initialize(model2, optimizer2, opt_level="O2", verbosity=0)
+    train(model, optimizer, seed=50)
+    train(model2, optimizer2, seed=50)
+    for (name, a), (_, b) in zip(model.state_dict().items(), model2.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+SCRIPT = """
+import sys, torch
+sys.path.insert(0, {here!r})
+model = torch.load({path!r}, weights_only=False)
+from nets import batch
+model.eval()
+torch.save(dict(out=model(batch()), state=model.state_dict(), softmax=model.head.weight.dtype), {out!r})
+"""
+
+
+def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path):
+    paths, scripts, wanted = [], [], []
+    for level in LEVELS:
+        model, optimizer = made(level=level)
+        train(model, optimizer)
+        model.eval()
+        path, out = tmp_path / f"{level}.pt", tmp_path / f"{level}.out.pt"
+        torch.save(model, path)
+        wanted.append((level, model(batch()), {k: v.clone() for k, v in model.state_dict().items()}))
+        paths.append(out)
+        scripts.append(SCRIPT.format(here=str(Path(__file__).parent), path=str(path), out=str(out)))
+    root = Path(__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "-c", "\n".join(scripts)], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    for (level, out, state), path in zip(wanted, paths, strict=True):
+        got = torch.load(path, weights_only=True)
+        assert torch.equal(got["out"], out), level
+        assert all(torch.equal(got["state"][name], value) for name, value in state.items()), level
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_data_parallel_replicas_compute_the_same(level):
+    import threading
+
+    model, optimizer = made(level=level)
+    train(model, optimizer)
+    model.eval()
+    expected = model(batch())
+    replica = model._replicate_for_data_parallel()
+    for name, module in model.named_children():
+        setattr(replica, name, module)
+    enabled = torch.is_autocast_enabled("cpu")
+    result = []
+
+    def work():  # as torch's parallel_apply does; it hands on whether autocast is enabled, not its dtype
+        with torch.autocast("cpu", enabled=enabled):
+            result.append(replica(batch()))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert torch.equal(result[0], expected)

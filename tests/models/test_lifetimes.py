@@ -1,0 +1,183 @@
+"""Nothing of ampcompat keeps models and optimizers alive, and nothing of it grows."""
+
+import copy
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+from nets import LEVELS, Net, Routed, batch
+
+from ampcompat import amp
+from ampcompat._state import state
+
+
+def initialized(level, kind=Net):
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def train(model, optimizer, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(batch(step % 3)).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [Net, Routed])
+@pytest.mark.parametrize("level", LEVELS)
+def test_dropping_model_and_optimizer_frees_them(level, kind):
+    model, optimizer = initialized(level, kind)
+    train(model, optimizer, 2)
+    ema = copy.deepcopy(model)
+    model.state_dict(), ema.state_dict()
+    ema(batch())
+    watched = [
+        weakref.ref(thing)
+        for thing in (model, ema, optimizer, model.head, model.head.weight, next(amp.master_params(optimizer)))
+    ]
+    del model, optimizer, ema
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_optimizer_may_die_first(level):
+    model, optimizer = initialized(level)
+    train(model, optimizer, 1)
+    gone = weakref.ref(optimizer)
+    want = {k: v.clone() for k, v in model.state_dict().items()}
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    assert all(torch.equal(v, want[k]) for k, v in model.state_dict().items())
+    model(batch())
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_model_may_die_first(level):
+    model, optimizer = initialized(level)
+    train(model, optimizer, 1)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    for param in amp.master_params(optimizer):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+
+def live_tensors():
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+def sizes():
+    """How many things every container in ampcompat's state holds."""
+    found = {}
+    for name, room in state.rooms.items():
+        if hasattr(room, "__len__"):
+            found[name] = len(room)
+        elif hasattr(room, "__dict__"):
+            found.update({f"{name}.{k}": len(v) for k, v in vars(room).items() if hasattr(v, "__len__")})
+    return found
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_steps_do_not_grow_memory(level):
+    model, optimizer = initialized(level)
+    train(model, optimizer, 10)
+    tensors, blocks, held = live_tensors(), sys.getallocatedblocks(), sizes()
+    train(model, optimizer, 300)
+    assert live_tensors() == tensors
+    assert sizes() == held
+    gc.collect()
+    # A leak of one small object a step would show as 300; the interpreter's own caches move by some tens.
+    assert sys.getallocatedblocks() - blocks < 250
+
+
+def test_evaluation_checkpoints_and_averages_do_not_grow_memory():
+    model, optimizer = initialized("O2")
+    ema = copy.deepcopy(model)
+
+    def rounds(count):
+        for _ in range(count):
+            train(model, optimizer, 1)
+            with torch.no_grad():
+                for average, value in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
+                    average.copy_(average * 0.9 + value * 0.1)
+                ema(batch())
+            model.load_state_dict(model.state_dict())
+
+    rounds(5)
+    tensors, held = live_tensors(), sizes()
+    rounds(50)
+    assert live_tensors() == tensors
+    assert sizes() == held
+
+
+class Calls:
+    """How many Python functions of ampcompat ran."""
+
+    def __enter__(self):
+        self.count = 0
+
+        def profile(frame, event, argument):
+            if event == "call" and "ampcompat" in frame.f_code.co_filename:
+                self.count += 1
+
+        sys.setprofile(profile)
+        return self
+
+    def __exit__(self, *exc):
+        sys.setprofile(None)
+
+
+def work_of_one(level):
+    with Calls() as calls:
+        model, optimizer = initialized(level)
+        train(model, optimizer, 2)
+    del model, optimizer
+    gc.collect()
+    return calls.count
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_hundred_initializes_do_not_slow_the_next(level):
+    work_of_one(level)
+    second = work_of_one(level)
+    undos = len(state.undo._exit_callbacks)
+    for _ in range(98):
+        initialized(level)
+    gc.collect()
+    assert work_of_one(level) == second
+    assert len(state.undo._exit_callbacks) == undos
+
+
+def test_initialize_again_and_again_on_the_same_objects():
+    model, optimizer = initialized("O2")
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    train(model, optimizer, 1)
+
+    def again():
+        with Calls() as calls:
+            amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+            train(model, optimizer, 4)
+        return calls.count
+
+    again()
+    first, hooks = again(), len(model.head._state_dict_hooks)
+    depth = 0
+    for _ in range(50):
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert again() == first
+    assert len(model.head._state_dict_hooks) == hooks
+    wrapped = optimizer.step
+    while hasattr(wrapped, "__wrapped__"):
+        wrapped, depth = wrapped.__wrapped__, depth + 1
+    assert depth <= 3

@@ -1,0 +1,207 @@
+"""What users and torch put around, on, or into a model goes on working."""
+
+import warnings
+
+import pytest
+import torch
+from nets import CAST_LEVELS, LEVELS, Child, Net, Routed, Tied, batch, masters_agree
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+from ampcompat import amp
+
+
+def initialized(model, level, lr=0.1):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def train(model, optimizer, steps=2):
+    for step in range(steps):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(batch(step)).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_model_stays_what_it_was(level):
+    torch.manual_seed(0)
+    model = Child()
+    text, names = repr(model), [name for name, _ in model.named_modules()]
+    same, _ = initialized(model, level)
+    assert same is model
+    assert isinstance(model, Child)
+    assert repr(model) == text
+    assert [name for name, _ in model.named_modules()] == names
+    assert model.__class__.__name__ == "Child"
+    assert model.__class__.__module__ == Child.__module__
+    plain = Child()
+    assert type(plain) is Child
+    assert plain(batch()).dtype == torch.float32 or level in ("O1", "O4")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", [Net, Child, Routed])
+def test_a_direct_call_of_forward_is_the_models_own(level, kind):
+    torch.manual_seed(0)
+    model, _ = initialized(kind(), level)
+    model.eval()
+    out = model.forward(batch())
+    assert out.dtype == (torch.float32 if level not in ("O1", "O4") else out.dtype)
+    assert torch.equal(out, model(batch()))
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_a_forward_patched_after_initialize_is_called(level):
+    model, _ = initialized(Net(), level)
+    model.forward = lambda x: x.new_ones(1)
+    assert model(batch()).item() == 1.0
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_hooks_from_before_and_after(level):
+    torch.manual_seed(0)
+    model, seen = Net(), []
+    model.register_forward_hook(lambda m, i, o: seen.append(("before", o.dtype)))
+    model.head.register_forward_pre_hook(lambda m, i: seen.append(("head", i[0].dtype)))
+    model, optimizer = initialized(model, level)
+    model.register_forward_hook(lambda m, i, o: seen.append(("after", o.dtype)))
+    model.head.register_full_backward_hook(lambda m, i, o: seen.append(("backward", o[0].dtype)))
+    train(model, optimizer, 1)
+    assert [name for name, _ in seen] == ["head", "before", "after", "backward"]
+    if level in CAST_LEVELS:
+        half = torch.bfloat16 if level == "O5" else torch.float16
+        assert dict(seen) == {"head": half, "before": torch.float32, "after": torch.float32, "backward": half}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize(("backend", "when"), [("eager", "before"), ("aot_eager", "after")])
+def test_compile(level, backend, when):
+    torch._dynamo.reset()
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Net()
+        given = torch.compile(model, backend=backend, fullgraph=True) if compiled and when == "before" else model
+        given, optimizer = initialized(given, level)
+        run = torch.compile(given, backend=backend, fullgraph=True) if compiled and when == "after" else given
+        train(run, optimizer, 3)
+        results.append([p.detach().clone() for p in model.parameters()])
+        masters_agree(model, optimizer)
+    torch._dynamo.reset()
+    for eager, compiled in zip(*results, strict=True):
+        assert eager.dtype == compiled.dtype
+        # Compiled backward passes may sum in another order.
+        torch.testing.assert_close(eager.float(), compiled.float(), rtol=4e-3, atol=4e-3)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+def old_weight_norm(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return nn.utils.weight_norm(module)
+
+
+WRAPS = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "own": lambda m: parametrize.register_parametrization(m, "weight", Doubled()),
+    "old weight_norm": old_weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("kind", WRAPS)
+def test_parametrizations_train(level, kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(WRAPS[kind](nn.Linear(4, 8)), nn.ReLU(), nn.Linear(8, 2))
+    before = [p.detach().clone().float() for p in model.parameters()]
+    model, optimizer = initialized(model, level)
+    train(model, optimizer, 3)
+    out = model(batch())
+    assert out.isfinite().all()
+    assert any(not torch.equal(a, b.detach().float()) for a, b in zip(before, model.parameters(), strict=True))
+    masters_agree(model, optimizer)
+
+
+def test_a_parametrization_registered_after_initialize_trains_the_same_master():
+    torch.manual_seed(0)
+    model, optimizer = initialized(Net(), "O2")
+    parametrize.register_parametrization(model.head, "weight", Doubled())
+    before = [p.clone() for p in amp.master_params(optimizer)]
+    train(model, optimizer)
+    assert all(not torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
+    masters_agree(model, optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_nested_models_in_one_list(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(Net(), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (outer, inner), optimizer = amp.initialize([model, model[0]], optimizer, opt_level=level, verbosity=0)
+    assert inner is outer[0]
+    train(outer, optimizer)
+    assert inner(batch()).dtype == (torch.float32 if level not in ("O1", "O4") else inner(batch()).dtype)
+    masters_agree(outer, optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_tied_weights_stay_tied_and_have_one_master(level):
+    torch.manual_seed(0)
+    model, optimizer = initialized(Tied(), level)
+    train(model, optimizer)
+    assert model.encoder.weight is model.decoder.weight
+    assert len(list(amp.master_params(optimizer))) == 1
+    state = model.state_dict()
+    assert torch.equal(state["encoder.weight"], state["decoder.weight"])
+    masters_agree(model, optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_script_modules_are_passed_through_with_a_message(level, capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = torch.jit.script(Net())
+    model, optimizer = initialized(scripted, level)
+    assert model is scripted
+    assert "A ScriptModule runs as it was scripted" in capsys.readouterr().out
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_functional_call(level):
+    torch.manual_seed(0)
+    model, optimizer = initialized(Net(), level)
+    train(model, optimizer)
+    model.eval()
+    want = model(batch())
+    masters = [p.detach().clone() for p in amp.master_params(optimizer)]
+    own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert torch.equal(torch.func.functional_call(model, own, (batch(),)), want)
+    assert torch.equal(torch.func.functional_call(model, model.state_dict(), (batch(),)), want)
+    fast = {name: (value * 0).requires_grad_() for name, value in model.state_dict().items() if "head" in name}
+    out = torch.func.functional_call(model, fast, (batch(),))
+    assert torch.equal(out, torch.zeros_like(out))
+    grads = torch.autograd.grad(out.float().sum(), list(fast.values()))
+    assert all(g.dtype == torch.float32 and g.abs().sum() > 0 for g in grads)
+    assert torch.equal(model(batch()), want)
+    assert all(torch.equal(a, b) for a, b in zip(masters, amp.master_params(optimizer), strict=True))
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+def test_an_ensemble_by_vmap_over_functional_call(level):
+    torch.manual_seed(0)
+    model, _ = initialized(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), level)
+    stacked = {name: torch.stack([p.detach(), p.detach() * 2]) for name, p in model.named_parameters()}
+    data = batch()
+    out = torch.func.vmap(lambda p: torch.func.functional_call(model, p, (data,)))(stacked)
+    assert out.dtype == torch.float32
+    # Batched half products may be summed in another order.
+    torch.testing.assert_close(out[0], model(batch()), rtol=1e-2, atol=1e-2)
