@@ -181,7 +181,7 @@ def patch_ddp_constructor(after: Callable[[Any, bool], None]) -> Callable[[], No
 
 
 class AnyDeviceDDP(torch.nn.parallel.DistributedDataParallel):
-    """torch's, for synchronised batch norm off CUDA too: torch refuses it there for want of kernels; ours needs none."""
+    """torch's, with synchronised batch norm off CUDA too: torch has no kernels for it there; ours needs none."""
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
         pass

@@ -114,7 +114,8 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     from ampcompat.amp.amp_model import AmpModel, amp_class
 
     for norm in [child for child in module.modules() if isinstance(child, _BatchNorm)]:
-        norm.__class__ = amp_class(SyncBatchNorm) if isinstance(norm, AmpModel) else SyncBatchNorm
+        kind: Any = amp_class(SyncBatchNorm) if isinstance(norm, AmpModel) else SyncBatchNorm
+        norm.__class__ = kind
         norm.__dict__.update(process_group=process_group, channel_last=channel_last, fuse_relu=False)
     return module
 

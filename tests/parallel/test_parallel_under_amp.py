@@ -1,4 +1,4 @@
-"""apex's parallel package around initialized models, on two gloo processes; one process on the whole batch is the rule."""
+"""apex's parallel package around initialized models, on two gloo processes; one process on all the data is the rule."""
 
 import os
 import socket
@@ -236,8 +236,6 @@ def test_multiproc_starts_the_processes(tmp_path):
         sys.executable,
         "-m",
         "ampcompat.parallel.multiproc",
-        "--world-size",
-        "2",
         str(script),
         "--world-size",
         "2",
