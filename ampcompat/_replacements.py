@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import sys
+from types import FrameType
 from typing import Any, Final, NoReturn
+
+from ampcompat._state import state
 
 NATIVE: Final[dict[str, str]] = {
     "RNN": "torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN",
@@ -26,19 +30,33 @@ NATIVE: Final[dict[str, str]] = {
 }
 
 
+def advice(path: str) -> str:
+    """What to use instead of ``apex.<path>``."""
+    known = [key for key in NATIVE if path == key or path.startswith(key + ".")]
+    instead = NATIVE[max(known, key=len)] if known else "the plain torch modules"
+    return f"apex.{path} - ampcompat does not supply it - use {instead} instead."
+
+
+def covers(path: str) -> bool:
+    """Whether ``path`` is in one of the packages that name replacements."""
+    return any(key.partition(".")[0] == path.partition(".")[0] for key in NATIVE)
+
+
 def refuse(package: str, name: str) -> NoReturn:
-    """Raise the error for ``name`` of ``package``.
+    """Raise the error for ``name`` of ``package``; to be called by the package's ``__getattr__``.
 
     Raises:
-        AttributeError: For names with a leading underscore, which Python itself and its tools look up.
-        ImportError: For all others: unlike AttributeError it comes through ``from package import name`` as it is.
+        ImportError: ``from package import name`` asks: Python would put words of its own in the place of another.
+        AttributeError: Everybody else: ``hasattr`` is False, and what uses the attribute reads the same advice.
     """
-    if name.startswith("_"):
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    path = f"{package.partition('.')[2]}.{name}"
-    known = [key for key in NATIVE if path == key or path.startswith(key + ".")]
-    advice = NATIVE[max(known, key=len)] if known else "the plain torch modules"
-    raise ImportError(f"apex.{path} - ampcompat does not supply it - use {advice} instead.", name=f"{package}.{name}")
+    message = advice(f"{package.partition('.')[2]}.{name}")
+    asker: FrameType | None = sys._getframe(1)
+    while asker is not None and asker.f_globals.get("__name__") in (__name__, package):
+        asker = asker.f_back
+    # An underscore first: names that Python and its tools look up.
+    if asker is not None and asker.f_code.co_name == "_handle_fromlist" and not name.startswith("_"):
+        raise ImportError(message, name=f"{package}.{name}")
+    raise AttributeError(message)
 
 
 def supply(package: str, name: str, submodules: tuple[str, ...]) -> Any:
@@ -49,21 +67,27 @@ def supply(package: str, name: str, submodules: tuple[str, ...]) -> Any:
 
 
 class _Refuser:
-    """Meta-path finder, asked last: gives ``import ampcompat.contrib.X`` the same error as the attribute."""
+    """Meta-path finder, asked last: gives ``import ampcompat.contrib.X`` the advice too."""
 
     @staticmethod
     def find_spec(fullname: str, path: object = None, target: object = None) -> None:
-        package, _, name = fullname.rpartition(".")
-        parts = package.split(".")
-        if parts[0] == "ampcompat" and len(parts) > 1 and any(key.split(".")[0] == parts[1] for key in NATIVE):
-            if name.startswith("_"):
-                return
-            refuse(package, name)
+        root, _, rest = fullname.partition(".")
+        if root == "ampcompat" and covers(rest) and is_import(sys._getframe(1)):
+            raise ModuleNotFoundError(advice(rest), name=fullname)
+
+
+def is_import(caller: FrameType) -> bool:
+    """Whether an import statement asks the finder, which deserves a reason; a probe (``find_spec``) just gets None."""
+    asker = caller.f_back
+    return asker is not None and asker.f_code.co_name == "_find_and_load_unlocked"
 
 
 def explain_missing_submodules() -> None:
     """Put the finder at the end of ``sys.meta_path``, once; it answers for ampcompat's own packages only."""
-    import sys
-
     if not any(finder is _Refuser for finder in sys.meta_path):
         sys.meta_path.append(_Refuser)
+        state.undo.callback(_withdraw)
+
+
+def _withdraw() -> None:
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _Refuser]

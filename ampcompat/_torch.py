@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+import inspect
 import sys
 import warnings
 import weakref
@@ -185,6 +186,19 @@ def patch_ddp_constructor(after: Callable[[Any, bool], None]) -> Callable[[], No
         owner.__init__ = original
 
     return undo
+
+
+class AnyDeviceDDP(torch.nn.parallel.DistributedDataParallel):
+    """torch's, with synchronised batch norm off CUDA too: torch has no kernels for it there; ours needs none."""
+
+    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
+        pass
+
+
+def buffers_keyword() -> str:
+    """What DDP's constructor calls the broadcast of buffers in forward."""
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
 
 # -- kinds of models ---------------------------------------------------------------------------------------------------

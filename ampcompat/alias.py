@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import ampcompat
+from ampcompat._replacements import advice, covers, is_import
 from ampcompat._state import state
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class AliasFinder(MetaPathFinder):
             return None
         found = importlib.util.find_spec(home)
         if found is None:
-            if _is_import(sys._getframe(1)):
+            if is_import(sys._getframe(1)):
                 raise _missing(fullname)
             return None
         spec = ModuleSpec(fullname, AliasLoader(home), origin=found.origin)
@@ -156,13 +157,10 @@ def _real_apex() -> str | None:
     return None
 
 
-def _is_import(caller: FrameType) -> bool:
-    """Whether an import statement asks, which deserves a reason; a probe (``find_spec``) just gets None."""
-    asker = caller.f_back
-    return asker is not None and asker.f_code.co_name == "_find_and_load_unlocked"
-
-
 def _missing(name: str) -> ModuleNotFoundError:
+    rest = name.partition(".")[2]
+    if covers(rest):
+        return ModuleNotFoundError(advice(rest), name=name)
     there = ", ".join(part for part in ampcompat._SUBMODULES if importlib.util.find_spec(f"ampcompat.{part}"))
     return ModuleNotFoundError(
         f"No module named {name!r} in ampcompat, which stands in for apex - it has {there} - docs/run.md tells what to"

@@ -53,6 +53,8 @@ def scale_loss(
     scale moves; the step after an overflow is skipped. When the block raises, gradients are as they were at its entry.
     """
     found = [optimizers] if is_optimizer(optimizers) else optimizers
+    if isinstance(found, (list, tuple)):
+        found = [_known(one) for one in found]
     owner = _owner(found)
     if not owner.enabled:
         yield loss
@@ -95,6 +97,14 @@ def scale_loss(
     if _leave(found, scaler, delay_overflow_check) and not used:
         misuse.warn_of_unused_loss()
     notify("on_gradients", scaler, found)
+
+
+def _known(optimizer: Any) -> Any:
+    """``optimizer``; but for a LARC that was built around an initialized optimizer, that one."""
+    inner = getattr(optimizer, "optim", None)
+    if inner is None or hasattr(optimizer, "_amp_stash"):
+        return optimizer
+    return inner if hasattr(inner, "_amp_stash") or inner in _torch.disabled_optimizers(state) else optimizer
 
 
 def _owner(optimizers: Any) -> session.Session:
@@ -193,7 +203,7 @@ def step_was_skipped(optimizer: Any) -> bool:
 
     Reads the device if only that knows: one host sync, with an optimizer that takes ``found_inf``.
     """
-    stash = getattr(optimizer, "_amp_stash", None)
+    stash = getattr(_known(optimizer), "_amp_stash", None)
     if stash is None:
         return False
     overflow.report(stash)

@@ -18,7 +18,7 @@ from ampcompat.amp.gradients import give_back, put_aside, take_new, take_unscale
 from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import Master, push_all, reconcile
 from ampcompat.amp.observers import notify
-from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters
+from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state
 from ampcompat.amp.scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ def attach(optimizer: Any, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands."""
     fresh = "_amp_stash" not in vars(optimizer)
     stash = AmpOptimizerState(optimizer, session)
-    adopt_masters(optimizer, session, arriving=True)
+    adopt_masters(optimizer, session)
+    match_state(optimizer)
     stash.parts(optimizer)
     optimizer._amp_stash = stash
     if fresh:

@@ -128,16 +128,11 @@ class AmpOptimizerState:
         return self._by_group("float32")
 
 
-def adopt_masters(optimizer: Any, session: Session, arriving: bool = False) -> None:
+def adopt_masters(optimizer: Any, session: Session) -> None:
     """Bring the params in ``optimizer``'s groups in line with the model: masters where it has half weights.
 
     The groups and their lists keep their identity, and state that exists for a parameter is carried over to its master
     (or back, where an earlier call had masters and this one has none).
-
-    Args:
-        optimizer: The optimizer.
-        session: The ``initialize`` call that it belongs to.
-        arriving: It is just being initialized: state of params without masters goes to half with them.
     """
     for group in optimizer.param_groups:
         params = group["params"]
@@ -147,18 +142,30 @@ def adopt_masters(optimizer: Any, session: Session, arriving: bool = False) -> N
                 params[index] = new
                 if param in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(param)
-            elif arriving and param.dtype in HALF_DTYPES and optimizer.state.get(param):
-                optimizer.state[param] = _in_dtype(optimizer.state[param], param.dtype)
 
 
-def _in_dtype(held: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """State of a float32 param that was cast since, in the dtype that ``Optimizer.load_state_dict`` would give it."""
-    return {
-        name: value.to(dtype)
-        if isinstance(value, torch.Tensor) and value.dtype == torch.float32 and name != "step"
-        else value
-        for name, value in held.items()
-    }
+def match_state(optimizer: Any) -> None:
+    """Give the state of every param the param's dtype, as ``Optimizer.load_state_dict`` does.
+
+    State that was loaded or gathered before ``initialize`` changed the dtype of the params would not fit them. An
+    optimizer with a ``load_state_dict`` of its own decides for itself which dtype its state has.
+    """
+    optimizer = getattr(optimizer, "optim", optimizer)  # LARC
+    if getattr(type(optimizer), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
+        return
+    for param, held in list(optimizer.state.items()):
+        if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
+            continue
+        wrong = {name for name, value in held.items() if name != "step" and _is_like(value, param)}
+        if wrong:
+            fit = {name: value.to(param.dtype) if name in wrong else value for name, value in held.items()}
+            optimizer.state[param] = fit
+
+
+def _is_like(value: Any, param: torch.Tensor) -> bool:
+    """Whether ``value`` is floating state of ``param`` in another dtype."""
+    is_state = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape
+    return is_state and value.dtype != param.dtype
 
 
 def _stand_in(param: torch.Tensor, session: Session) -> torch.Tensor:

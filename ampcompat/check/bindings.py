@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 
 from ampcompat.check.symbols import SYMBOLS
 
@@ -51,12 +52,12 @@ class Bindings:
     ambiguous: they count as apex only for symbols that apex has.
     """
 
-    def __init__(self, tree: ast.AST) -> None:
+    def __init__(self, nodes: Iterable[ast.AST]) -> None:
         self.names: dict[str, str] = {}
         self.ambiguous: set[str] = set()
         other: set[str] = set()
         assigned: list[tuple[str, ast.expr]] = []
-        for node in ast.walk(tree):
+        for node in nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
                     self._import(alias, other)

@@ -9,7 +9,7 @@ from pathlib import Path
 from ampcompat.check.bindings import apex_name
 from ampcompat.check.files import Unreadable, decode, python_files, read
 from ampcompat.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
-from ampcompat.check.source import Source, called, parse
+from ampcompat.check.source import Source, called
 from ampcompat.check.symbols import canonical, verdict
 from ampcompat.check.traps import TRAPS, Repository
 
@@ -37,7 +37,7 @@ def scan(path: str | Path) -> Report:
         code = ""
         try:
             code = decode(read(file)).code
-            sources.append(Source(name, parse(code)))
+            sources.append(Source(name, code))
         except Unreadable as problem:
             report.findings.append(Finding(name, 0, 0, "file", "unreadable", WARNING, f"the file {problem}"))
         except UNPARSABLE as problem:
@@ -55,7 +55,7 @@ def scan(path: str | Path) -> Report:
 def scan_source(code: str, path: str = "<string>") -> list[Finding]:
     """Findings of one source text."""
     try:
-        source = Source(path, parse(code))
+        source = Source(path, code)
         return sorted(_symbols(source) + _traps(source, Repository([source])))
     except UNPARSABLE as problem:
         return [_unparsable(path, code, problem)]
@@ -71,6 +71,8 @@ def _unparsable(path: str, code: str, problem: BaseException) -> Finding:
 
 def _symbols(source: Source) -> list[Finding]:
     found: list[Finding] = []
+    if not source.mentions_apex:
+        return found
     for node in source.nodes:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

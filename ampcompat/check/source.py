@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import warnings
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from ampcompat.check.bindings import Bindings, dotted, parameters
 from ampcompat.check.findings import Finding
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+MENTIONS = ("apex", "amp_C", "ampcompat")
 LEVEL = re.compile(r"O[0-5]$")
 
 
@@ -26,22 +28,47 @@ def parse(code: str) -> ast.Module:
 
 
 class Source:
-    """A file under check.
+    """A file under check. What is not asked for is not worked out: most files of a large tree never mention apex.
 
     Attributes:
         path: Path for the report.
         tree: The parsed file.
-        bindings: Its apex names.
-        nodes: All nodes, breadth first; iterating them needs no recursion.
-        parents: Parent of every node.
+        mentions_apex: Whether the text names apex at all; without that no symbol and no call is apex's.
     """
 
-    def __init__(self, path: str, tree: ast.Module) -> None:
-        self.path, self.tree = path, tree
-        self.bindings = Bindings(tree)
-        self.nodes = list(ast.walk(tree))
-        self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
-        self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
+    def __init__(self, path: str, code: str) -> None:
+        self.path, self.tree = path, parse(code)
+        self.mentions_apex = any(word in code for word in MENTIONS)
+
+    @functools.cached_property
+    def _walked(self) -> tuple[list[ast.AST], dict[ast.AST, ast.AST]]:
+        nodes: list[ast.AST] = [self.tree]
+        parents: dict[ast.AST, ast.AST] = {}
+        for node in nodes:  # grows on the way
+            for child in ast.iter_child_nodes(node):
+                parents[child] = node
+                nodes.append(child)
+        return nodes, parents
+
+    @property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes, breadth first; iterating them needs no recursion."""
+        return self._walked[0]
+
+    @property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """Parent of every node."""
+        return self._walked[1]
+
+    @functools.cached_property
+    def calls(self) -> list[ast.Call]:
+        """All calls."""
+        return [node for node in self.nodes if isinstance(node, ast.Call)]
+
+    @functools.cached_property
+    def bindings(self) -> Bindings:
+        """The file's apex names."""
+        return Bindings(self.nodes if self.mentions_apex else ())
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Parents of ``node``, nearest first."""
@@ -55,6 +82,8 @@ class Source:
 
     def apex(self, node: ast.AST) -> str | None:
         """The apex symbol that an expression names, or None; parameters shadow imports."""
+        if not self.mentions_apex:
+            return None
         name = dotted(node)
         symbol = self.bindings.resolve(name)
         if symbol is None or name is None:
@@ -67,11 +96,15 @@ class Source:
 
     def calls_to(self, *symbols: str) -> list[ast.Call]:
         """Calls of apex symbols, e.g. ``calls_to("apex.amp.initialize")``."""
+        if not self.mentions_apex:
+            return []
         return [call for call in self.calls if self.apex(call.func) in symbols]
 
     def scaled_blocks(self) -> list[ast.With | ast.AsyncWith]:
         """``with amp.scale_loss(...)`` statements."""
         calls = set(map(id, self.calls_to("apex.amp.scale_loss", "apex.amp.handle.scale_loss")))
+        if not calls:
+            return []
         return [
             node
             for node in self.nodes

@@ -25,6 +25,7 @@ MODULES = frozenset(
         "apex_C",
         "apex.amp",
         "apex.amp._amp_state",
+        "apex.amp._initialize",
         "apex.amp.frontend",
         "apex.amp.handle",
         "apex.amp.opt",
@@ -36,6 +37,11 @@ MODULES = frozenset(
         "apex.optimizers",
         "apex.parallel",
         "apex.parallel.LARC",
+        "apex.parallel.distributed",
+        "apex.contrib.clip_grad",
+        "apex.contrib.optimizers",
+        "apex.contrib.xentropy",
+        "apex.mlp",
     }
 )
 """Names under which an unknown attribute is an unknown symbol; anywhere else it belongs to the symbol before it."""
@@ -47,14 +53,13 @@ SYMBOLS: dict[str, Symbol] = {
         "apex.amp",
         "initialize scale_loss master_params state_dict load_state_dict disable_casts half_function float_function "
         "promote_function register_half_function register_float_function register_promote_function init "
-        "_DECORATOR_HANDLE step_was_skipped sync_masters",
+        "_DECORATOR_HANDLE step_was_skipped sync_masters __version__",
     ),
     **_works("apex.amp.scaler", "LossScaler"),
     **_works("apex.amp.frontend", "Properties initialize"),
     **_works("apex.amp.handle", "scale_loss disable_casts AmpHandle NoOpHandle"),
     **_works("apex.amp.opt", "OptimWrapper"),
-    "apex.amp.__version__": Symbol(UNSUPPORTED, "use apex.__version__"),
-    "apex.amp._initialize": Symbol(UNSUPPORTED, "internal helpers of apex; amp.initialize casts inputs and outputs"),
+    **_works("apex.amp._initialize", "applier"),
     **_works(
         "apex.amp._amp_state",
         "_amp_state loss_scalers opt_properties handle verbosity allow_incoming_model_not_fp32 hard_override "
@@ -72,11 +77,10 @@ SYMBOLS: dict[str, Symbol] = {
     ),
     "apex.parallel.Reducer": Symbol(WORKS),
     "apex.parallel.SyncBatchNorm": Symbol(DIFFERS, "torch.nn.SyncBatchNorm underneath"),
-    **_works("apex.parallel", "convert_syncbn_model create_syncbn_process_group multiproc"),
-    "apex.parallel.ReduceOp": Symbol(UNSUPPORTED, "use torch.distributed.ReduceOp"),
+    **_works("apex.parallel", "convert_syncbn_model create_syncbn_process_group multiproc ReduceOp"),
     "apex.parallel.LARC": Symbol(WORKS),
     "apex.parallel.LARC.LARC": Symbol(WORKS),
-    "apex.parallel.distributed": Symbol(UNSUPPORTED, "use apex.parallel.DistributedDataParallel or torch.distributed"),
+    **_works("apex.parallel.distributed", "DistributedDataParallel flat_dist_call"),
     **_works("apex.optimizers", "FusedAdam FusedSGD FusedLAMB FusedNovoGrad FusedAdagrad FP16_Optimizer"),
     "apex.optimizers.FusedMixedPrecisionLamb": Symbol(UNSUPPORTED, "use FusedLAMB with amp.initialize at O2"),
     **_works(
@@ -103,19 +107,21 @@ SYMBOLS: dict[str, Symbol] = {
     **_works("apex_C", "flatten unflatten"),
     "apex.reparameterization": Symbol(UNSUPPORTED, "use torch.nn.utils.parametrizations.weight_norm"),
     "apex.RNN": Symbol(UNSUPPORTED, "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN"),
-    "apex.mlp": Symbol(UNSUPPORTED, "use torch.nn.Sequential of torch.nn.Linear and an activation"),
+    "apex.mlp.MLP": Symbol(DIFFERS, "plain torch.nn.functional.linear and the activation, not one fused kernel"),
     "apex.fused_dense": Symbol(UNSUPPORTED, "use torch.nn.Linear"),
     "apex.transformer": Symbol(UNSUPPORTED, "use Megatron-Core, or torch.distributed.tensor.parallel"),
     "apex.pyprof": Symbol(UNSUPPORTED, "use torch.profiler"),
     "apex.contrib": Symbol(UNSUPPORTED, "use the torch operation of the same purpose"),
-    "apex.contrib.optimizers.FP16_Optimizer": Symbol(UNSUPPORTED, "import it from apex.optimizers or apex.fp16_utils"),
-    "apex.contrib.xentropy": Symbol(UNSUPPORTED, "use torch.nn.functional.cross_entropy(label_smoothing=...)"),
+    **_works("apex.contrib.optimizers", "FP16_Optimizer FusedAdam FusedLAMB FusedSGD"),
+    "apex.contrib.xentropy.SoftmaxCrossEntropyLoss": Symbol(
+        DIFFERS, "torch.nn.functional.cross_entropy underneath, not a kernel that works in place"
+    ),
     "apex.contrib.multihead_attn": Symbol(UNSUPPORTED, "use torch.nn.MultiheadAttention"),
     "apex.contrib.fmha": Symbol(UNSUPPORTED, "use torch.nn.functional.scaled_dot_product_attention"),
     "apex.contrib.group_norm": Symbol(UNSUPPORTED, "use torch.nn.GroupNorm"),
     "apex.contrib.groupbn": Symbol(UNSUPPORTED, "use torch.nn.SyncBatchNorm"),
     "apex.contrib.layer_norm": Symbol(UNSUPPORTED, "use apex.normalization.FusedLayerNorm or torch.nn.LayerNorm"),
-    "apex.contrib.clip_grad": Symbol(UNSUPPORTED, "use torch.nn.utils.clip_grad_norm_(foreach=True)"),
+    **_works("apex.contrib.clip_grad", "clip_grad_norm_"),
     "apex.contrib.sparsity": Symbol(UNSUPPORTED, "use torch.ao.pruning"),
     "apex.contrib.focal_loss": Symbol(UNSUPPORTED, "use torchvision.ops.sigmoid_focal_loss"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from ampcompat.check.source import Source, parse
+from ampcompat.check.source import Source
 from ampcompat.migrate.result import MissingLibcst, Result
 
 TARGETS = ("ampcompat", "native")
@@ -32,7 +32,7 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
     if not MENTION.search(code):
         return Result(code)
     # Python's own parser first: it bounds the nesting, which libcst's recursive parser does not.
-    source = Source("", parse(code))
+    source = Source("", code)
     from ampcompat.migrate.marks import settled
 
     try:

@@ -1,5 +1,7 @@
 """apex's data parallelism on torch's own engine."""
 
+from torch.distributed import ReduceOp
+
 from ampcompat.parallel.distributed import DistributedDataParallel
 
 # Eager: importing the submodule binds its name on this package, and the class must win over the module.
@@ -14,6 +16,7 @@ from ampcompat.parallel.sync_batchnorm import (
 __all__ = [
     "LARC",
     "DistributedDataParallel",
+    "ReduceOp",
     "Reducer",
     "SyncBatchNorm",
     "convert_syncbn_model",

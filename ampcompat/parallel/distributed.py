@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
+from ampcompat import _torch
 from ampcompat._log import say
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -21,6 +23,30 @@ def require_process_group(who: str) -> None:
             f"{who} without a process group - it needs torch.distributed - call "
             "torch.distributed.init_process_group(backend, ...) first, or leave the wrapper out in a single process."
         )
+
+
+@torch.no_grad()
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: tuple[Any, ...] | None = None
+) -> None:
+    """Do a collective on many tensors, with one call a dtype and device, in place; a sum becomes the mean.
+
+    Args:
+        tensors: Tensors, of any dtypes, on any devices.
+        call: ``torch.distributed.all_reduce``, after which the result is divided by the number of processes, or
+            ``broadcast``.
+        extra_args: Positional arguments for ``call`` after the tensor.
+    """
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for bucket in buckets.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        call(flat, *(extra_args or ()))
+        if call is dist.all_reduce:
+            flat /= dist.get_world_size()
+        for tensor, part in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))
 
 
 class _Reduction:
@@ -48,7 +74,7 @@ class _Reduction:
         return result
 
 
-class DistributedDataParallel(nn.parallel.DistributedDataParallel):
+class DistributedDataParallel(_torch.AnyDeviceDDP):
     """torch's ``DistributedDataParallel`` with apex's keywords; each process owns one device and one replica.
 
     Args:
@@ -111,7 +137,8 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         given = [name for name, value in unused.items() if value]
         if given:
             say(f"DistributedDataParallel: {', '.join(given)} have no effect; torch's engine schedules the reduction.")
-        torch_options.setdefault("broadcast_buffers", False)
+        if "broadcast_buffers" not in torch_options:
+            torch_options.setdefault(_torch.buffers_keyword(), False)
         torch_options.setdefault("find_unused_parameters", delay_allreduce)
         if delay_allreduce:
             message_size = max(message_size, sum(p.numel() for p in module.parameters()))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ampcompat.parallel.distributed import require_process_group
+from ampcompat.parallel.distributed import flat_dist_call, require_process_group
 
 
 class Reducer:
@@ -32,18 +31,9 @@ class Reducer:
         else:
             self.grads = list(module_or_grads_list)
 
-    @torch.no_grad()
     def reduce(self) -> None:
         """Replace every gradient by its mean over the processes, one all-reduce a dtype and device."""
         grads = self.grads
         if self.module is not None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for grad in grads:
-            buckets.setdefault((grad.dtype, grad.device), []).append(grad)
-        for bucket in buckets.values():
-            flat = torch.cat([grad.reshape(-1) for grad in bucket])
-            dist.all_reduce(flat)
-            flat /= dist.get_world_size()
-            for grad, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-                grad.copy_(part.view_as(grad))
+        flat_dist_call(grads, dist.all_reduce)

@@ -103,32 +103,20 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
-    """Replace every batch norm in ``module`` by a :class:`SyncBatchNorm`, before or after ``amp.initialize``.
+    """Make every batch norm in ``module`` a :class:`SyncBatchNorm`, before or after ``amp.initialize``.
 
-    Parameters and buffers are the same objects afterwards, so an optimizer made before goes on working.
+    The modules stay the same objects and change their class, so that optimizers made before go on working, and hooks
+    and amp's master weights stay where they are.
 
     Returns:
-        ``module``, changed in place; or the replacement when ``module`` itself is a batch norm.
+        ``module``, changed in place.
     """
-    if isinstance(module, _BatchNorm):
-        new = SyncBatchNorm(
-            module.num_features,
-            module.eps,
-            module.momentum,
-            module.affine,
-            module.track_running_stats,
-            process_group,
-            channel_last,
-        )
-        for name, param in module.named_parameters(recurse=False):
-            setattr(new, name, param)
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(new, name, buffer)
-        return new.train(module.training)
-    for name, child in module.named_children():
-        replacement = convert_syncbn_model(child, process_group, channel_last)
-        if replacement is not child:
-            setattr(module, name, replacement)
+    from ampcompat.amp.amp_model import AmpModel, amp_class
+
+    for norm in [child for child in module.modules() if isinstance(child, _BatchNorm)]:
+        kind: Any = amp_class(SyncBatchNorm) if isinstance(norm, AmpModel) else SyncBatchNorm
+        norm.__class__ = kind
+        norm.__dict__.update(process_group=process_group, channel_last=channel_last, fuse_relu=False)
     return module
 
 

@@ -125,10 +125,10 @@ def test_exit_status_and_output(tmp_path, capsys):
     assert status == 0
     assert "a.py:1" in shown.out
     assert "1 files: 1 works" in shown.out
-    file.write_text("import apex.mlp\n")
+    file.write_text("import apex.RNN\n")
     status, shown = run(capsys, str(file), "--json")
     assert status == 1
-    assert json.loads(shown.out)["findings"][0]["name"] == "apex.mlp"
+    assert json.loads(shown.out)["findings"][0]["name"] == "apex.RNN"
 
 
 @pytest.mark.parametrize("path", ["missing", "null\0byte", "x" * 5000])

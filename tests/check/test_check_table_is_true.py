@@ -11,6 +11,17 @@ from ampcompat.check.symbols import MODULES, SYMBOLS
 
 CLAIMED = [s for s in SYMBOLS if SYMBOLS[s].verdict != "unsupported" and s.startswith("apex.")]
 WORKING = {s: s.replace("apex", "ampcompat", 1) for s in CLAIMED}
+REFUSED = [s for s in SYMBOLS if SYMBOLS[s].verdict == "unsupported"]
+# Packages that only import, so that a probe finds them; and a home of lists that are not apex's.
+EMPTY = {"apex.RNN", "apex.fused_dense", "apex.reparameterization", "apex.transformer", "apex.pyprof", "apex.contrib"}
+EMPTY |= {"apex.amp.lists"}
+
+
+@pytest.mark.parametrize("symbol", sorted(set(REFUSED) - EMPTY))
+def test_what_the_table_refuses_is_not_there(symbol):
+    parent, _, name = symbol.replace("apex", "ampcompat", 1).rpartition(".")
+    assert not hasattr(importlib.import_module(parent), name)
+    assert importlib.util.find_spec(f"{parent}.{name}") is None
 
 
 # Names that one package takes from another, and the module that completes a package.

@@ -174,3 +174,33 @@ def test_without_amp_nothing_is_a_trap():
 def test_traps_are_seen_in_migrated_scripts_too():
     body = START.replace("apex", "ampcompat") + "model, o = amp.initialize(model, o)\ns.masked_fill(m, -1e9)\n"
     assert [f.name for f in scan_source(body) if f.kind == "trap"] == ["overflowing_fill"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "Net().half()",
+        "net.half()",
+        "net.cuda().half()",
+        "net.half().cuda()",
+        "[a, net.half()]",
+        "net.to(torch.float16)",
+        "net.to('cuda', dtype=torch.half)",
+        "network_to_half(net)",
+    ],
+)
+@pytest.mark.parametrize("inline", [True, False])
+def test_a_half_model_is_seen_where_it_is_made(model, inline):
+    given = model if inline else "net"
+    code = "import torch\nfrom apex import amp\nfrom apex.fp16_utils import network_to_half\n"
+    code += "" if inline else f"net = {model}\n".replace("[a, net.half()]", "net.half()")
+    code += f"m, o = amp.initialize({given}, o)\n"
+    assert [f.name for f in scan_source(code) if f.kind == "trap"] == ["half_by_hand"]
+
+
+@pytest.mark.parametrize(
+    "given", ["net.to(device)", "net.cuda()", "net", "build(args.half)", "net.to(dtype=torch.float32)"]
+)
+def test_a_float32_model_is_no_trap(given):
+    code = f"import torch\nfrom apex import amp\nx = x.half()\nm, o = amp.initialize({given}, o)\n"
+    assert [f.name for f in scan_source(code) if f.kind == "trap"] == []

@@ -54,11 +54,11 @@ def test_declared_charsets_are_kept(tmp_path, capsys):
 
 
 def test_what_is_left_is_listed_and_sets_the_status(tmp_path, capsys):
-    (tmp_path / "a.py").write_text("import apex.mlp\n")
+    (tmp_path / "a.py").write_text("import apex.RNN\n")
     (tmp_path / "b.py").write_text("import apex\nprint 'old'\n")
     status, shown = run(capsys, tmp_path)
     assert status == 1
-    assert "a.py:1: apex.mlp is not provided" in shown.err
+    assert "a.py:1: apex.RNN is not provided" in shown.err
     assert "b.py: cannot be parsed" in shown.err
 
 

@@ -1,9 +1,32 @@
 import importlib
+import importlib.util
+import sys
 
 import pytest
 import torch
 
+from ampcompat import install_as_apex
+from ampcompat._state import state
+
 PACKAGES = ["contrib", "RNN", "mlp", "transformer", "fused_dense", "reparameterization", "pyprof"]
+
+
+STATEMENTS = [
+    ("from ampcompat.contrib.multihead_attn import SelfMultiheadAttn", "scaled_dot_product_attention"),
+    ("from ampcompat.contrib import multihead_attn", "scaled_dot_product_attention"),
+    ("import ampcompat.contrib.sparsity", "torch.ao.pruning"),
+    ("from ampcompat.RNN import LSTM", "torch.nn.LSTM"),
+    ("import ampcompat.transformer.parallel_state", "torch.distributed"),
+    ("from ampcompat.contrib.optimizers.distributed_fused_adam import X", "ZeroRedundancyOptimizer"),
+    ("from ampcompat.contrib.optimizers import DistributedFusedAdam", "ZeroRedundancyOptimizer"),
+    ("from ampcompat.contrib import unknown", "plain torch modules"),
+]
+
+
+@pytest.fixture(autouse=True)
+def packages_not_yet_imported():
+    for name in [n for n in sys.modules if n.startswith("ampcompat.") and n.split(".")[1] in PACKAGES]:
+        del sys.modules[name]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -11,20 +34,39 @@ def test_packages_import(name):
     importlib.import_module(f"ampcompat.{name}")
 
 
-@pytest.mark.parametrize(
-    ("statement", "replacement"),
-    [
-        ("from ampcompat.contrib.multihead_attn import SelfMultiheadAttn", "scaled_dot_product_attention"),
-        ("from ampcompat.contrib import multihead_attn", "scaled_dot_product_attention"),
-        ("import ampcompat.contrib.sparsity", "torch.ao.pruning"),
-        ("from ampcompat.RNN import LSTM", "torch.nn.LSTM"),
-        ("import ampcompat.transformer.parallel_state", "torch.distributed"),
-        ("from ampcompat.contrib.optimizers.distributed_fused_adam import X", "ZeroRedundancyOptimizer"),
-    ],
-)
-def test_use_names_the_replacement(statement, replacement):
-    with pytest.raises(ImportError, match=replacement):
+@pytest.mark.parametrize("alias", [False, True])
+@pytest.mark.parametrize(("statement", "replacement"), STATEMENTS)
+def test_use_names_the_replacement(statement, replacement, alias):
+    if alias:
+        install_as_apex()
+        statement = statement.replace("ampcompat", "apex")
+    with pytest.raises(ImportError, match=replacement) as caught:
         exec(statement, {})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("package", ["ampcompat", "apex"])
+def test_a_probe_finds_nothing_and_is_told_nothing(package):
+    install_as_apex()
+    for name in ("contrib.unknown", "contrib.sparsity", "RNN.LSTM", "transformer.parallel_state"):
+        parent, _, attribute = f"{package}.{name}".rpartition(".")
+        assert importlib.util.find_spec(f"{package}.{name}") is None
+        assert not hasattr(importlib.import_module(parent), attribute)
+
+
+def test_attribute_use_gets_the_advice_too():
+    contrib = importlib.import_module("ampcompat.contrib")
+    with pytest.raises(AttributeError, match=r"apex\.contrib\.sparsity.*torch\.ao\.pruning"):
+        contrib.sparsity.ASP  # noqa: B018
+
+
+def test_reset_takes_the_finder_away():
+    before = list(sys.meta_path)
+    importlib.import_module("ampcompat.contrib")
+    importlib.import_module("ampcompat.RNN")
+    assert len(sys.meta_path) == len(before) + 1
+    state.reset()
+    assert sys.meta_path == before
 
 
 def test_python_may_look_up_dunders():

@@ -25,7 +25,7 @@ class Repository:
                 spelled = source.opt_levels()
                 levels = None if levels is None or spelled is None else levels | spelled
         self.levels = levels or None
-        self.float_sigmoid = any(map(_floats_sigmoid, sources))
+        self.float_sigmoid = self.uses_amp and any(map(_floats_sigmoid, sources))
 
     def may_run_at(self, *levels: str) -> bool:
         """Whether training may run at one of ``levels``: spelled out, or not known."""

@@ -23,15 +23,36 @@ def misspelt_level(source: Source, repository: Repository) -> Iterator[Finding]:
             yield source.finding(level, "trap", "misspelt_level", ERROR, note)
 
 
-def _models(source: Source) -> list[tuple[ast.Call, str]]:
-    """Each model given to an ``initialize`` call, by name."""
+def _given(source: Source) -> list[tuple[ast.Call, ast.expr]]:
+    """Each model given to an ``initialize`` call, with the call."""
     found = []
     for call in source.calls_to("apex.amp.initialize"):
         given = argument(call, 0, "models")
-        for model in given.elts if isinstance(given, ast.List | ast.Tuple) else [given]:
-            if name := text(model):
-                found.append((call, name))
+        models = given.elts if isinstance(given, ast.List | ast.Tuple) else [given] if given is not None else []
+        found += [(call, model) for model in models]
     return found
+
+
+def _models(source: Source) -> list[tuple[ast.Call, str]]:
+    """Those of the models that are given by name."""
+    return [(call, name) for call, model in _given(source) if (name := text(model))]
+
+
+def _cast_to_half(source: Source, node: ast.AST) -> ast.Call | None:
+    """The cast in ``Net().half().cuda()``, ``net.to(torch.float16)`` or ``network_to_half(net)``."""
+    while isinstance(node, ast.Call):
+        symbol = source.apex(node.func) or ""
+        if symbol in ("apex.fp16_utils.network_to_half", "apex.fp16_utils.convert_network") and node.args:
+            return node
+        if not isinstance(node.func, ast.Attribute):
+            return None
+        dtypes = [text(a).rpartition(".")[2] for a in (*node.args, *(k.value for k in node.keywords))]
+        if (node.func.attr == "half" and not node.args) or (
+            node.func.attr == "to" and {"half", "float16", "bfloat16"} & set(dtypes)
+        ):
+            return node
+        node = node.func.value
+    return None
 
 
 def half_by_hand(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -40,19 +61,27 @@ def half_by_hand(source: Source, repository: Repository) -> Iterator[Finding]:
     Before ``initialize`` it is refused: the float32 weights that masters and O1 need are already gone. Afterwards it
     rounds the weights away. ``opt_level="O2"`` (or O3) is the way to ask for a half model.
     """
-    models = {(source.scope(call), name) for call, name in _models(source)}
-    for call in source.calls:
-        symbol = source.apex(call.func) or ""
-        by_helper = symbol in ("apex.fp16_utils.network_to_half", "apex.fp16_utils.convert_network") and call.args
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "half" and not call.args:
-            name = text(call.func.value)
-        elif by_helper:
-            name = text(call.args[0])
-        else:
-            continue
-        if (source.scope(call), name) in models:
-            note = f"{name} is given to amp.initialize, which needs it in float32; drop the cast and choose O2 or O3"
-            yield source.finding(call, "trap", "half_by_hand", ERROR, note)
+    casts: dict[int, tuple[ast.AST, str]] = {}
+    for call, model in _given(source):
+        if cast := _cast_to_half(source, model):
+            casts[id(cast)] = cast, "a model"
+        name = text(model)
+        for part in source.nodes if name else ():
+            # `model.half()` for what it does to the model, and `model = Net().half()`.
+            if isinstance(part, ast.Expr | ast.Assign) and source.scope(part) is source.scope(call):
+                cast = _cast_to_half(source, part.value)
+                targets = [text(t) for t in part.targets] if isinstance(part, ast.Assign) else []
+                if cast is not None and (name in targets or _casts(source, cast) == name):
+                    casts[id(cast)] = cast, name
+    for found, name in casts.values():
+        note = f"{name} is given to amp.initialize, which needs it in float32; drop the cast and choose O2 or O3"
+        yield source.finding(found, "trap", "half_by_hand", ERROR, note)
+
+
+def _casts(source: Source, cast: ast.Call) -> str:
+    """The name of what a cast is applied to."""
+    method = isinstance(cast.func, ast.Attribute) and source.apex(cast.func) is None
+    return text(cast.func.value if method and isinstance(cast.func, ast.Attribute) else cast.args[0])
 
 
 def wrapped_before_initialize(source: Source, repository: Repository) -> Iterator[Finding]:

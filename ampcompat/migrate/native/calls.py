@@ -10,6 +10,7 @@ from ampcompat.migrate.marks import code_of, marked
 from ampcompat.migrate.native.autocast import Flow
 from ampcompat.migrate.native.facts import Facts
 from ampcompat.migrate.native.patterns import contains_scaled, header, scaled_call, symbol
+from ampcompat.migrate.native.reads import HandReads
 from ampcompat.migrate.native.scaler import made_lines, switched_off_lines
 
 CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
@@ -27,9 +28,11 @@ class Calls(cst.CSTTransformer):
     def __init__(self, facts: Facts) -> None:
         self.facts, self.bindings = facts, facts.bindings
         self.scaling = [False]
+        self.by_hand: set[cst.CSTNode] = set()
 
     def visit_Module(self, node: cst.Module) -> None:
         self.scaling = [bool(contains_scaled(node, self.bindings))]
+        self.by_hand = HandReads(node, self.bindings, list(self.facts.scaler_of)).found
 
     def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
         self.scaling.append(bool(contains_scaled(node.body, self.bindings)))
@@ -88,6 +91,10 @@ class Calls(cst.CSTTransformer):
                     call = f"{self.facts.scaler_of[optimizer]}.unscale_({optimizer})"
                     result.append(statement(call).with_changes(leading_lines=getattr(new, "leading_lines", ())))
                     new = new.with_changes(leading_lines=[])
+            if old in self.by_hand and len(self.facts.scaler_of) > 1:
+                new = marked(
+                    new, "gradients read here are still scaled: call unscale_(optimizer) of their scaler first"
+                )
             replaced = self._replaced(old, new, original[index + 1 :])
             lines = getattr(new, "leading_lines", ())
             if replaced and replaced[0] is not new:
@@ -97,9 +104,9 @@ class Calls(cst.CSTTransformer):
         return result
 
     def _reads_gradients(self, old: cst.BaseStatement) -> list[str]:
-        """Optimizers whose gradients a statement clips: they must be unscaled first."""
+        """Optimizers whose gradients a statement clips or reads: they must be unscaled first."""
         facts = self.facts
-        found: list[str] = []
+        found: list[str] = list(facts.scaler_of) if old in self.by_hand and len(facts.scaler_of) == 1 else []
         for call in _calls(header(old)):
             name = symbol(call.func, self.bindings)
             if name == "apex.amp.master_params" and call.args:

@@ -82,7 +82,7 @@ class Regression(nn.Module):
 
     def forward(self, x, labels=None):
         out = self.body(x)
-        return {"loss": nn.functional.mse_loss(out.float(), labels), "logits": out}
+        return {"loss": nn.functional.mse_loss(out.float(), labels.float()), "logits": out}
 
 
 if __name__ == "__main__":

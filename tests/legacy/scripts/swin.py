@@ -40,7 +40,7 @@ def get_grad_norm(parameters, norm_type=2):
 def build():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), Block(16), nn.Flatten(), nn.Linear(64, 3)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-8, betas=(0.9, 0.999), lr=3e-3, weight_decay=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), eps=1e-5, betas=(0.9, 0.999), lr=3e-3, weight_decay=0.05)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
     return model, optimizer
 

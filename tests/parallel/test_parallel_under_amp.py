@@ -1,0 +1,247 @@
+"""apex's parallel package around initialized models, on two gloo processes; one process on all the data is the rule."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ampcompat import amp
+from ampcompat._state import state
+from ampcompat.optimizers import FusedAdam
+from ampcompat.parallel import LARC, DistributedDataParallel, ReduceOp, SyncBatchNorm, convert_syncbn_model
+from ampcompat.parallel.distributed import flat_dist_call
+
+ROOT = Path(__file__).parents[2]
+LEVELS = ("O0", "O1", "O2", "O3")
+
+
+def net(norm=False):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8) if norm else nn.ReLU(), nn.Linear(8, 2))
+
+
+def data(step):
+    torch.manual_seed(step)
+    return torch.randn(8, 4)
+
+
+def train(model, optimizer, cut=slice(None)):
+    for step in range(3):
+        loss = model(data(step)[cut]).float().pow(2).mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def equal_on_both(tensor):
+    gathered = [torch.empty_like(tensor) for _ in range(2)]
+    dist.all_gather(gathered, tensor.contiguous())
+    return torch.equal(*gathered)
+
+
+def check_training(rank):
+    made = {
+        "FusedAdam": lambda p: FusedAdam(p, lr=0.01, eps=1e-3),
+        "LARC": lambda p: LARC(torch.optim.SGD(p, lr=0.05)),
+    }
+    for level in LEVELS:
+        for name, make in made.items():
+            whole = net()
+            whole, optimizer = amp.initialize(
+                whole, make(whole.parameters()), opt_level=level, loss_scale=64.0, verbosity=0
+            )
+            train(whole, optimizer)
+            mine = net()
+            mine, optimizer = amp.initialize(
+                mine, make(mine.parameters()), opt_level=level, loss_scale=64.0, verbosity=0
+            )
+            wrapped = DistributedDataParallel(mine, delay_allreduce=True)
+            assert wrapped.module is mine
+            train(wrapped, optimizer, slice(4 * rank, 4 * rank + 4))
+            for key, value in mine.state_dict().items():
+                assert equal_on_both(value), (level, name, key)
+                # Half gradients of half batches round apart from those of the whole one; three steps of lr 0.05.
+                tolerance = 1e-5 if level == "O0" else 4e-3
+                torch.testing.assert_close(value, whole.state_dict()[key], rtol=tolerance, atol=tolerance)
+
+
+def check_float32_reduction(rank):
+    # Divided by 1/32 before the reduction a gradient of 40000 is 1.28e6: no float16 holds that, though the mean fits.
+    for always, finite in ((False, False), (True, True)):
+        model = nn.Linear(3, 2).half()
+        wrapped = DistributedDataParallel(model, allreduce_always_fp32=always, gradient_predivide_factor=1 / 32)
+        (wrapped(torch.ones(1, 3).half()).float() * 40000).sum().backward()
+        assert bool(model.weight.grad.isfinite().all()) is finite
+        if finite:
+            assert torch.equal(model.weight.grad, torch.full((2, 3), 40000.0).half())
+
+
+def check_keywords(rank):
+    by_position = DistributedDataParallel(net(), [])  # device_ids stands second in torch's signature
+    assert by_position.device_ids in (None, [])
+    unused = DistributedDataParallel(net(), find_unused_parameters=True)
+    assert unused.find_unused_parameters
+    assert not unused.broadcast_buffers
+
+
+def check_flat_dist_call(rank):
+    tensors = [torch.full((2, 3), float(rank)), torch.full((3,), 2.0 * rank).half(), torch.full((), 4.0 * rank)]
+    flat_dist_call(tensors, dist.all_reduce)
+    assert torch.equal(tensors[0], torch.full((2, 3), 0.5))
+    assert torch.equal(tensors[1], torch.full((3,), 1.0).half())
+    assert torch.equal(tensors[2], torch.tensor(2.0))
+    tensors = [torch.full((2,), float(rank))]
+    flat_dist_call(tensors, dist.broadcast, (1,))
+    assert torch.equal(tensors[0], torch.ones(2))
+    flat_dist_call(tensors, dist.all_reduce, (ReduceOp.MAX,))
+    flat_dist_call([], dist.all_reduce)
+
+
+def check_sync_batch_norm(rank):
+    torch.manual_seed(3)
+    x, cut = torch.randn(6, 5, 3), slice(0, 2) if rank == 0 else slice(2, 6)
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.float16, 2e-3)):  # half: one rounding at the end
+        plain, sync = nn.BatchNorm1d(3), SyncBatchNorm(3, channel_last=True)
+        expected = plain(x.to(dtype).float().movedim(-1, 1)).movedim(1, -1)
+        got = sync(x[cut].to(dtype))
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.float(), expected[cut], rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(sync.running_var, plain.running_var)
+    # One value per channel here, more in the world: fine, where plain batch norm refuses.
+    value = SyncBatchNorm(3)(torch.full((1, 3), float(rank)))
+    torch.testing.assert_close(value, torch.full((1, 3), 2.0 * rank - 1), rtol=1e-4, atol=1e-4)  # eps
+
+
+def check_convert(rank):
+    for level, options in (("O1", {}), ("O2", {}), ("O2", {"keep_batchnorm_fp32": False}), ("O3", {})):
+        ends = []
+        for before in (True, False):
+            model = net(norm=True)
+            model = convert_syncbn_model(model) if before else model
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0, **options
+            )
+            model = model if before else convert_syncbn_model(model)
+            assert type(model[1]) is SyncBatchNorm
+            half = level == "O3" or bool(options)
+            assert model[1].weight.dtype == (torch.float16 if half else torch.float32)
+            start = model[1].weight.detach().clone()
+            train(DistributedDataParallel(model), optimizer, slice(4 * rank, 4 * rank + 4))
+            assert not torch.equal(start, model[1].weight)
+            ends.append({k: v.clone() for k, v in model.state_dict().items()})
+        for key, value in ends[0].items():
+            assert value.dtype in (torch.float32, torch.int64)
+            assert torch.equal(value, ends[1][key]), (level, options, key)
+
+
+CHECKS = [
+    check_training,
+    check_float32_reduction,
+    check_keywords,
+    check_flat_dist_call,
+    check_sync_batch_norm,
+    check_convert,
+]
+
+
+def worker(rank, port):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        for check in CHECKS:
+            check(rank)
+            state.reset()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.spawn(worker, (port,), nprocs=2)
+
+
+def test_unused_keywords_are_said_once_on_rank_0(capsys):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        DistributedDataParallel(net(), num_allreduce_streams=2, retain_allreduce_buffers=True)
+        said = capsys.readouterr().out
+        assert said.count("\n") == 1
+        assert "retain_allreduce_buffers, num_allreduce_streams have no effect" in said
+        DistributedDataParallel(net(), prof=True, message_size=1000)
+        assert capsys.readouterr().out == ""
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_batch_norm_that_is_itself_the_model_converts():
+    model = amp.initialize(nn.BatchNorm1d(3), opt_level="O3", verbosity=0)
+    model = convert_syncbn_model(model)
+    assert isinstance(model, SyncBatchNorm)
+    out = model(torch.randn(4, 3))  # cast in and out as before
+    assert out.dtype == torch.float32
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("outside", [False, True])
+def test_larc_around_an_initialized_optimizer(level, outside):
+    model = net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+    optimizer = inner if outside else LARC(inner)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+    optimizer = LARC(optimizer) if outside else optimizer
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    train(model, optimizer)
+    assert all(not torch.equal(old, new) for old, new in zip(before, amp.master_params(optimizer)))
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_larc_outside_and_inside_train_alike():
+    ends = []
+    for outside in (False, True):
+        model = net()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(
+            model, inner if outside else LARC(inner), opt_level="O2", loss_scale="dynamic", verbosity=0
+        )
+        optimizer = LARC(optimizer) if outside else optimizer
+        with amp.scale_loss(model(data(0)).sum() * torch.inf, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer)
+        optimizer.zero_grad()
+        train(model, optimizer)
+        ends.append(model.state_dict())
+    for key in ends[0]:
+        assert torch.equal(ends[0][key], ends[1][key])
+
+
+def test_multiproc_starts_the_processes(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        f"open(os.path.join({str(tmp_path)!r}, 'rank' + os.environ['RANK']), 'w').write("
+        "os.environ['WORLD_SIZE'] + ' ' + ' '.join(sys.argv[1:]))\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "ampcompat.parallel.multiproc",
+        str(script),
+        "--world-size",
+        "2",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sorted(p.name for p in tmp_path.glob("rank*")) == ["rank0", "rank1"]
