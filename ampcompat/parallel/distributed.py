@@ -154,7 +154,7 @@ class DistributedDataParallel(_torch.AnyDeviceDDP):
     def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
         """Let ``SyncBatchNorm`` be on any device: torch's own refuses the CPU, where ours works."""
         if self.device_type != "cpu":
-            super()._passing_sync_batchnorm_handle(module)  # type: ignore[no-untyped-call]
+            super()._passing_sync_batchnorm_handle(module)
 
     def enable_allreduce(self) -> None:
         """Reduce gradients in backward again."""
