@@ -139,6 +139,8 @@ def verdict(name: str) -> Symbol:
             return Symbol(UNSUPPORTED, "not a module of apex")
     if known == name or known not in MODULES:
         return SYMBOLS[known]
+    if name[len(known) + 1 :].startswith("__"):
+        return Symbol(WORKS)  # `amp.__dict__`, `apex.__file__`: every module has them
     return Symbol(UNSUPPORTED, f"{known} has no {name[len(known) + 1 :].split('.')[0]} that is provided here")
 
 

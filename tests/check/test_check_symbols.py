@@ -117,3 +117,8 @@ def test_the_report_of_a_directory(tmp_path):
     assert [(f.path, f.name) for f in report.findings] == [("a.py", "apex.RNN"), ("b/train.py", "apex.amp")]
     assert report.exit_status == 1
     assert json.loads(json.dumps(report.as_dict()))["summary"]["unsupported"] == 1
+
+
+def test_what_every_module_has_is_there():
+    code = "from apex import amp\nif 'state_dict' in amp.__dict__: pass\n"
+    assert set(symbols(code).values()) == {"works"}

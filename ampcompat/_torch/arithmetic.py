@@ -1,0 +1,84 @@
+"""Fused passes over lists of tensors, and numbers on their way to the host."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from ampcompat._torch.modules import has_storage
+
+# The lists of one call are on one device, of one dtype, and laid out alike: the fused kernels walk raw memory and, on
+# 2.4 and 2.13, silently mix up elements when the strides of a param and its gradient differ.
+
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div = torch._foreach_div
+foreach_div_ = torch._foreach_div_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sqrt = torch._foreach_sqrt
+foreach_sqrt_ = torch._foreach_sqrt_
+foreach_sub_ = torch._foreach_sub_
+fused_adam_ = torch._fused_adam_
+fused_adamw_ = torch._fused_adamw_
+fused_sgd_ = torch._fused_sgd_
+
+
+def has_fused_kernels(device: torch.device) -> bool:
+    """Whether torch's own optimizers would accept ``fused=True`` for params on ``device``."""
+    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
+
+    return device.type in _get_fused_kernels_supported_devices()
+
+
+class HostCopy:
+    """Numbers of a device on their way to host memory; starting the copy does not wait for the device.
+
+    Args:
+        values: 0-dim tensors of one dtype and device.
+    """
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        device = values[0].device
+        streams: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
+        self._event: Any = None
+        if hasattr(streams, "Event") and hasattr(streams, "current_stream"):
+            self._host = torch.stack(values).to("cpu", non_blocking=True)  # pinned memory, by torch's own choice
+            self._event = streams.Event()
+            self._event.record(streams.current_stream(device))
+        else:  # nothing would tell when an asynchronous copy is there
+            self._host = torch.stack(values).to("cpu")
+
+    def arrived(self) -> bool:
+        """Whether :meth:`read` need not wait."""
+        return self._event is None or bool(self._event.query())
+
+    def read(self) -> list[float]:
+        """The numbers; waits for the device where they have not arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
+
+
+def host_value(number: torch.Tensor) -> float | None:
+    """The value of a 0-dim float32 tensor in host memory, read without an op; None where it lies elsewhere."""
+    if number.device.type != "cpu" or not has_storage(number):
+        return None
+    return ctypes.c_float.from_address(number.data_ptr()).value
+
+
+def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
+    """Multiply ``grads`` (one device, one dtype, dense) in place and set ``found_inf`` to 1 on any inf or NaN."""
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
+
+
+def update_scale_(
+    scale: torch.Tensor, tracker: torch.Tensor, found: torch.Tensor, growth: float, backoff: float, interval: int
+) -> None:
+    """Move ``scale`` and count in ``tracker``, as ``GradScaler.update`` does, on their device."""
+    torch._amp_update_scale_(scale, tracker, found, growth, backoff, interval)

@@ -1,0 +1,66 @@
+"""Autocast's state in a thread, and the choke points of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from ampcompat._torch.version import TORCH
+
+
+def autocast_nesting() -> int:
+    """How many autocast regions (ours included) this thread is in."""
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return depth
+
+
+def accelerator() -> str:
+    """The device type of the accelerator that this torch sees, "cpu" without one; does not initialise it."""
+    for device_type in ("cuda", "xpu", "mps", "hpu"):
+        backend = getattr(torch, device_type, None)
+        if backend is not None and callable(getattr(backend, "is_available", None)) and backend.is_available():
+            return device_type
+    return "cpu"
+
+
+def caches_weights_across_grad_modes() -> bool:
+    """Whether a cast made under ``no_grad`` may be handed to code that needs its gradient (torch before 2.7 did)."""
+    return Version("2.7") > TORCH
+
+
+def patch_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Wrap the one function through which ``backward`` and ``autograd.grad`` enter the engine; returns the undo."""
+    owner: Any = torch.autograd
+    original = owner._engine_run_backward
+    owner._engine_run_backward = wrap(original)
+
+    def undo() -> None:
+        owner._engine_run_backward = original
+
+    return undo
+
+
+def patch_function_bodies(
+    record: Callable[[Any], None], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Call ``record`` on the context of every ``autograd.Function`` forward and wrap its backward; returns the undo."""
+    owner: Any = torch.autograd.function.BackwardCFunction
+    originals = {name: owner.__dict__[name] for name in ("apply", "apply_boxed") if name in owner.__dict__}
+    for name, original in originals.items():
+        setattr(owner, name, wrap(original))
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        record(self)
+
+    owner.__init__ = __init__
+
+    def undo() -> None:
+        for name, original in originals.items():
+            setattr(owner, name, original)
+        del owner.__init__
+
+    return undo

@@ -1,0 +1,50 @@
+"""The compiler's settings and caches."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def _setting(module_name: str, name: str) -> Any:
+    """The config module ``module_name`` if it exists and has the setting ``name``, else None."""
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError:
+        return None
+    return module if hasattr(module, name) else None
+
+
+def tag_compile_caches(tag: str) -> Callable[[], None]:
+    """Add ``tag`` to the key of torch's on-disk compile caches, where torch has the setting; returns the undo."""
+    config = _setting("torch.compiler.config", "cache_key_tag")
+    if config is None:
+        return lambda: None
+    config.cache_key_tag += tag
+
+    def undo() -> None:
+        config.cache_key_tag = config.cache_key_tag.replace(tag, "")
+
+    return undo
+
+
+def compile_backward_without_autocast() -> Callable[[], None]:
+    """Let compiled backward graphs run with casts off, as eager ones do, where torch can; returns the undo."""
+    config = _setting("torch._functorch.config", "backward_pass_autocast")
+    if config is None:
+        return lambda: None
+    before = config.backward_pass_autocast
+    config.backward_pass_autocast = "off"
+
+    def undo() -> None:
+        config.backward_pass_autocast = before
+
+    return undo
+
+
+def forget_compiled_graphs() -> None:
+    """Drop the compiled graphs of this process; compiled functions compile again when next called."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()

@@ -1,0 +1,97 @@
+"""Kinds of modules and tensors, their state dicts, and data parallelism."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ampcompat._state import State
+
+
+def register_state_dict_hooks(
+    module: Any, after_save: Callable[..., None], before_load: Callable[..., None], after_load: Any
+) -> list[Any]:
+    """Hook saving and loading of ``module``'s own tensors; hooks survive deepcopy and pickle. Returns the handles."""
+    return [
+        module._register_state_dict_hook(after_save),
+        module._register_load_state_dict_pre_hook(before_load, with_module=True),
+        module.register_load_state_dict_post_hook(after_load),
+    ]
+
+
+def patch_ddp_constructor(after: Callable[[Any, bool], None]) -> Callable[[], None]:
+    """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made; returns the undo."""
+    owner: Any = torch.nn.parallel.DistributedDataParallel
+    original = owner.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        after(self, bool(kwargs.get("init_sync", True)))
+
+    owner.__init__ = __init__
+
+    def undo() -> None:
+        owner.__init__ = original
+
+    return undo
+
+
+class AnyDeviceDDP(torch.nn.parallel.DistributedDataParallel):
+    """torch's, with synchronised batch norm off CUDA too: torch has no kernels for it there; ours needs none."""
+
+    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
+        pass
+
+
+def buffers_keyword() -> str:
+    """What DDP's constructor calls the broadcast of buffers in forward."""
+    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+
+
+def parallel_wrapper(model: torch.nn.Module) -> str | None:
+    """The name of the data-parallel wrapper that ``model`` is, if it is one."""
+    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
+        return type(model).__name__
+    return None
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is a ``DTensor``: one rank's part of a tensor."""
+    return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
+
+
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` belongs to a lazy module that has not seen data yet."""
+    return torch.nn.parameter.is_lazy(tensor)
+
+
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module behind ``torch.compile(module)``; ``model`` itself where it is not compiled."""
+    if type(model).__name__ != "OptimizedModule":
+        return model
+    inner: torch.nn.Module = model._modules.get("_orig_mod") or model
+    return inner
+
+
+def disabled_optimizers(state: State) -> weakref.WeakSet[Any]:
+    """Optimizers given to ``initialize(enabled=False)``."""
+    found: weakref.WeakSet[Any] = state.room("disabled optimizers", weakref.WeakSet)
+    return found
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` holds data, unlike a fake tensor, which stands for one while torch compiles."""
+    return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
+
+
+def is_scripting() -> bool:
+    """Whether this code is being compiled by TorchScript."""
+    return bool(torch._jit_internal.is_scripting())
