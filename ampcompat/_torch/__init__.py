@@ -34,6 +34,7 @@ from ampcompat._torch.autograd import (
 from ampcompat._torch.compiler import (
     compile_backward_without_autocast,
     forget_compiled_graphs,
+    setting,
     tag_compile_caches,
 )
 from ampcompat._torch.dispatcher import (
@@ -115,6 +116,7 @@ __all__ = [
     "patch_engine",
     "patch_function_bodies",
     "register_state_dict_hooks",
+    "setting",
     "tag_compile_caches",
     "uncompiled",
     "unscale_and_check_",

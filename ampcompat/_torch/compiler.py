@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _setting(module_name: str, name: str) -> Any:
+def setting(module_name: str, name: str) -> Any:
     """The config module ``module_name`` if it exists and has the setting ``name``, else None."""
     try:
         module = importlib.import_module(module_name)
@@ -19,7 +19,7 @@ def _setting(module_name: str, name: str) -> Any:
 
 def tag_compile_caches(tag: str) -> Callable[[], None]:
     """Add ``tag`` to the key of torch's on-disk compile caches, where torch has the setting; returns the undo."""
-    config = _setting("torch.compiler.config", "cache_key_tag")
+    config = setting("torch.compiler.config", "cache_key_tag")
     if config is None:
         return lambda: None
     config.cache_key_tag += tag
@@ -32,7 +32,7 @@ def tag_compile_caches(tag: str) -> Callable[[], None]:
 
 def compile_backward_without_autocast() -> Callable[[], None]:
     """Let compiled backward graphs run with casts off, as eager ones do, where torch can; returns the undo."""
-    config = _setting("torch._functorch.config", "backward_pass_autocast")
+    config = setting("torch._functorch.config", "backward_pass_autocast")
     if config is None:
         return lambda: None
     before = config.backward_pass_autocast

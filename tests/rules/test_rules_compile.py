@@ -12,7 +12,7 @@ from ampcompat.amp import compiled, rules
 # dynamo itself instantiates autograd Functions
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 
-CAN_COMPILE_BACKWARD_WITHOUT_CASTS = _torch._setting("torch._functorch.config", "backward_pass_autocast") is not None
+CAN_COMPILE_BACKWARD_WITHOUT_CASTS = _torch.setting("torch._functorch.config", "backward_pass_autocast") is not None
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +155,7 @@ def test_graphs_from_before_the_rules_are_compiled_again():
 
 
 def test_the_cache_tag_follows_the_rules_and_keeps_the_users_own():
-    config = _torch._setting("torch.compiler.config", "cache_key_tag")
+    config = _torch.setting("torch.compiler.config", "cache_key_tag")
     if config is None:
         pytest.skip("this torch has no cache_key_tag, and its on-disk cache needs none")
     config.cache_key_tag = "mine"
