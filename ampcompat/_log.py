@@ -15,7 +15,10 @@ def rank() -> int:
 
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0") or 0)
+    try:
+        return int(os.environ.get("RANK", "0"))
+    except ValueError:
+        return 0  # no launcher wrote that
 
 
 def say(message: str) -> None:

@@ -126,7 +126,7 @@ def _read(saved: object) -> list[Entry]:
 def _entry(name: str, scale: Any, unskipped: Any) -> Entry:
     try:
         value, count = float(scale), int(unskipped)
-    except (TypeError, ValueError, OverflowError):
+    except Exception:  # whatever a foreign object raises
         value, count = math.nan, -1
     if not (math.isfinite(value) and value > 0) or not 0 <= count < 2**31:
         raise ValueError(

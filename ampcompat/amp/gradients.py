@@ -151,5 +151,7 @@ def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     if a.is_sparse and not b.is_sparse:
         return b + a
     if a.is_sparse:
-        return (a + b).coalesce()
+        # Joined and coalesced, not added: the CPU adds no half sparse tensors.
+        indices, values = (torch.cat([a._indices(), b._indices()], 1), torch.cat([a._values(), b._values()]))
+        return _coalesced(_sparse(indices, values, a.shape))
     return a.add_(b)

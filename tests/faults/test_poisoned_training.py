@@ -1,0 +1,185 @@
+"""Training that goes wrong in the ways training does: NaN, inf, no memory, a worker process, another thread."""
+
+import threading
+
+import pytest
+import torch
+
+from ampcompat import amp
+from ampcompat.amp import casts
+from ampcompat.amp.master_index import masters_of
+from ampcompat.optimizers import FusedAdam, FusedSGD
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=1e-4),  # 1e-8 is zero in half, where O3 steps
+    "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, eps=1e-4),
+    "FusedAdam": lambda p: FusedAdam(p, lr=0.01),
+    "FusedSGD": lambda p: FusedSGD(p, lr=0.1, momentum=0.9),
+}
+KINDS = ["weight", "bias", "batch norm", "shared", "sparse", "0-dim"]
+
+
+class Net(torch.nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.embedding = torch.nn.Embedding(5, 4, sparse=kind == "sparse")
+        self.first = torch.nn.Linear(4, 4)
+        self.second = torch.nn.Linear(4, 4)
+        self.norm = torch.nn.BatchNorm1d(4)
+        self.factor = torch.nn.Parameter(torch.ones(()))
+        if kind == "shared":
+            self.second.weight = self.first.weight
+        self.unused = torch.nn.Parameter(torch.ones(2))
+        self.poison = None
+
+    def forward(self, rows):
+        h = self.embedding(rows)
+        return self.second(self.norm(self.first(h))) * self.factor
+
+    def poisoned(self):
+        return {
+            "weight": self.first.weight,
+            "bias": self.second.bias,
+            "batch norm": self.norm.weight,
+            "shared": self.first.weight,
+            "sparse": self.embedding.weight,
+            "0-dim": self.factor,
+        }[self.kind]
+
+
+def train(model, optimizer):
+    with amp.scale_loss(model(torch.arange(5)).float().square().mean() * 0.01, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_bad_gradient_skips_one_step(kind, name, opt_level, value, capsys):
+    if kind == "sparse":  # in plain torch as well the others refuse sparse gradients, and the CPU half ones
+        name, opt_level = "sgd", opt_level.replace("O3", "O2")
+    torch.manual_seed(0)
+    model = Net(kind)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic", verbosity=0)
+    train(model, optimizer)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    hook = model.poisoned().register_hook(lambda grad: grad * value)
+    train(model, optimizer)
+    hook.remove()
+    assert amp.step_was_skipped(optimizer)
+    assert "Gradient overflow.  Skipping step" in capsys.readouterr().out.replace("overflow. ", "overflow.  ")
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 0}
+    after = list(amp.master_params(optimizer))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    train(model, optimizer)
+    assert not amp.step_was_skipped(optimizer)
+    assert all(p.isfinite().all() for p in after)
+    assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+class NoMemory(torch.autograd.Function):
+    """Its backward finds no memory left."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError("out of memory") if hasattr(torch, "OutOfMemoryError") else MemoryError
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+def test_out_of_memory_inside_backward(opt_level):
+    """The block is undone: a script that catches it and goes on with less data trains as one that never saw it."""
+
+    def run(fails):
+        torch.manual_seed(0)
+        model = Net("weight")
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic", verbosity=0)
+        with amp.scale_loss(model(torch.arange(5)).float().square().mean() * 0.01, optimizer) as scaled:
+            scaled.backward()  # accumulated, and must survive
+        if fails:
+            flags = casts.save(["cpu"])
+            statistics = [b.clone() for b in model.buffers()]
+            h = model.second(model.norm(NoMemory.apply(model.first(model.embedding(torch.arange(5))))))
+            with pytest.raises((MemoryError, RuntimeError)), amp.scale_loss(h.float().sum(), optimizer) as scaled:
+                scaled.backward()
+            for buffer, value in zip(model.buffers(), statistics, strict=True):
+                buffer.copy_(value)
+            assert casts.save(["cpu"]) == flags
+        train(model, optimizer)
+        return [*amp.master_params(optimizer)], amp.state_dict()
+
+    (failed, scalers), (smooth, expected) = run(True), run(False)
+    assert scalers == expected
+    assert all(torch.equal(a, b) for a, b in zip(failed, smooth, strict=True))
+
+
+class Worker(torch.utils.data.Dataset):
+    """Reports the casts that it finds where it runs, and what a matmul gives there."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return index, torch.is_autocast_enabled("cpu"), product.dtype == torch.float32
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_forked_workers_do_not_cast(opt_level):
+    model = Net("weight")
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+    loader = torch.utils.data.DataLoader(Worker(), num_workers=2, multiprocessing_context="fork")
+    assert [(bool(on), bool(plain)) for _, on, plain in loader] == [(False, True)] * 4
+    train(model, optimizer)
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+def test_models_train_in_threads_as_they_do_alone(opt_level):
+    """Each thread has a model, an optimizer and a scaler of its own; all start together."""
+
+    def make(seed):
+        torch.manual_seed(seed)
+        model = Net("weight")
+        return amp.initialize(model, OPTIMIZERS["adam"](model.parameters()), opt_level=opt_level, verbosity=0)
+
+    def some_steps(model, optimizer):
+        for _ in range(4):
+            train(model, optimizer)
+
+    alone = []
+    for seed in range(3):
+        model, optimizer = make(seed)
+        some_steps(model, optimizer)
+        alone.append(list(amp.master_params(optimizer)))
+    pairs = [make(seed) for seed in range(3)]
+    start, errors = threading.Barrier(len(pairs)), []
+
+    def work(model, optimizer):
+        try:
+            start.wait()
+            some_steps(model, optimizer)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for (model, optimizer), expected in zip(pairs, alone, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(amp.master_params(optimizer), expected, strict=True))
+        for master in masters_of(model):
+            assert torch.equal(master.value.to(master.half.dtype), master.half)

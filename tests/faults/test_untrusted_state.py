@@ -1,0 +1,190 @@
+"""Damaged, foreign and hostile state: a clear error, and nothing changed; or it was fine, and is loaded whole."""
+
+import copy
+import io
+import math
+import pickle
+
+import pytest
+import torch
+from fault_kit import whole_picture
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ampcompat import amp
+from ampcompat._state import state
+
+quietly = settings(
+    max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def start(opt_level="O2", **kwargs):
+    state.reset()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, num_losses=2, **kwargs)
+    with amp.scale_loss(model(torch.ones(2, 3)).sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+class Hostile:
+    """Refuses everything it is asked."""
+
+    def _no(self, *_):
+        raise OSError("hostile")
+
+    __float__ = __int__ = __str__ = __bool__ = _no
+
+    def __repr__(self):
+        return "Hostile()"
+
+
+class Liar(dict):
+    """A dict whose entries are gone when they are asked for."""
+
+    def __getitem__(self, key):
+        raise KeyError(key)
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=4),
+    st.binary(max_size=4),
+    st.complex_numbers(),
+    st.sampled_from(
+        [Hostile(), torch.tensor(2.0), torch.tensor([1.0, 2.0]), torch.tensor(float("nan")), 10**400, [], {}]
+    ),
+)
+KEYS = st.one_of(
+    st.sampled_from(["loss_scaler0", "loss_scaler1", "loss_scaler2", "scale", "_growth_tracker", "model", 0]),
+    st.text(max_size=4),
+)
+PARTS = st.one_of(
+    SCALARS,
+    st.dictionaries(st.sampled_from(["loss_scale", "unskipped", "x"]), SCALARS, max_size=3),
+    st.fixed_dictionaries({"loss_scale": SCALARS, "unskipped": SCALARS}),
+    st.fixed_dictionaries({"loss_scale": st.floats(), "unskipped": st.integers(-5, 2**40)}),
+    st.just(Liar(loss_scale=1.0, unskipped=0)),
+)
+STATES = st.one_of(SCALARS, st.lists(PARTS, max_size=2), st.dictionaries(KEYS, PARTS, max_size=4), PARTS)
+
+
+@quietly
+@given(hostile=STATES)
+def test_amp_load_state_dict(hostile):
+    model, optimizer = start()
+    before = whole_picture([model], [optimizer])
+    try:
+        amp.load_state_dict(hostile)
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = str(error)
+        assert "amp.load_state_dict" in text or "Error(s) in loading state_dict" in text  # noqa: PT017
+        assert whole_picture([model], [optimizer]) == before
+    else:
+        for entry in amp.state_dict().values():
+            assert math.isfinite(entry["loss_scale"])
+            assert entry["loss_scale"] > 0
+            assert entry["unskipped"] >= 0
+
+
+@quietly
+@given(data=st.data())
+def test_model_load_state_dict(data):
+    """torch reports what does not fit; the masters never part from the model, and nothing half-loaded is hidden."""
+    model, optimizer = start()
+    good = {k: v.clone() for k, v in model.state_dict().items()}
+    bad = dict(good)
+    name = data.draw(st.sampled_from(sorted(k for k in good if "num_batches" not in k)))  # that one may be missing
+    damage = data.draw(st.sampled_from(["missing", "shape", "dtype", "object", "extra"]))
+    if damage == "missing":
+        del bad[name]
+    elif damage == "shape":
+        bad[name] = torch.zeros(7, 7)
+    elif damage == "dtype":
+        bad[name] = torch.full_like(good[name], 1, dtype=torch.int64)
+    elif damage == "object":
+        bad[name] = data.draw(st.sampled_from(["text", None, 3.0, [1.0]]))
+    else:
+        bad["unknown"] = torch.zeros(1)
+    if damage == "dtype":
+        model.load_state_dict(bad)  # torch casts
+    else:
+        with pytest.raises(RuntimeError, match="loading state_dict"):
+            model.load_state_dict(bad)
+    seen = model.state_dict()
+    if damage != "dtype":
+        assert all(torch.equal(seen[k], good[k]) for k in good)
+    for value, half in zip(amp.master_params(optimizer), model.parameters(), strict=True):
+        assert torch.equal(value.detach().to(half.dtype), half.detach())
+
+
+@quietly
+@given(data=st.data())
+def test_optimizer_load_state_dict(data):
+    model, optimizer = start()
+    before = whole_picture([model], [optimizer])
+    bad = copy.deepcopy(optimizer.state_dict())
+    damage = data.draw(st.sampled_from(["groups", "params", "missing", "foreign"]))
+    if damage == "groups":
+        bad["param_groups"] = bad["param_groups"] * 2
+    elif damage == "params":
+        bad["param_groups"][0]["params"] = bad["param_groups"][0]["params"][:-1]
+    elif damage == "missing":
+        del bad[data.draw(st.sampled_from(["param_groups", "state"]))]
+    else:
+        bad = data.draw(st.sampled_from([{}, {"model": 1}, amp.state_dict()]))
+    with pytest.raises((ValueError, KeyError)):
+        optimizer.load_state_dict(bad)
+    assert whole_picture([model], [optimizer]) == before
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_checkpoints_load_with_weights_only(opt_level):
+    model, optimizer = start(opt_level)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, file)
+    whole = file.getvalue()
+    loaded = torch.load(io.BytesIO(whole), weights_only=True)
+    model.load_state_dict(loaded["model"])
+    optimizer.load_state_dict(loaded["optimizer"])
+    amp.load_state_dict(loaded["amp"])
+    before = whole_picture([model], [optimizer])
+    for length in (0, 1, len(whole) // 2, len(whole) - 1):
+        with pytest.raises((RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError)):
+            torch.load(io.BytesIO(whole[:length]), weights_only=True)
+    assert whole_picture([model], [optimizer]) == before
+
+
+@quietly
+@given(
+    name=st.sampled_from(["AMPCOMPAT_OPT_LEVEL", "AMPCOMPAT_DTYPE"]),
+    value=st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), min_size=1, max_size=8),
+)
+def test_environment(name, value):
+    state.reset()
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = whole_picture([model], [optimizer])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(name, value)
+        known = ["O0", "O1", "O2", "O3", "O4", "O5", "float16", "fp16", "half", "bfloat16", "bf16"]
+        if value in known:
+            return
+        with pytest.raises((RuntimeError, ValueError), match=r"optimization level|AMPCOMPAT_DTYPE"):
+            amp.initialize(model, optimizer, verbosity=0)
+    assert whole_picture([model], [optimizer]) == before
+
+
+@pytest.mark.parametrize("rank", ["", "zero", "-1", "1e3", "٣", " 1 ", "0x1"])
+def test_a_rank_that_is_none(rank, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", rank)
+    model = torch.nn.Linear(2, 2)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2")
