@@ -24,7 +24,13 @@ class History:
     def __init__(self) -> None:
         self.points: list[Point] = []
         self.steps = self.blocks = self.skips = 0
-        self._last: dict[int, Any] = {}
+        self._first: dict[int, Any] = {}  # scales before their first block, by loss_id
+
+    def block(self, scaler: Any) -> None:
+        """A block of ``scaler`` was entered."""
+        self.blocks += 1
+        if scaler is not None and scaler.loss_id not in self._first:
+            self._first[scaler.loss_id] = _copy_of(scaler)
 
     def step(self, optimizer: Any, skipped: bool | None) -> None:
         """One step of ``optimizer`` was made or skipped."""
@@ -40,7 +46,7 @@ class History:
         found: list[dict[str, Any]] = []
         for point in self.points:
             scales = [float(scale) for scale in point.scales]
-            before = found[-1]["scales"] if found else scales
+            before = found[-1]["scales"] if found else [float(self._first.get(i, now)) for i, now in enumerate(scales)]
             fell = any(now < then for now, then in zip(scales, before, strict=False))
             found.append(
                 {"step": point.step, "skipped": fell if point.skipped is None else point.skipped, "scales": scales}

@@ -43,7 +43,7 @@ class Receipt:
     # -- events ----------------------------------------------------------------------------------------------------
     def on_scale_loss(self, loss: Any, scaler: Any, optimizers: Any) -> None:
         """Count blocks."""
-        self._history.blocks += 1
+        self._history.block(scaler)
 
     def on_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         """Look at the models before the first op runs in them."""
