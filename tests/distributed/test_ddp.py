@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 from checks import NAMES
+from packaging.version import Version
+
+from ampcompat._torch import TORCH
 
 HERE = Path(__file__).parent
 
@@ -19,7 +22,11 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+# Four ranks are forked from one process, and forked gloo ranks hang on torch 2.4; two are started by torchrun.
+WORLDS = [2, 4] if Version("2.5") <= TORCH else [2]
+
+
+@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world} ranks")
 def failures(request, tmp_path_factory):
     """What failed, by check and rank: one launch serves every test."""
     world, directory, port = request.param, tmp_path_factory.mktemp("ranks"), free_port()
