@@ -11,12 +11,12 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import misuse, overflow, session
-from ampcompat.amp import optimizer as _optimizer
 from ampcompat.amp.arguments import is_optimizer
+from ampcompat.amp.backward_pass import BackwardPass
 from ampcompat.amp.casts import assert_ambience
 from ampcompat.amp.ddp import holds_back_gradients
-from ampcompat.amp.gradients import give_back
 from ampcompat.amp.observers import notify
+from ampcompat.amp.scale_move import PutOff, ScaleMove
 from ampcompat.amp.scaler import LossScaler
 
 
@@ -77,24 +77,22 @@ def scale_loss(
                 " apart - close the first block, or add the losses up."
             )
     notify("on_scale_loss", loss, scaler, found)
-    _enter(found, scaler)
-    scaled = scaler.scale_loss(loss)
-    used = misuse.watch_loss(scaled)
+    backward_pass = BackwardPass(found, scaler)
     try:
+        backward_pass.begin()
+        scaled = scaler.scale_loss(loss)
+        used = misuse.watch_loss(scaled)
         yield scaled
+        # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
+        local = [one for one in found if holds_back_gradients(one)]
+        if delay_unscale or local:
+            backward_pass.end_scaled(local)
+            return
+        reached = backward_pass.end(PutOff if delay_overflow_check else ScaleMove)
     except BaseException:
-        _leave_failed(found)
+        backward_pass.fail()
         raise
-    # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
-    local = [one for one in found if holds_back_gradients(one)]
-    if delay_unscale or local:
-        for one in found:
-            stash = one._amp_stash
-            stash.gradients_are_local |= any(one is other for other in local)
-            _optimizer.rejoin_delayed(stash)
-            stash.in_block, stash.params_have_scaled_gradients, stash.delayed_scaler = False, True, scaler
-        return
-    if _leave(found, scaler, delay_overflow_check) and not used:
+    if reached and not used:
         misuse.warn_of_unused_loss()
     notify("on_gradients", scaler, found)
 
@@ -146,56 +144,6 @@ def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
             + (f" pass num_losses={loss_id + 1} there." if larger else f" pass a loss_id from 0 to {last}.")
         )
     return owner.scalers[loss_id]
-
-
-def _enter(optimizers: Any, scaler: LossScaler) -> None:
-    entered = []
-    try:
-        for one in optimizers:
-            stash = one._amp_stash
-            if stash.delayed_scaler is not scaler:
-                _optimizer.finish_delayed(one, stash)
-            overflow.report_if_known(stash)
-            entered.append(one)
-            stash.in_block = True
-            _optimizer.begin_block(one)
-    except BaseException:
-        _leave_failed(entered)
-        raise
-
-
-def _leave(optimizers: Any, scaler: LossScaler, delay_overflow_check: bool) -> bool:
-    """Unscale, note overflow and move the scale.
-
-    Returns:
-        Whether there were new gradients.
-    """
-    done: set[int] | None = set() if len(optimizers) > 1 else None
-    reached = [_optimizer.end_block(one, scaler, done) for one in optimizers]
-    if any(reached):  # the loss was backpropagated; it need not reach every optimizer of the block
-        for one in optimizers:
-            one._amp_stash.blocks_with_gradients += 1
-    found = scaler.put_off_update() if delay_overflow_check else scaler.end_backward_pass()
-    for one in optimizers:
-        one._amp_stash.in_block = False
-        if found is not None:
-            one._amp_stash.overflows.append((scaler, found))
-    return any(reached)
-
-
-def _leave_failed(optimizers: Any) -> None:
-    for one in optimizers:
-        stash = one._amp_stash
-        stash.in_block = False
-        masters, direct = stash.parts(one)
-        for param in (*(m.half for m in masters), *direct):
-            param.grad = None
-        if stash.params_have_scaled_gradients:
-            give_back(stash.delayed_aside)
-            stash.delayed_aside = []
-        else:
-            give_back(stash.aside)
-            stash.aside = []
 
 
 def step_was_skipped(optimizer: Any) -> bool:

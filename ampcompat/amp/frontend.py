@@ -103,10 +103,11 @@ def initialize(
         for loss_id in range(num_losses)
     ]
     session = Session(properties, half, cast_model_outputs, scalers)
-    _amp_state.verbosity = loudness
-    if loudness > 0:
-        _describe(properties)
     with ExitStack() as undo:
+        _keep_shown(undo)
+        _amp_state.verbosity = loudness
+        if loudness > 0:
+            _describe(properties)
         _take_over(session, model_list, optimizer_list, kept, undo)
         undo.pop_all()
     shown: Any = model_list if isinstance(models, (list, tuple)) else models
@@ -152,10 +153,9 @@ def _take_over(
         undo.callback(optimizer.put_back, optimizer.remember(one))
         optimizer.attach(one, session)
         session.optimizers.add(one)
-    undo.callback(_show, dict(_amp_state._values()), state.rooms.get("latest session"))
     session.begin_casts(live_models())
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
-    checkpoint.apply_pending(session.scalers)
+    checkpoint.apply_pending(session.scalers, undo)
     _show({"opt_properties": properties, "loss_scalers": session.scalers, "handle": handle}, session)
 
 
@@ -165,12 +165,29 @@ def _show(values: dict[str, Any], session: Session | None) -> None:
     state.rooms["latest session"] = session
 
 
+def _keep_shown(undo: ExitStack) -> None:
+    """Have ``undo`` show again what is shown now."""
+    values, latest = dict(_amp_state._values()), state.rooms.get("latest session")
+
+    def show_again() -> None:
+        _amp_state._values().clear()
+        _show(values, latest)
+
+    undo.callback(show_again)
+
+
 def _disable(optimizers: Any) -> None:
     properties = Properties()
     session = Session(properties, torch.float16, None, [])
-    for one in arguments.as_optimizers(optimizers):
-        _torch.disabled_optimizers(state).add(one)
-    _show({"opt_properties": properties, "loss_scalers": []}, session)
+    disabled = _torch.disabled_optimizers(state)
+    with ExitStack() as undo:
+        _keep_shown(undo)
+        for one in arguments.as_optimizers(optimizers):
+            if one not in disabled:
+                undo.callback(disabled.discard, one)
+                disabled.add(one)
+        _show({"opt_properties": properties, "loss_scalers": []}, session)
+        undo.pop_all()
 
 
 def _describe(properties: Properties) -> None:

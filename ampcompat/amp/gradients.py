@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from ampcompat import _torch
 from ampcompat.amp.masters import Master
 from ampcompat.amp.scaler import LossScaler
 
@@ -21,41 +22,39 @@ Aside = list[tuple[torch.Tensor, torch.Tensor]]
 CHUNK = 2**24
 
 
-def put_aside(masters: Iterable[Master], direct: Iterable[torch.Tensor]) -> Aside:
+def put_aside(masters: Iterable[Master], direct: Iterable[torch.Tensor], aside: Aside) -> None:
     """Take accumulated gradients off the parameters.
 
     Args:
         masters: Their half gradients were folded into the masters' by an earlier block (or belong to nobody): dropped.
         direct: Parameters that the optimizer holds themselves.
-
-    Returns:
-        The parameters that had a gradient, with it.
+        aside: Gets the parameters that had a gradient, with it; each before the parameter loses it.
     """
     for master in masters:
         if master.half.grad is not None:
             master.half.grad = None
-    aside = []
     for param in direct:
         grad = param.grad
         if grad is not None:
             # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
             aside.append((param, grad.clone() if _is_window(grad) else grad))
             param.grad = None
-    return aside
 
 
-def give_back(aside: Aside, add: bool = False) -> None:
-    """Undo :func:`put_aside`.
+@torch.no_grad()
+def give_back(aside: Aside, add: bool = False, copy: bool = False) -> None:
+    """Undo :func:`put_aside`. What is aside is not written into.
 
     Args:
-        aside: What it returned.
+        aside: What it filled.
         add: To the gradients that there are now; else these go: a block failed.
+        copy: The parameters get no tensor of ``aside`` itself: their gradients will be unscaled in place.
     """
-    if not aside:
-        return
-    with torch.no_grad():
-        for param, old in aside:
-            param.grad = _sum(param.grad, old) if add and param.grad is not None else old
+    for param, old in aside:
+        if add and param.grad is not None:
+            param.grad = _sum(param.grad, old)
+        else:
+            param.grad = old.clone() if copy else old
 
 
 def _is_window(grad: torch.Tensor) -> bool:
@@ -64,37 +63,91 @@ def _is_window(grad: torch.Tensor) -> bool:
     return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
 
 
-def take_new(scaler: LossScaler, masters: Iterable[Master], direct: Iterable[torch.Tensor], aside: Aside) -> bool:
-    """Unscale the new gradients, note overflows on ``scaler``, and add them to the accumulated ones. No host sync.
+class Intake:
+    """The new gradients of one optimizer: unscaled and checked, then added to the accumulated ones.
 
-    Returns:
-        Whether there was any new gradient.
+    Args:
+        masters: Masters whose half gradients are new.
+        direct: Parameters, without master, whose gradients are new.
     """
-    with torch.no_grad():
+
+    __slots__ = ("accumulated", "added", "any", "chunks", "direct", "fold")
+
+    def __init__(self, masters: Iterable[Master], direct: Iterable[torch.Tensor]) -> None:
+        self.direct = direct
+        self.chunks = list(_chunks(masters))
+        self.added = 0  # chunks that are in their masters' gradients
+        self.accumulated = False  # some master had a gradient: an addition in place cannot be taken back
+        self.fold: _Fold | None = None
+        self.any = bool(self.chunks)
+
+    @torch.no_grad()
+    def unscale(self, scaler: LossScaler, aside: Aside) -> None:
+        """Unscale, note overflows on ``scaler``, and add what is ``aside``. No host sync.
+
+        Undone by giving back what is aside: accumulated gradients are not written into yet.
+        """
         fresh: list[torch.Tensor] = []
-        for param in direct:
+        for param in self.direct:
             grad = param.grad
             if grad is not None:
                 if grad.is_sparse:
                     grad = param.grad = _coalesced(grad)
                 fresh.append(grad._values() if grad.is_sparse else grad)
-        seen = bool(fresh)
-        for chunk in _chunks(masters):
-            wide = _to_float32(chunk, fresh)
-            scaler.unscale_(fresh)
-            _fold(chunk, wide)
-            seen, fresh = True, []
-            del wide  # before the next chunk is made
+        self.any = self.any or bool(fresh)
+        if self.chunks:  # in one pass with the others
+            self.fold = _Fold(self.chunks[0], fresh)
         scaler.unscale_(fresh)
         give_back(aside, add=True)
-    return seen
+
+    @torch.no_grad()
+    def add(self, scaler: LossScaler | None) -> None:
+        """Add to the masters' gradients; again, it goes on where it was interrupted. No host sync.
+
+        Args:
+            scaler: Unscales them; None: they were not scaled.
+        """
+        while self.added < len(self.chunks):
+            if self.fold is None:
+                self.fold = _unscaled(self.chunks[self.added], scaler)
+            self.accumulated = self.fold.plan() or self.accumulated
+            self.fold.apply()
+            self.added, self.fold = self.added + 1, None
+
+    def undo(self) -> None:
+        """Take back what :meth:`add` did, as far as that can be."""
+        if self.accumulated:
+            return
+        planned = self.fold is not None and self.fold.planned
+        for chunk in self.chunks[: self.added + planned]:
+            for master in chunk:
+                master.value.grad = None
+
+
+def _unscaled(chunk: list[Master], scaler: LossScaler | None) -> _Fold:
+    fresh: list[torch.Tensor] = []
+    fold = _Fold(chunk, fresh)
+    if scaler is not None:
+        scaler.unscale_(fresh)
+    return fold
 
 
 def take_unscaled(masters: Iterable[Master]) -> None:
     """Give half gradients of a plain ``backward()``, outside any block, to the masters as they are."""
-    with torch.no_grad():
-        for chunk in _chunks(masters):
-            _fold(chunk, _to_float32(chunk, []))
+    masters = list(masters)
+    intake = Intake(masters, ())
+    try:
+        intake.add(None)
+        _drop(masters)
+    except BaseException:
+        intake.add(None)
+        _drop(masters)
+        raise
+
+
+def _drop(masters: list[Master]) -> None:
+    for master in masters:
+        master.half.grad = None
 
 
 def _chunks(masters: Iterable[Master]) -> Iterator[list[Master]]:
@@ -128,10 +181,42 @@ def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[torch.
     return folds
 
 
-def _fold(masters: list[Master], grads: list[torch.Tensor]) -> None:
-    for master, grad in zip(masters, grads, strict=True):
-        old = master.value.grad
-        master.value.grad = grad if old is None else _sum(old, grad)
+class _Fold:
+    """Float32 copies of the half gradients of one chunk, on their way into the masters' gradients."""
+
+    __slots__ = ("grads", "masters", "new", "old", "planned", "version")
+
+    def __init__(self, masters: list[Master], fresh: list[torch.Tensor]) -> None:
+        self.masters = masters
+        self.new = _to_float32(masters, fresh)
+        self.planned = False
+
+    def plan(self) -> bool:
+        """Decide, once, what is added in place and what is set. Returns whether any master has a gradient."""
+        if not self.planned:
+            grads: list[torch.Tensor] = []  # to be set
+            old: list[torch.Tensor] = []  # to be added to in place
+            new: list[torch.Tensor] = []
+            for master, grad in zip(self.masters, self.new, strict=True):
+                before = master.value.grad
+                if before is None:
+                    grads.append(grad)
+                elif before.is_sparse or grad.is_sparse:
+                    grads.append(_sum(before, grad) if before.is_sparse else before + grad)
+                else:
+                    grads.append(before)
+                    old.append(before)
+                    new.append(grad)
+            version = old[0]._version if old else 0
+            self.grads, self.old, self.new, self.version, self.planned = grads, old, new, version, True
+        return len(self.old) > 0
+
+    def apply(self) -> None:
+        """Do it; again, it does no harm: the version tells whether the addition, which is one call, was made."""
+        if self.old and self.old[0]._version == self.version:
+            _torch.foreach_add_(self.old, self.new)
+        for master, grad in zip(self.masters, self.grads, strict=True):
+            master.value.grad = grad
 
 
 def _coalesced(grad: torch.Tensor) -> torch.Tensor:

@@ -53,11 +53,9 @@ class AmpOptimizerState:
         self._direct: list[torch.Tensor] = []
         self.delayed_scaler: LossScaler | None = None
 
-    def end_step(self) -> None:
-        """A step was made or skipped: what the next one needs starts anew."""
-        self.stepped = True
-        self.blocks = self.blocks_with_gradients = 0
-        self.seen = []
+    def end_step(self, verdict: dict[str, Any]) -> None:
+        """A step was made or skipped (``verdict``: from :func:`overflow.decide`): the next one starts anew."""
+        vars(self).update({**verdict, "stepped": True, "blocks": 0, "blocks_with_gradients": 0, "seen": []})
 
     def parts(self, optimizer: Any) -> tuple[list[Master], list[torch.Tensor]]:
         """Masters, and parameters without one, in ``optimizer``; looked up again when its groups changed."""
@@ -139,9 +137,9 @@ def adopt_masters(optimizer: Any, session: Session) -> None:
         for index, param in enumerate(params):
             new = _stand_in(param, session)
             if new is not param:
-                params[index] = new
                 if param in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(param)
+                params[index] = new  # last: an interrupted adoption is taken up again
 
 
 def match_state(optimizer: Any) -> None:

@@ -14,7 +14,8 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import master_index, stray_weights
 from ampcompat.amp.cast_tree import cast_tree
-from ampcompat.amp.casts import OFF, Casts, ForwardCasts, cast_state, casts_for_forward, set_ambient
+from ampcompat.amp.casts import OFF, Casts, cast_state, set_ambient
+from ampcompat.amp.forward_casts import casts_for_forward, run_forward
 from ampcompat.amp.observers import notify
 
 
@@ -88,8 +89,7 @@ class ModelPolicy:
         if casts is None or not (casts.enabled or cast_state().found):
             output = forward(*args, **kwargs)
         else:
-            with ForwardCasts(casts, device_type):
-                output = forward(*args, **kwargs)
+            output = run_forward(casts, device_type, forward, args, kwargs)
         if self.output_dtype is None or (self.half is not None and _is_part_of_running(model)):
             return output
         return cast_tree(output, self.output_dtype)
