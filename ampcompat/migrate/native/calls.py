@@ -26,6 +26,7 @@ class Calls(cst.CSTTransformer):
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self.bindings = facts, facts.bindings
+        self.looked_into: set[cst.CSTNode] = set()
 
     def visit_Module(self, node: cst.Module) -> None:
         self.unscaling = Unscaling(node, self.facts)
@@ -46,16 +47,22 @@ class Calls(cst.CSTTransformer):
             body.insert(first, statement("import torch"))
         return updated_node.with_changes(body=body)
 
+    def visit_Subscript(self, node: cst.Subscript) -> None:
+        self.looked_into.add(node.value)
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        self.looked_into.add(node.value)
+
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         name, facts = symbol(original_node.func, self.bindings), self.facts
         if name == "apex.amp.disable_casts":
             return cst.parse_expression(f"torch.autocast(device_type={facts.device}, enabled=False)")
         if name == "apex.amp.master_params" and len(original_node.args) == 1:
             return cst.parse_expression(PARAMS.format(code_of(original_node.args[0].value)))
-        if name == "apex.amp.state_dict" and not facts.many:
-            return cst.parse_expression(f"{facts.scaler}.state_dict()")
-        if name == "apex.amp.state_dict":
-            return cst.parse_expression(f"[scaler.state_dict() for scaler in {facts.scaler}]")
+        # What is saved is loaded again; who looks into it knows apex's keys.
+        if name == "apex.amp.state_dict" and original_node not in self.looked_into:
+            many = f"[scaler.state_dict() for scaler in {facts.scaler}]"
+            return cst.parse_expression(many if facts.many else f"{facts.scaler}.state_dict()")
         return updated_node
 
     def _defaults(self, body: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
