@@ -5,7 +5,10 @@ not initialise CUDA; every change to torch is made by ``amp.initialize`` (or by 
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ampcompat.alias import install_as_apex, uninstall_as_apex
 
 __version__ = "0.1.0"
 
@@ -27,7 +30,7 @@ _SUBMODULES = (
 )
 _FUNCTIONS = ("install_as_apex", "uninstall_as_apex")
 
-__all__ = ["__version__", *_SUBMODULES, *_FUNCTIONS]
+__all__ = ["__version__", "install_as_apex", "uninstall_as_apex", *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:

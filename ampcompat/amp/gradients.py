@@ -176,7 +176,7 @@ def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[torch.
         fresh += [g._values() if g.is_sparse else g for g in folds]
         return folds
     folds = [torch.empty_like(g, dtype=torch.float32) for g in grads]
-    torch._foreach_copy_(folds, grads)
+    _torch.foreach_copy_(folds, grads)
     fresh += folds
     return folds
 

@@ -196,7 +196,7 @@ def push_all(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
     halves: list[torch.Tensor] = [m.half for m in masters]
     values: list[torch.Tensor] = [m.value for m in masters]
-    torch._foreach_copy_(halves, values)
+    _torch.foreach_copy_(halves, values)
     for master, half, value in zip(masters, halves, values, strict=True):
         if master.early_steps or master.written_unseen or master.comparisons:
             master.stepped()

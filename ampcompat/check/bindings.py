@@ -5,32 +5,27 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from ampcompat.check.symbols import SYMBOLS
+from ampcompat.check.findings import UNSUPPORTED
+from ampcompat.check.own import provides
+from ampcompat.check.symbols import SYMBOLS, verdict
 
 EXTENSIONS = ("amp_C", "apex_C")
-PACKAGES = ("apex", "ampcompat")
+PACKAGES = ("apex", "ampcompat", *EXTENSIONS)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-def apex_name(module: str) -> str | None:
-    """``module`` in apex's naming (``ampcompat.amp`` is ``apex.amp``), or None for another package."""
-    root, _, rest = module.partition(".")
-    if root in EXTENSIONS:
-        return module
-    if root == "apex":
-        return module
-    if root == "ampcompat":
-        name = f"apex.{rest}" if rest else "apex"
-        # ampcompat's own tools (cli, report, ...) are no apex symbols.
-        known = name == "apex" or any(s == name or s.startswith(name + ".") for s in SYMBOLS)
-        return name if known or apex_name_parent(name) else None
-    return None
+def apex_name(name: str) -> str | None:
+    """``name`` in apex's naming (``ampcompat.amp`` is ``apex.amp``), or None for what is not apex's.
 
-
-def apex_name_parent(name: str) -> bool:
-    """Whether ``name`` lies below a symbol that apex had (``apex.amp.handle.x``), the bare package aside."""
-    parts = name.split(".")
-    return any(".".join(parts[:n]) in SYMBOLS for n in range(2, len(parts)))
+    Names that ampcompat has beside apex's (``ampcompat.report``, ``ampcompat.amp.unwrap``) are not.
+    """
+    root, _, rest = name.partition(".")
+    if root in EXTENSIONS or root == "apex":
+        return name
+    if root != "ampcompat":
+        return None
+    symbol = f"apex.{rest}" if rest else "apex"
+    return None if verdict(symbol).verdict == UNSUPPORTED and provides(name) else symbol
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -53,6 +48,7 @@ class Bindings:
     """
 
     def __init__(self, nodes: Iterable[ast.AST]) -> None:
+        # As written: whether a name of ampcompat's is apex's shows only when the whole chain is known.
         self.names: dict[str, str] = {}
         self.ambiguous: set[str] = set()
         other: set[str] = set()
@@ -75,26 +71,24 @@ class Bindings:
         self.ambiguous = other & set(self.names)
 
     def _import(self, alias: ast.alias, other: set[str]) -> None:
-        symbol = apex_name(alias.name)
-        bound = alias.asname or alias.name.partition(".")[0]
-        if symbol is None:
-            other.add(bound)
+        root = alias.name.partition(".")[0]
+        if root in PACKAGES:
+            self.names[alias.asname or root] = alias.name if alias.asname else root
         else:
-            self.names[bound] = symbol if alias.asname else symbol.partition(".")[0]
+            other.add(alias.asname or root)
 
     def _import_from(self, node: ast.ImportFrom, other: set[str]) -> None:
-        module = apex_name(node.module or "") if node.level == 0 else None
+        module = node.module or ""
+        ours = node.level == 0 and module.partition(".")[0] in PACKAGES
         for alias in node.names:
-            if module is None:
+            if not ours:
                 other.add(alias.asname or alias.name)
             elif alias.name != "*":
-                symbol = f"{module}.{alias.name}"
-                if (node.module or "") != "ampcompat" or apex_name(f"ampcompat.{alias.name}"):
-                    self.names[alias.asname or alias.name] = symbol
+                self.names[alias.asname or alias.name] = f"{module}.{alias.name}"
             else:
                 for symbol in SYMBOLS:
                     parent, _, name = symbol.rpartition(".")
-                    if parent == module and not name.startswith("_"):
+                    if parent == apex_name(module) and not name.startswith("_"):
                         self.names.setdefault(name, symbol)
 
     def resolve(self, name: str | None) -> str | None:
@@ -104,7 +98,7 @@ class Bindings:
         head, rest = name, ""
         while head:
             if head in self.names:
-                symbol = self.names[head] + rest
+                symbol = apex_name(self.names[head] + rest)
                 if head in self.ambiguous and symbol not in SYMBOLS:
                     return None
                 return symbol

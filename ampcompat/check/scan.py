@@ -9,7 +9,7 @@ from pathlib import Path
 from ampcompat.check.bindings import apex_name
 from ampcompat.check.files import Unreadable, decode, python_files, read
 from ampcompat.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
-from ampcompat.check.source import Source, called
+from ampcompat.check.source import Source, called, mentions_apex
 from ampcompat.check.symbols import canonical, verdict
 from ampcompat.check.traps import TRAPS, Repository
 
@@ -30,26 +30,46 @@ def scan(path: str | Path) -> Report:
         raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
     root = root.resolve()
     report = Report(str(path))
-    sources: list[Source] = []
+    naming: list[Source] = []
+    others: list[tuple[str, str]] = []
     for file in python_files(root):
         report.files += 1
         name = file.relative_to(root).as_posix() if file != root else file.name
-        code = ""
         try:
             code = decode(read(file)).code
-            sources.append(Source(name, code))
         except Unreadable as problem:
             report.findings.append(Finding(name, 0, 0, "file", "unreadable", WARNING, f"the file {problem}"))
-        except UNPARSABLE as problem:
-            report.findings.append(_unparsable(name, code, problem))
-    repository = Repository(sources)
-    for source in sources:
-        try:
-            report.findings += _symbols(source) + _traps(source, repository)
-        except RecursionError as problem:
-            report.findings.append(_unparsable(source.path, "", problem))
+            continue
+        if mentions_apex(code):
+            naming += _parsed(report, name, code)
+        else:
+            others.append((name, code))
+    repository = Repository(naming)
+    for source in naming:
+        _examine(report, source, repository)
+    # What does not name apex holds no symbol of it, and without amp nothing is a trap. One tree at a time: with all of
+    # them alive, the garbage collector takes longer than the parser.
+    for name, code in others if repository.uses_amp else ():
+        for source in _parsed(report, name, code):
+            _examine(report, source, repository)
     report.findings.sort()
     return report
+
+
+def _parsed(report: Report, name: str, code: str) -> list[Source]:
+    """The file's source, or none and a finding."""
+    try:
+        return [Source(name, code)]
+    except UNPARSABLE as problem:
+        report.findings.append(_unparsable(name, code, problem))
+        return []
+
+
+def _examine(report: Report, source: Source, repository: Repository) -> None:
+    try:
+        report.findings += _symbols(source) + _traps(source, repository)
+    except RecursionError as problem:
+        report.findings.append(_unparsable(source.path, "", problem))
 
 
 def scan_source(code: str, path: str = "<string>") -> list[Finding]:

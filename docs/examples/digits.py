@@ -153,7 +153,7 @@ def main():
             )
 
     result = {
-        "opt_level": args.opt_level,
+        "opt_level": amp._amp_state.opt_properties.opt_level,
         "accuracy": evaluate(model, test_x, test_y),
         "steps": step,
         "skipped_steps": skipped,

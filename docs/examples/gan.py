@@ -134,7 +134,7 @@ def main():
     with torch.no_grad():
         samples = net_g(fixed_noise)
     result = {
-        "opt_level": args.opt_level,
+        "opt_level": amp._amp_state.opt_properties.opt_level,
         "steps": args.steps,
         "finite": all(math.isfinite(loss) for losses in history for loss in losses),
         "losses": history[-1],

@@ -44,7 +44,16 @@ def failures(request, tmp_path_factory):
         assert path.exists(), f"rank {rank} did not finish:\n{run.stdout[-2000:]}\n{run.stderr[-4000:]}"
         for name, text in json.loads(path.read_text()).items():
             found.setdefault(name, {})[rank] = text
+    assert (run.returncode != 0) is bool(found), run.stderr[-4000:]
     return found
+
+
+def test_a_rank_that_dies_is_told_of(tmp_path):
+    command = [sys.executable, str(HERE / "launch.py"), "1", str(tmp_path / "not" / "there")]
+    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TEST_PORT": "no port"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 1
+    assert "Traceback" in run.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)

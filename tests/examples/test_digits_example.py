@@ -42,6 +42,14 @@ def test_it_learns(run_example, level):
     assert result["steps"] == 54
 
 
+@pytest.mark.parametrize("script", ["digits.py", "gan.py"])
+def test_the_level_reported_is_the_one_in_force(run_example, monkeypatch, script):
+    short = ["--stop-after", 1] if script == "digits.py" else ["--steps", 1]
+    assert run_example(script, "--opt-level", "O1", *short)["opt_level"] == "O1"
+    monkeypatch.setenv("AMPCOMPAT_OPT_LEVEL", "O2")
+    assert run_example(script, "--opt-level", "O1", *short)["opt_level"] == "O2"
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_interrupted_is_uninterrupted(run_example, tmp_path, level):
     whole, cut = tmp_path / "whole.pt", tmp_path / "cut.pt"

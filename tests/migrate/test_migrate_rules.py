@@ -143,3 +143,12 @@ def test_a_test_for_the_module_is_marked():
 def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match="ampcompat, native"):
         migrate_source("", "jax")
+
+
+def test_a_look_into_the_state_is_marked_since_scalers_keep_other_keys():
+    start = "import torch\nfrom apex import amp\nmodel, optimizer = amp.initialize(model, optimizer)\n"
+    code = start + "print(amp.state_dict()['loss_scaler0']['loss_scale'])\ntorch.save(amp.state_dict(), 'x')\n"
+    result = migrate_source(code, "native")
+    assert "amp.state_dict()['loss_scaler0']" in result.code
+    assert "torch.save(scaler.state_dict(), 'x')" in result.code
+    assert [note for _, note in result.todos] == ["apex.amp.state_dict: GradScaler's has other keys; use get_scale()"]

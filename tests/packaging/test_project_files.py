@@ -1,5 +1,6 @@
 """What the project says of itself in several places says the same in all of them."""
 
+import ast
 import json
 import re
 import runpy
@@ -75,3 +76,33 @@ def test_every_divergence_has_its_own_name():
     entries = json.loads((ROOT / "docs" / "divergences.json").read_text())
     assert len({entry["id"] for entry in entries}) == len(entries)
     assert all(entry[field] for entry in entries for field in ("id", "area", "apex", "ampcompat", "why"))
+
+
+#: Types that torch has under no public name, for annotations and isinstance.
+TYPES = (
+    "torch._ops.OpOverload",
+    "torch.nn.modules.batchnorm._BatchNorm",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+)
+
+
+def names_in(node):
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [".".join([node.id, *reversed(parts)])] if parts and isinstance(node, ast.Name) else []
+
+
+def test_private_names_of_torch_are_used_in_one_package_only():
+    found = []
+    for path in sorted((ROOT / "ampcompat").rglob("*.py")):
+        if "_torch" not in path.parts:
+            for node in ast.walk(ast.parse(path.read_text())):
+                found += [(path.name, name) for name in names_in(node) if re.match(r"torch\.(.*\.)?_[a-z]", name)]
+    private = {(path, name) for path, name in found if not any(known.startswith(name) for known in TYPES)}
+    assert private == set()

@@ -100,7 +100,7 @@ def test_vmap_has_the_casts_of_a_plain_call(x, name):
     torch.testing.assert_close(mapped, one_by_one, atol=5e-3 if dtype is HALF else 1e-5, rtol=2e-3)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")  # from inside torch.func.jvp
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # from inside torch.func.jvp
 @pytest.mark.parametrize("transform", ["grad", "jacrev", "jvp"])
 def test_functional_transforms(x, transform):
     def loss(a):
@@ -125,7 +125,7 @@ def test_inference_mode_and_no_grad(x):
             assert torch.nn.Conv1d(4, 2, 3)(x[None]).dtype is HALF
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_traced_graphs(x):
     with casts_on():
         traced = torch.jit.trace(lambda a: F.softmax(a, 1), (x.half(),))

@@ -9,11 +9,10 @@ import libcst as cst
 from ampcompat.migrate.marks import code_of, marked
 from ampcompat.migrate.native.autocast import Flow
 from ampcompat.migrate.native.facts import Facts
-from ampcompat.migrate.native.patterns import contains_scaled, header, scaled_call, symbol
-from ampcompat.migrate.native.reads import HandReads
+from ampcompat.migrate.native.patterns import contains_scaled, scaled_call, symbol
 from ampcompat.migrate.native.scaler import made_lines, switched_off_lines
+from ampcompat.migrate.native.unscaling import Unscaling, calls_in
 
-CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
 PARAMS = "(p for group in {}.param_groups for p in group['params'])"
 
 
@@ -27,18 +26,12 @@ class Calls(cst.CSTTransformer):
 
     def __init__(self, facts: Facts) -> None:
         self.facts, self.bindings = facts, facts.bindings
-        self.scaling = [False]
-        self.by_hand: set[cst.CSTNode] = set()
+        self.looked_into: set[cst.CSTNode] = set()
 
     def visit_Module(self, node: cst.Module) -> None:
-        self.scaling = [bool(contains_scaled(node, self.bindings))]
-        self.by_hand = HandReads(node, self.bindings, list(self.facts.scaler_of)).found
-
-    def visit_FunctionDef(self, node: cst.FunctionDef) -> None:
-        self.scaling.append(bool(contains_scaled(node.body, self.bindings)))
+        self.unscaling = Unscaling(node, self.facts)
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        self.scaling.pop()
         body = updated_node.body
         if isinstance(body, cst.IndentedBlock):
             return updated_node.with_changes(body=body.with_changes(body=self._defaults(body.body)))
@@ -54,16 +47,22 @@ class Calls(cst.CSTTransformer):
             body.insert(first, statement("import torch"))
         return updated_node.with_changes(body=body)
 
+    def visit_Subscript(self, node: cst.Subscript) -> None:
+        self.looked_into.add(node.value)
+
+    def visit_Attribute(self, node: cst.Attribute) -> None:
+        self.looked_into.add(node.value)
+
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         name, facts = symbol(original_node.func, self.bindings), self.facts
         if name == "apex.amp.disable_casts":
             return cst.parse_expression(f"torch.autocast(device_type={facts.device}, enabled=False)")
         if name == "apex.amp.master_params" and len(original_node.args) == 1:
             return cst.parse_expression(PARAMS.format(code_of(original_node.args[0].value)))
-        if name == "apex.amp.state_dict" and not facts.many:
-            return cst.parse_expression(f"{facts.scaler}.state_dict()")
-        if name == "apex.amp.state_dict":
-            return cst.parse_expression(f"[scaler.state_dict() for scaler in {facts.scaler}]")
+        # What is saved is loaded again; who looks into it knows apex's keys.
+        if name == "apex.amp.state_dict" and original_node not in self.looked_into:
+            many = f"[scaler.state_dict() for scaler in {facts.scaler}]"
+            return cst.parse_expression(many if facts.many else f"{facts.scaler}.state_dict()")
         return updated_node
 
     def _defaults(self, body: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
@@ -81,20 +80,13 @@ class Calls(cst.CSTTransformer):
         self, original: Sequence[cst.BaseStatement], updated: Sequence[cst.BaseStatement]
     ) -> list[cst.BaseStatement]:
         result: list[cst.BaseStatement] = []
-        unscaled: set[str] = set()
         for index, (old, new) in enumerate(zip(original, updated, strict=True)):
-            if contains_scaled(old, self.bindings):
-                unscaled.clear()
-            for optimizer in self._reads_gradients(old):
-                if optimizer not in unscaled:
-                    unscaled.add(optimizer)
-                    call = f"{self.facts.scaler_of[optimizer]}.unscale_({optimizer})"
-                    result.append(statement(call).with_changes(leading_lines=getattr(new, "leading_lines", ())))
-                    new = new.with_changes(leading_lines=[])
-            if old in self.by_hand and len(self.facts.scaler_of) > 1:
-                new = marked(
-                    new, "gradients read here are still scaled: call unscale_(optimizer) of their scaler first"
-                )
+            for optimizer in self.unscaling.before.get(old, ()):
+                call = f"{self.facts.scaler_of[optimizer]}.unscale_({optimizer})"
+                result.append(statement(call).with_changes(leading_lines=getattr(new, "leading_lines", ())))
+                new = new.with_changes(leading_lines=[])
+            if old in self.unscaling.marks:
+                new = marked(new, self.unscaling.marks[old])
             replaced = self._replaced(old, new, original[index + 1 :])
             lines = getattr(new, "leading_lines", ())
             if replaced and replaced[0] is not new:
@@ -102,23 +94,6 @@ class Calls(cst.CSTTransformer):
                 replaced[0] = replaced[0].with_changes(leading_lines=[*lines, *own])
             result += replaced
         return result
-
-    def _reads_gradients(self, old: cst.BaseStatement) -> list[str]:
-        """Optimizers whose gradients a statement clips or reads: they must be unscaled first."""
-        facts = self.facts
-        found: list[str] = list(facts.scaler_of) if old in self.by_hand and len(facts.scaler_of) == 1 else []
-        for call in _calls(header(old)):
-            name = symbol(call.func, self.bindings)
-            if name == "apex.amp.master_params" and call.args:
-                found.append(code_of(call.args[0].value))
-            elif code_of(call.func).rpartition(".")[2] in CLIPS and call.args and self.scaling[-1]:
-                clipped = code_of(call.args[0].value)
-                owners = [
-                    o for m, o in zip(facts.models, facts.optimizers, strict=False) if clipped.startswith(m + ".")
-                ]
-                if "master_params" not in clipped:
-                    found += owners if len(facts.scaler_of) > 1 else list(facts.scaler_of)
-        return [optimizer for optimizer in found if optimizer in facts.scaler_of]
 
     def _replaced(
         self, old: cst.BaseStatement, new: cst.BaseStatement, later: Sequence[cst.BaseStatement]
@@ -162,7 +137,7 @@ class Calls(cst.CSTTransformer):
             if contains_scaled(part, self.bindings):
                 break
             others = [o for o, owner in self.facts.scaler_of.items() if owner == scaler and o != optimizer]
-            if any(code_of(call.func) == f"{other}.step" for call in _calls(part) for other in others):
+            if any(code_of(call.func) == f"{other}.step" for call in calls_in(part) for other in others):
                 return lines
         return [*lines, statement(f"{scaler}.update()")]
 
@@ -194,20 +169,6 @@ class Calls(cst.CSTTransformer):
             lines.append(statement(f"{scaled} = {scaler}.scale({loss})"))
         rest = [simple([p]) for p in body if isinstance(p, cst.BaseSmallStatement)] if suite else body
         return [*lines, *rest]
-
-
-class _Collect(cst.CSTVisitor):
-    def __init__(self) -> None:
-        self.found: list[cst.Call] = []
-
-    def visit_Call(self, node: cst.Call) -> None:
-        self.found.append(node)
-
-
-def _calls(node: cst.CSTNode) -> list[cst.Call]:
-    visitor = _Collect()
-    node.visit(visitor)
-    return visitor.found
 
 
 def _imports_anything(part: cst.BaseStatement) -> bool:

@@ -22,6 +22,7 @@ REPLACEMENTS = {
     "apex.optimizers.FusedAdam": "use torch.optim.AdamW(fused=True), or Adam for adam_w_mode=False",
     "apex.optimizers.FusedSGD": "use torch.optim.SGD(fused=True)",
     "apex.amp._amp_state.loss_scalers": "use get_scale() of the scaler",
+    "apex.amp.state_dict": "GradScaler's has other keys; use get_scale()",
     "apex.amp.float_function": "use torch.autocast(..., enabled=False) inside the function",
     "apex.amp.register_float_function": "use torch.autocast(..., enabled=False) around the calls of the function",
     "apex.amp.half_function": "autocast decides by operation; cast the arguments by hand",

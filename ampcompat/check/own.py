@@ -1,0 +1,39 @@
+"""What ampcompat itself has, read from its own source: importing it would need torch, and the check does not."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+# A package that takes this from `_replacements` only answers probes.
+REFUSES = {"refuse", "supply"}
+
+
+def provides(name: str) -> bool:
+    """Whether ``ampcompat.a.b`` is a module of ampcompat or a name bound in one; below such a name all is its own."""
+    place, parts = PACKAGE, name.split(".")[1:]
+    while parts and ((place / parts[0]).is_dir() or (place / f"{parts[0]}.py").is_file()):
+        place /= parts.pop(0)
+    bound = _bound(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
+    return parts[0] in bound if parts else not bound & REFUSES
+
+
+@functools.cache
+def _bound(file: Path) -> frozenset[str]:
+    """The names that a module binds at its top level, in branches too."""
+    if not file.is_file():
+        return frozenset()
+    names: set[str] = set()
+    rest: list[ast.AST] = [ast.parse(file.read_bytes())]
+    for node in rest:  # grows on the way
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        else:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            rest += ast.iter_child_nodes(node)
+    return frozenset(names)
