@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ampcompat.amp import misuse, overflow
-from ampcompat.amp.gradients import Aside, Intake, give_back, put_aside
+from ampcompat.amp.aside import Aside, give_back, put_aside
+from ampcompat.amp.gradients import Intake
 from ampcompat.amp.master_index import follow_replacements
 from ampcompat.amp.masters import Master
 from ampcompat.amp.optimizer_state import AmpOptimizerState

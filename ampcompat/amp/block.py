@@ -79,18 +79,22 @@ def scale_loss(
     notify("on_scale_loss", loss, scaler, found)
     backward_pass = BackwardPass(found, scaler)
     try:
-        backward_pass.begin()
-        scaled = scaler.scale_loss(loss)
-        used = misuse.watch_loss(scaled)
-        yield scaled
-        # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
-        local = [one for one in found if holds_back_gradients(one)]
-        if delay_unscale or local:
-            backward_pass.end_scaled(local)
-            return
-        reached = backward_pass.end(PutOff if delay_overflow_check else ScaleMove)
+        try:
+            backward_pass.begin()
+            scaled = scaler.scale_loss(loss)
+            used = misuse.watch_loss(scaled)
+            yield scaled
+            # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
+            local = [one for one in found if holds_back_gradients(one)]
+            if delay_unscale or local:
+                backward_pass.end_scaled(local)
+                return
+            reached = backward_pass.end(PutOff if delay_overflow_check else ScaleMove)
+        except BaseException:
+            backward_pass.fail()
+            raise
     except BaseException:
-        backward_pass.fail()
+        backward_pass.fail()  # again does no harm: Ctrl-C may have struck in the first
         raise
     if reached and not used:
         misuse.warn_of_unused_loss()

@@ -16,7 +16,7 @@ import torch
 from ampcompat.amp import overflow
 from ampcompat.amp.backward_pass import finish_delayed
 from ampcompat.amp.casts import Saved, casts_as
-from ampcompat.amp.masters import reconcile
+from ampcompat.amp.masters import push_all, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.optimizer_state import AmpOptimizerState
 
@@ -68,14 +68,14 @@ def step_with_closure(
             try:
                 result, ended = original(lambda: pending.pop() if pending else later(), **kwargs), True
             except _Abandon:
-                _restore(optimizer, snapshot)
+                _restore(optimizer, stash, snapshot)
                 overflowed = ended = True
         _end(optimizer, stash, overflowed)
     except BaseException:
         if ended:
             _end(optimizer, stash, overflowed)
         else:
-            _restore(optimizer, snapshot)  # LBFGS cannot go on from the middle of its search
+            _restore(optimizer, stash, snapshot)  # LBFGS cannot go on from the middle of its search
         raise
     notify("on_step", optimizer, stash.skipped)
     return result
@@ -103,7 +103,7 @@ def _snapshot(optimizer: Any) -> Any:
 
 
 @torch.no_grad()
-def _restore(optimizer: Any, snapshot: Any) -> None:
+def _restore(optimizer: Any, stash: AmpOptimizerState, snapshot: Any) -> None:
     if snapshot is None:
         return
     params, state, groups = snapshot
@@ -114,3 +114,4 @@ def _restore(optimizer: Any, snapshot: Any) -> None:
         optimizer.state[param] = values
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update(options)  # some optimizers count steps here
+    push_all(stash.parts(optimizer)[0])

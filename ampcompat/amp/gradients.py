@@ -12,55 +12,13 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ampcompat import _torch
+from ampcompat.amp.aside import Aside, coalesced, give_back, sparse, summed
 from ampcompat.amp.masters import Master
 from ampcompat.amp.scaler import LossScaler
-
-Aside = list[tuple[torch.Tensor, torch.Tensor]]
 
 #: Elements that are converted to float32 at once, where they are then added to older gradients and freed: as many as
 #: torch's fused kernels take in one launch.
 CHUNK = 2**24
-
-
-def put_aside(masters: Iterable[Master], direct: Iterable[torch.Tensor], aside: Aside) -> None:
-    """Take accumulated gradients off the parameters.
-
-    Args:
-        masters: Their half gradients were folded into the masters' by an earlier block (or belong to nobody): dropped.
-        direct: Parameters that the optimizer holds themselves.
-        aside: Gets the parameters that had a gradient, with it; each before the parameter loses it.
-    """
-    for master in masters:
-        if master.half.grad is not None:
-            master.half.grad = None
-    for param in direct:
-        grad = param.grad
-        if grad is not None:
-            # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
-            aside.append((param, grad.clone() if _is_window(grad) else grad))
-            param.grad = None
-
-
-@torch.no_grad()
-def give_back(aside: Aside, add: bool = False, copy: bool = False) -> None:
-    """Undo :func:`put_aside`. What is aside is not written into.
-
-    Args:
-        aside: What it filled.
-        add: To the gradients that there are now; else these go: a block failed.
-        copy: The parameters get no tensor of ``aside`` itself: their gradients will be unscaled in place.
-    """
-    for param, old in aside:
-        if add and param.grad is not None:
-            param.grad = _sum(param.grad, old)
-        else:
-            param.grad = old.clone() if copy else old
-
-
-def _is_window(grad: torch.Tensor) -> bool:
-    if grad.layout != torch.strided:
-        return False
-    return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
 
 
 class Intake:
@@ -92,7 +50,7 @@ class Intake:
             grad = param.grad
             if grad is not None:
                 if grad.is_sparse:
-                    grad = param.grad = _coalesced(grad)
+                    grad = param.grad = coalesced(grad)
                 fresh.append(grad._values() if grad.is_sparse else grad)
         self.any = self.any or bool(fresh)
         if self.chunks:  # in one pass with the others
@@ -171,7 +129,7 @@ def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[torch.
     if any(g.is_sparse for g in grads):
         # Duplicate entries are summed in float32: their half sum may overflow.
         folds = [
-            _sparse(g._indices(), g._values().float(), g.shape).coalesce() if g.is_sparse else g.float() for g in grads
+            sparse(g._indices(), g._values().float(), g.shape).coalesce() if g.is_sparse else g.float() for g in grads
         ]
         fresh += [g._values() if g.is_sparse else g for g in folds]
         return folds
@@ -202,7 +160,7 @@ class _Fold:
                 if before is None:
                     grads.append(grad)
                 elif before.is_sparse or grad.is_sparse:
-                    grads.append(_sum(before, grad) if before.is_sparse else before + grad)
+                    grads.append(summed(before, grad) if before.is_sparse else before + grad)
                 else:
                     grads.append(before)
                     old.append(before)
@@ -217,26 +175,3 @@ class _Fold:
             _torch.foreach_add_(self.old, self.new)
         for master, grad in zip(self.masters, self.grads, strict=True):
             master.value.grad = grad
-
-
-def _coalesced(grad: torch.Tensor) -> torch.Tensor:
-    if grad.dtype in (torch.float16, torch.bfloat16):
-        wide = _sparse(grad._indices(), grad._values().float(), grad.shape).coalesce()
-        return _sparse(wide.indices(), wide.values().to(grad.dtype), wide.shape, is_coalesced=True)
-    return grad.coalesce()
-
-
-def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, is_coalesced: bool = False) -> torch.Tensor:
-    # The parts come from a sparse tensor: no checks. Saying so keeps torch from warning that there are none.
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced or None, check_invariants=False)
-
-
-def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket."""
-    if a.is_sparse and not b.is_sparse:
-        return b + a
-    if a.is_sparse:
-        # Joined and coalesced, not added: the CPU adds no half sparse tensors.
-        indices, values = (torch.cat([a._indices(), b._indices()], 1), torch.cat([a._values(), b._values()]))
-        return _coalesced(_sparse(indices, values, a.shape))
-    return a.add_(b)

@@ -194,6 +194,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def push_all(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
+    if not masters:
+        return
     halves: list[torch.Tensor] = [m.half for m in masters]
     values: list[torch.Tensor] = [m.value for m in masters]
     _torch.foreach_copy_(halves, values)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampcompat._torch import HostCopy
-from ampcompat.amp.gradients import Aside
+from ampcompat.amp.aside import Aside
 from ampcompat.amp.master_index import ensure_master, master_of_half, master_of_value
 from ampcompat.amp.masters import Master
 from ampcompat.amp.properties import HALF_DTYPES

@@ -48,7 +48,7 @@ def end_step(optimizer: Any, stash: AmpOptimizerState, masters: list[Master], sk
     if skip:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
         free_gradients(masters)
-    elif masters:
+    else:
         push_all(masters)
     stash.end_step(verdict)
 
