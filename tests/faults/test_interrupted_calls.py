@@ -73,8 +73,16 @@ def every(request):
 LEVELS = ["O0", "O1", "O2", "O3"]
 
 
-@pytest.mark.parametrize("blocks", [0, 1])
-@pytest.mark.parametrize("opt_level", LEVELS)
+def slow(*values):
+    """A case of the nightly runs: its lines are struck by the others too."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("opt_level", "blocks"),
+    [("O1", 0), ("O2", 1), ("O3", 0)]
+    + [slow(*case) for case in (("O0", 0), ("O0", 1), ("O1", 1), ("O2", 0), ("O5", 1))],
+)
 def test_forward_and_scale_loss(every, opt_level, blocks):
     sweep(ready(opt_level, blocks=blocks, loss_scale="dynamic"), World.block, look, every)
 
@@ -88,7 +96,7 @@ def test_scale_loss_delayed(every, delay):
     sweep(ready("O2", blocks=1), lambda world: world.block(**{delay: True}), look, every)
 
 
-@pytest.mark.parametrize("opt_level", LEVELS)
+@pytest.mark.parametrize("opt_level", ["O2", slow("O0"), slow("O1"), slow("O3")])
 def test_scale_loss_after_a_delayed_block(every, opt_level):
     def make():
         world = ready(opt_level, loss_scale="dynamic")()
@@ -98,7 +106,7 @@ def test_scale_loss_after_a_delayed_block(every, opt_level):
     sweep(make, World.block, look, every)
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, adam, fused])
+@pytest.mark.parametrize("make_optimizer", [sgd, fused, slow(adam)])
 @pytest.mark.parametrize("overflow", [False, True])
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 def test_step(every, opt_level, overflow, make_optimizer):
@@ -110,7 +118,7 @@ def test_step(every, opt_level, overflow, make_optimizer):
     sweep(make, lambda world: world.optimizer.step(), look, every)
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("opt_level", ["O2", slow("O1")])
 def test_step_after_a_delayed_block(every, opt_level):
     def make():
         world = ready(opt_level)()
@@ -149,7 +157,9 @@ def initialize(world, opt_level, **kwargs):
     amp.initialize(world.model, world.optimizer, opt_level=opt_level, verbosity=0, **kwargs)
 
 
-@pytest.mark.parametrize(("before", "after"), [("O1", "O2"), ("O2", "O1"), ("O2", "O0"), ("O2", "O3"), ("O3", "O2")])
+@pytest.mark.parametrize(
+    ("before", "after"), [("O1", "O2"), ("O2", "O0"), slow("O2", "O1"), slow("O2", "O3"), slow("O3", "O2")]
+)
 def test_initialize_again(every, before, after):
     sweep(ready(before), lambda world: initialize(world, after, num_losses=2), look, every)
 
@@ -207,7 +217,7 @@ class Sparse(World):
         self.block()
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("opt_level", ["O2", slow("O1")])
 def test_sparse_gradients(every, opt_level):
     sweep(lambda: Sparse(opt_level), Sparse.block, look, every)
 
@@ -247,8 +257,8 @@ def lbfgs(params):
     return torch.optim.LBFGS(params, lr=0.1, max_iter=3)
 
 
-@pytest.mark.parametrize("make_optimizer", [sgd, lbfgs])
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("make_optimizer", [sgd, slow(lbfgs)])
+@pytest.mark.parametrize("opt_level", ["O2", slow("O1")])
 def test_step_with_a_closure(every, opt_level, make_optimizer):
     def step(world):
         def closure():
