@@ -12,14 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ampcompat.amp import misuse, overflow
-from ampcompat.amp.aside import Aside, give_back, put_aside
+from ampcompat.amp.accumulation import go_back, put_all_aside, rescale
+from ampcompat.amp.aside import Aside, give_back
 from ampcompat.amp.gradients import Intake
 from ampcompat.amp.master_index import follow_replacements
 from ampcompat.amp.masters import Master
-from ampcompat.amp.optimizer_state import AmpOptimizerState
+from ampcompat.amp.optimizer_state import AmpOptimizerState, Waiting
 from ampcompat.amp.scale_move import ByHand, PutOff, ScaleMove
 from ampcompat.amp.scaler import LossScaler
+
+Move = ScaleMove | PutOff | ByHand
 
 
 class BackwardPass:
@@ -28,37 +33,45 @@ class BackwardPass:
     Args:
         optimizers: Optimizers under amp, each once.
         scaler: The loss scaler.
+        scale: What it multiplied the loss by; None, and later set, where that is not known yet.
     """
 
-    def __init__(self, optimizers: Sequence[Any], scaler: LossScaler) -> None:
-        self.optimizers, self.scaler = optimizers, scaler
+    def __init__(self, optimizers: Sequence[Any], scaler: LossScaler, scale: torch.Tensor | None = None) -> None:
+        self.optimizers, self.scaler, self.scale = optimizers, scaler, scale
         self.stashes: list[AmpOptimizerState] = [one._amp_stash for one in optimizers]
         self.kept: Aside = []
         self.intakes: list[Intake] = []
         self.masters: list[list[Master]] = []
-        self.move: ScaleMove | PutOff | ByHand | None = None
-        self.after: list[tuple[object, dict[str, Any]]] = []
+        self.how: type[Move] = ScaleMove
+        self.moves: list[Move] = []
+        self.after: list[tuple[AmpOptimizerState, dict[str, Any]]] = []
         self.past_undoing = False
 
     def begin(self) -> None:
         """Put accumulated gradients aside, so that the pass sees its own alone."""
+        done: set[int] | None = set() if len(self.optimizers) > 1 else None
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
-            if stash.delayed_scaler is not self.scaler:
-                finish_delayed(one, stash)
             overflow.report_if_known(stash)
-            prepare(one, stash)
+            if stash.waiting is not None and not stash.waiting.fits(self.scaler):
+                if stash.gradients_are_local:
+                    rescale(one, stash, stash.waiting, self.scaler)
+                else:
+                    finish_delayed(one, stash, self.scaler, done)
+            put_all_aside(one, stash)
             stash.in_block = True
 
-    def end(self, move: type[ScaleMove | PutOff | ByHand] = ScaleMove) -> bool:
+    def end(self, move: type[Move] = ScaleMove, done: set[int] | None = None) -> bool:
         """Unscale the new gradients, add them to the accumulated ones, move the scale. No host sync.
 
         Args:
             move: What happens to the scaler.
+            done: ids of the tensors that another pass has seen to; those of this one are added.
 
         Returns:
             Whether there were new gradients.
         """
-        done: set[int] | None = set() if len(self.optimizers) > 1 else None
+        if done is None and len(self.optimizers) > 1:
+            done = set()
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
             give_back(stash.delayed_aside, add=True, copy=True)
             masters, direct = stash.parts(one)
@@ -69,35 +82,35 @@ class BackwardPass:
                 done.update(id(m.value) for m in masters)
                 done.update(id(p) for p in direct)
             intake = Intake(masters, direct)
-            intake.unscale(self.scaler, stash.aside)
             self.intakes.append(intake)
             self.masters.append(masters)
+            intake.unscale(self.scaler, self.scale, stash.aside)
         self.how = move
         self.past_undoing = True
         self._finish()
         return any([intake.any for intake in self.intakes])  # noqa: C419 - faster
 
     def end_scaled(self, local: Sequence[Any] = ()) -> None:
-        """Leave gradients scaled: a later pass of the same scaler unscales them.
+        """Leave gradients scaled: a later pass unscales them.
 
         Args:
             local: Those of the optimizers whose gradients DDP will yet average.
         """
+        scale: torch.Tensor = self.scaler._scale if self.scale is None else self.scale  # type: ignore[assignment]
         for stash in self.stashes:
             give_back(stash.delayed_aside, add=True)
-        self.after = [
-            (
-                stash,
-                {
-                    "gradients_are_local": stash.gradients_are_local or any(one is other for other in local),
-                    "params_have_scaled_gradients": True,
-                    "delayed_scaler": self.scaler,
-                    "delayed_aside": [],
-                    "in_block": False,
-                },
-            )
-            for one, stash in zip(self.optimizers, self.stashes, strict=True)
-        ]
+        after: list[tuple[AmpOptimizerState, dict[str, Any]]] = []
+        for one, stash in zip(self.optimizers, self.stashes, strict=True):
+            earlier = stash.waiting.scalers if stash.waiting is not None else {}
+            values = {
+                "waiting": Waiting({**earlier, self.scaler: None}, self.scaler, scale),
+                "gradients_are_local": stash.gradients_are_local or any(one is other for other in local),
+                "delayed_aside": [],
+                "local": [],
+                "in_block": False,
+            }
+            after.append((stash, values))
+        self.after = after
         self.past_undoing = True
         self._finish()
 
@@ -113,33 +126,41 @@ class BackwardPass:
 
     def _finish(self) -> None:
         for intake in self.intakes:
-            intake.add(self.scaler)
+            intake.add(self.scaler, self.scale)
         if not self.after:
             self.after = self._state_after()
-        if self.move is not None:
-            self.move.make()
-        for owner, values in self.after:
-            vars(owner).update(values)
+        for move in self.moves:
+            move.make()
+        for stash, values in self.after:
+            vars(stash).update(values)
 
-    def _state_after(self) -> list[tuple[object, dict[str, Any]]]:
-        move = self.move = self.how(self.scaler)
+    def _state_after(self) -> list[tuple[AmpOptimizerState, dict[str, Any]]]:
+        move = self.how(self.scaler)
+        # Scalers whose losses lie in the same gradients count a pass as well: which overflowed is no longer known.
+        waiting = [stash.waiting for stash in self.stashes if stash.waiting is not None]
+        others = {other: None for held in waiting for other in held.scalers if other is not self.scaler}
+        moves: list[Move] = [move]
+        if move.found is not None:
+            moves += [ScaleMove(other, move.found) for other in others]
+        overflows = [(one.scaler, one.found) for one in moves if one.found is not None]
         # The loss was backpropagated; it need not reach every optimizer of the block.
         reached = any([intake.any for intake in self.intakes])  # noqa: C419 - faster
-        after: list[tuple[object, dict[str, Any]]] = []
+        after: list[tuple[AmpOptimizerState, dict[str, Any]]] = []
         for stash, masters in zip(self.stashes, self.masters, strict=True):
             values = {
                 "aside": [],
                 "delayed_aside": [],
-                "params_have_scaled_gradients": False,
+                "waiting": None,
                 "gradients_are_local": False,
+                "local": [],
                 "blocks": stash.blocks + 1,
                 "blocks_with_gradients": stash.blocks_with_gradients + reached,
                 "seen": misuse.watch(masters),
                 "in_block": False,
+                "overflows": [*stash.overflows, *overflows],
             }
-            if move.found is not None:
-                values["overflows"] = [*stash.overflows, (self.scaler, move.found)]
             after.append((stash, values))
+        self.moves = moves
         return after
 
     def _undo(self) -> None:
@@ -147,43 +168,30 @@ class BackwardPass:
         for intake in self.intakes:
             intake.undo()
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
-            if stash.in_block:  # all that was accumulated lies aside
-                masters, direct = stash.parts(one)
-                for param in (*(m.half for m in masters), *direct):
-                    param.grad = None
-            give_back(stash.delayed_aside)
-            give_back(stash.aside)
-            stash.delayed_aside, stash.aside, stash.in_block = [], [], False
+            go_back(one, stash)
         give_back(self.kept)
 
 
-def prepare(optimizer: Any, stash: AmpOptimizerState) -> None:
-    """Put aside the gradients that ``optimizer`` has accumulated."""
-    masters, direct = stash.parts(optimizer)
-    if stash.stepped:
-        # A step consumes master gradients: model.zero_grad() and p.grad = None do not reach them.
-        for master in masters:
-            master.value.grad = None
-        stash.stepped = False
-    if stash.gradients_are_local:
-        pass  # DDP averages what lies in ``param.grad`` when its backward pass comes
-    elif stash.params_have_scaled_gradients:
-        put_aside([], [*(m.half for m in masters), *direct], stash.delayed_aside)
-    else:
-        put_aside(masters, direct, stash.aside)
+def finish_delayed(
+    optimizer: Any, stash: AmpOptimizerState, next_scaler: LossScaler | None = None, done: set[int] | None = None
+) -> None:
+    """Unscale what waits: it is about to be used, or a block with another scale follows.
 
-
-def finish_delayed(optimizer: Any, stash: AmpOptimizerState) -> None:
-    """Gradients are still scaled (``delay_unscale=True`` in the last block) and about to be used: unscale them."""
-    if not stash.params_have_scaled_gradients or stash.delayed_scaler is None:
+    Args:
+        optimizer: An optimizer under amp.
+        stash: Its state.
+        next_scaler: The scaler of the block that follows. Where it is the same, the two are one backward pass of it.
+        done: As in :meth:`BackwardPass.end`.
+    """
+    if stash.waiting is None:
         return
-    pending = BackwardPass([optimizer], stash.delayed_scaler)
+    pending = BackwardPass([optimizer], stash.waiting.scaler, stash.waiting.scale)
     try:
         for param in stash.parts(optimizer)[1]:
             if param.grad is not None:
                 pending.kept.append((param, param.grad))
                 param.grad = param.grad.clone()
-        pending.end()
+        pending.end(PutOff if next_scaler is pending.scaler else ScaleMove, done)
     except BaseException:
         pending.fail()
         raise

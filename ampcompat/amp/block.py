@@ -49,8 +49,12 @@ def scale_loss(
         TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
         IndexError: ``loss_id`` is not below ``num_losses``.
 
-    No host sync. At exit the *new* gradients are unscaled and added to what had accumulated, overflow is noted and the
-    scale moves; the step after an overflow is skipped. When the block raises, gradients are as they were at its entry.
+    No host sync. At exit the *new* gradients are unscaled, by the scale of the block's entry, and added to what had
+    accumulated; overflow is noted and the scale moves; the step after an overflow is skipped.
+
+    When the block raises, what had accumulated is as it was at its entry: the gradients of ``amp.master_params``, and
+    scaled ones of ``delay_unscale``. Half gradients that an earlier block has folded into the masters' are cleared, as
+    at any entry. Gradients of DDP's ``no_sync`` are lost with a backward pass that fails after them: a warning says so.
     """
     found = [optimizers] if is_optimizer(optimizers) else optimizers
     if isinstance(found, (list, tuple)):
@@ -82,6 +86,7 @@ def scale_loss(
         try:
             backward_pass.begin()
             scaled = scaler.scale_loss(loss)
+            backward_pass.scale = scaler._scale
             used = misuse.watch_loss(scaled)
             yield scaled
             # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.

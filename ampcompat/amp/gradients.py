@@ -40,8 +40,13 @@ class Intake:
         self.any = bool(self.chunks)
 
     @torch.no_grad()
-    def unscale(self, scaler: LossScaler, aside: Aside) -> None:
+    def unscale(self, scaler: LossScaler, scale: torch.Tensor | None, aside: Aside) -> None:
         """Unscale, note overflows on ``scaler``, and add what is ``aside``. No host sync.
+
+        Args:
+            scaler: The scaler of their loss.
+            scale: What they are scaled by; None for the scaler's current scale.
+            aside: What was put aside of these parameters.
 
         Undone by giving back what is aside: accumulated gradients are not written into yet.
         """
@@ -55,19 +60,20 @@ class Intake:
         self.any = self.any or bool(fresh)
         if self.chunks:  # in one pass with the others
             self.fold = _Fold(self.chunks[0], fresh)
-        scaler.unscale_(fresh)
+        scaler.unscale_(fresh, scale)
         give_back(aside, add=True)
 
     @torch.no_grad()
-    def add(self, scaler: LossScaler | None) -> None:
+    def add(self, scaler: LossScaler | None, scale: torch.Tensor | None = None) -> None:
         """Add to the masters' gradients; again, it goes on where it was interrupted. No host sync.
 
         Args:
             scaler: Unscales them; None: they were not scaled.
+            scale: As in :meth:`unscale`.
         """
         while self.added < len(self.chunks):
             if self.fold is None:
-                self.fold = _unscaled(self.chunks[self.added], scaler)
+                self.fold = _unscaled(self.chunks[self.added], scaler, scale)
             self.accumulated = self.fold.plan() or self.accumulated
             self.fold.apply()
             self.added, self.fold = self.added + 1, None
@@ -82,11 +88,11 @@ class Intake:
                 master.value.grad = None
 
 
-def _unscaled(chunk: list[Master], scaler: LossScaler | None) -> _Fold:
+def _unscaled(chunk: list[Master], scaler: LossScaler | None, scale: torch.Tensor | None) -> _Fold:
     fresh: list[torch.Tensor] = []
     fold = _Fold(chunk, fresh)
     if scaler is not None:
-        scaler.unscale_(fresh)
+        scaler.unscale_(fresh, scale)
     return fold
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampcompat.amp import misuse, overflow
-from ampcompat.amp.backward_pass import finish_delayed, post_backward, prepare
+from ampcompat.amp.accumulation import put_all_aside
+from ampcompat.amp.backward_pass import finish_delayed, post_backward
 from ampcompat.amp.casts import cast_state, run_uncast, save
 from ampcompat.amp.closure import step_with_closure
 from ampcompat.amp.gradients import take_unscaled
@@ -124,7 +125,7 @@ def _step_uncast(
 
 def _prepare_backward(optimizer: Any) -> None:
     """Entry of a ``scale_loss`` block by hand (apex: ``_prepare_amp_backward``)."""
-    prepare(optimizer, optimizer._amp_stash)
+    put_all_aside(optimizer, optimizer._amp_stash)
 
 
 def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -144,8 +145,7 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
 def _forget_gradients(stash: AmpOptimizerState, masters: list[Master]) -> None:
     for master in masters:
         master.half.grad = None
-    stash.params_have_scaled_gradients = stash.gradients_are_local = False
-    stash.aside, stash.delayed_aside = [], []  # inside a block, what it had put aside is cleared as well
+    stash.forget_scaled()  # inside a block, what it had put aside is cleared as well
     stash.seen = []
 
 

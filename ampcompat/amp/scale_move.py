@@ -15,67 +15,72 @@ if TYPE_CHECKING:
 FLOOR = 2.0**-24
 
 
+def floor_of(scaler: LossScaler) -> float:
+    """The smallest scale that back-off leads to."""
+    return FLOOR if scaler._min_loss_scale is None else scaler._min_loss_scale
+
+
 class ScaleMove:
     """What one backward pass does to its scaler. Making it changes nothing, and takes no host sync.
+
+    The scale gets a new tensor: who holds the old one, to unscale by what it scaled by, goes on holding its value.
 
     Attributes:
         found: A 0-dim float32 tensor, non-zero where there was an overflow; None for a static scaler: it never skips.
 
     Args:
         scaler: The scaler, whose overflow flags are those of the pass.
+        flag: The pass's overflow flag, where another scaler unscaled it.
     """
 
-    def __init__(self, scaler: LossScaler) -> None:
+    def __init__(self, scaler: LossScaler, flag: torch.Tensor | None = None) -> None:
         self.scaler = scaler
+        noted = one_flag(scaler._found_inf) if flag is None else flag
         if scaler._scale is None:
-            scaler._lazy_init_scale_growth_tracker(next(iter(scaler._found_inf), torch.device("cpu")))
+            scaler._lazy_init_scale_growth_tracker(torch.device("cpu") if noted is None else noted.device)
         scale, tracker = scaler._scale, scaler._growth_tracker
         if scale is None or tracker is None:
             raise RuntimeError("The scale was not initialised - call scale_loss first.")
-        self.scale, self.tracker = scale, tracker
-        self.seen = (scale._version, tracker._version)  # the fused update moves the scale's only
+        self.before, self.tracker, self.counted = scale, tracker, tracker._version
         self.found: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = None
         if scaler.dynamic:
-            noted = one_flag(scaler._found_inf)
             self.found = torch.zeros_like(scale) if noted is None else noted.to(scale.device, non_blocking=True)
-            self.known = _torch.host_value(scale)
-            self.before = scale.clone() if self.known is None else scale
 
     def make(self) -> None:
         """Move the scale; again, it does no harm."""
         if self.found is None:
-            if not self._made():
+            if self.tracker._version == self.counted:
                 self.tracker.add_(1)
             self.scaler._found_inf = {}
             return
-        if not self._made():
-            self._update(self.found)
-        after: dict[str, Any] = {"_scale": self._clamped(), "_last_found": self.found}
+        if self.scale is None:
+            self.scale = self.before.clone()
+        if self.scale._version == 0:
+            self._update(self.scale, self.found)
+        after: dict[str, Any] = {"_scale": self._clamped(self.scale), "_last_found": self.found}
         vars(self.scaler).update({**after, "_uncounted": None, "_found_inf": {}})
 
-    def _made(self) -> bool:
-        return (self.scale._version, self.tracker._version) != self.seen
-
-    def _update(self, found: torch.Tensor) -> None:
+    def _update(self, scale: torch.Tensor, found: torch.Tensor) -> None:
         scaler, uncounted = self.scaler, self.scaler._uncounted
         if uncounted is not None:
             found = torch.maximum(found, uncounted.to(found.device, non_blocking=True))
         how = (scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval)
-        _torch.update_scale_(self.scale, self.tracker, found, *how)
+        _torch.update_scale_(scale, self.tracker, found, *how)
 
-    def _clamped(self) -> torch.Tensor:
+    def _clamped(self, scale: torch.Tensor) -> torch.Tensor:
         """The scale, clamped where it moved. In host memory the bounds take no op."""
-        scaler, scale = self.scaler, self.scale
-        cap, floor = scaler._max_loss_scale, FLOOR if scaler._min_loss_scale is None else scaler._min_loss_scale
-        if self.known is not None:
+        cap, floor, before = self.scaler._max_loss_scale, floor_of(self.scaler), self.before
+        known = _torch.host_value(before)
+        if known is not None:
             now = _torch.host_value(scale) or 0.0
-            if self.known < now > cap:
+            if known < now > cap:
                 scale.fill_(cap)
-            elif self.known > now < floor:
+            elif known > now < floor:
                 scale.fill_(floor)
             return scale
-        clamped = torch.where(scale > self.before, scale.clamp(max=cap), scale)
-        return torch.where(scale < self.before, scale.clamp(min=floor), clamped)
+        clamped = torch.where(scale > before, scale.clamp(max=cap), scale)
+        return torch.where(scale < before, scale.clamp(min=floor), clamped)
 
 
 class PutOff:
@@ -97,10 +102,8 @@ class PutOff:
 class ByHand:
     """Nothing: somebody else updates the scaler."""
 
-    found = None
-
     def __init__(self, scaler: LossScaler) -> None:
-        pass
+        self.scaler, self.found = scaler, None
 
     def make(self) -> None:
         """Leave the scaler alone."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.scale_move import ScaleMove
+from ampcompat.amp.scale_move import ScaleMove, floor_of
 
 WINDOW = 2000
 
@@ -72,6 +72,13 @@ class LossScaler(torch.amp.GradScaler):
             return torch.full((), self._init_scale, device=device)
         return self._scale.to(device, non_blocking=True)
 
+    def scale_to_say(self, device: torch.device) -> torch.Tensor:
+        """As :meth:`scale_on`, after the back-off that a ``delay_overflow_check`` block has put off."""
+        scale = self.scale_on(device)
+        if self._uncounted is None:
+            return scale
+        return (scale * self._backoff_factor).clamp(min=floor_of(self))
+
     @property
     def _loss_scale(self) -> float:
         return self.get_scale()
@@ -122,12 +129,13 @@ class LossScaler(torch.amp.GradScaler):
         """Forget the overflows noted since the last update."""
         self._has_overflow, self._uncounted, self._found_inf = False, None, {}
 
-    def unscale_(self, grads: Any, *_: Any) -> None:
+    def unscale_(self, grads: Any, scale: torch.Tensor | None = None) -> None:
         """Multiply the gradient tensors in place by 1 / scale and note any inf or NaN; no host sync.
 
         Args:
             grads: List of dense tensors of any device and floating dtype, empty included. An optimizer, as
                 ``GradScaler.unscale_`` takes it, works too.
+            scale: What they were scaled by (0-dim float32), where that may not be the current scale.
         """
         if hasattr(grads, "param_groups"):
             grads = [p.grad for group in grads.param_groups for p in group["params"] if p.grad is not None]
@@ -141,13 +149,7 @@ class LossScaler(torch.amp.GradScaler):
             found = self._found_inf.get(device)
             if found is None:
                 found = self._found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
-            _torch.unscale_and_check_(bucket, found, self._inverse(device))
-
-    def _inverse(self, device: torch.device) -> torch.Tensor:
-        scale: torch.Tensor = self._scale  # type: ignore[assignment]
-        scale = scale.to(device=device, non_blocking=True)
-        # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
-        return scale.new_ones(()).div_(scale)
+            _torch.unscale_and_check_(bucket, found, _inverse(self._scale if scale is None else scale, device))
 
     def end_backward_pass(self) -> torch.Tensor | None:
         """Move the scale for the backward pass just unscaled; no host sync.
@@ -173,3 +175,12 @@ class LossScaler(torch.amp.GradScaler):
     def amp_state(self) -> dict[str, float | int]:
         """Scale and clean passes as plain numbers, as apex saved them. Reads the device."""
         return {"loss_scale": self.get_scale(), "unskipped": self._unskipped}
+
+
+def _inverse(scale: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    scale = scale.to(device=device, non_blocking=True)  # type: ignore[union-attr] # unscale_ has made it
+    known = _torch.host_value(scale)
+    if known:  # float64's quotient rounds to float32's
+        return torch.full((), 1.0 / known)
+    # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
+    return scale.new_ones(()).div_(scale)
