@@ -36,9 +36,10 @@ def install() -> None:
 
 def remove() -> None:
     """Undo :func:`install`; does nothing the second time."""
-    undo: ExitStack | None = state.rooms.pop("choke points", None)
+    undo: ExitStack | None = state.rooms.get("choke points")
     if undo is not None:
         undo.close()
+        state.rooms.pop("choke points", None)
 
 
 def _engine(original: Callable[..., Any]) -> Callable[..., Any]:

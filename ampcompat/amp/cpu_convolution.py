@@ -80,4 +80,5 @@ def release() -> None:
     """Give torch its own convolutions back. Idempotent."""
     room = state.room("amp.cpu_convolution", dict)
     if room:
-        room.pop("undo").close()
+        room["undo"].close()
+        room.clear()

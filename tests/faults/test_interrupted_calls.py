@@ -168,6 +168,11 @@ def test_initialize_disabled(every):
     sweep(lambda: World(sgd), lambda world: initialize(world, "O2", enabled=False), look, every)
 
 
+@pytest.mark.parametrize("opt_level", ["O2", slow("O1")])
+def test_initialize_disabled_later(every, opt_level):
+    sweep(ready(opt_level), lambda world: initialize(world, "O2", enabled=False), look, every)
+
+
 def raising_block(world):
     """A block that the script itself leaves by an exception."""
     try:
