@@ -14,7 +14,7 @@ from ampcompat.amp.scaler import LossScaler
 
 _PREFIX = "loss_scaler"
 #: Where whole checkpoints keep it: scripts, Lightning with apex, Lightning with torch's scaler.
-_HOMES = ("amp", "amp_scaling_state", "native_amp_scaling_state")
+_HOMES = ("amp", "amp_scaling_state", "native_amp_scaling_state", "ApexMixedPrecisionPlugin", "MixedPrecisionPlugin")
 Entry = tuple[float, int]
 
 

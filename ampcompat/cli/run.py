@@ -7,11 +7,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ampcompat._log import rank
 from ampcompat.cli import _script
 from ampcompat.cli._emit import emit
+
+if TYPE_CHECKING:
+    from ampcompat.report import Receipt
 
 OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -69,6 +72,8 @@ def main(args: argparse.Namespace) -> int:
     module = args.target[0] == "-m" if args.target else False
     if len(args.target) < (2 if module else 1):
         args.parser.error("no script given - name one (script.py or -m module) after the options")
+    if args.receipt and not os.path.isdir(os.path.dirname(os.path.abspath(args.receipt))):
+        args.parser.error(f"--receipt={args.receipt!r} - its folder does not exist - name a file in one that does")
     if args.opt_level:
         os.environ["AMPCOMPAT_OPT_LEVEL"] = args.opt_level
     if args.dtype:
@@ -106,12 +111,21 @@ def _watched(explain: bool, receipt: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        seen.stop()
-        if receipt and rank() == 0:
-            seen.write(receipt)
-            emit(f"wrote the precision receipt to {receipt}")
-        elif rank() == 0:
-            emit(str(seen))
+        # The exit status and the last words are the script's, whatever it did to torch and to its folder.
+        try:
+            seen.stop()
+            if rank() == 0:
+                _show(seen, receipt)
+        except Exception as problem:
+            emit(f"ampcompat run: no receipt: {problem}", error=True)
+
+
+def _show(seen: Receipt, file: str) -> None:
+    if file:
+        seen.write(file)
+        emit(f"wrote the precision receipt to {file}")
+    else:
+        emit(str(seen))
 
 
 def _can_open(script: str) -> bool:

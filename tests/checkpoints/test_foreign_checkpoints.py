@@ -158,22 +158,30 @@ def test_a_disabled_native_scaler_is_empty_and_changes_nothing(capsys):
     assert amp.state_dict() == before
 
 
-@pytest.mark.parametrize(
-    ("key", "scale", "unskipped"), [("amp_scaling_state", 16384.0, 120), ("native_amp_scaling_state", 8192.0, 21)]
-)
-def test_lightnings_scaling_state(key, scale, unskipped, capsys):
-    saved = recorded("lightning")
+LIGHTNING = [
+    ("lightning_1.5", "amp_scaling_state"),
+    ("lightning_1.5", "native_amp_scaling_state"),
+    ("lightning_1.9", "ApexMixedPrecisionPlugin"),
+    ("lightning_1.9", "MixedPrecisionPlugin"),
+]
+
+
+@pytest.mark.parametrize(("file", "key"), LIGHTNING)
+def test_lightnings_scaling_state(file, key, capsys):
+    """As Lightning itself wrote it, driven by apex's plugin or by its native one."""
+    saved = recorded(file)
     model, _ = initialized("O2", verbosity=1)
     capsys.readouterr()
-    model.load_state_dict(saved["state_dict"])
+    model.load_state_dict({name.removeprefix("net."): value for name, value in saved["state_dict"].items()})
     amp.load_state_dict(saved[key])
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": scale, "unskipped": unskipped}}
-    assert f"restored loss scaler 0: loss_scale {scale}, unskipped {unskipped}." in capsys.readouterr().out
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 8192.0, "unskipped": 12}}
+    assert "restored loss scaler 0: loss_scale 8192.0, unskipped 12." in capsys.readouterr().out
 
 
-def test_a_whole_checkpoint_is_refused_by_name_of_what_to_pass():
+@pytest.mark.parametrize(
+    ("file", "key"), [LIGHTNING[0], LIGHTNING[2], ("nvidia_bert", "amp")], ids=["Lightning 1.5", "1.9", "BERT"]
+)
+def test_a_whole_checkpoint_is_refused_by_name_of_what_to_pass(file, key):
     initialized()
-    with pytest.raises(RuntimeError, match="lies here under 'amp_scaling_state'"):
-        amp.load_state_dict(recorded("lightning"))
-    with pytest.raises(RuntimeError, match="lies here under 'amp'"):
-        amp.load_state_dict(recorded("nvidia_bert"))
+    with pytest.raises(RuntimeError, match=f"lies here under '{key}'"):
+        amp.load_state_dict(recorded(file))

@@ -52,6 +52,33 @@ print(p.parse_args())
     "sibling": "import helper\nfrom package import part\nprint(helper.NAME, part.NAME)\n",
     "pickles": "import pickle\nclass A: pass\nprint(pickle.loads(pickle.dumps(A())).__class__ is A, A.__module__)\n",
     "reads_stdin": "import sys\nprint(sys.stdin and sys.stdin.read())\n",
+    "patches_torch": """
+import sys, torch
+from ampcompat import amp
+backward, step, linear, call, to = (torch.Tensor.backward, torch.optim.SGD.step, torch.nn.functional.linear,
+                                    torch.nn.Module.__call__, torch.Tensor.to)
+torch.Tensor.backward = lambda self, *args, **kwargs: (print("backward"), backward(self, *args, **kwargs))[1]
+torch.optim.SGD.step = lambda self, closure=None: (print("step"), step(self, closure))[1]
+torch.nn.functional.linear = lambda x, w, b=None: linear(x, w, b) * 1
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level=sys.argv[1])
+torch.nn.Module.__call__ = lambda self, *args, **kwargs: call(self, *args, **kwargs)
+torch.Tensor.to = lambda self, *args, **kwargs: to(self, *args, **kwargs)
+torch.autocast = torch.amp.autocast = torch.softmax = None
+with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+torch.autograd._engine_run_backward = torch.optim.Optimizer = None
+raise ValueError(f"{model(torch.ones(1, 2)).dtype} after patching")
+""",
+    "takes_torch_away": """
+import sys, torch
+torch.Tensor.half = torch.nn.Module.forward = torch.set_autocast_enabled = torch.distributed = None
+del torch.matmul
+sys.modules["torch"] = None
+raise RuntimeError("gone")
+""",
     "annotated": "x: int = 3\nprint(__annotations__)\n",
 }
 
@@ -90,12 +117,17 @@ def both(folder, *arguments, **keywords):
 @pytest.mark.parametrize(
     "arguments",
     [
-        *[[f"{name}.py"] for name in SCRIPTS if name not in WORDED_APART],
+        *[[f"{name}.py"] for name in SCRIPTS if name not in (*WORDED_APART, "patches_torch")],
         ["missing.py"],
         ["missing folder/missing.py"],
         ["parses.py", "--opt-level", "O9", "-m", "x", "--lr=-1e-3", "--", "-a", "--dtype"],
         ["parses.py", "--help"],
         ["parses.py", "--lr"],
+        *[
+            ["-m", name]
+            for name in ("syntax_error", "exception", "exit_3", "interrupt", "killed", "own_hook", "sibling")
+        ],
+        *[[*form, "O1"] for form in (["patches_torch.py"], ["-m", "patches_torch"])],
         ["-m", "package.relative", "--flag", "--", "-x"],
         ["-m", "package"],
         ["-m", "package.absent"],

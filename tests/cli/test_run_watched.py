@@ -49,3 +49,16 @@ def test_a_receipt_on_the_terminal_and_as_data(tmp_path):
     facts = json.loads((tmp_path / "r.json").read_text())
     assert facts["skipped"] == 1
     assert {p["module"] for p in facts["parameters"]} == {"0", "1"}
+
+
+def test_a_receipt_that_has_nowhere_to_go_is_refused_before_the_script_runs(tmp_path):
+    done = run(tmp_path, "--receipt=absent/r.html")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--receipt='absent/r.html' - its folder does not exist - name a file in one that does" in done.stderr
+
+
+def test_a_receipt_that_fails_does_not_take_the_scripts_place(tmp_path):
+    (tmp_path / "r.html").mkdir()
+    done = run(tmp_path, "--receipt=r.html", status=3)
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1].startswith("ampcompat run: no receipt: ")

@@ -1,6 +1,7 @@
 """Writes the checkpoints of other libraries that the tests load, in the form in which those libraries write them.
 
-``python tests/data/make_checkpoints.py``. The apex ones follow the last apex that had ``amp``: its scripts saved
+``python tests/data/make_checkpoints.py``; Lightning's come from ``record_lightning.py``, written by Lightning itself.
+The apex ones follow the last apex that had ``amp``: its scripts saved
 ``amp.state_dict()`` (an OrderedDict of plain numbers), a model's ``state_dict()`` whose half weights were widened to
 float32, the optimizer's with float32 state, and, in NVIDIA's BERT, ``list(amp.master_params(optimizer))``.
 """
@@ -52,28 +53,18 @@ def nvidia_bert() -> dict:
 
 
 def grad_scaler() -> dict:
-    return {
-        "scale": 8192.0,
-        "growth_factor": 2.0,
-        "backoff_factor": 0.5,
-        "growth_interval": 2000,
-        "_growth_tracker": 21,
-    }
-
-
-def lightning() -> dict:
-    return {
-        "epoch": 2,
-        "global_step": 120,
-        "pytorch-lightning_version": "1.4.9",
-        "state_dict": OrderedDict(net().state_dict()),
-        "optimizer_states": [],
-        "lr_schedulers": [],
-        "amp_scaling_state": OrderedDict(loss_scaler0={"loss_scale": 16384.0, "unskipped": 120}),
-        "native_amp_scaling_state": grad_scaler(),
-    }
+    """A native scaler's own words after 24 steps, of which three overflowed."""
+    scaler = torch.amp.GradScaler("cpu")
+    param = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    for step in range(24):
+        optimizer.zero_grad()
+        scaler.scale((param * (float("inf") if step < 3 else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.state_dict()
 
 
 if __name__ == "__main__":
-    for make in (apex_amp, nvidia_bert, grad_scaler, lightning):
+    for make in (apex_amp, nvidia_bert, grad_scaler):
         torch.save(make(), HERE / f"{make.__name__}.pt")

@@ -1,4 +1,4 @@
-"""pytorch-lightning's apex plugin, automatic and manual optimization, with accumulation, clipping and a checkpoint."""
+"""pytorch-lightning's apex plugin by its flags and as an object, automatic and manual optimization, with a checkpoint."""
 
 import json
 import sys
@@ -8,6 +8,15 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.plugins.precision import ApexMixedPrecisionPlugin
 from torch import nn
+
+
+class Host(pl.accelerators.Accelerator):
+    """This machine, for `Trainer(amp_backend="apex", precision=16)`: that is refused for Lightning's own CPUAccelerator."""
+
+    cpu = pl.accelerators.CPUAccelerator()
+    setup_device, get_device_stats, teardown = cpu.setup_device, cpu.get_device_stats, cpu.teardown
+    parse_devices, get_parallel_devices = cpu.parse_devices, cpu.get_parallel_devices
+    auto_device_count, is_available = cpu.auto_device_count, cpu.is_available
 
 
 class Module(pl.LightningModule):
@@ -38,16 +47,20 @@ class Module(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 10)]
 
 
-def train(level, folder, manual):
+def train(level, folder, how):
+    manual = how == "manual"
     pl.seed_everything(0)
     y = torch.arange(160) % 4
     x = torch.randn(160, 8) + y.view(-1, 1)
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
     module = Module(level, manual)
     automatic = {} if manual else {"gradient_clip_val": 1.0, "accumulate_grad_batches": 2}
-    # As a plugin: the flag amp_backend="apex" is refused on a CPU before the plugin is made.
-    trainer = pl.Trainer(accelerator="cpu", plugins=[ApexMixedPrecisionPlugin(level)], max_epochs=4, logger=False,
-                         default_root_dir=folder, enable_progress_bar=False, enable_model_summary=False, **automatic)
+    if how == "flags":
+        precision = {"accelerator": Host(), "devices": 1, "amp_backend": "apex", "amp_level": level, "precision": 16}
+    else:
+        precision = {"accelerator": "cpu", "plugins": [ApexMixedPrecisionPlugin(level)]}
+    trainer = pl.Trainer(max_epochs=4, logger=False, default_root_dir=folder, enable_progress_bar=False,
+                         enable_model_summary=False, **precision, **automatic)
     trainer.fit(module, loader, loader)
     assert module.body[0].weight.dtype == (torch.float16 if level in ("O2", "O3") else torch.float32)
     assert hasattr(trainer.optimizers[0], "_amp_stash")
@@ -57,6 +70,6 @@ def train(level, folder, manual):
 
 
 for level in sys.argv[1:]:
-    for manual in (False, True):
+    for how in ("flags", "plugin", "manual"):
         with tempfile.TemporaryDirectory() as folder:
-            train(level, folder, manual)
+            train(level, folder, how)
