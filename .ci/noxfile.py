@@ -1,7 +1,7 @@
-"""The version matrix: ``nox -f .ci/noxfile.py`` tests the built wheel on each torch × the lowest and the newest Python.
+"""The version matrix: ``nox -f .ci/noxfile.py`` tests the built wheel on each torch with the lowest and the newest Python.
 
-``-l`` lists the cells; ``-s "tests-3.10(torch='2.4.1')"`` takes one; what follows ``--`` goes to pytest. A cell without
-its interpreter on PATH fails; the newest Python is the newest on PATH, and newer ones that were missed are named.
+``-l`` lists the cells; ``-s "tests(python='3.10', torch='2.4.1')"`` takes one; what follows ``--`` goes to pytest. A
+cell without its interpreter on PATH fails; the newest Python is the newest on PATH, and newer ones missed are named.
 Each cell takes about 6 GB of disk where the index has the CUDA builds only; it is given back when the cell ends.
 """
 

@@ -8,10 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import ampcompat
 
 ROOT = Path(__file__).parents[2]
+CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}  # Keep a Changelog's
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
@@ -46,6 +48,30 @@ def test_the_wheel_holds_the_package_only():
 def test_the_version_comes_from_one_place():
     assert 'path = "ampcompat/__init__.py"' in PYPROJECT
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|a|b|rc)\d+)?", ampcompat.__version__)
+
+
+def test_every_release_and_the_version_itself_are_in_the_changelog():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.MULTILINE)
+    assert len(heads) == len(re.findall("^## ", text, re.MULTILINE))
+    versions = [version for version, _ in heads]
+    # The version in the tree is the next release until it is dated.
+    assert versions[0] == "Unreleased" or ampcompat.__version__ == versions[0]
+    assert all(date for version, date in heads if version != "Unreleased")
+    released = [Version(version) for version in versions if version != "Unreleased"]
+    assert released == sorted(released, reverse=True)
+    assert all(version <= Version(ampcompat.__version__) for version in released)
+    assert {head for head in re.findall(r"^### (.+)$", text, re.MULTILINE)} <= CHANGES
+
+
+def test_the_architecture_page_names_every_file_and_no_other():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    package = Path(ampcompat.__file__).parent
+    here = {path.relative_to(package).as_posix() for path in package.rglob("*.py")} - {"amp/__init__.py"}
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    rooms = set(re.findall(r"`([\w/]+)/`", page))
+    print(sorted(here), named, rooms)
+    assert False
 
 
 @pytest.mark.parametrize("name", ["main-job", "tests"])
