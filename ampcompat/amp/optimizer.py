@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ampcompat.amp import misuse, overflow
+from ampcompat.amp.accumulation import begin_block, end_block, finish_delayed
 from ampcompat.amp.casts import casts_off
 from ampcompat.amp.closure import step_with_closure
-from ampcompat.amp.gradients import give_back, put_aside, take_new, take_unscaled
+from ampcompat.amp.gradients import take_unscaled
 from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import Master, push_all, reconcile
 from ampcompat.amp.observers import notify
@@ -120,67 +121,6 @@ def free_gradients(optimizer: Any, stash: AmpOptimizerState) -> None:
         master.half.grad = master.value.grad = None
 
 
-def begin_block(optimizer: Any) -> None:
-    """Entry of a ``scale_loss`` block (apex: ``_prepare_amp_backward``)."""
-    stash: AmpOptimizerState = optimizer._amp_stash
-    masters, direct = stash.parts(optimizer)
-    if stash.stepped:
-        # A step consumes master gradients: model.zero_grad() and p.grad = None do not reach them.
-        for master in masters:
-            master.value.grad = None
-        stash.stepped = False
-    if stash.gradients_are_local:
-        pass  # DDP averages what lies in ``param.grad`` when its backward pass comes
-    elif stash.params_have_scaled_gradients:
-        stash.delayed_aside = put_aside([], [*(m.half for m in masters), *direct])
-    else:
-        stash.aside = put_aside(masters, direct)
-
-
-def rejoin_delayed(stash: AmpOptimizerState) -> None:
-    """Add the gradients of a block to the scaled ones that earlier ``delay_unscale`` blocks left."""
-    give_back(stash.delayed_aside, add=True)
-    stash.delayed_aside = []
-
-
-def end_block(optimizer: Any, scaler: LossScaler, done: set[int] | None = None) -> bool:
-    """Exit of a ``scale_loss`` block that unscales (apex: ``_post_amp_backward``).
-
-    Args:
-        optimizer: An optimizer under amp.
-        scaler: The block's scaler.
-        done: ids of the tensors that another optimizer of the block has seen to; those of this one are added.
-
-    Returns:
-        Whether the block gave ``optimizer`` any gradient that is not in ``done``.
-    """
-    stash: AmpOptimizerState = optimizer._amp_stash
-    rejoin_delayed(stash)
-    masters, direct = stash.parts(optimizer)
-    follow_replacements(masters)
-    if done is not None:
-        masters = [m for m in masters if id(m.value) not in done]
-        direct = [p for p in direct if id(p) not in done]
-        done.update(id(m.value) for m in masters)
-        done.update(id(p) for p in direct)
-    seen = take_new(scaler, masters, direct, stash.aside)
-    stash.aside = []
-    stash.params_have_scaled_gradients = stash.gradients_are_local = False
-    stash.blocks += 1
-    stash.seen = misuse.watch(masters)
-    return seen
-
-
-def finish_delayed(optimizer: Any, stash: AmpOptimizerState) -> None:
-    """Gradients are still scaled (``delay_unscale=True`` in the last block) and about to be used: unscale them."""
-    if stash.params_have_scaled_gradients and stash.delayed_scaler is not None:
-        scaler = stash.delayed_scaler
-        stash.blocks_with_gradients += end_block(optimizer, scaler)
-        found = scaler.end_backward_pass()
-        if found is not None:
-            stash.overflows.append((scaler, found))
-
-
 def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
@@ -188,8 +128,7 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
     original(*args, **kwargs)
     for master in masters:
         master.half.grad = None
-    stash.params_have_scaled_gradients = stash.gradients_are_local = False
-    stash.aside, stash.delayed_aside = [], []  # inside a block, what it had put aside is cleared as well
+    stash.forget_scaled()  # inside a block, what it had put aside is cleared as well
     stash.seen = []
 
 
