@@ -1,4 +1,4 @@
-"""The version matrix: ``nox -f .ci/noxfile.py`` tests the built wheel on each torch with the lowest and the newest Python.
+"""``nox -f .ci/noxfile.py``: the built wheel is tested on each torch, with the lowest and the newest Python.
 
 ``-l`` lists the cells; ``-s "tests(python='3.10', torch='2.4.1')"`` takes one; what follows ``--`` goes to pytest. A
 cell without its interpreter on PATH fails; the newest Python is the newest on PATH, and newer ones missed are named.

@@ -45,19 +45,18 @@ def signature(function):
     return str(found.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
-def described(value):
+def described(name, value):
     """A function by its signature, a class by its public members that are ours (torch's vary with torch)."""
     if inspect.isfunction(value):
-        return signature(value)
-    if not inspect.isclass(value) or not value.__module__.startswith("ampcompat"):
-        return "value"
-    members = {}
-    for owner in reversed(value.__mro__):
+        return {name: signature(value)}
+    members = {name: type(value).__name__ if not inspect.isclass(value) else "class"}
+    for owner in reversed(value.__mro__ if inspect.isclass(value) else ()):
         if owner.__module__.startswith("ampcompat"):
-            for name, member in vars(owner).items():
+            for key, member in vars(owner).items():
                 function = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
-                if name == "__init__" or not name.startswith("_"):
-                    members[name] = signature(function) if inspect.isfunction(function) else type(member).__name__
+                if key == "__init__" or not key.startswith("_"):
+                    kind = signature(function) if inspect.isfunction(function) else type(member).__name__
+                    members[f"{name}.{key}"] = kind
     return members
 
 
@@ -82,7 +81,9 @@ def public_api():
     found = {"command line": command_line()}
     for module_name in MODULES:
         module = importlib.import_module(module_name)
-        found[module_name] = {name: described(getattr(module, name)) for name in public_names(module)}
+        found[module_name] = {}
+        for name in public_names(module):
+            found[module_name].update(described(name, getattr(module, name)))
     return found
 
 
