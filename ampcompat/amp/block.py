@@ -11,11 +11,10 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import misuse, overflow, session
-from ampcompat.amp import optimizer as _optimizer
+from ampcompat.amp.accumulation import begin_block, count_in_others, delay, end_block, leave_failed
 from ampcompat.amp.arguments import is_optimizer
 from ampcompat.amp.casts import assert_ambience
 from ampcompat.amp.ddp import holds_back_gradients
-from ampcompat.amp.gradients import give_back
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaler import LossScaler
 
@@ -49,8 +48,12 @@ def scale_loss(
         TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
         IndexError: ``loss_id`` is not below ``num_losses``.
 
-    No host sync. At exit the *new* gradients are unscaled and added to what had accumulated, overflow is noted and the
-    scale moves; the step after an overflow is skipped. When the block raises, gradients are as they were at its entry.
+    No host sync. At exit the *new* gradients are unscaled, by the scale of the block's entry, and added to what had
+    accumulated; overflow is noted and the scale moves; the step after an overflow is skipped.
+
+    When the block raises, what had accumulated is as it was at its entry: the gradients of ``amp.master_params``, and
+    scaled ones of ``delay_unscale``. Half gradients that an earlier block has folded into the masters' are cleared, as
+    at any entry. Gradients of DDP's ``no_sync`` are lost with a backward pass that fails after them: a warning says so.
     """
     found = [optimizers] if is_optimizer(optimizers) else optimizers
     if isinstance(found, (list, tuple)):
@@ -78,23 +81,24 @@ def scale_loss(
             )
     notify("on_scale_loss", loss, scaler, found)
     _enter(found, scaler)
-    scaled = scaler.scale_loss(loss)
-    used = misuse.watch_loss(scaled)
+    scaler.open_blocks += 1
     try:
+        scaled = scaler.scale_loss(loss)
+        scale: torch.Tensor = scaler._scale  # type: ignore[assignment] # exists once a loss was scaled
+        used = misuse.watch_loss(scaled)
         yield scaled
     except BaseException:
-        _leave_failed(found)
+        leave_failed(found)
         raise
+    finally:
+        scaler.open_blocks -= 1
     # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
     local = [one for one in found if holds_back_gradients(one)]
     if delay_unscale or local:
         for one in found:
-            stash = one._amp_stash
-            stash.gradients_are_local |= any(one is other for other in local)
-            _optimizer.rejoin_delayed(stash)
-            stash.in_block, stash.params_have_scaled_gradients, stash.delayed_scaler = False, True, scaler
+            delay(one, scaler, scale, any(one is other for other in local))
         return
-    if _leave(found, scaler, delay_overflow_check) and not used:
+    if _leave(found, scaler, scale, delay_overflow_check) and not used:
         misuse.warn_of_unused_loss()
     notify("on_gradients", scaler, found)
 
@@ -145,57 +149,56 @@ def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
             f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={last + 1}) made scalers 0 to {last} -"
             + (f" pass num_losses={loss_id + 1} there." if larger else f" pass a loss_id from 0 to {last}.")
         )
-    return owner.scalers[loss_id]
+    scaler = owner.scalers[loss_id]
+    if not isinstance(scaler, LossScaler):
+        raise TypeError(
+            f"amp._amp_state.loss_scalers[{loss_id}] is {type(scaler).__name__} - a scaler has the scale of each loss -"
+            " put a amp.scaler.LossScaler there."
+        )
+    scaler.loss_id = loss_id  # it may have been put there by hand
+    return scaler
 
 
 def _enter(optimizers: Any, scaler: LossScaler) -> None:
     entered = []
+    done: set[int] | None = set() if len(optimizers) > 1 else None
     try:
         for one in optimizers:
             stash = one._amp_stash
-            if stash.delayed_scaler is not scaler:
-                _optimizer.finish_delayed(one, stash)
             overflow.report_if_known(stash)
             entered.append(one)
             stash.in_block = True
-            _optimizer.begin_block(one)
+            begin_block(one, scaler, done)
     except BaseException:
-        _leave_failed(entered)
+        leave_failed(entered)
         raise
 
 
-def _leave(optimizers: Any, scaler: LossScaler, delay_overflow_check: bool) -> bool:
+def _leave(optimizers: Any, scaler: LossScaler, scale: torch.Tensor, delay_overflow_check: bool) -> bool:
     """Unscale, note overflow and move the scale.
 
     Returns:
         Whether there were new gradients.
     """
+    stashes = [one._amp_stash for one in optimizers]
+    waiting = [stash.waiting for stash in stashes if stash.waiting is not None]
     done: set[int] | None = set() if len(optimizers) > 1 else None
-    reached = [_optimizer.end_block(one, scaler, done) for one in optimizers]
+    try:
+        reached = [end_block(one, scaler, done, scale) for one in optimizers]
+    finally:
+        for stash in stashes:
+            stash.in_block = False
     if any(reached):  # the loss was backpropagated; it need not reach every optimizer of the block
-        for one in optimizers:
-            one._amp_stash.blocks_with_gradients += 1
+        for stash in stashes:
+            stash.blocks_with_gradients += 1
     found = scaler.put_off_update() if delay_overflow_check else scaler.end_backward_pass()
-    for one in optimizers:
-        one._amp_stash.in_block = False
-        if found is not None:
-            one._amp_stash.overflows.append((scaler, found))
+    if found is not None:
+        for stash in stashes:
+            stash.overflows.append((scaler, found))
+        if waiting:
+            others = {other: None for held in waiting for other in held.scalers if other is not scaler}
+            count_in_others(stashes, found, others)
     return any(reached)
-
-
-def _leave_failed(optimizers: Any) -> None:
-    for one in optimizers:
-        stash = one._amp_stash
-        stash.in_block = False
-        masters, direct = stash.parts(one)
-        for param in (*(m.half for m in masters), *direct):
-            param.grad = None
-        if stash.params_have_scaled_gradients:
-            give_back(stash.delayed_aside)
-            stash.delayed_aside = []
-        else:
-            give_back(stash.aside)
-            stash.aside = []
 
 
 def step_was_skipped(optimizer: Any) -> bool:

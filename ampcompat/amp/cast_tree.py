@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,18 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
         return leaf.to(dtype)
 
     return map_tree(value, cast)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in nested lists, tuples and dicts. Compiled code goes through it."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
 
 
 def map_tree(value: Any, function: Callable[[Any], Any]) -> Any:

@@ -37,6 +37,10 @@ class Casts(NamedTuple):
     enabled: bool
     dtype: torch.dtype
 
+    def same_as(self, other: Casts) -> bool:
+        """Whether both do the same; the dtype of casts that are off is of no matter."""
+        return self.enabled == other.enabled and (not self.enabled or self.dtype == other.dtype)
+
 
 OFF = Casts(False, torch.float16)
 

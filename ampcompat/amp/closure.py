@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ampcompat.amp import overflow
+from ampcompat.amp.accumulation import finish_delayed
 from ampcompat.amp.casts import Saved, casts_as
 from ampcompat.amp.masters import push_all, reconcile
 
@@ -33,7 +34,7 @@ def step_with_closure(
     Returns:
         What the optimizer's step returns; the loss of the first evaluation if the step was skipped.
     """
-    from ampcompat.amp.optimizer import finish_delayed, free_gradients
+    from ampcompat.amp.optimizer import free_gradients
 
     stash = optimizer._amp_stash
 

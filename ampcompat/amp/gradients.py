@@ -65,8 +65,21 @@ def _is_window(grad: torch.Tensor) -> bool:
     return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
 
 
-def take_new(scaler: LossScaler, masters: Iterable[Master], direct: Iterable[torch.Tensor], aside: Aside) -> bool:
+def take_new(
+    scaler: LossScaler,
+    masters: Iterable[Master],
+    direct: Iterable[torch.Tensor],
+    aside: Aside,
+    scale: torch.Tensor | None = None,
+) -> bool:
     """Unscale the new gradients, note overflows on ``scaler``, and add them to the accumulated ones. No host sync.
+
+    Args:
+        scaler: The scaler of their loss.
+        masters: Masters whose half tensors they belong to.
+        direct: Other parameters that they belong to.
+        aside: What :func:`put_aside` returned.
+        scale: What they are scaled by; None for the scaler's current scale.
 
     Returns:
         Whether there was any new gradient.
@@ -82,11 +95,11 @@ def take_new(scaler: LossScaler, masters: Iterable[Master], direct: Iterable[tor
         seen = bool(fresh)
         for chunk in _chunks(masters):
             wide = _to_float32(chunk, fresh)
-            scaler.unscale_(fresh)
+            scaler.unscale_(fresh, scale)
             _fold(chunk, wide)
             seen, fresh = True, []
             del wide  # before the next chunk is made
-        scaler.unscale_(fresh)
+        scaler.unscale_(fresh, scale)
         give_back(aside, add=True)
     return seen
 

@@ -17,7 +17,7 @@ import torch
 
 from ampcompat._log import say
 from ampcompat.amp import amp_model, master_index
-from ampcompat.amp.cast_tree import cast_tree
+from ampcompat.amp.cast_tree import cast_tree, tensors_in
 from ampcompat.amp.casts import OFF, Casts
 from ampcompat.amp.policy import ModelPolicy, live_models
 from ampcompat.amp.properties import HALF_DTYPES
@@ -56,18 +56,6 @@ class BorderPolicy(ModelPolicy):
     def stamp(self, model: torch.nn.Module) -> tuple[Casts | None, str]:
         """A replica decides as its module does."""
         return None, ""
-
-
-def tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
 
 
 def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Module]:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ampcompat.amp import misuse, overflow
+from ampcompat.amp.accumulation import begin_block, end_block, finish_delayed
 from ampcompat.amp.casts import casts_off
 from ampcompat.amp.closure import step_with_closure
-from ampcompat.amp.gradients import give_back, put_aside, take_new, take_unscaled
+from ampcompat.amp.gradients import take_unscaled
 from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import Master, push_all, reconcile
 from ampcompat.amp.observers import notify
@@ -27,18 +28,36 @@ if TYPE_CHECKING:
 
 def attach(optimizer: Any, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands."""
-    fresh = "_amp_stash" not in vars(optimizer)
     stash = AmpOptimizerState(optimizer, session)
     adopt_masters(optimizer, session)
     match_state(optimizer)
     stash.parts(optimizer)
     optimizer._amp_stash = stash
-    if fresh:
+    if "_amp_lazy_init" not in vars(optimizer):
+        for name, action in _LEGACY_METHODS.items():
+            setattr(optimizer, name, types.MethodType(action, optimizer))
+    if not getattr(optimizer, "_amp_wrapped", False):
+        optimizer._amp_wrapped = True
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
             original = getattr(optimizer, name)
             setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
-        for name, action in _LEGACY_METHODS.items():
-            setattr(optimizer, name, types.MethodType(action, optimizer))
+
+
+def detach(optimizer: Any) -> None:
+    """Undo :func:`attach`: ``optimizer`` holds the model's own tensors and is a plain one.
+
+    The wrappers of its methods stay, and pass on: LR schedulers have taken note of them. Gradients that are still
+    scaled are cleared.
+    """
+    stash: AmpOptimizerState = optimizer._amp_stash
+    masters, direct = stash.parts(optimizer)
+    if stash.waiting is not None:
+        for param in (*(master.half for master in masters), *direct):
+            param.grad = None
+    adopt_masters(optimizer)
+    match_state(optimizer)
+    for name in ("_amp_stash", *_LEGACY_METHODS):
+        vars(optimizer).pop(name, None)
 
 
 def remember(optimizer: Any) -> tuple[Any, ...]:
@@ -63,7 +82,9 @@ def put_back(before: tuple[Any, ...]) -> None:
 def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(getattr(original, "__func__", original))
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self, original, *args, **kwargs)
+        if "_amp_stash" in self.__dict__:
+            return method(self, original, *args, **kwargs)
+        return original(*args, **kwargs)
 
     return wrapper
 
@@ -120,67 +141,6 @@ def free_gradients(optimizer: Any, stash: AmpOptimizerState) -> None:
         master.half.grad = master.value.grad = None
 
 
-def begin_block(optimizer: Any) -> None:
-    """Entry of a ``scale_loss`` block (apex: ``_prepare_amp_backward``)."""
-    stash: AmpOptimizerState = optimizer._amp_stash
-    masters, direct = stash.parts(optimizer)
-    if stash.stepped:
-        # A step consumes master gradients: model.zero_grad() and p.grad = None do not reach them.
-        for master in masters:
-            master.value.grad = None
-        stash.stepped = False
-    if stash.gradients_are_local:
-        pass  # DDP averages what lies in ``param.grad`` when its backward pass comes
-    elif stash.params_have_scaled_gradients:
-        stash.delayed_aside = put_aside([], [*(m.half for m in masters), *direct])
-    else:
-        stash.aside = put_aside(masters, direct)
-
-
-def rejoin_delayed(stash: AmpOptimizerState) -> None:
-    """Add the gradients of a block to the scaled ones that earlier ``delay_unscale`` blocks left."""
-    give_back(stash.delayed_aside, add=True)
-    stash.delayed_aside = []
-
-
-def end_block(optimizer: Any, scaler: LossScaler, done: set[int] | None = None) -> bool:
-    """Exit of a ``scale_loss`` block that unscales (apex: ``_post_amp_backward``).
-
-    Args:
-        optimizer: An optimizer under amp.
-        scaler: The block's scaler.
-        done: ids of the tensors that another optimizer of the block has seen to; those of this one are added.
-
-    Returns:
-        Whether the block gave ``optimizer`` any gradient that is not in ``done``.
-    """
-    stash: AmpOptimizerState = optimizer._amp_stash
-    rejoin_delayed(stash)
-    masters, direct = stash.parts(optimizer)
-    follow_replacements(masters)
-    if done is not None:
-        masters = [m for m in masters if id(m.value) not in done]
-        direct = [p for p in direct if id(p) not in done]
-        done.update(id(m.value) for m in masters)
-        done.update(id(p) for p in direct)
-    seen = take_new(scaler, masters, direct, stash.aside)
-    stash.aside = []
-    stash.params_have_scaled_gradients = stash.gradients_are_local = False
-    stash.blocks += 1
-    stash.seen = misuse.watch(masters)
-    return seen
-
-
-def finish_delayed(optimizer: Any, stash: AmpOptimizerState) -> None:
-    """Gradients are still scaled (``delay_unscale=True`` in the last block) and about to be used: unscale them."""
-    if stash.params_have_scaled_gradients and stash.delayed_scaler is not None:
-        scaler = stash.delayed_scaler
-        stash.blocks_with_gradients += end_block(optimizer, scaler)
-        found = scaler.end_backward_pass()
-        if found is not None:
-            stash.overflows.append((scaler, found))
-
-
 def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
@@ -188,8 +148,7 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
     original(*args, **kwargs)
     for master in masters:
         master.half.grad = None
-    stash.params_have_scaled_gradients = stash.gradients_are_local = False
-    stash.aside, stash.delayed_aside = [], []  # inside a block, what it had put aside is cleared as well
+    stash.forget_scaled()  # inside a block, what it had put aside is cleared as well
     stash.seen = []
 
 
@@ -230,4 +189,4 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
 }
 
 #: Instance attributes that :func:`attach` sets.
-_OWN = ("_amp_stash", "step", "zero_grad", "add_param_group", *_LEGACY_METHODS)
+_OWN = ("_amp_stash", "_amp_wrapped", "step", "zero_grad", "add_param_group", *_LEGACY_METHODS)

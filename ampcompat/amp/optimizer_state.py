@@ -17,6 +17,25 @@ if TYPE_CHECKING:
     from ampcompat.amp.session import Session
 
 
+class Waiting:
+    """Scaled gradients that wait in ``param.grad``, and what they are scaled by.
+
+    Args:
+        scalers: Scalers whose losses they stem from (a dict, for its order).
+        scaler: The last of these.
+        scale: Its scale when it scaled them (0-dim float32).
+    """
+
+    def __init__(self, scalers: dict[LossScaler, None], scaler: LossScaler, scale: torch.Tensor) -> None:
+        self.scalers, self.scaler, self.scale = scalers, scaler, scale.clone()
+        self._seen = scale, scale._version
+
+    def fits(self, scaler: LossScaler) -> bool:
+        """Whether a loss that ``scaler`` scales now may be added to them. No host sync."""
+        scale, version = self._seen
+        return scaler is self.scaler and scaler._scale is scale and scale._version == version
+
+
 class AmpOptimizerState:
     """Masters and gradients of one optimizer between blocks and steps.
 
@@ -25,7 +44,6 @@ class AmpOptimizerState:
     Attributes:
         lazy_init_called: Always True: masters exist from ``initialize`` on.
         already_patched: Whether the next step will be skipped, as far as the host knows.
-        params_have_scaled_gradients: A ``delay_unscale`` block left scaled gradients behind.
         session: The ``initialize`` call that the optimizer belongs to.
         overflows: Overflow flags noted since the last step, each with its scaler (0-dim, on the device).
         reports: By step that the device decided, on their way to the host: each flag, with the scale then in force.
@@ -35,15 +53,16 @@ class AmpOptimizerState:
     def __init__(self, optimizer: Any, session: Session) -> None:
         self.lazy_init_called = True
         self.already_patched = False
-        self.params_have_scaled_gradients = False
         self.session = session
         self.groups: list[Any] = optimizer.param_groups
         self.overflows: list[tuple[LossScaler, torch.Tensor]] = []
         self.reports: list[list[tuple[LossScaler, HostCopy]]] = []
         self.skipped: bool | None = False
         self.aside: Aside = []  # unscaled gradients of before the block
+        self.waiting: Waiting | None = None  # scaled ones that earlier blocks left
+        self.delayed_aside: Aside = []  # these, during a block
         self.gradients_are_local = False  # the scaled ones stem from DDP's no_sync
-        self.delayed_aside: Aside = []  # scaled ones, of delay_unscale blocks
+        self.local: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []  # these, with versions, during a block
         self.in_block = False
         self.blocks = self.blocks_with_gradients = 0  # since the last step
         self.stepped = False  # since the last block
@@ -51,7 +70,16 @@ class AmpOptimizerState:
         self._signature: Any = None
         self._masters: list[Master] = []
         self._direct: list[torch.Tensor] = []
-        self.delayed_scaler: LossScaler | None = None
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether a ``delay_unscale`` block left scaled gradients behind."""
+        return self.waiting is not None
+
+    def forget_scaled(self) -> None:
+        """There are no scaled gradients any more, nor any that a block has put aside."""
+        self.waiting, self.gradients_are_local = None, False
+        self.aside, self.delayed_aside, self.local = [], [], []
 
     def end_step(self) -> None:
         """A step was made or skipped: what the next one needs starts anew."""
@@ -75,7 +103,7 @@ class AmpOptimizerState:
 
     def hand_out_masters(self, optimizer: Any) -> None:
         """Masters are asked for where there is no gradient to clip: to be written (``master params`` of a file)."""
-        if self.in_block or self.blocks or self.params_have_scaled_gradients:
+        if self.in_block or self.blocks or self.waiting is not None:
             return
         for master in self.parts(optimizer)[0]:
             if master.moved():
@@ -128,8 +156,10 @@ class AmpOptimizerState:
         return self._by_group("float32")
 
 
-def adopt_masters(optimizer: Any, session: Session) -> None:
+def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
     """Bring the params in ``optimizer``'s groups in line with the model: masters where it has half weights.
+
+    With no ``session`` they are the model's own tensors.
 
     The groups and their lists keep their identity, and state that exists for a parameter is carried over to its master
     (or back, where an earlier call had masters and this one has none).
@@ -168,13 +198,13 @@ def _is_like(value: Any, param: torch.Tensor) -> bool:
     return is_state and value.dtype != param.dtype
 
 
-def _stand_in(param: torch.Tensor, session: Session) -> torch.Tensor:
+def _stand_in(param: torch.Tensor, session: Session | None) -> torch.Tensor:
     master = master_of_value(param)
     if master is not None:
         if master.half.dtype == torch.float32:  # an earlier call's master of a weight that is float32 again
             return master.half
-        return param if session.properties.master_weights else master.half
-    if not session.properties.master_weights or param.dtype not in HALF_DTYPES:
+        return param if session is not None and session.properties.master_weights else master.half
+    if session is None or not session.properties.master_weights or param.dtype not in HALF_DTYPES:
         return param
     master = master_of_half(param)
     if master is None:

@@ -34,7 +34,7 @@ def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> b
         flags = [found.to(device, non_blocking=True) for _, found in noted]
         optimizer.grad_scale = None
         optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
-        copies = [(scaler, _torch.HostCopy([found, scaler.scale_on(found.device)])) for scaler, found in noted]
+        copies = [(scaler, _torch.HostCopy([found, scaler.scale_to_say(found.device)])) for scaler, found in noted]
         stash.reports.append(copies)
         stash.skipped = None
         return False
@@ -87,7 +87,7 @@ def _say_which(noted: Noted) -> bool:
     for entries in by_device.values():
         flags = torch.stack([found for _, found in entries]).tolist() if len(entries) > 1 else [entries[0][1].item()]
         overflowed += [scaler for (scaler, _), flag in zip(entries, flags, strict=True) if flag]
-    _announce([(scaler, scaler.loss_scale()) for scaler in overflowed])
+    _announce([(scaler, scaler.scale_to_say(torch.device("cpu")).item()) for scaler in overflowed])
     return bool(overflowed)
 
 

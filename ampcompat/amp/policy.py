@@ -13,7 +13,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import master_index, stray_weights
-from ampcompat.amp.cast_tree import cast_tree
+from ampcompat.amp.cast_tree import cast_tree, tensors_in
 from ampcompat.amp.casts import OFF, Casts, ForwardCasts, cast_state, casts_for_forward, set_ambient
 from ampcompat.amp.observers import notify
 
@@ -99,14 +99,22 @@ class ModelPolicy:
         # state. A user's region is recognised by not being the ambient casts.
         if self.input_dtype is not None:
             args, kwargs = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
-        device_type = next(iter(model.parameters())).device.type
-        now = torch.is_autocast_enabled(device_type)
-        if now == self.casts.enabled or now != cast_state().ambient.enabled:
-            output = forward(*args, **kwargs)
-        else:
-            with torch.autocast(device_type, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
-                output = forward(*args, **kwargs)
+        # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
+        device_types = cast_state().device_types or tuple({t.device.type: None for t in tensors_in((args, kwargs))})
+        output = self._in_graph(device_types, forward, args, kwargs)
         return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
+
+    def _in_graph(self, device_types: tuple[str, ...], forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """``forward`` with this policy's casts on ``device_types``, wherever the ambient casts are in force now."""
+        if not device_types:
+            return forward(*args, **kwargs)
+        first, others = device_types[0], device_types[1:]
+        now = Casts(torch.is_autocast_enabled(first), torch.get_autocast_dtype(first))
+        ambient = cast_state().ambient if first in cast_state().device_types else OFF
+        if not now.same_as(ambient) or now.same_as(self.casts):
+            return self._in_graph(others, forward, args, kwargs)
+        with torch.autocast(first, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
+            return self._in_graph(others, forward, args, kwargs)
 
     def stamp(self, model: torch.nn.Module) -> tuple[Casts | None, str]:
         """What a DataParallel replica made in this thread runs with in its own thread."""

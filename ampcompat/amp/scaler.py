@@ -61,6 +61,7 @@ class LossScaler(torch.amp.GradScaler):
         self._found_inf: dict[torch.device, torch.Tensor] = {}
         self._last_found: torch.Tensor | None = None
         self._uncounted: torch.Tensor | None = None  # overflow that skipped a step and has not moved the scale yet
+        self.open_blocks = 0  # they hold the scale tensor of their entry: it is not written while there are any
 
     # -- what legacy code reads and writes ---------------------------------------------------------------------------
     def loss_scale(self) -> float:
@@ -73,6 +74,13 @@ class LossScaler(torch.amp.GradScaler):
             return torch.full((), self._init_scale, device=device)
         return self._scale.to(device, non_blocking=True)
 
+    def scale_to_say(self, device: torch.device) -> torch.Tensor:
+        """As :meth:`scale_on`, after the back-off that a ``delay_overflow_check`` block has put off."""
+        scale = self.scale_on(device)
+        if self._uncounted is None:
+            return scale
+        return (scale * self._backoff_factor).clamp(min=self._floor)
+
     @property
     def _loss_scale(self) -> float:
         return self.get_scale()
@@ -82,7 +90,7 @@ class LossScaler(torch.amp.GradScaler):
         if self._scale is None:
             self._init_scale = float(value)
         else:
-            self._scale.fill_(float(value))
+            self._own_scale(self._scale).fill_(float(value))
 
     @property
     def _unskipped(self) -> int:
@@ -124,12 +132,13 @@ class LossScaler(torch.amp.GradScaler):
         self._has_overflow, self._uncounted = False, None
         self._found_inf.clear()
 
-    def unscale_(self, grads: Any, *_: Any) -> None:
+    def unscale_(self, grads: Any, scale: torch.Tensor | None = None) -> None:
         """Multiply the gradient tensors in place by 1 / scale and note any inf or NaN; no host sync.
 
         Args:
             grads: List of dense tensors of any device and floating dtype, empty included. An optimizer, as
                 ``GradScaler.unscale_`` takes it, works too.
+            scale: What they were scaled by (0-dim float32), where that may not be the current scale.
         """
         if hasattr(grads, "param_groups"):
             grads = [p.grad for group in grads.param_groups for p in group["params"] if p.grad is not None]
@@ -143,11 +152,10 @@ class LossScaler(torch.amp.GradScaler):
             found = self._found_inf.get(device)
             if found is None:
                 found = self._found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
-            _torch.unscale_and_check_(bucket, found, self._inverse(device))
+            _torch.unscale_and_check_(bucket, found, self._inverse(device, self._scale if scale is None else scale))
 
-    def _inverse(self, device: torch.device) -> torch.Tensor:
-        scale: torch.Tensor = self._scale  # type: ignore[assignment]
-        scale = scale.to(device=device, non_blocking=True)
+    def _inverse(self, device: torch.device, scale: torch.Tensor | None) -> torch.Tensor:
+        scale = scale.to(device=device, non_blocking=True)  # type: ignore[union-attr] # unscale_ has made it
         # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
         return scale.new_ones(()).div_(scale)
 
@@ -172,13 +180,23 @@ class LossScaler(torch.amp.GradScaler):
         if self._uncounted is not None:
             counted = torch.maximum(found, self._uncounted.to(scale.device, non_blocking=True))
             self._uncounted = None
-        self._scale = self._moved(scale, tracker, counted)
+        self._scale = self._moved(self._own_scale(scale), tracker, counted)
         self._last_found = found
         return found
 
+    @property
+    def _floor(self) -> float:
+        return FLOOR if self._min_loss_scale is None else self._min_loss_scale
+
+    def _own_scale(self, scale: torch.Tensor) -> torch.Tensor:
+        """``scale``, or a copy in its place: open blocks unscale by what they scaled by, wherever the scale goes."""
+        if self.open_blocks:
+            scale = self._scale = scale.clone()
+        return scale
+
     def _moved(self, scale: torch.Tensor, tracker: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """The scale after a backward pass, clamped where it moved. In host memory the bounds take no op."""
-        cap, floor = self._max_loss_scale, FLOOR if self._min_loss_scale is None else self._min_loss_scale
+        cap, floor = self._max_loss_scale, self._floor
         how = (self._growth_factor, self._backoff_factor, self._growth_interval)
         known = _torch.host_value(scale)
         if known is not None:
@@ -201,6 +219,10 @@ class LossScaler(torch.amp.GradScaler):
             earlier = self._uncounted
             self._uncounted = found if earlier is None else torch.maximum(found, earlier.to(found.device))
         return found
+
+    def note(self, found: torch.Tensor) -> None:
+        """Count the overflow flag of another scaler's pass in the next :meth:`end_backward_pass`."""
+        self._found_inf[found.device] = found.clone()
 
     def _take_found(self) -> torch.Tensor | None:
         founds = list(self._found_inf.values())

@@ -108,6 +108,55 @@ def test_compiled_before_initialize():
     assert len(grads) == len(list(model.parameters()))
 
 
+class Counting(nn.Module):
+    """A list of layers, and a number that each forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.calls = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)]), 0
+
+    def forward(self, x):
+        self.calls += 1
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class BuffersOnly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("basis", torch.eye(8))
+
+    def forward(self, x):
+        return torch.mm(x, self.basis)
+
+
+class NoTensors(nn.Module):
+    def forward(self, x):
+        return torch.mm(x, x.t())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("kind", [Counting, BuffersOnly, NoTensors])
+def test_models_with_lists_without_parameters_and_without_tensors(kind, level):
+    torch._dynamo.reset()
+    model = initialize(kind(), opt_level=level, verbosity=0)
+    x = torch.randn(2, 8)
+    want, got = model(x), torch.compile(model, backend="aot_eager", fullgraph=True)(x)
+    assert got.dtype == want.dtype == (torch.float16 if level == "O1" else torch.float32)
+    assert torch.equal(got, want)
+
+
+def test_each_compiled_model_keeps_its_own_half():
+    torch._dynamo.reset()
+    (first, second), x = (MLP(), MLP()), torch.randn(2, 8)
+    first = initialize(first, opt_level="O1", verbosity=0)
+    second = initialize(second, opt_level="O4", verbosity=0)
+    for model, half in ((first, torch.float16), (second, torch.bfloat16)):
+        assert model(x).dtype == half
+        assert torch.compile(model, backend="aot_eager", fullgraph=True)(x).dtype == half
+
+
 @pytest.mark.divergence("compiled-casts-torch24")
 def test_compiled_code_notices_a_users_region():
     torch._dynamo.reset()

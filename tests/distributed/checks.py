@@ -189,6 +189,100 @@ def accumulation_with_no_sync(level: str) -> None:
         everything_is_equal(model, optimizer)
 
 
+def two_losses(level: str) -> Any:
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, num_losses=2, verbosity=0)
+    if level in ("O1", "O2"):
+        amp._amp_state.loss_scalers[1]._loss_scale = 2.0**12
+    return model, optimizer, DistributedDataParallel(model)
+
+
+def part_of_a_loss(run: Any, at: int, rank: int | None = None) -> torch.Tensor:
+    return run(batch(at, rank)).float().pow(2).mean().div(64)
+
+
+def several_losses_with_no_sync(level: str) -> None:
+    """Each loss with a scaler of its own, the scale moved in between: averaged like one."""
+    model, optimizer, run = two_losses(level)
+    plain = copy.deepcopy(model)
+    with run.no_sync():
+        for loss_id in (0, 1, 0):
+            with amp.scale_loss(part_of_a_loss(run, loss_id), optimizer, loss_id=loss_id) as scaled:
+                scaled.backward()
+            if level in ("O1", "O2"):
+                amp._amp_state.loss_scalers[loss_id]._loss_scale = 2.0 ** (13 + loss_id)
+    with amp.scale_loss(part_of_a_loss(run, 2), optimizer, loss_id=1) as scaled:
+        scaled.backward()
+    grads = [p.grad.detach().float().clone() for p in amp.master_params(optimizer)]
+    equal_on_ranks(grads)
+    plain.zero_grad()
+    for rank in range(dist.get_world_size()):
+        for at in (0, 1, 0, 2):
+            part_of_a_loss(plain, at, rank).div(dist.get_world_size()).backward()
+    for got, param in zip(grads, plain.parameters(), strict=True):
+        # Half gradients are accumulated and averaged in half, in another order.
+        loose = {"O0": 1e-6, "O4": 3e-2, "O5": 3e-2}.get(level, 1e-2)
+        torch.testing.assert_close(got, param.grad.float(), rtol=loose, atol=loose * got.abs().max().item())
+    optimizer.step()
+    everything_is_equal(model, optimizer)
+
+
+def overflow_of_one_of_several_losses_with_no_sync(level: str) -> None:
+    """Which loss it was is known on one rank at most: all ranks skip, and every scaler of the step backs off."""
+    model, optimizer, run = two_losses(level)
+    with run.no_sync():
+        loss = part_of_a_loss(run, 0) * (float("inf") if dist.get_rank() == 1 else 1.0)
+        with amp.scale_loss(loss, optimizer, loss_id=0) as scaled:
+            scaled.backward()
+    with amp.scale_loss(part_of_a_loss(run, 1), optimizer, loss_id=1) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    everything_is_equal(model, optimizer)
+    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [2.0**15, 2.0**11]
+
+
+def a_block_that_raises_after_no_sync(level: str) -> None:
+    class Stop(Exception):
+        pass
+
+    model, optimizer, run = two_losses(level)
+
+    def accumulated(fail: str) -> list[torch.Tensor]:
+        optimizer.zero_grad()
+        with run.no_sync(), amp.scale_loss(part_of_a_loss(run, 0), optimizer) as scaled:
+            scaled.backward()
+        if fail:
+            try:
+                with amp.scale_loss(part_of_a_loss(run, 1), optimizer) as scaled:
+                    if fail == "after":
+                        scaled.backward()
+                    raise Stop
+            except Stop:
+                pass
+        if fail == "after":
+            assert all(p.grad is None for p in model.parameters())
+            with run.no_sync(), amp.scale_loss(part_of_a_loss(run, 0), optimizer) as scaled:
+                scaled.backward()
+        with amp.scale_loss(part_of_a_loss(run, 2), optimizer) as scaled:
+            scaled.backward()
+        return [p.grad.detach().clone() for p in amp.master_params(optimizer)]
+
+    accumulated("")  # DDP lays its buckets out anew after its first backward, and gloo sums in bucket order
+    want = accumulated("")
+    for fail in ("before", "after"):
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            got = accumulated(fail)
+        told = ["gradients of DDP's no_sync() were waiting" in str(w.message) for w in warned]
+        assert any(told) is (fail == "after"), [str(w.message) for w in warned]
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), fail
+    optimizer.step()
+    everything_is_equal(model, optimizer)
+
+
 def gradient_as_bucket_view(level: str) -> None:
     results = []
     for view in (False, True):
@@ -321,6 +415,9 @@ CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
     (the_projects_own_wrapper, LEVELS),
     (sync_batch_norm, ["O0", "O1", "O2", "O5"]),
     (accumulation_with_no_sync, LEVELS),
+    (several_losses_with_no_sync, LEVELS),
+    (overflow_of_one_of_several_losses_with_no_sync, ["O1", "O2"]),
+    (a_block_that_raises_after_no_sync, ["O1", "O2"]),
     (gradient_as_bucket_view, LEVELS),
     (resume, LEVELS),
     (o0_is_plain_ddp, ["O0"]),

@@ -1,0 +1,210 @@
+"""``delay_unscale`` and ``delay_overflow_check``: scaled gradients that wait while the scale may move."""
+
+import pytest
+import torch
+from core_kit import backward, loss_of, net, same, sgd, start
+
+from ampcompat import amp
+from ampcompat.amp.scaler import LossScaler
+
+INF = float("inf")
+
+
+def grads(optimizer):
+    return [p.grad.clone() for p in amp.master_params(optimizer)]
+
+
+def summed(level, *seeds):
+    """The sum of the unscaled gradients of one block each."""
+    parts = []
+    for seed in seeds:
+        model, optimizer = start(level, loss_scale=2.0**12)
+        backward(model, optimizer, seed)
+        parts.append(grads(optimizer))
+    return [sum(column[1:], column[0]) for column in zip(*parts, strict=True)]
+
+
+def assert_close(level, got, want):
+    for one, other in zip(got, want, strict=True):
+        if level == "O1":  # float32 gradients times powers of two; sums of three in either order
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+        else:  # half gradients: their sum rounds once more than the float32 one
+            torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)
+
+
+def overflow_elsewhere(scaler, second):
+    backward(*second, times=INF)
+    second[1].step()
+
+
+def growth_elsewhere(scaler, second):
+    scaler._unskipped = 1999
+    backward(*second)
+
+
+def written(scaler, second):
+    scaler._loss_scale = 2.0**9
+
+
+def loaded(scaler, second):
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 7}})
+
+
+def replaced(scaler, second):
+    amp._amp_state.loss_scalers[0] = LossScaler(2.0**11)
+
+
+def unmoved(scaler, second):
+    pass
+
+
+MOVES = [overflow_elsewhere, growth_elsewhere, written, loaded, replaced, unmoved]
+
+
+def waiting(level, move):
+    """An optimizer with the scaled gradients of one delayed block, after which ``move`` moved the scale."""
+    models = [net(0), net(1)]
+    models, optimizers = amp.initialize(models, [sgd(m) for m in models], opt_level=level, loss_scale=None, verbosity=0)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = 2.0**12
+    backward(models[0], optimizers[0], 1, delay_unscale=True)
+    move(scaler, (models[1], optimizers[1]))
+    return models[0], optimizers[0]
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_last_block_gives_true_gradients_wherever_the_scale_went(level, move):
+    model, optimizer = waiting(level, move)
+    backward(model, optimizer, 2)
+    assert_close(level, grads(optimizer), summed(level, 1, 2))
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_second_delayed_block_too(level, move):
+    model, optimizer = waiting(level, move)
+    backward(model, optimizer, 2, delay_unscale=True)
+    assert optimizer._amp_stash.params_have_scaled_gradients
+    backward(model, optimizer, 3)
+    assert_close(level, grads(optimizer), summed(level, 1, 2, 3))
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_the_step_unscales_with_the_scale_of_the_delayed_block(level, move):
+    model, optimizer = waiting(level, move)
+    optimizer.step()
+    want, want_optimizer = start(level, model=net(0), loss_scale=2.0**12)
+    backward(want, want_optimizer, 1)
+    want_optimizer.step()
+    assert same(list(amp.master_params(optimizer)), list(amp.master_params(want_optimizer)))
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_in_the_delayed_block_still_skips(level, move, capsys):
+    models = [net(0), net(1)]
+    models, optimizers = amp.initialize(models, [sgd(m) for m in models], opt_level=level, verbosity=0)
+    scaler = amp._amp_state.loss_scalers[0]
+    backward(models[0], optimizers[0], 1, times=INF, delay_unscale=True)
+    move(scaler, (models[1], optimizers[1]))
+    capsys.readouterr()
+    backward(models[0], optimizers[0], 2)
+    before = [p.detach().clone() for p in amp.master_params(optimizers[0])]
+    optimizers[0].step()
+    assert amp.step_was_skipped(optimizers[0])
+    assert same(before, [p.detach() for p in amp.master_params(optimizers[0])])
+    assert capsys.readouterr().out.startswith("Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to")
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_accumulation_is_one_backward_pass_of_the_scaler(level):
+    model, optimizer = waiting(level, written)
+    backward(model, optimizer, 2, delay_unscale=True)
+    backward(model, optimizer, 3)
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**9, "unskipped": 1}}
+    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**30  # the delayed loss overflows in half
+    if level == "O2":
+        backward(model, optimizer, 2, times=1e3, delay_unscale=True)
+        amp._amp_state.loss_scalers[0]._loss_scale = 2.0**8
+        backward(model, optimizer, 3)
+        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**7, "unskipped": 0}}
+
+
+def test_a_delayed_overflow_check_says_the_scale_that_will_be(capsys):
+    model, optimizer = start("O2")
+    backward(model, optimizer, 1, times=INF, delay_overflow_check=True)
+    optimizer.step()
+    said = capsys.readouterr().out
+    optimizer.zero_grad()
+    backward(model, optimizer, 2)
+    scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
+    assert scale == 2.0**15
+    assert said == f"Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to {scale}\n"
+
+
+def test_so_it_does_where_the_optimizer_skips_on_the_device(capsys):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", min_loss_scale=2.0**15.5, verbosity=0)
+    backward(model, optimizer, 1, times=INF, delay_overflow_check=True)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    scale = float(torch.tensor(2.0**15.5))  # the floor, as float32 holds it
+    said = capsys.readouterr().out
+    assert said == f"Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to {scale}\n"
+    backward(model, optimizer, 2)
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
+
+
+def test_the_loss_of_a_block_is_the_scale_in_force():
+    model, optimizer = waiting("O2", written)
+    with amp.scale_loss(loss := loss_of(model).detach(), optimizer) as scaled:
+        assert scaled.item() == loss.item() * 2.0**9
+
+
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_unscales_by_what_it_scaled_by_wherever_the_scale_went_inside(level, move):
+    models = [net(0), net(1)]
+    models, optimizers = amp.initialize(models, [sgd(m) for m in models], opt_level=level, verbosity=0)
+    scaler = amp._amp_state.loss_scalers[0]
+    scaler._loss_scale = 2.0**12
+    for delay in (True, False):
+        with amp.scale_loss(loss_of(models[0], 1), optimizers[0], delay_unscale=delay) as scaled:
+            move(scaler, (models[1], optimizers[1]))
+            scaled.backward()
+    assert_close(level, grads(optimizers[0]), summed(level, 1, 1))
+    assert scaler.open_blocks == 0
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_two_optimizers_that_share_a_param_and_wait_are_unscaled_once(level):
+    model = net()
+    optimizers = [sgd(model), sgd(model)]
+    model, optimizers = amp.initialize(model, optimizers, opt_level=level, verbosity=0)
+    with amp.scale_loss(loss_of(model, 1), optimizers, delay_unscale=True) as scaled:
+        scaled.backward()
+    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**10
+    with amp.scale_loss(loss_of(model, 2), optimizers) as scaled:
+        scaled.backward()
+    assert_close(level, grads(optimizers[0]), summed(level, 1, 2))
+
+
+def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():
+    model, optimizer = start("O2")
+    backward(model, optimizer, 1)
+    accumulated = grads(optimizer)
+
+    class Unwilling(torch.Tensor):
+        def float(self, *args, **kwargs):
+            raise MemoryError
+
+    with pytest.raises(MemoryError), amp.scale_loss(Unwilling(), optimizer):
+        pass
+    assert same(grads(optimizer), accumulated)
+    backward(model, optimizer, 2)
+    assert_close("O2", grads(optimizer), summed("O2", 1, 2))
