@@ -94,6 +94,7 @@ def trained(make, level):
     return losses
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")  # torch's layer, at O1
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize(
     ("cls", "plain"),
@@ -107,8 +108,9 @@ def trained(make, level):
 def test_they_train_as_torchs_layers_at_every_level(cls, plain, level):
     ours, torchs = trained(cls, level), trained(plain, level)
     assert ours[-1] < ours[0]
-    # The same kernel, hence the same bits, but for RMS norm in half: torch 2.4 has no kernel and rounds its mean square.
-    exact = plain is nn.LayerNorm or level in ("O0", "O1")
+    # The same kernel, hence the same bits; but torch's RMS norm of half inputs rounds its mean square, depending on its
+    # version, and ours does not.
+    exact = plain is nn.LayerNorm or level == "O0"
     assert ours == (torchs if exact else pytest.approx(torchs, rel=0.03))
 
 
