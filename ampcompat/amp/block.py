@@ -157,7 +157,14 @@ def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
             f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={last + 1}) made scalers 0 to {last} -"
             + (f" pass num_losses={loss_id + 1} there." if larger else f" pass a loss_id from 0 to {last}.")
         )
-    return owner.scalers[loss_id]
+    scaler = owner.scalers[loss_id]
+    if not isinstance(scaler, LossScaler):
+        raise TypeError(
+            f"amp._amp_state.loss_scalers[{loss_id}] is {type(scaler).__name__} - a scaler has the scale of each loss -"
+            " put a amp.scaler.LossScaler there."
+        )
+    scaler.loss_id = loss_id  # it may have been put there by hand
+    return scaler
 
 
 def _enter(optimizers: Any, scaler: LossScaler) -> None:

@@ -162,8 +162,10 @@ class AmpOptimizerState:
         return self._by_group("float32")
 
 
-def adopt_masters(optimizer: Any, session: Session) -> None:
+def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
     """Bring the params in ``optimizer``'s groups in line with the model: masters where it has half weights.
+
+    With no ``session`` they are the model's own tensors.
 
     The groups and their lists keep their identity, and state that exists for a parameter is carried over to its master
     (or back, where an earlier call had masters and this one has none).
@@ -202,13 +204,13 @@ def _is_like(value: Any, param: torch.Tensor) -> bool:
     return is_state and value.dtype != param.dtype
 
 
-def _stand_in(param: torch.Tensor, session: Session) -> torch.Tensor:
+def _stand_in(param: torch.Tensor, session: Session | None) -> torch.Tensor:
     master = master_of_value(param)
     if master is not None:
         if master.half.dtype == torch.float32:  # an earlier call's master of a weight that is float32 again
             return master.half
-        return param if session.properties.master_weights else master.half
-    if not session.properties.master_weights or param.dtype not in HALF_DTYPES:
+        return param if session is not None and session.properties.master_weights else master.half
+    if session is None or not session.properties.master_weights or param.dtype not in HALF_DTYPES:
         return param
     master = master_of_half(param)
     if master is None:
