@@ -102,9 +102,15 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
         )
     if closure is not None:
         outside = save(cast_state().device_types)
-        result = run_uncast(step_with_closure, optimizer, original, closure, outside, **kwargs)
-    else:
-        result = run_uncast(_step_uncast, optimizer, original, stash, masters, direct, kwargs)
+        return run_uncast(step_with_closure, optimizer, original, closure, outside, **kwargs)
+    if stash.plain:
+        return run_uncast(_step_plain, optimizer, original, kwargs)
+    return run_uncast(_step_uncast, optimizer, original, stash, masters, direct, kwargs)
+
+
+def _step_plain(optimizer: Any, original: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    result = original(**kwargs)
+    notify("on_step", optimizer, False)
     return result
 
 

@@ -81,6 +81,12 @@ class AmpOptimizerState:
         self.waiting, self.gradients_are_local = None, False
         self.aside, self.delayed_aside, self.local = [], [], []
 
+    @property
+    def plain(self) -> bool:
+        """Whether a step without closure is the optimizer's own and nothing else: scale one for ever, no masters."""
+        pending = self._masters or self.overflows or self.reports or self.params_have_scaled_gradients
+        return not pending and self.session.plain
+
     def end_step(self, verdict: dict[str, Any]) -> None:
         """A step was made or skipped (``verdict``: from :func:`overflow.decide`): the next one starts anew."""
         vars(self).update({**verdict, "stepped": True, "blocks": 0, "blocks_with_gradients": 0, "seen": []})
