@@ -34,6 +34,9 @@ class AmpState:
         raise AttributeError(f"_amp_state has no attribute {name!r}; amp.initialize has not set it")
 
     def __setattr__(self, name: str, value: Any) -> None:
+        latest = state.rooms.get("latest session")
+        if name == "loss_scalers" and latest is not None and latest.enabled:
+            latest.replace_scalers(value)
         self._values()[name] = value
 
     def __delattr__(self, name: str) -> None:

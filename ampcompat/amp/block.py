@@ -55,14 +55,10 @@ def scale_loss(
     scaled ones of ``delay_unscale``. Half gradients that an earlier block has folded into the masters' are cleared, as
     at any entry. Gradients of DDP's ``no_sync`` are lost with a backward pass that fails after them: a warning says so.
     """
-    found = [optimizers] if is_optimizer(optimizers) else optimizers
-    if isinstance(found, (list, tuple)):
-        found = [_known(one) for one in found]
-    owner = _owner(found)
+    found, owner = _found(optimizers)
     if not owner.enabled:
         yield loss
         return
-    found = list({id(one): one for one in found}.values())
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
@@ -101,6 +97,18 @@ def scale_loss(
     if _leave(found, scaler, scale, delay_overflow_check) and not used:
         misuse.warn_of_unused_loss()
     notify("on_gradients", scaler, found)
+
+
+def _found(optimizers: Any) -> tuple[list[Any], session.Session]:
+    """The optimizers of a block, each once, and the ``initialize`` call that it belongs to."""
+    stash = getattr(optimizers, "_amp_stash", None)
+    if stash is not None and session.latest() is not None:  # the rule: one optimizer, and ours
+        return [optimizers], stash.session
+    found = [optimizers] if is_optimizer(optimizers) else optimizers
+    if isinstance(found, (list, tuple)):
+        found = [_known(one) for one in found]
+    owner = _owner(found)
+    return list({id(one): one for one in found}.values()) if owner.enabled else [], owner
 
 
 def _known(optimizer: Any) -> Any:
@@ -149,7 +157,14 @@ def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
             f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={last + 1}) made scalers 0 to {last} -"
             + (f" pass num_losses={loss_id + 1} there." if larger else f" pass a loss_id from 0 to {last}.")
         )
-    return owner.scalers[loss_id]
+    scaler = owner.scalers[loss_id]
+    if not isinstance(scaler, LossScaler):
+        raise TypeError(
+            f"amp._amp_state.loss_scalers[{loss_id}] is {type(scaler).__name__} - a scaler has the scale of each loss -"
+            " put a amp.scaler.LossScaler there."
+        )
+    scaler.loss_id = loss_id  # it may have been put there by hand
+    return scaler
 
 
 def _enter(optimizers: Any, scaler: LossScaler) -> None:

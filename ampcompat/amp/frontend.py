@@ -17,6 +17,7 @@ from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.cast_model import cast_weights
 from ampcompat.amp.casts import cast_state
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
+from ampcompat.amp.disable import take_out
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.policy import live_models
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
@@ -54,7 +55,9 @@ def initialize(
     Args:
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
         optimizers: An optimizer, a list of them (possibly empty), or None.
-        enabled: False makes this and every later call on these objects a no-op.
+        enabled: False leaves the objects as plain PyTorch has them, and makes every later call on them a no-op. Objects
+            that an earlier call had put under amp are taken out of it: float32 weights with the masters' values, and an
+            optimizer that steps them. (apex left the casts in place and stopped scaling.)
         opt_level: ``"O0"`` to ``"O3"`` as in apex, ``"O4"`` (O1 in bfloat16) or ``"O5"`` (O2 in bfloat16).
         cast_model_type: Dtype of weights and inputs; False for no cast.
         patch_torch_functions: Cast functions by lists (O1's own).
@@ -81,7 +84,7 @@ def initialize(
         ValueError: A flag, scale or count cannot be read. Nothing is changed by a call that raises.
     """
     if not enabled:
-        _disable(optimizers)
+        _disable(models, optimizers)
         return models if optimizers is None else (models, optimizers)
     properties, half = arguments.read_properties(
         opt_level,
@@ -170,12 +173,18 @@ def _show(values: dict[str, Any], session: Session | None) -> None:
     state.rooms["latest session"] = session
 
 
-def _disable(optimizers: Any) -> None:
+def _disable(models: Any, optimizers: Any) -> None:
     properties = Properties()
     session = Session(properties, torch.float16, None, [])
-    for one in arguments.as_optimizers(optimizers):
+    optimizer_list = arguments.as_optimizers(optimizers)
+    values: dict[str, Any] = {"opt_properties": properties, "loss_scalers": []}
+    with ExitStack() as undo:
+        if take_out(models, optimizer_list, undo):
+            values["handle"] = NoOpHandle()
+        undo.pop_all()
+    for one in optimizer_list:
         _torch.disabled_optimizers(state).add(one)
-    _show({"opt_properties": properties, "loss_scalers": []}, session)
+    _show(values, session)
 
 
 def _describe(properties: Properties) -> None:

@@ -28,18 +28,36 @@ if TYPE_CHECKING:
 
 def attach(optimizer: Any, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands."""
-    fresh = "_amp_stash" not in vars(optimizer)
     stash = AmpOptimizerState(optimizer, session)
     adopt_masters(optimizer, session)
     match_state(optimizer)
     stash.parts(optimizer)
     optimizer._amp_stash = stash
-    if fresh:
+    if "_amp_lazy_init" not in vars(optimizer):
+        for name, action in _LEGACY_METHODS.items():
+            setattr(optimizer, name, types.MethodType(action, optimizer))
+    if not getattr(optimizer, "_amp_wrapped", False):
+        optimizer._amp_wrapped = True
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
             original = getattr(optimizer, name)
             setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
-        for name, action in _LEGACY_METHODS.items():
-            setattr(optimizer, name, types.MethodType(action, optimizer))
+
+
+def detach(optimizer: Any) -> None:
+    """Undo :func:`attach`: ``optimizer`` holds the model's own tensors and is a plain one.
+
+    The wrappers of its methods stay, and pass on: LR schedulers have taken note of them. Gradients that are still
+    scaled are cleared.
+    """
+    stash: AmpOptimizerState = optimizer._amp_stash
+    masters, direct = stash.parts(optimizer)
+    if stash.waiting is not None:
+        for param in (*(master.half for master in masters), *direct):
+            param.grad = None
+    adopt_masters(optimizer)
+    match_state(optimizer)
+    for name in ("_amp_stash", *_LEGACY_METHODS):
+        vars(optimizer).pop(name, None)
 
 
 def remember(optimizer: Any) -> tuple[Any, ...]:
@@ -64,7 +82,9 @@ def put_back(before: tuple[Any, ...]) -> None:
 def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(getattr(original, "__func__", original))
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(self, original, *args, **kwargs)
+        if "_amp_stash" in self.__dict__:
+            return method(self, original, *args, **kwargs)
+        return original(*args, **kwargs)
 
     return wrapper
 
@@ -78,6 +98,11 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
             f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
             " returns the loss, or nothing."
         )
+    if closure is None and stash.plain:
+        with casts_off():
+            result = original(**kwargs)
+            notify("on_step", optimizer, False)
+            return result
     with casts_off() as outside:
         if closure is not None:
             result = step_with_closure(optimizer, original, closure, outside, **kwargs)
@@ -169,4 +194,4 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
 }
 
 #: Instance attributes that :func:`attach` sets.
-_OWN = ("_amp_stash", "step", "zero_grad", "add_param_group", *_LEGACY_METHODS)
+_OWN = ("_amp_stash", "_amp_wrapped", "step", "zero_grad", "add_param_group", *_LEGACY_METHODS)

@@ -81,6 +81,12 @@ class AmpOptimizerState:
         self.waiting, self.gradients_are_local = None, False
         self.aside, self.delayed_aside, self.local = [], [], []
 
+    @property
+    def plain(self) -> bool:
+        """Whether a step without closure is the optimizer's own and nothing else: scale one for ever, no masters."""
+        pending = self._masters or self.overflows or self.reports or self.params_have_scaled_gradients
+        return not pending and self.session.plain
+
     def end_step(self) -> None:
         """A step was made or skipped: what the next one needs starts anew."""
         self.stepped = True
@@ -156,8 +162,10 @@ class AmpOptimizerState:
         return self._by_group("float32")
 
 
-def adopt_masters(optimizer: Any, session: Session) -> None:
+def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
     """Bring the params in ``optimizer``'s groups in line with the model: masters where it has half weights.
+
+    With no ``session`` they are the model's own tensors.
 
     The groups and their lists keep their identity, and state that exists for a parameter is carried over to its master
     (or back, where an earlier call had masters and this one has none).
@@ -196,13 +204,13 @@ def _is_like(value: Any, param: torch.Tensor) -> bool:
     return is_state and value.dtype != param.dtype
 
 
-def _stand_in(param: torch.Tensor, session: Session) -> torch.Tensor:
+def _stand_in(param: torch.Tensor, session: Session | None) -> torch.Tensor:
     master = master_of_value(param)
     if master is not None:
         if master.half.dtype == torch.float32:  # an earlier call's master of a weight that is float32 again
             return master.half
-        return param if session.properties.master_weights else master.half
-    if not session.properties.master_weights or param.dtype not in HALF_DTYPES:
+        return param if session is not None and session.properties.master_weights else master.half
+    if session is None or not session.properties.master_weights or param.dtype not in HALF_DTYPES:
         return param
     master = master_of_half(param)
     if master is None:

@@ -58,6 +58,16 @@ class Session:
         """One more scaler like the first."""
         return LossScaler(self.properties.loss_scale, loss_id=len(self.scalers))
 
+    def replace_scalers(self, scalers: Any) -> None:
+        """Follow ``amp._amp_state.loss_scalers = [...]``."""
+        found = scalers if isinstance(scalers, list) else []
+        if not found or not all(isinstance(scaler, LossScaler) for scaler in found):
+            raise TypeError(
+                f"amp._amp_state.loss_scalers = {scalers!r} - it must be a list of amp.scaler.LossScaler - put"
+                " amp.scaler.LossScaler(scale) or LossScaler('dynamic') into it, one per loss."
+            )
+        self.scalers = found
+
     def home_of(self, param: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
         """The module that holds ``param``, and its name there."""
         for model in live_models():
@@ -83,13 +93,7 @@ class Session:
         if self.policy.casts.enabled:
             self.policy.casts = self.policy.casts._replace(enabled=False)
             casting_policies().discard(self.policy)
-        if not any(policy.casts.enabled for policy in casting_policies()):
-            casts.end_ambience()
-            choke_points.remove()
-            rules.release()
-            registry.deactivate()
-            if not any(getattr(model, "_amp_policy", self.policy).half for model in live_models()):
-                cpu_convolution.release()
+        release_casts()
 
     def undo_casts(self, ambient: Casts, device_types: Iterable[str]) -> None:
         """Undo :meth:`begin_casts`, done whole or in part, back to ``ambient`` on ``device_types``."""
@@ -116,6 +120,17 @@ def _make_casting_policies() -> weakref.WeakSet[ModelPolicy]:
 
     state.undo.callback(stop)
     return policies
+
+
+def release_casts() -> None:
+    """Take all patches off torch if nothing casts any more."""
+    if not any(policy.casts.enabled for policy in casting_policies()):
+        casts.end_ambience()
+        choke_points.remove()
+        rules.release()
+        registry.deactivate()
+        if not any(getattr(model, "_amp_policy", DISABLED.policy).half for model in live_models()):
+            cpu_convolution.release()
 
 
 def cover_device_types(device_types: Iterable[str]) -> None:

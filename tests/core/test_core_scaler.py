@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from core_kit import start, train
+from core_kit import Net, backward, start, train
 
 from ampcompat import amp
 from ampcompat.amp.scaler import FLOOR, LossScaler
@@ -181,3 +181,61 @@ def test_a_scaler_put_in_place_of_another_is_used():
     with amp.scale_loss(torch.ones(()), optimizer) as scaled:
         assert float(scaled) == 2.0**14
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**14
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_list_of_scalers_put_in_place_of_the_list_is_used(level, capsys):
+    model, optimizer = start(level, num_losses=2)
+    mine = [LossScaler(2**14), LossScaler("dynamic", init_scale=2.0**10)]
+    amp._amp_state.loss_scalers = mine
+    assert amp._amp_state.loss_scalers is mine
+    for loss_id, scale in ((0, 2.0**14), (1, 2.0**10)):
+        with amp.scale_loss(torch.ones(()), optimizer, loss_id=loss_id) as scaled:
+            assert float(scaled) == scale
+    assert [entry["loss_scale"] for entry in amp.state_dict().values()] == [2.0**14, 2.0**10]
+    backward(model, optimizer, 1, times=float("inf"), loss_id=1)
+    optimizer.step()
+    assert "loss scaler 1 reducing loss scale to 512.0" in capsys.readouterr().out
+
+
+def test_a_scaler_put_in_place_of_a_scale_of_one_scales():
+    model, optimizer = start("O0")
+    amp._amp_state.loss_scalers[0] = LossScaler(2.0**4)
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled:
+        assert float(scaled) == 2.0**4
+    amp._amp_state.loss_scalers = [LossScaler(2.0**5)]
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled:
+        assert float(scaled) == 2.0**5
+
+
+def test_a_call_before_the_latest_keeps_its_scalers():
+    _, first = start("O2", loss_scale=4.0)
+    start("O2", model=Net())
+    amp._amp_state.loss_scalers = [LossScaler(2.0**14)]
+    with amp.scale_loss(torch.ones(()), first) as scaled:
+        assert float(scaled) == 4.0
+
+
+@pytest.mark.parametrize("wrong", [None, 128.0, LossScaler(2.0), [], [2.0**14], [torch.amp.GradScaler("cpu")]])
+def test_what_is_no_list_of_scalers_is_refused(wrong):
+    start("O2")
+    before = amp._amp_state.loss_scalers
+    with pytest.raises(TypeError, match="loss_scalers = .* - .* list of amp.scaler.LossScaler - "):
+        amp._amp_state.loss_scalers = wrong
+    assert amp._amp_state.loss_scalers is before
+
+
+def test_an_entry_that_is_no_scaler_is_refused_by_the_block():
+    model, optimizer = start("O2")
+    amp._amp_state.loss_scalers[0] = 2.0**14
+    with pytest.raises(TypeError, match=r"loss_scalers\[0\] is float - .* - put a amp.scaler.LossScaler there"):
+        backward(model, optimizer)
+    amp._amp_state.loss_scalers[0] = LossScaler(2.0**14)
+    backward(model, optimizer)
+    optimizer.step()
+
+
+def test_scalers_written_before_initialize_do_no_harm():
+    amp._amp_state.loss_scalers = []  # as scripts that mock apex's state do
+    model, optimizer = start("O2")
+    assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [2.0**16]

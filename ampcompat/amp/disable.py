@@ -1,0 +1,50 @@
+"""``initialize(enabled=False)`` on objects that an earlier call had put under amp: the later call wins.
+
+They become what they would be had amp never been there: the user's class, float32 weights with the masters' values, an
+optimizer that holds the model's own parameters and steps them.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.amp import amp_model, keep_fp32, optimizer, session
+from ampcompat.amp.cast_model import cast_weights
+from ampcompat.amp.policy import live_models
+
+
+def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> bool:
+    """Take models and optimizers out of amp; what is not under amp, or is no model at all, is left alone.
+
+    Args:
+        models: What ``initialize`` was given.
+        optimizers: Optimizers.
+        undo: Takes the undo of every change.
+
+    Returns:
+        Whether any of them was under amp.
+    """
+    given = models if isinstance(models, (list, tuple)) else [models]
+    roots = [_torch.uncompiled(model) for model in given if isinstance(model, torch.nn.Module)]
+    under = list({id(m): m for root in roots for m in root.modules() if m in live_models()}.values())
+    policies = {id(m.__dict__["_amp_policy"]): m.__dict__["_amp_policy"] for m in under}
+    with_stash = [one for one in optimizers if "_amp_stash" in vars(one)]
+    if under:
+        keep_fp32.build_borders(under, [], session.DISABLED.policy, undo)
+        cast_weights(under, None, False, False, set(), undo)
+    for model in under:
+        undo.callback(amp_model.put_back, amp_model.remember(model))
+        amp_model.detach(model)
+    for one in with_stash:
+        undo.callback(optimizer.put_back, optimizer.remember(one))
+        optimizer.detach(one)
+    for policy in policies.values():
+        if not any(model.__dict__.get("_amp_policy") is policy for model in live_models()):
+            session.casting_policies().discard(policy)
+    if under:
+        session.release_casts()  # ambient casts stay while other models need them for their losses
+    return bool(under or with_stash)
