@@ -13,7 +13,6 @@ from ampcompat.explain.probe import Event
 from ampcompat.explain.replay import Finding
 from ampcompat.explain.tensors import LARGEST
 
-
 _NOT_RUN_AGAIN = (
     "No forward of an initialized model could be run again: compiled models, DataParallel replicas and models with"
     " SyncBatchNorm on several ranks cannot. Start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on"
