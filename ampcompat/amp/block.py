@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set, ValuesView
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,8 +32,8 @@ def scale_loss(
 
     Args:
         loss: Floating tensor of any shape, on any device.
-        optimizers: The optimizer, or list of optimizers, whose parameters the block gives gradients to. An empty list:
-            only other gradients are wanted (of an input); nothing is unscaled.
+        optimizers: The optimizer, or list (dict values, set, iterator) of optimizers, whose parameters the block gives
+            gradients to. An empty list: only other gradients are wanted (of an input); nothing is unscaled.
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Ignored, as under apex.
         delay_unscale: Leave gradients scaled; a later block without it unscales what has accumulated. No need to use it
@@ -56,6 +56,8 @@ def scale_loss(
     at any entry. Gradients of DDP's ``no_sync`` are lost with a backward pass that fails after them: a warning says so.
     """
     found = [optimizers] if is_optimizer(optimizers) else optimizers
+    if not isinstance(found, list) and isinstance(found, (ValuesView, Set, Iterator)):
+        found = list(found)  # apex took any iterable
     if isinstance(found, (list, tuple)):
         found = [_known(one) for one in found]
     owner = _owner(found)
