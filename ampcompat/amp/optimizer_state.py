@@ -77,11 +77,8 @@ class AmpOptimizerState:
         self._direct: list[torch.Tensor] = []
         if before is not None:  # the gradients that it knows of are still there
             self.overflows, self.reports, self.skipped = before.overflows[:], before.reports[:], before.skipped
-            self.aside, self.waiting, self.gradients_are_local = (
-                before.aside,
-                before.waiting,
-                before.gradients_are_local,
-            )
+            self.aside, self.waiting = before.aside, before.waiting
+            self.gradients_are_local = before.gradients_are_local
             self.blocks, self.blocks_with_gradients = before.blocks, before.blocks_with_gradients
             self.stepped, self.seen = before.stepped, before.seen
 
