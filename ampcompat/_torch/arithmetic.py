@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from ampcompat._torch.modules import has_storage
-
 # The lists of one call are on one device, of one dtype, and laid out alike: the fused kernels walk raw memory and, on
 # 2.4 and 2.13, silently mix up elements when the strides of a param and its gradient differ.
 
@@ -67,7 +65,7 @@ class HostCopy:
 
 def host_value(number: torch.Tensor) -> float | None:
     """The value of a 0-dim float32 tensor in host memory, read without an op; None where it lies elsewhere."""
-    if number.device.type != "cpu" or not has_storage(number):
+    if type(number) is not torch.Tensor or not number.is_cpu:  # a fake tensor has no data
         return None
     return ctypes.c_float.from_address(number.data_ptr()).value
 

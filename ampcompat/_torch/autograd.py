@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from packaging.version import Version
 
 from ampcompat._torch.version import TORCH
+
+_CACHES_ACROSS_GRAD_MODES: Final = Version("2.7") > TORCH
 
 
 def autocast_nesting() -> int:
@@ -29,7 +31,7 @@ def accelerator() -> str:
 
 def caches_weights_across_grad_modes() -> bool:
     """Whether a cast made under ``no_grad`` may be handed to code that needs its gradient (torch before 2.7 did)."""
-    return Version("2.7") > TORCH
+    return _CACHES_ACROSS_GRAD_MODES
 
 
 def patch_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:

@@ -55,16 +55,10 @@ def scale_loss(
     scaled ones of ``delay_unscale``. Half gradients that an earlier block has folded into the masters' are cleared, as
     at any entry. Gradients of DDP's ``no_sync`` are lost with a backward pass that fails after them: a warning says so.
     """
-    found = [optimizers] if is_optimizer(optimizers) else optimizers
-    if not isinstance(found, list) and isinstance(found, (ValuesView, Set, Iterator)):
-        found = list(found)  # apex took any iterable
-    if isinstance(found, (list, tuple)):
-        found = [_known(one) for one in found]
-    owner = _owner(found)
+    found, owner = _found(optimizers)
     if not owner.enabled:
         yield loss
         return
-    found = list({id(one): one for one in found}.values())
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
@@ -103,6 +97,20 @@ def scale_loss(
     if _leave(found, scaler, scale, delay_overflow_check) and not used:
         misuse.warn_of_unused_loss()
     notify("on_gradients", scaler, found)
+
+
+def _found(optimizers: Any) -> tuple[list[Any], session.Session]:
+    """The optimizers of a block, each once, and the ``initialize`` call that it belongs to."""
+    stash = getattr(optimizers, "_amp_stash", None)
+    if stash is not None and session.latest() is not None:  # the rule: one optimizer, and ours
+        return [optimizers], stash.session
+    found = [optimizers] if is_optimizer(optimizers) else optimizers
+    if isinstance(found, (ValuesView, Set, Iterator)):  # apex took any iterable
+        found = list(found)
+    if isinstance(found, (list, tuple)):
+        found = [_known(one) for one in found]
+    owner = _owner(found)
+    return list({id(one): one for one in found}.values()) if owner.enabled else [], owner
 
 
 def _known(optimizer: Any) -> Any:

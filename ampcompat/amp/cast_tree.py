@@ -30,7 +30,7 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     """
 
     def cast(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and not leaf.is_floating_point():
+        if isinstance(leaf, torch.Tensor) and (leaf.dtype == dtype or not leaf.is_floating_point()):
             return leaf
         return leaf.to(dtype)
 
@@ -53,13 +53,14 @@ def map_tree(value: Any, function: Callable[[Any], Any]) -> Any:
     """As :func:`cast_tree`, with any ``function`` of a tensor or of an object that has ``.to``."""
     if isinstance(value, torch.Tensor):
         return function(value)
-    if isinstance(value, _LEAVES):
-        return value
     if isinstance(value, (list, tuple)):
         items = [map_tree(item, function) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return _like_sequence(value, items)
+        for new, old in zip(items, value, strict=True):
+            if new is not old:
+                return _like_sequence(value, items)
+        return value
+    if isinstance(value, _LEAVES):
+        return value
     if isinstance(value, Mapping):
         pairs = {key: map_tree(item, function) for key, item in value.items()}
         if all(pairs[key] is item for key, item in value.items()):

@@ -86,7 +86,7 @@ def cast_state() -> CastState:
 def save(device_types: Iterable[str]) -> Saved:
     """Autocast's state for ``device_types`` in this thread."""
     return Saved(
-        tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types),
+        tuple([(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]),
         torch.is_autocast_cache_enabled(),
     )
 

@@ -53,7 +53,8 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) ->
 
 def holds_back_gradients(optimizer: Any) -> bool:
     """Whether a DDP in ``no_sync`` keeps the gradients of ``optimizer``'s params on their rank."""
-    silent = [w for w in state.rooms.get("ddp", ()) if not w.require_backward_grad_sync]
+    wrappers = state.rooms.get("ddp")
+    silent = [w for w in wrappers if not w.require_backward_grad_sync] if wrappers else []
     if not silent:
         return False
     masters, direct = optimizer._amp_stash.parts(optimizer)

@@ -95,11 +95,15 @@ def follow_replacements(masters: Iterable[Master]) -> None:
     to be used, never in a forward: ``functional_call`` replaces parameters there for a while.
     """
     for master in masters:
-        for home, name in master.homes[:1]:
-            module = home()
-            now = None if module is None else module._parameters.get(name, module._buffers.get(name))
-            if now is not None and now is not master.half:
-                _take_over(master, now, f"{name!r} of a {type(module).__name__}")
+        if not master.homes:
+            continue
+        home, name = master.homes[0]
+        module = home()
+        if module is None or module._parameters.get(name) is master.half:
+            continue  # the rule, at thousands of masters twice a step: no more than two look-ups
+        now = module._parameters.get(name, module._buffers.get(name))
+        if now is not None and now is not master.half:
+            _take_over(master, now, f"{name!r} of a {type(module).__name__}")
 
 
 def _take_over(master: Master, now: torch.Tensor, where: str) -> None:

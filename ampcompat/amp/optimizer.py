@@ -103,6 +103,11 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
             f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
             " returns the loss, or nothing."
         )
+    if closure is None and stash.plain:
+        with casts_off():
+            result = original(**kwargs)
+            notify("on_step", optimizer, False)
+            return result
     with casts_off() as outside:
         if closure is not None:
             result = step_with_closure(optimizer, original, closure, outside, **kwargs)

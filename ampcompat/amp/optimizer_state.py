@@ -92,6 +92,12 @@ class AmpOptimizerState:
         self.waiting, self.gradients_are_local = None, False
         self.aside, self.delayed_aside, self.local = [], [], []
 
+    @property
+    def plain(self) -> bool:
+        """Whether a step without closure is the optimizer's own and nothing else: scale one for ever, no masters."""
+        pending = self._masters or self.overflows or self.reports or self.waiting or self.skipped
+        return not pending and self.session.plain
+
     def end_step(self) -> None:
         """A step was made or skipped: what the next one needs starts anew."""
         self.stepped = True

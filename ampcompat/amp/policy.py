@@ -72,10 +72,18 @@ class ModelPolicy:
 
     def _run(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.input_dtype is not None:
-            args, kwargs = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
+            args, kwargs = cast_tree(args, self.input_dtype), kwargs and cast_tree(kwargs, self.input_dtype)
+        output = self._run_with_casts(model, forward, args, kwargs)
+        if self.output_dtype is None or (self.half is not None and _is_part_of_running(model)):
+            return output
+        return cast_tree(output, self.output_dtype)
+
+    def _run_with_casts(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         stamp: tuple[Casts | None, str] | None = model.__dict__.get("_amp_stamp")
         if stamp is not None:
             casts, device_type = stamp
+        elif not self.casts.enabled and cast_state().found is None:
+            return forward(*args, **kwargs)  # nobody casts functions: nothing to switch off
         else:
             device_type = _device_type(model)
             casts = casts_for_forward(self.casts, device_type)
@@ -86,13 +94,9 @@ class ModelPolicy:
             session.cover_device_types([device_type])
             session.casting_policies().add(self)
         if casts is None or not (casts.enabled or cast_state().found):
-            output = forward(*args, **kwargs)
-        else:
-            with ForwardCasts(casts, device_type):
-                output = forward(*args, **kwargs)
-        if self.output_dtype is None or (self.half is not None and _is_part_of_running(model)):
-            return output
-        return cast_tree(output, self.output_dtype)
+            return forward(*args, **kwargs)
+        with ForwardCasts(casts, device_type):
+            return forward(*args, **kwargs)
 
     def _run_compiled(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # What dynamo cannot trace stays out: version checks of masters (they are made at the step) and the thread's
@@ -146,11 +150,27 @@ def device_types_of(models: Any) -> set[str]:
     return types & set(_torch.autocast_device_types())
 
 
+def _first_of(module: torch.nn.Module, kind: str) -> torch.Tensor | None:
+    """The first of ``module``'s "_parameters" or "_buffers", its children's included.
+
+    As ``next(module.parameters(), None)``, whose nested generators would be the dearest part of an idle forward.
+    """
+    for tensor in getattr(module, kind).values():
+        if tensor is not None:
+            first: torch.Tensor = tensor
+            return first
+    for child in module._modules.values():
+        found = None if child is None else _first_of(child, kind)
+        if found is not None:
+            return found
+    return None
+
+
 def _device_type(model: torch.nn.Module) -> str:
     """Where ``model`` is. A model moved since ``initialize`` moves the ambient casts along."""
-    first: torch.Tensor | None = next(model.parameters(), None)
+    first = _first_of(model, "_parameters")
     if first is None:
-        first = next(model.buffers(), None)
+        first = _first_of(model, "_buffers")
     room = cast_state()
     if first is None:
         return room.device_types[0] if room.device_types else "cpu"

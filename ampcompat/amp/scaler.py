@@ -142,11 +142,12 @@ class LossScaler(torch.amp.GradScaler):
         """
         if hasattr(grads, "param_groups"):
             grads = [p.grad for group in grads.param_groups for p in group["params"] if p.grad is not None]
-        buckets: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for grad in grads:
-            grad = torch.view_as_real(grad) if grad.is_complex() else grad
-            buckets.setdefault((grad.device, grad.dtype), []).append(grad)
-        for (device, _dtype), bucket in buckets.items():
+        kinds = dict.fromkeys([(grad.device, grad.dtype) for grad in grads])
+        for device, dtype in kinds:
+            # Nearly always all of one kind: thousands of gradients are not sorted then.
+            bucket = grads if len(kinds) == 1 else [g for g in grads if g.device == device and g.dtype == dtype]
+            if dtype.is_complex:
+                bucket = [torch.view_as_real(grad) for grad in bucket]
             if self._scale is None:
                 self._lazy_init_scale_growth_tracker(device)
             found = self._found_inf.get(device)
@@ -155,6 +156,10 @@ class LossScaler(torch.amp.GradScaler):
             _torch.unscale_and_check_(bucket, found, self._inverse(device, self._scale if scale is None else scale))
 
     def _inverse(self, device: torch.device, scale: torch.Tensor | None) -> torch.Tensor:
+        known = None if scale is None or device.type != "cpu" else _torch.host_value(scale)
+        if scale is not None and known is not None and known > 1e-30:  # else the inverse may not be finite
+            # Rounded from a double: the same bits as a float32 division's.
+            return scale.new_full((), 1.0 / known)
         scale = scale.to(device=device, non_blocking=True)  # type: ignore[union-attr] # unscale_ has made it
         # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
         return scale.new_ones(()).div_(scale)

@@ -31,8 +31,8 @@ def strays(model: torch.nn.Module) -> list[Slot]:
     a buffer of its own another dtype.
     """
     params, buffers = _slots(model)
-    found = [slot for slot in params if _is_stray(slot.home.get(slot.name), slot.dtype)]
-    return found and found + [slot for slot in buffers if _is_stray(slot.home.get(slot.name), slot.dtype)]
+    found = _of_other_dtype(params)
+    return found and found + _of_other_dtype(buffers)
 
 
 @contextmanager
@@ -55,8 +55,13 @@ def cast_for_forward(found: list[Slot]) -> Iterator[None]:
                         tensor.copy_(cast)
 
 
-def _is_stray(tensor: torch.Tensor | None, dtype: torch.dtype) -> bool:
-    return tensor is not None and tensor.dtype is not dtype and tensor.is_floating_point()
+def _of_other_dtype(slots: list[Slot]) -> list[Slot]:
+    # Inline: every forward looks at every weight.
+    return [
+        Slot(home, name, dtype)
+        for home, name, dtype in slots
+        if (tensor := home.get(name)) is not None and tensor.dtype is not dtype and tensor.is_floating_point()
+    ]
 
 
 def _slots(model: torch.nn.Module) -> tuple[list[Slot], list[Slot]]:

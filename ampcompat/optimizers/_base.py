@@ -70,8 +70,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._state_names
 
     def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """State of a param before its first step, by apex's names."""
-        raise NotImplementedError
+        """State of a param before its first step, by apex's names: zeros like the param, unless a subclass differs."""
+        return {name: torch.zeros_like(param, dtype=math_dtype(param.dtype)) for name in self._state_names}
 
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         """Apply the rule to a bucket."""

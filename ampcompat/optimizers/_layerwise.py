@@ -140,8 +140,3 @@ def novograd_(
         _torch.foreach_div_(update, denominators)
         update = decayed(update, params, weight_decay)
     descend_(params, update, lr, found_inf)
-
-
-def start_of_norm(param: Tensor, init_zero: bool, dtype: torch.dtype) -> Tensor:
-    """NovoGrad's second moment of a new param: 0, or the norm of its first gradient."""
-    return torch.full((), 0.0 if init_zero else NOT_YET, dtype=dtype, device=param.device)

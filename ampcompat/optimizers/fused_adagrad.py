@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._rules import adagrad_
-from ampcompat.optimizers._working import math_dtype
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -41,9 +39,6 @@ class FusedAdagrad(FusedOptimizer):
     ) -> None:
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none)
-
-    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {"sum": torch.zeros_like(param, dtype=math_dtype(param.dtype))}
 
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         adagrad_(

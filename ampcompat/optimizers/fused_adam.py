@@ -11,7 +11,7 @@ from torch import Tensor
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._layerwise import clipped, grad_norm
 from ampcompat.optimizers._rules import adam_
-from ampcompat.optimizers._working import WorkingCopies, math_dtype
+from ampcompat.optimizers._working import WorkingCopies
 
 
 class FusedAdam(FusedOptimizer):
@@ -103,10 +103,6 @@ class FusedAdam(FusedOptimizer):
                 "it identically to torch.optim.Adam, and call step() with no arguments; amp keeps the half params."
             )
         return super().step(closure)
-
-    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        dtype = math_dtype(param.dtype)
-        return {name: torch.zeros_like(param, dtype=dtype) for name in self._state_names}
 
     def _working_params(self, owners: list[Tensor], copies: WorkingCopies) -> list[Tensor]:
         working = copies.params(owners)

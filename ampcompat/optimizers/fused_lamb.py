@@ -5,12 +5,10 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._layerwise import grad_norm, lamb_
-from ampcompat.optimizers._working import math_dtype
 
 
 class FusedLAMB(FusedOptimizer):
@@ -69,9 +67,6 @@ class FusedLAMB(FusedOptimizer):
             "max_grad_norm": max_grad_norm,
         }
         super().__init__(params, defaults, set_grad_none)
-
-    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(param, dtype=math_dtype(param.dtype)) for name in self._state_names}
 
     def _before_updates(self) -> None:
         params = chain.from_iterable(group["params"] for group in self.param_groups)

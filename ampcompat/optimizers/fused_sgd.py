@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.optim.optimizer import required
 
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._rules import sgd_
-from ampcompat.optimizers._working import math_dtype
 
 
 class FusedSGD(FusedOptimizer):
@@ -89,9 +86,6 @@ class FusedSGD(FusedOptimizer):
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names if group["momentum"] else ()
-
-    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        return {"momentum_buffer": torch.zeros_like(param, dtype=math_dtype(param.dtype))}
 
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         if not group["momentum"] or not group["dampening"]:

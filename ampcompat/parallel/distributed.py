@@ -145,7 +145,10 @@ class DistributedDataParallel(_torch.AnyDeviceDDP):
         widest = max((p.element_size() for p in module.parameters()), default=4)
         torch_options.setdefault("bucket_cap_mb", max(1, -(-message_size * widest // 2**20)))
         super().__init__(module, **torch_options)
-        if allreduce_always_fp32 or not gradient_average or gradient_predivide_factor != 1.0:
+        # Divided by the number of processes beforehand: torch's own arithmetic, and no Python on gloo's threads, which
+        # abort a process that ends while they wait for the interpreter.
+        as_torch = gradient_average and gradient_predivide_factor in (1.0, dist.get_world_size(self.process_group))
+        if allreduce_always_fp32 or not as_torch:
             hook = _Reduction(
                 self.process_group, allreduce_always_fp32, gradient_average, float(gradient_predivide_factor)
             )
