@@ -117,5 +117,8 @@ def flop_formula(op: Any) -> Callable[..., int] | None:
     """The formula of torch's flop counter for ``op`` (on tensors, with ``out_val=``); None where it counts nothing."""
     from torch.utils.flop_counter import flop_registry
 
-    formula: Callable[..., int] | None = flop_registry.get(getattr(op, "overloadpacket", op))
+    packet = getattr(op, "overloadpacket", op)
+    # The flop counter knows the attention of GPUs; that of CPUs takes its tensors in the same order.
+    like = getattr(torch.ops.aten, packet.__name__.replace("_for_cpu", ""), packet)
+    formula: Callable[..., int] | None = flop_registry.get(packet) or flop_registry.get(like)
     return formula

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import Any
 
@@ -112,6 +113,10 @@ def initialize(
     with ExitStack() as undo:
         _take_over(session, model_list, optimizer_list, kept, undo)
         undo.pop_all()
+    if "AMPCOMPAT_EXPLAIN" in os.environ:
+        from ampcompat.explain import explain_as_asked
+
+        explain_as_asked()
     shown: Any = model_list if isinstance(models, (list, tuple)) else models
     if optimizers is None:
         return shown

@@ -66,6 +66,8 @@ def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, l
             continue
         if incoming.shape != tensor.shape or not incoming.is_floating_point():
             continue  # torch reports the mismatch
+        if incoming.layout != torch.strided or incoming.is_meta:
+            continue  # torch reports that it cannot be copied
         if local_metadata.get("assign_to_params_buffers", False):
             state_dict[prefix + name] = incoming.to(half)
         if master_weights:

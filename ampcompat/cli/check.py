@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from ampcompat.check import scan
-from ampcompat.check.table import table
+from ampcompat.check.table import plain, table
 from ampcompat.cli._emit import emit
 
 EXIT = "exit status: 0 nothing unsupported and no error, 1 something unsupported or an error, 2 bad usage"
@@ -29,7 +29,7 @@ def main(args: argparse.Namespace) -> int:
     try:
         report = scan(args.path)
     except (OSError, ValueError) as problem:
-        emit(f"ampcompat check: {problem}", error=True)
+        emit(f"ampcompat check: {plain(str(problem))}", error=True)
         return 2
     emit(json.dumps(report.as_dict(), indent=2) if args.json else table(report))
     return report.exit_status

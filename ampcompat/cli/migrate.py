@@ -39,7 +39,7 @@ def main(args: argparse.Namespace) -> int:
             elif change.changed:
                 emit(change.diff().rstrip("\n"))
     except (OSError, ValueError, MissingLibcst) as problem:
-        emit(f"ampcompat migrate: {problem}", error=True)
+        emit(f"ampcompat migrate: {plain(str(problem))}", error=True)
         return 2
     for change in changes:
         for line, message in change.todos:

@@ -71,11 +71,15 @@ def main(args: argparse.Namespace) -> int:
     target: list[str] = args.target
     if target[0] != "-m" and not run_command._can_open(target[0]):
         return 2
+    if args.out is not None:
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            args.parser.error(f"--out {args.out} - it is no directory ({problem.strerror}) - name a directory")
     options = Options(target, args.steps, args.seed, args.timeout)
     tolerance = Tolerance(args.rtol, args.atol)
     with ExitStack() as stack:
         folder: Path = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampcompat-parity-")))
-        folder.mkdir(parents=True, exist_ok=True)
         runs = _run_all(levels, options, folder, keep_logs=args.out is not None)
         results = judge(runs, tolerance, args.smooth)
         emit("\n" + table(results, tolerance))
@@ -92,8 +96,6 @@ def _checked(args: argparse.Namespace) -> list[Level]:
         args.parser.error("no script given - name one (script.py or -m module) after the options")
     if min(args.steps, args.smooth) < 1 or not all(value >= 0 for value in (args.rtol, args.atol, args.timeout)):
         args.parser.error("--steps and --smooth must be 1 or more; --rtol, --atol and --timeout 0 or more")
-    if args.out is not None and args.out.exists() and not args.out.is_dir():
-        args.parser.error(f"--out {args.out} - it is a file - name a directory")
     try:
         return read_levels(args.opt_levels, args.dtypes)
     except ValueError as problem:

@@ -87,7 +87,12 @@ def main(args: argparse.Namespace) -> int:
 
     if install_as_apex(force=args.force):
         _script.hand_alias_to_children()
-    with _watched(args.explain, args.receipt):
+    if args.explain:
+        from ampcompat.explain import explain_overflows
+
+        os.environ["AMPCOMPAT_EXPLAIN"] = "1"  # for the processes that the script starts
+        explain_overflows()
+    with _watched(args.receipt):
         if module:
             _script.run_module(args.target[1], args.target[2:])
         else:
@@ -96,25 +101,21 @@ def main(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _watched(explain: bool, receipt: str | None) -> Iterator[None]:
-    """Explain overflows inside, and show the receipt afterwards, of a script that failed too."""
-    if explain:
-        from ampcompat.explain import explain_overflows
-
-        explain_overflows()
+def _watched(receipt: str | None) -> Iterator[None]:
+    """Show the receipt afterwards, of a script that failed too."""
     if receipt is None:
         yield
         return
     from ampcompat.report import report
 
-    seen = report()
+    seen, process = report(), os.getpid()
     try:
         yield
     finally:
         # The exit status and the last words are the script's, whatever it did to torch and to its folder.
         try:
             seen.stop()
-            if rank() == 0:
+            if rank() == 0 and os.getpid() == process:  # a forked copy of the script may end here too
                 _show(seen, receipt)
         except Exception as problem:
             emit(f"ampcompat run: no receipt: {problem}", error=True)

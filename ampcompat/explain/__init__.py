@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
 from ampcompat.amp.observers import observers
 from ampcompat.explain.observer import Autopsy
 
-__all__ = ["explain_overflows"]
+__all__ = ["explain_as_asked", "explain_overflows"]
 
 
 def explain_overflows(limit: int = 3) -> None:
@@ -28,3 +30,10 @@ def explain_overflows(limit: int = 3) -> None:
         raise ValueError(f"explain_overflows(limit={limit!r}) - it must be a positive integer - pass 3 for instance.")
     observers()[:] = [one for one in observers() if not isinstance(one, Autopsy)]
     observers().append(Autopsy(limit))
+
+
+def explain_as_asked() -> None:
+    """Start explaining where ``AMPCOMPAT_EXPLAIN`` is set: so ``ampcompat run --explain`` reaches child processes."""
+    asked = os.environ.get("AMPCOMPAT_EXPLAIN", "") not in ("", "0")
+    if asked and not any(isinstance(one, Autopsy) for one in observers()):
+        explain_overflows()

@@ -13,6 +13,12 @@ from ampcompat.explain.probe import Event
 from ampcompat.explain.replay import Finding
 from ampcompat.explain.tensors import LARGEST
 
+_NOT_RUN_AGAIN = (
+    "No forward of an initialized model could be run again: compiled models, DataParallel replicas and models with"
+    " SyncBatchNorm on several ranks cannot. Start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on"
+    " one device (CUDA_VISIBLE_DEVICES=0), and the autopsy names the op."
+)
+
 
 def explain(finding: Finding, scaler: Any, what: str) -> str:
     """What happened, where, how large, and what to do."""
@@ -49,7 +55,7 @@ def elsewhere(what: str, findings: list[Finding]) -> str:
     elif findings:
         cause = "Run again, the models stayed finite, forward and backward: the code outside of them did it."
     else:
-        cause = "No forward of an initialized model could be run again (compiled, replicated, or none was made)."
+        return f"{head} {_NOT_RUN_AGAIN}"
     return f"{head} {cause} That code is watched from now on; the next time it is explained."
 
 

@@ -51,10 +51,12 @@ class Change:
         """Replace the file in one move: it is never half written, and a link put in its place is not followed.
 
         Raises:
-            OSError: the directory or the disk refuses it; the file is as before.
+            OSError: the directory or the disk refuses it, or the path leads elsewhere by now; the file is as before.
         """
         if self.old is None:
             return
+        if self.path.parent.resolve() != self.path.parent:
+            raise OSError(f"{self.path.parent} became a link since it was read; nothing is written through it")
         mode = stat.S_IMODE(os.lstat(self.path).st_mode)
         descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name[:40]}.")
         try:

@@ -85,7 +85,7 @@ def sentences(facts: dict[str, Any], latest: Any) -> list[str]:
 def _why_nothing(facts: dict[str, Any]) -> str:
     setting = facts["setting"]
     if not setting["initialized"]:
-        return "amp.initialize was not called."
+        return "amp.initialize was not called in this process; what a script starts in others is not in its receipt."
     if not setting["enabled"]:
         return "amp.initialize was called with enabled=False."
     if setting["opt_level"] == "O0":

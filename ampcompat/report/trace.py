@@ -104,19 +104,17 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         outputs = [t for t in tensors_in(result) if readable(t)]
         inputs = [t for t in tensors_in((args, kwargs)) if readable(t)]
-        if not outputs:
-            return
         name = func.overloadpacket.__name__
         backward = _torch.current_node() is not None
         direction = "backward" if backward else "forward" if torch.is_grad_enabled() else "no grad"
-        source = inputs[-1] if inputs else outputs[0]
+        if name == "_foreach_copy_":  # masters and their gradients
+            for target, source in zip(args[0], args[1], strict=True):
+                self._count_cast(source, target, direction)
+            return
+        if not inputs or not outputs:  # made from nothing, as weights and noise are; or no float result
+            return
         if name in ("_to_copy", "copy_"):
-            if source.dtype != outputs[0].dtype:
-                pair = dtype_name(source.dtype), dtype_name(outputs[0].dtype)
-                self.casts[pair] += 1
-                self.cast_bytes[pair] += source.numel() * source.element_size()
-                if direction == "forward":
-                    self.cast_results += outputs[0].numel() * outputs[0].element_size()
+            self._count_cast(inputs[-1], outputs[0], direction)
             return
         dtype = dtype_name(outputs[0].dtype)
         formula = _torch.flop_formula(func)
@@ -125,7 +123,17 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ops[direction, dtype] += 1
         if direction == "forward":
             for out in outputs:
-                self.results[dtype_name(out.dtype)] += out.numel() * out.element_size()
+                if not any(out is one for one in inputs):  # in place: no memory of its own
+                    self.results[dtype_name(out.dtype)] += out.numel() * out.element_size()
+
+    def _count_cast(self, source: torch.Tensor, target: torch.Tensor, direction: str) -> None:
+        if source.dtype == target.dtype:
+            return
+        pair = dtype_name(source.dtype), dtype_name(target.dtype)
+        self.casts[pair] += 1
+        self.cast_bytes[pair] += source.numel() * source.element_size()
+        if direction == "forward":
+            self.cast_results += target.numel() * target.element_size()
 
     def _count_product(
         self, func: Any, formula: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], direction: str

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, torch
@@ -62,3 +64,55 @@ def test_a_receipt_that_fails_does_not_take_the_scripts_place(tmp_path):
     done = run(tmp_path, "--receipt=r.html", status=3)
     assert done.returncode == 3
     assert done.stderr.splitlines()[-1].startswith("ampcompat run: no receipt: ")
+
+
+SPAWNS = """
+import os, subprocess, sys
+import torch
+import torch.multiprocessing as mp
+
+def train(rank):
+    from apex import amp
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    with amp.scale_loss(model(torch.full((2, 8), 1e6)).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+if __name__ == "__main__":
+    if sys.argv[1] == "child":
+        train(0)
+    elif sys.argv[1] == "subprocess":
+        subprocess.run([sys.executable, __file__, "child"], check=True)
+    elif sys.argv[1] == "spawn":
+        mp.spawn(train, nprocs=1)
+    elif sys.argv[1] == "fork":
+        mp.start_processes(train, nprocs=1, start_method="fork")
+    elif os.fork() == 0:
+        sys.exit()
+    else:
+        os.wait()
+"""
+
+
+def watch_children(tmp_path, how):
+    (tmp_path / "spawns.py").write_text(SPAWNS)
+    command = [sys.executable, "-m", "ampcompat", "run", "--explain", "--receipt", "spawns.py", how]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("how", ["subprocess", "spawn", "fork"])
+def test_processes_that_a_script_starts_explain_and_the_receipt_says_what_it_lacks(tmp_path, how):
+    done = watch_children(tmp_path, how)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("ampcompat explain: A step was skipped.") == 1
+    assert "left the range of float16" in done.stdout
+    assert done.stdout.count("precision receipt:") == 1
+    assert "amp.initialize was not called in this process; what a script starts in others is not" in done.stdout
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_copy_of_the_script_writes_no_receipt(tmp_path):
+    assert watch_children(tmp_path, "os.fork").stdout.count("precision receipt:") == 1

@@ -290,3 +290,36 @@ def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
         optimizer.step()
     out = capsys.readouterr().out
     assert out.count("ampcompat explain: ") == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler's own
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_compiled_model_is_said_to_be_one_that_cannot_be_run_again(capsys, level):
+    torch._dynamo.reset()
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    explain_overflows()
+    fast = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        with amp.scale_loss(fast(torch.full((2, 8), 1e38)).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    out = capsys.readouterr().out
+    assert out.count("ampcompat explain: ") == 1
+    assert "Start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on one device" in out
+    assert "is watched from now on" not in out
+
+
+def test_replicas_are_said_to_be_ones_that_cannot_be_run_again(capsys):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    replica = model._replicate_for_data_parallel()
+    replica._parameters = dict(model._parameters)
+    replica.weight, replica.bias = model.weight, model.bias
+    with amp.scale_loss(replica(torch.full((2, 8), 1e6)).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert "DataParallel replicas" in capsys.readouterr().out

@@ -90,6 +90,20 @@ def test_a_link_put_in_place_before_the_write_is_replaced_not_followed(tmp_path)
     assert not (inside / "a.py").is_symlink()
 
 
+def test_a_link_put_in_place_of_a_folder_is_not_followed(tmp_path):
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    for folder in (outside, inside / "package"):
+        folder.mkdir(parents=True)
+        (folder / "a.py").write_bytes(OLD)
+    (change,) = tree_module.migrate_tree(inside)
+    (inside / "package").rename(inside / "moved")
+    (inside / "package").symlink_to(outside)
+    with pytest.raises(OSError, match="became a link"):
+        change.write()
+    assert (outside / "a.py").read_bytes() == OLD
+    assert os.listdir(outside) == ["a.py"]
+
+
 def test_a_failed_write_leaves_the_file_and_no_litter(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.py").write_bytes(OLD)
 

@@ -8,10 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 import ampcompat
 
 ROOT = Path(__file__).parents[2]
+CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}  # Keep a Changelog's
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
@@ -46,6 +48,39 @@ def test_the_wheel_holds_the_package_only():
 def test_the_version_comes_from_one_place():
     assert 'path = "ampcompat/__init__.py"' in PYPROJECT
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|a|b|rc)\d+)?", ampcompat.__version__)
+
+
+def test_every_release_and_the_version_itself_are_in_the_changelog():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.MULTILINE)
+    assert len(heads) == len(re.findall("^## ", text, re.MULTILINE))
+    versions = [version for version, _ in heads]
+    # The version in the tree is the next release until it is dated.
+    assert versions[0] == "Unreleased" or ampcompat.__version__ == versions[0]
+    assert all(date for version, date in heads if version != "Unreleased")
+    released = [Version(version) for version in versions if version != "Unreleased"]
+    assert released == sorted(released, reverse=True)
+    assert all(version <= Version(ampcompat.__version__) for version in released)
+    assert set(re.findall(r"^### (.+)$", text, re.MULTILINE)) <= CHANGES
+
+
+def test_the_architecture_page_names_every_file_and_no_other():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named, folders, folder = [], [], ""
+    for line in page[page.index("## The rooms") : page.index("Three rules hold")].splitlines():
+        if line.startswith("### "):
+            heading = re.search("`ampcompat/(.*?)`", line)
+            folder = heading[1] if heading else ""
+        first = line.split("|")[1] if line.startswith("|") else ""
+        named += [folder + name for name in re.findall(r"`([\w/]+\.py)`", first)]
+        folders += re.findall(r"`([\w/]+)/`", first)
+    package = Path(ampcompat.__file__).parent
+    files = {path.relative_to(package).as_posix() for path in package.rglob("*.py")}
+    inits = {name for name in files if name.endswith("__init__.py") and name != "_shim/apex/__init__.py"}
+    assert sorted(named) == sorted(files - inits)
+    # A package that is nothing but its names, and packages of such.
+    alone = {name.split("/")[0] for name in inits} - {name.split("/")[0] for name in named} - {"__init__.py"}
+    assert sorted(folders) == sorted(alone)
 
 
 @pytest.mark.parametrize("name", ["main-job", "tests"])

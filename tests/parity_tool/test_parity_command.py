@@ -126,7 +126,7 @@ def test_without_matplotlib_the_rest_is_written(monkeypatch, capsys, tmp_path):
         (["--rtol", "nan", SCRIPT], "0 or more"),
         (["--opt-levels", "01", SCRIPT], "'01' is no opt_level"),
         (["--dtypes", "", SCRIPT], "empty list"),
-        (["--out", SCRIPT, SCRIPT], "it is a file"),
+        (["--out", SCRIPT, SCRIPT], "it is no directory"),
         (["--no-such-option", SCRIPT], "unrecognized arguments"),
     ],
 )

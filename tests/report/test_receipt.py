@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ampcompat import amp
+from ampcompat._state import state
 from ampcompat.amp.observers import observers
 from ampcompat.report import Receipt, devices
 from ampcompat.report.history import MOST_POINTS, History
@@ -82,6 +83,71 @@ def test_o2_counts_masters_and_halved_weights():
     assert memory["forward_results"] < memory["forward_results_in_float32"]
 
 
+def one_step(model, x, level):
+    """The facts of one step on ``x``, of a model that was made after ``report()``, as under the runner."""
+    receipt = amp.report(steps=1)
+    model = model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with amp.scale_loss(model(x).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    return receipt.facts()
+
+
+X, W, B, Y = 4 * 8, 5 * 8, 5, 4 * 5  # elements of a linear layer from 8 to 5 on 4 rows
+
+
+def test_casts_and_memory_of_one_layer_at_o1():
+    facts = one_step(lambda: nn.Linear(8, 5), torch.randn(4, 8), "O1")
+    casts = {(c["from"], c["to"]): (c["count"], c["bytes"]) for c in facts["casts"]}
+    assert casts == {
+        ("float32", "float16"): (4, 4 * (X + W + B + Y)),  # input, weight, bias; the gradient of the result
+        ("float16", "float32"): (3, 2 * (Y + W + B)),  # the result, for the loss; the gradients of the parameters
+    }
+    # The half product; mean, scaled loss, seed of the backward; and what casts made: input, weight, bias, result.
+    assert facts["memory"]["forward_results"] == 2 * Y + 3 * 4 + 2 * (X + W + B) + 4 * Y
+    # Without the casts, the product would be float32.
+    assert facts["memory"]["forward_results_in_float32"] == 4 * Y + 3 * 4
+    assert facts["ops"]["forward"] == {"float16": 1, "float32": 4}  # the product; mean, scaling, seed, new scale
+    assert facts["ops"]["backward"] == {"float16": 2, "float32": 2}  # of weight and bias; of scaling and mean
+
+
+def test_casts_of_one_layer_at_o2_include_those_of_the_masters():
+    facts = one_step(lambda: nn.Linear(8, 5), torch.randn(4, 8), "O2")
+    casts = {(c["from"], c["to"]): (c["count"], c["bytes"]) for c in facts["casts"]}
+    assert casts["float16", "float32"] == (3, 2 * (Y + W + B))  # the result; the gradients, to those of the masters
+    # The weights in initialize, in the forward and before the step (is half(master) what the model has?), and after the
+    # step; the input; the gradient of the result.
+    assert casts["float32", "float16"] == (10, 4 * (4 * (W + B) + X + Y))
+
+
+def test_what_is_written_in_place_takes_no_memory():
+    def memory(inplace):
+        make = lambda: nn.Sequential(nn.Linear(8, 5), nn.ReLU(inplace=inplace))  # noqa: E731
+        found = one_step(make, torch.randn(4, 8), "O0")["memory"]["forward_results"]
+        state.reset()
+        return found
+
+    assert memory(inplace=False) - memory(inplace=True) == 4 * Y
+
+
+def test_attention_counts():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    facts = one_step(Attention, torch.randn(2, 4, 8), "O1")
+    linear, attention = 2 * 8 * 8 * 24, 2 * 2 * (2 * 4 * 4 * 8)
+    assert facts["flops"]["forward"] == {"float16": linear + attention}
+    assert facts["flops"]["backward"]["float16"] >= linear + 2 * attention  # some kernels make the scores again
+
+
 def test_what_stays_float32_is_listed_by_what_it_would_repay():
     model, receipt = train("O1", keep_fp32="inner")
     facts = receipt.facts()
@@ -103,7 +169,10 @@ def test_nothing_in_half(level, options, reason):
 def test_nothing_in_half_without_initialize():
     receipt = amp.report()
     nn.Linear(8, 8)(torch.ones(1, 8))
-    assert receipt.facts()["sentences"][0] == "Nothing ran in half precision: amp.initialize was not called."
+    assert receipt.facts()["sentences"][0] == (
+        "Nothing ran in half precision: amp.initialize was not called in this process; what a script starts in others"
+        " is not in its receipt."
+    )
 
 
 def test_nothing_in_half_because_another_model_runs():
