@@ -11,11 +11,12 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import misuse, overflow, session
-from ampcompat.amp.accumulation import begin_block, count_in_others, delay, end_block, leave_failed
 from ampcompat.amp.arguments import is_optimizer
+from ampcompat.amp.backward_pass import BackwardPass
 from ampcompat.amp.casts import assert_ambience
 from ampcompat.amp.ddp import holds_back_gradients
 from ampcompat.amp.observers import notify
+from ampcompat.amp.scale_move import PutOff, ScaleMove
 from ampcompat.amp.scaler import LossScaler
 
 
@@ -76,25 +77,27 @@ def scale_loss(
                 " apart - close the first block, or add the losses up."
             )
     notify("on_scale_loss", loss, scaler, found)
-    _enter(found, scaler)
-    scaler.open_blocks += 1
+    backward_pass = BackwardPass(found, scaler)
     try:
-        scaled = scaler.scale_loss(loss)
-        scale: torch.Tensor = scaler._scale  # type: ignore[assignment] # exists once a loss was scaled
-        used = misuse.watch_loss(scaled)
-        yield scaled
+        try:
+            backward_pass.begin()
+            scaled = scaler.scale_loss(loss)
+            backward_pass.scale = scaler._scale
+            used = misuse.watch_loss(scaled)
+            yield scaled
+            # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
+            local = [one for one in found if holds_back_gradients(one)]
+            if delay_unscale or local:
+                backward_pass.end_scaled(local)
+                return
+            reached = backward_pass.end(PutOff if delay_overflow_check else ScaleMove)
+        except BaseException:
+            backward_pass.fail()
+            raise
     except BaseException:
-        leave_failed(found)
+        backward_pass.fail()  # again does no harm: Ctrl-C may have struck in the first
         raise
-    finally:
-        scaler.open_blocks -= 1
-    # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
-    local = [one for one in found if holds_back_gradients(one)]
-    if delay_unscale or local:
-        for one in found:
-            delay(one, scaler, scale, any(one is other for other in local))
-        return
-    if _leave(found, scaler, scale, delay_overflow_check) and not used:
+    if reached and not used:
         misuse.warn_of_unused_loss()
     notify("on_gradients", scaler, found)
 
@@ -167,48 +170,6 @@ def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
         )
     scaler.loss_id = loss_id  # it may have been put there by hand
     return scaler
-
-
-def _enter(optimizers: Any, scaler: LossScaler) -> None:
-    entered = []
-    done: set[int] | None = set() if len(optimizers) > 1 else None
-    try:
-        for one in optimizers:
-            stash = one._amp_stash
-            overflow.report_if_known(stash)
-            entered.append(one)
-            stash.in_block = True
-            begin_block(one, scaler, done)
-    except BaseException:
-        leave_failed(entered)
-        raise
-
-
-def _leave(optimizers: Any, scaler: LossScaler, scale: torch.Tensor, delay_overflow_check: bool) -> bool:
-    """Unscale, note overflow and move the scale.
-
-    Returns:
-        Whether there were new gradients.
-    """
-    stashes = [one._amp_stash for one in optimizers]
-    waiting = [stash.waiting for stash in stashes if stash.waiting is not None]
-    done: set[int] | None = set() if len(optimizers) > 1 else None
-    try:
-        reached = [end_block(one, scaler, done, scale) for one in optimizers]
-    finally:
-        for stash in stashes:
-            stash.in_block = False
-    if any(reached):  # the loss was backpropagated; it need not reach every optimizer of the block
-        for stash in stashes:
-            stash.blocks_with_gradients += 1
-    found = scaler.put_off_update() if delay_overflow_check else scaler.end_backward_pass()
-    if found is not None:
-        for stash in stashes:
-            stash.overflows.append((scaler, found))
-        if waiting:
-            others = {other: None for held in waiting for other in held.scalers if other is not scaler}
-            count_in_others(stashes, found, others)
-    return any(reached)
 
 
 def step_was_skipped(optimizer: Any) -> bool:

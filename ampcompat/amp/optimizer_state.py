@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampcompat._torch import HostCopy
-from ampcompat.amp.gradients import Aside
+from ampcompat.amp.aside import Aside
 from ampcompat.amp.master_index import ensure_master, master_of_half, master_of_value
 from ampcompat.amp.masters import Master
 from ampcompat.amp.properties import HALF_DTYPES
@@ -98,11 +98,9 @@ class AmpOptimizerState:
         pending = self._masters or self.overflows or self.reports or self.waiting or self.skipped
         return not pending and self.session.plain
 
-    def end_step(self) -> None:
-        """A step was made or skipped: what the next one needs starts anew."""
-        self.stepped = True
-        self.blocks = self.blocks_with_gradients = 0
-        self.seen = []
+    def end_step(self, verdict: dict[str, Any]) -> None:
+        """A step was made or skipped (``verdict``: from :func:`overflow.decide`): the next one starts anew."""
+        vars(self).update({**verdict, "stepped": True, "blocks": 0, "blocks_with_gradients": 0, "seen": []})
 
     def parts(self, optimizer: Any) -> tuple[list[Master], list[torch.Tensor]]:
         """Masters, and parameters without one, in ``optimizer``; looked up again when its groups changed."""
@@ -186,9 +184,9 @@ def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
         for index, param in enumerate(params):
             new = _stand_in(param, session)
             if new is not param:
-                params[index] = new
                 if param in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(param)
+                params[index] = new  # last: an interrupted adoption is taken up again
 
 
 def match_state(optimizer: Any) -> None:
