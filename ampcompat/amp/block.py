@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set, ValuesView
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,8 +33,8 @@ def scale_loss(
 
     Args:
         loss: Floating tensor of any shape, on any device.
-        optimizers: The optimizer, or list of optimizers, whose parameters the block gives gradients to. An empty list:
-            only other gradients are wanted (of an input); nothing is unscaled.
+        optimizers: The optimizer, or list (dict values, set, iterator) of optimizers, whose parameters the block gives
+            gradients to. An empty list: only other gradients are wanted (of an input); nothing is unscaled.
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Ignored, as under apex.
         delay_unscale: Leave gradients scaled; a later block without it unscales what has accumulated. No need to use it
@@ -108,6 +108,8 @@ def _found(optimizers: Any) -> tuple[list[Any], session.Session]:
     if stash is not None and session.latest() is not None:  # the rule: one optimizer, and ours
         return [optimizers], stash.session
     found = [optimizers] if is_optimizer(optimizers) else optimizers
+    if isinstance(found, (ValuesView, Set, Iterator)):  # apex took any iterable
+        found = list(found)
     if isinstance(found, (list, tuple)):
         found = [_known(one) for one in found]
     owner = _owner(found)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def attach(optimizer: Any, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands."""
-    stash = AmpOptimizerState(optimizer, session)
+    stash = AmpOptimizerState(optimizer, session, getattr(optimizer, "_amp_stash", None))
     adopt_masters(optimizer, session)
     match_state(optimizer)
     stash.parts(optimizer)
@@ -94,6 +94,11 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
 def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow."""
     stash: AmpOptimizerState = optimizer._amp_stash
+    if stash.in_block:
+        raise RuntimeError(
+            "optimizer.step() inside its scale_loss block - gradients are still multiplied by the loss scale there -"
+            " leave the block first: `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step."
+        )
     masters, direct = stash.parts(optimizer)
     if closure is not None and not callable(closure):
         raise TypeError(
