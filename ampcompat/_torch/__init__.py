@@ -64,6 +64,7 @@ from ampcompat._torch.modules import (
     register_state_dict_hooks,
     uncompiled,
 )
+from ampcompat._torch.patch import replace
 from ampcompat._torch.version import (
     TORCH,
 )
@@ -116,6 +117,7 @@ __all__ = [
     "patch_engine",
     "patch_function_bodies",
     "register_state_dict_hooks",
+    "replace",
     "setting",
     "tag_compile_caches",
     "uncompiled",

@@ -33,8 +33,15 @@ def has_fused_kernels(device: torch.device) -> bool:
     return device.type in _get_fused_kernels_supported_devices()
 
 
+def _is_capturing() -> bool:
+    """Whether work is being recorded for a CUDA graph: the host may ask the device nothing."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class HostCopy:
     """Numbers of a device on their way to host memory; starting the copy does not wait for the device.
+
+    While a CUDA graph is captured, nothing is copied and the numbers are zeros.
 
     Args:
         values: 0-dim tensors of one dtype and device.
@@ -42,8 +49,11 @@ class HostCopy:
 
     def __init__(self, values: list[torch.Tensor]) -> None:
         device = values[0].device
-        streams: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
         self._event: Any = None
+        if _is_capturing():  # a replay runs no Python: nobody could read what it copies
+            self._host = torch.zeros(len(values), device="cpu")
+            return
+        streams: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
         if hasattr(streams, "Event") and hasattr(streams, "current_stream"):
             self._host = torch.stack(values).to("cpu", non_blocking=True)  # pinned memory, by torch's own choice
             self._event = streams.Event()
@@ -53,7 +63,7 @@ class HostCopy:
 
     def arrived(self) -> bool:
         """Whether :meth:`read` need not wait."""
-        return self._event is None or bool(self._event.query())
+        return self._event is None or (not _is_capturing() and bool(self._event.query()))
 
     def read(self) -> list[float]:
         """The numbers; waits for the device where they have not arrived."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
 from packaging.version import Version
 
+from ampcompat._torch.patch import replace
 from ampcompat._torch.version import TORCH
 
 _CACHES_ACROSS_GRAD_MODES: Final = Version("2.7") > TORCH
@@ -15,9 +17,8 @@ _CACHES_ACROSS_GRAD_MODES: Final = Version("2.7") > TORCH
 
 def autocast_nesting() -> int:
     """How many autocast regions (ours included) this thread is in."""
-    depth = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return depth
+    # One expression: an interrupt between two lines would leave the thread inside a region for ever.
+    return (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting())[1]
 
 
 def accelerator() -> str:
@@ -34,35 +35,22 @@ def caches_weights_across_grad_modes() -> bool:
     return _CACHES_ACROSS_GRAD_MODES
 
 
-def patch_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Wrap the one function through which ``backward`` and ``autograd.grad`` enter the engine; returns the undo."""
+def patch_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack) -> None:
+    """Wrap the one function through which ``backward`` and ``autograd.grad`` enter the engine."""
     owner: Any = torch.autograd
-    original = owner._engine_run_backward
-    owner._engine_run_backward = wrap(original)
-
-    def undo() -> None:
-        owner._engine_run_backward = original
-
-    return undo
+    replace(owner, "_engine_run_backward", wrap(owner._engine_run_backward), undo)
 
 
 def patch_function_bodies(
-    record: Callable[[Any], None], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[[], None]:
-    """Call ``record`` on the context of every ``autograd.Function`` forward and wrap its backward; returns the undo."""
+    record: Callable[[Any], None], wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
+) -> None:
+    """Call ``record`` on the context of every ``autograd.Function`` forward and wrap its backward."""
     owner: Any = torch.autograd.function.BackwardCFunction
-    originals = {name: owner.__dict__[name] for name in ("apply", "apply_boxed") if name in owner.__dict__}
-    for name, original in originals.items():
-        setattr(owner, name, wrap(original))
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         record(self)
 
-    owner.__init__ = __init__
-
-    def undo() -> None:
-        for name, original in originals.items():
-            setattr(owner, name, original)
-        del owner.__init__
-
-    return undo
+    for name in ("apply", "apply_boxed"):
+        if name in owner.__dict__:
+            replace(owner, name, wrap(owner.__dict__[name]), undo)
+    replace(owner, "__init__", __init__, undo)

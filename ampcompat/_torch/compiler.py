@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 
@@ -17,31 +17,25 @@ def setting(module_name: str, name: str) -> Any:
     return module if hasattr(module, name) else None
 
 
-def tag_compile_caches(tag: str) -> Callable[[], None]:
-    """Add ``tag`` to the key of torch's on-disk compile caches, where torch has the setting; returns the undo."""
+def tag_compile_caches(tag: str, undo: ExitStack) -> None:
+    """Add ``tag`` to the key of torch's on-disk compile caches, where torch has the setting."""
     config = setting("torch.compiler.config", "cache_key_tag")
     if config is None:
-        return lambda: None
-    config.cache_key_tag += tag
+        return
 
-    def undo() -> None:
+    def untag() -> None:
         config.cache_key_tag = config.cache_key_tag.replace(tag, "")
 
-    return undo
+    undo.callback(untag)
+    config.cache_key_tag += tag
 
 
-def compile_backward_without_autocast() -> Callable[[], None]:
-    """Let compiled backward graphs run with casts off, as eager ones do, where torch can; returns the undo."""
+def compile_backward_without_autocast(undo: ExitStack) -> None:
+    """Let compiled backward graphs run with casts off, as eager ones do, where torch can."""
     config = setting("torch._functorch.config", "backward_pass_autocast")
-    if config is None:
-        return lambda: None
-    before = config.backward_pass_autocast
-    config.backward_pass_autocast = "off"
-
-    def undo() -> None:
-        config.backward_pass_autocast = before
-
-    return undo
+    if config is not None:
+        undo.callback(setattr, config, "backward_pass_autocast", config.backward_pass_autocast)
+        config.backward_pass_autocast = "off"
 
 
 def forget_compiled_graphs() -> None:

@@ -6,26 +6,27 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from ampcompat._state import State
+from ampcompat._torch.patch import replace
 
 
 def register_state_dict_hooks(
-    module: Any, after_save: Callable[..., None], before_load: Callable[..., None], after_load: Any
-) -> list[Any]:
-    """Hook saving and loading of ``module``'s own tensors; hooks survive deepcopy and pickle. Returns the handles."""
-    return [
-        module._register_state_dict_hook(after_save),
-        module._register_load_state_dict_pre_hook(before_load, with_module=True),
-        module.register_load_state_dict_post_hook(after_load),
-    ]
+    module: Any, after_save: Callable[..., None], before_load: Callable[..., None], after_load: Any, handles: list[Any]
+) -> None:
+    """Hook saving and loading of ``module``'s own tensors; hooks survive deepcopy and pickle. Adds to ``handles``."""
+    # Each in one line: a hook whose handle was lost to an interrupt could not be taken off.
+    handles.append(module._register_state_dict_hook(after_save))
+    handles.append(module._register_load_state_dict_pre_hook(before_load, with_module=True))
+    handles.append(module.register_load_state_dict_post_hook(after_load))
 
 
-def patch_ddp_constructor(after: Callable[[Any, bool], None]) -> Callable[[], None]:
-    """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made; returns the undo."""
+def patch_ddp_constructor(after: Callable[[Any, bool], None], undo: ExitStack) -> None:
+    """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made."""
     owner: Any = torch.nn.parallel.DistributedDataParallel
     original = owner.__init__
 
@@ -34,12 +35,7 @@ def patch_ddp_constructor(after: Callable[[Any, bool], None]) -> Callable[[], No
         original(self, *args, **kwargs)
         after(self, bool(kwargs.get("init_sync", True)))
 
-    owner.__init__ = __init__
-
-    def undo() -> None:
-        owner.__init__ = original
-
-    return undo
+    replace(owner, "__init__", __init__, undo)
 
 
 class AnyDeviceDDP(torch.nn.parallel.DistributedDataParallel):

@@ -122,6 +122,12 @@ def _check_weights(model: torch.nn.Module) -> None:
                     f"amp.initialize got a model with the uninitialized parameter {name!r} of a"
                     f" {type(module).__name__} - its shape must be known - run one forward pass first."
                 )
+            if param.device.type == "meta":
+                raise RuntimeError(
+                    f"amp.initialize got a model with the parameter {name!r} of a {type(module).__name__} on the meta"
+                    " device - masters and loss scales need values - move it with to_empty(device=...), load its"
+                    " weights, and call amp.initialize then."
+                )
             if param.is_inference():
                 raise RuntimeError(
                     f"amp.initialize got a model whose parameter {name!r} was made under torch.inference_mode - such"
@@ -145,6 +151,12 @@ def as_optimizers(optimizers: object) -> list[Any]:
             raise TypeError(
                 f"amp.initialize got {_name(optimizer)} as an optimizer - optimizers must be a torch.optim.Optimizer"
                 " (or a wrapper with its methods, as LARC), or a list or tuple of them - pass the optimizer itself."
+            )
+        stash = getattr(optimizer, "_amp_stash", None)
+        if stash is not None and stash.in_block:
+            raise RuntimeError(
+                f"amp.initialize inside a scale_loss block of this {type(optimizer).__name__} - its gradients are still"
+                " multiplied by the loss scale - close the block first."
             )
     return found
 

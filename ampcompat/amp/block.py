@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set, ValuesView
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import misuse, overflow, session
-from ampcompat.amp.accumulation import begin_block, count_in_others, delay, end_block, leave_failed
 from ampcompat.amp.arguments import is_optimizer
+from ampcompat.amp.backward_pass import BackwardPass
 from ampcompat.amp.casts import assert_ambience
 from ampcompat.amp.ddp import holds_back_gradients
 from ampcompat.amp.observers import notify
+from ampcompat.amp.scale_move import PutOff, ScaleMove
 from ampcompat.amp.scaler import LossScaler
 
 
@@ -32,8 +33,8 @@ def scale_loss(
 
     Args:
         loss: Floating tensor of any shape, on any device.
-        optimizers: The optimizer, or list of optimizers, whose parameters the block gives gradients to. An empty list:
-            only other gradients are wanted (of an input); nothing is unscaled.
+        optimizers: The optimizer, or list (dict values, set, iterator) of optimizers, whose parameters the block gives
+            gradients to. An empty list: only other gradients are wanted (of an input); nothing is unscaled.
         loss_id: Which of the ``num_losses`` scalers to use.
         model: Ignored, as under apex.
         delay_unscale: Leave gradients scaled; a later block without it unscales what has accumulated. No need to use it
@@ -76,25 +77,27 @@ def scale_loss(
                 " apart - close the first block, or add the losses up."
             )
     notify("on_scale_loss", loss, scaler, found)
-    _enter(found, scaler)
-    scaler.open_blocks += 1
+    backward_pass = BackwardPass(found, scaler)
     try:
-        scaled = scaler.scale_loss(loss)
-        scale: torch.Tensor = scaler._scale  # type: ignore[assignment] # exists once a loss was scaled
-        used = misuse.watch_loss(scaled)
-        yield scaled
+        try:
+            backward_pass.begin()
+            scaled = scaler.scale_loss(loss)
+            backward_pass.scale = scaler._scale
+            used = misuse.watch_loss(scaled)
+            yield scaled
+            # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
+            local = [one for one in found if holds_back_gradients(one)]
+            if delay_unscale or local:
+                backward_pass.end_scaled(local)
+                return
+            reached = backward_pass.end(PutOff if delay_overflow_check else ScaleMove)
+        except BaseException:
+            backward_pass.fail()
+            raise
     except BaseException:
-        leave_failed(found)
+        backward_pass.fail()  # again does no harm: Ctrl-C may have struck in the first
         raise
-    finally:
-        scaler.open_blocks -= 1
-    # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
-    local = [one for one in found if holds_back_gradients(one)]
-    if delay_unscale or local:
-        for one in found:
-            delay(one, scaler, scale, any(one is other for other in local))
-        return
-    if _leave(found, scaler, scale, delay_overflow_check) and not used:
+    if reached and not used:
         misuse.warn_of_unused_loss()
     notify("on_gradients", scaler, found)
 
@@ -105,6 +108,8 @@ def _found(optimizers: Any) -> tuple[list[Any], session.Session]:
     if stash is not None and session.latest() is not None:  # the rule: one optimizer, and ours
         return [optimizers], stash.session
     found = [optimizers] if is_optimizer(optimizers) else optimizers
+    if isinstance(found, (ValuesView, Set, Iterator)):  # apex took any iterable
+        found = list(found)
     if isinstance(found, (list, tuple)):
         found = [_known(one) for one in found]
     owner = _owner(found)
@@ -165,48 +170,6 @@ def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
         )
     scaler.loss_id = loss_id  # it may have been put there by hand
     return scaler
-
-
-def _enter(optimizers: Any, scaler: LossScaler) -> None:
-    entered = []
-    done: set[int] | None = set() if len(optimizers) > 1 else None
-    try:
-        for one in optimizers:
-            stash = one._amp_stash
-            overflow.report_if_known(stash)
-            entered.append(one)
-            stash.in_block = True
-            begin_block(one, scaler, done)
-    except BaseException:
-        leave_failed(entered)
-        raise
-
-
-def _leave(optimizers: Any, scaler: LossScaler, scale: torch.Tensor, delay_overflow_check: bool) -> bool:
-    """Unscale, note overflow and move the scale.
-
-    Returns:
-        Whether there were new gradients.
-    """
-    stashes = [one._amp_stash for one in optimizers]
-    waiting = [stash.waiting for stash in stashes if stash.waiting is not None]
-    done: set[int] | None = set() if len(optimizers) > 1 else None
-    try:
-        reached = [end_block(one, scaler, done, scale) for one in optimizers]
-    finally:
-        for stash in stashes:
-            stash.in_block = False
-    if any(reached):  # the loss was backpropagated; it need not reach every optimizer of the block
-        for stash in stashes:
-            stash.blocks_with_gradients += 1
-    found = scaler.put_off_update() if delay_overflow_check else scaler.end_backward_pass()
-    if found is not None:
-        for stash in stashes:
-            stash.overflows.append((scaler, found))
-        if waiting:
-            others = {other: None for held in waiting for other in held.scalers if other is not scaler}
-            count_in_others(stashes, found, others)
-    return any(reached)
 
 
 def step_was_skipped(optimizer: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
 from typing import Any
 
 from ampcompat._log import say, warn_once
@@ -70,11 +71,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     _apply(entries, session.scalers)
 
 
-def apply_pending(scalers: list[LossScaler]) -> None:
-    """Restore into the scalers of a new call what was loaded before it."""
-    entries = state.rooms.pop("pending scalers", None)
+def apply_pending(scalers: list[LossScaler], undo: ExitStack) -> None:
+    """Restore into the scalers of a new call what was loaded before it; ``undo`` keeps it for the next call."""
+    entries = state.rooms.get("pending scalers")
     if entries is not None:
         _apply(entries, scalers)
+        undo.callback(state.rooms.__setitem__, "pending scalers", entries)
+        del state.rooms["pending scalers"]
 
 
 def _apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
@@ -83,8 +86,15 @@ def _apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
             f"Warning: amp.load_state_dict got {len(entries)} loss scalers where amp.initialize(num_losses="
             f"{len(scalers)}) made {len(scalers)}: loading the first {min(len(entries), len(scalers))}."
         )
+    before = [(scaler, dict(vars(scaler))) for scaler in scalers]
+    try:
+        for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
+            scaler._loss_scale, scaler._unskipped = scale, unskipped
+    except BaseException:
+        for scaler, attributes in before:
+            vars(scaler).update(attributes)
+        raise
     for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
-        scaler._loss_scale, scaler._unskipped = scale, unskipped
         maybe_print(
             f"amp.load_state_dict: restored loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}.",
             True,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,26 +26,26 @@ def install() -> None:
     """Patch torch, once; the undo goes on ``state.undo`` and is also run by :func:`remove`."""
     if "choke points" in state.rooms:
         return
-    undos: list[Callable[[], None]] = []
-    state.rooms["choke points"] = undos
-    state.undo.callback(remove)
-    undos.append(_torch.patch_engine(_engine))
-    undos.append(_torch.patch_function_bodies(_record_forward, _body))
-    undos.append(_patch_regions())
+    with ExitStack() as undo:
+        _torch.patch_engine(_engine, undo)
+        _torch.patch_function_bodies(_record_forward, _body, undo)
+        _patch_regions(undo)
+        state.undo.callback(remove)
+        state.rooms["choke points"] = undo.pop_all()
 
 
 def remove() -> None:
     """Undo :func:`install`; does nothing the second time."""
-    undos: list[Callable[[], None]] = state.rooms.pop("choke points", [])
-    for undo in reversed(undos):
-        undo()
+    undo: ExitStack | None = state.rooms.get("choke points")
+    if undo is not None:
+        undo.close()
+        state.rooms.pop("choke points", None)
 
 
 def _engine(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _casts.casts_off():
-            return original(*args, **kwargs)
+        return _casts.run_uncast(original, *args, **kwargs)
 
     return run
 
@@ -69,7 +70,7 @@ def _body(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _patch_regions() -> Callable[[], None]:
+def _patch_regions(undo: ExitStack) -> None:
     """Count the user's ``torch.autocast`` regions per device type and thread.
 
     The cache is cleared where a region changes the dtype: it is keyed by weight alone.
@@ -105,9 +106,5 @@ def _patch_regions() -> Callable[[], None]:
         _casts.assert_ambience()
         return result
 
-    region.__enter__, region.__exit__ = counted_enter, counted_exit
-
-    def undo() -> None:
-        region.__enter__, region.__exit__ = enter, leave
-
-    return undo
+    _torch.replace(region, "__enter__", counted_enter, undo)
+    _torch.replace(region, "__exit__", counted_exit, undo)

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from ampcompat.amp import overflow
-from ampcompat.amp.accumulation import finish_delayed
+from ampcompat.amp.backward_pass import finish_delayed
 from ampcompat.amp.casts import Saved, casts_as
 from ampcompat.amp.masters import push_all, reconcile
+from ampcompat.amp.observers import notify
+from ampcompat.amp.optimizer_state import AmpOptimizerState
 
 #: Repetitions of a later evaluation that overflows; each halves the scale.
 RETRIES = 4
@@ -34,17 +36,19 @@ def step_with_closure(
     Returns:
         What the optimizer's step returns; the loss of the first evaluation if the step was skipped.
     """
-    from ampcompat.amp.optimizer import free_gradients
-
     stash = optimizer._amp_stash
 
+    @torch.enable_grad()
+    def call() -> Any:
+        with casts_as(outside):
+            return closure()
+
     def evaluate() -> tuple[Any, bool]:
-        masters, _ = stash.parts(optimizer)
-        reconcile(masters)
-        with torch.enable_grad(), casts_as(outside):
-            loss = closure()
+        reconcile(stash.parts(optimizer)[0])
+        loss = call()
         finish_delayed(optimizer, stash)
-        skip = overflow.decide(optimizer, stash, on_host=True)
+        skip, verdict = overflow.decide(optimizer, stash, on_host=True)
+        vars(stash).update(verdict)
         return loss, skip
 
     def later() -> Any:
@@ -55,29 +59,34 @@ def step_with_closure(
         raise _Abandon
 
     loss, overflowed = evaluate()
-    if overflowed:
-        free_gradients(optimizer, stash)
-        stash.end_step()
-        return loss
-    snapshot = _snapshot(optimizer) if stash.session.dynamic and _evaluates_again(optimizer) else None
-    pending = [loss]
+    snapshot = None
+    if not overflowed and stash.session.dynamic and _evaluates_again(optimizer):
+        snapshot = _snapshot(optimizer)
+    pending, result, ended = [loss], loss, overflowed
     try:
-        result = original(lambda: pending.pop() if pending else later(), **kwargs)
-    except _Abandon:
-        _restore(optimizer, snapshot)
-        free_gradients(optimizer, stash)
-        stash.skipped = True
-        result = loss
+        if not overflowed:
+            try:
+                result, ended = original(lambda: pending.pop() if pending else later(), **kwargs), True
+            except _Abandon:
+                _restore(optimizer, stash, snapshot)
+                overflowed = ended = True
+        _end(optimizer, stash, overflowed)
     except BaseException:
-        _restore(optimizer, snapshot)  # LBFGS cannot go on from the middle of its search
+        if ended:
+            _end(optimizer, stash, overflowed)
+        else:
+            _restore(optimizer, stash, snapshot)  # LBFGS cannot go on from the middle of its search
         raise
+    notify("on_step", optimizer, stash.skipped)
+    return result
+
+
+def _end(optimizer: Any, stash: AmpOptimizerState, skipped: bool) -> None:
+    """After the step, or instead of it; does no harm again."""
     masters, _ = stash.parts(optimizer)
     for master in masters:
         master.half.grad = None
-    if masters:
-        push_all(masters)
-    stash.end_step()
-    return result
+    overflow.end_step(optimizer, stash, masters, skipped, {"skipped": skipped})
 
 
 def _evaluates_again(optimizer: Any) -> bool:
@@ -93,15 +102,16 @@ def _snapshot(optimizer: Any) -> Any:
     return params, state, groups
 
 
-def _restore(optimizer: Any, snapshot: Any) -> None:
+@torch.no_grad()
+def _restore(optimizer: Any, stash: AmpOptimizerState, snapshot: Any) -> None:
     if snapshot is None:
         return
     params, state, groups = snapshot
-    with torch.no_grad():
-        for param, value in params:
-            param.copy_(value)
+    for param, value in params:
+        param.copy_(value)
     optimizer.state.clear()
     for param, values in state.items():
         optimizer.state[param] = values
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         group.update(options)  # some optimizers count steps here
+    push_all(stash.parts(optimizer)[0])

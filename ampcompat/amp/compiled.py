@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from contextlib import ExitStack
 
 from ampcompat import __version__, _torch
 from ampcompat._state import state
@@ -25,16 +26,14 @@ def bind(rules: Iterable[str]) -> None:
     if not lines:
         return
     digest = hashlib.sha256("\n".join([__version__, *lines]).encode()).hexdigest()[:16]
-    undos = state.room("amp.compiled", list)
-    undos.append(_torch.tag_compile_caches(f"ampcompat-{digest}"))
-    undos.append(_torch.compile_backward_without_autocast())
+    undo: ExitStack = state.room("amp.compiled", ExitStack)
+    undo.callback(_torch.forget_compiled_graphs)
+    _torch.tag_compile_caches(f"ampcompat-{digest}", undo)
+    _torch.compile_backward_without_autocast(undo)
     _torch.forget_compiled_graphs()
 
 
 def unbind() -> None:
     """Undo :func:`bind`. Idempotent."""
-    undos = state.room("amp.compiled", list)
-    if undos:
-        while undos:
-            undos.pop()()
-        _torch.forget_compiled_graphs()
+    undo: ExitStack = state.room("amp.compiled", ExitStack)
+    undo.close()

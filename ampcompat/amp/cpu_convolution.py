@@ -9,6 +9,7 @@ as well as the casts of O1, forward, backward and double backward, eager and com
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -59,17 +60,25 @@ def acquire() -> None:
     if room:
         return
     slow = _torch.halves_without_cpu_convolution()
-    registrations = _torch.Registrations()
     state.undo.callback(release)
-    room["registrations"] = registrations
-    # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
-    for name, make in (("_convolution", _forward), ("convolution_backward", _backward)):
-        for op in _torch.aten_overloads(name):
-            registrations.add(op, make(_torch.composite(op), slow), "CPU")
+    with ExitStack() as undo:
+        registrations = _torch.Registrations()
+        undo.callback(registrations.close)
+        # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
+        for name, make in (("_convolution", _forward), ("convolution_backward", _backward)):
+            for op in _torch.aten_overloads(name):
+                registrations.add(op, make(_torch.composite(op), slow), "CPU")
+        room["undo"] = undo.pop_all()
+
+
+def on() -> bool:
+    """Whether :func:`acquire` is in force."""
+    return bool(state.room("amp.cpu_convolution", dict))
 
 
 def release() -> None:
     """Give torch its own convolutions back. Idempotent."""
     room = state.room("amp.cpu_convolution", dict)
     if room:
-        room.pop("registrations").close()
+        room["undo"].close()
+        room.clear()

@@ -23,8 +23,8 @@ def install() -> None:
     """Hear of every DDP that is made from now on; the undo goes on ``state.undo``."""
     if "ddp" in state.rooms or not dist.is_available():
         return
+    _torch.patch_ddp_constructor(_made, state.undo)
     state.rooms["ddp"] = weakref.WeakSet()
-    state.undo.callback(_torch.patch_ddp_constructor(_made))
 
 
 def _made(wrapper: Any, synchronised: bool) -> None:

@@ -7,17 +7,24 @@ optimizer that holds the model's own parameters and steps them.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ampcompat import _torch
 from ampcompat.amp import amp_model, keep_fp32, optimizer, session
 from ampcompat.amp.cast_model import cast_weights
-from ampcompat.amp.policy import live_models
+from ampcompat.amp.policy import ModelPolicy, live_models
 
 
-def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> bool:
+class Taken(NamedTuple):
+    """What was taken out of amp: anything at all, and the policies that the models had."""
+
+    anything: bool
+    policies: list[ModelPolicy]
+
+
+def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> Taken:
     """Take models and optimizers out of amp; what is not under amp, or is no model at all, is left alone.
 
     Args:
@@ -26,7 +33,7 @@ def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> bool:
         undo: Takes the undo of every change.
 
     Returns:
-        Whether any of them was under amp.
+        For :func:`release`, which is to follow.
     """
     given = models if isinstance(models, (list, tuple)) else [models]
     roots = [_torch.uncompiled(model) for model in given if isinstance(model, torch.nn.Module)]
@@ -42,9 +49,13 @@ def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> bool:
     for one in with_stash:
         undo.callback(optimizer.put_back, optimizer.remember(one))
         optimizer.detach(one)
-    for policy in policies.values():
+    return Taken(bool(under or with_stash), list(policies.values()))
+
+
+def release(taken: Taken) -> None:
+    """End the casts that nothing needs any more. Idempotent; not undone."""
+    for policy in taken.policies:
         if not any(model.__dict__.get("_amp_policy") is policy for model in live_models()):
             session.casting_policies().discard(policy)
-    if under:
+    if taken.policies:
         session.release_casts()  # ambient casts stay while other models need them for their losses
-    return bool(under or with_stash)

@@ -17,7 +17,7 @@ from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.cast_model import cast_weights
 from ampcompat.amp.casts import cast_state
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
-from ampcompat.amp.disable import take_out
+from ampcompat.amp.disable import Taken, release, take_out
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.policy import live_models
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
@@ -107,10 +107,11 @@ def initialize(
         for loss_id in range(num_losses)
     ]
     session = Session(properties, half, cast_model_outputs, scalers)
-    _amp_state.verbosity = loudness
-    if loudness > 0:
-        _describe(properties)
     with ExitStack() as undo:
+        _keep_shown(undo)
+        _amp_state.verbosity = loudness
+        if loudness > 0:
+            _describe(properties)
         _take_over(session, model_list, optimizer_list, kept, undo)
         undo.pop_all()
     if "AMPCOMPAT_EXPLAIN" in os.environ:
@@ -160,10 +161,9 @@ def _take_over(
         undo.callback(optimizer.put_back, optimizer.remember(one))
         optimizer.attach(one, session)
         session.optimizers.add(one)
-    undo.callback(_show, dict(_amp_state._values()), state.rooms.get("latest session"))
     session.begin_casts(live_models())
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
-    checkpoint.apply_pending(session.scalers)
+    checkpoint.apply_pending(session.scalers, undo)
     _show({"opt_properties": properties, "loss_scalers": session.scalers, "handle": handle}, session)
 
 
@@ -173,18 +173,42 @@ def _show(values: dict[str, Any], session: Session | None) -> None:
     state.rooms["latest session"] = session
 
 
+def _keep_shown(undo: ExitStack) -> None:
+    """Have ``undo`` show again what is shown now."""
+    values, latest = dict(_amp_state._values()), state.rooms.get("latest session")
+
+    def show_again() -> None:
+        _amp_state._values().clear()
+        _show(values, latest)
+
+    undo.callback(show_again)
+
+
 def _disable(models: Any, optimizers: Any) -> None:
     properties = Properties()
     session = Session(properties, torch.float16, None, [])
     optimizer_list = arguments.as_optimizers(optimizers)
     values: dict[str, Any] = {"opt_properties": properties, "loss_scalers": []}
-    with ExitStack() as undo:
-        if take_out(models, optimizer_list, undo):
-            values["handle"] = NoOpHandle()
-        undo.pop_all()
-    for one in optimizer_list:
-        _torch.disabled_optimizers(state).add(one)
-    _show(values, session)
+    disabled = _torch.disabled_optimizers(state)
+    taken: Taken | None = None
+    try:
+        with ExitStack() as undo:
+            _keep_shown(undo)
+            out = take_out(models, optimizer_list, undo)
+            if out.anything:
+                values["handle"] = NoOpHandle()
+            for one in optimizer_list:
+                if one not in disabled:
+                    undo.callback(disabled.discard, one)
+                    disabled.add(one)
+            _show(values, session)
+            undo.pop_all()
+            taken = out
+        release(taken)
+    except BaseException:
+        if taken is not None:
+            release(taken)
+        raise
 
 
 def _describe(properties: Properties) -> None:

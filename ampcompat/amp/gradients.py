@@ -12,103 +12,106 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from ampcompat import _torch
+from ampcompat.amp.aside import Aside, coalesced, give_back, sparse, summed
 from ampcompat.amp.masters import Master
 from ampcompat.amp.scaler import LossScaler
-
-Aside = list[tuple[torch.Tensor, torch.Tensor]]
 
 #: Elements that are converted to float32 at once, where they are then added to older gradients and freed: as many as
 #: torch's fused kernels take in one launch.
 CHUNK = 2**24
 
 
-def put_aside(masters: Iterable[Master], direct: Iterable[torch.Tensor]) -> Aside:
-    """Take accumulated gradients off the parameters.
+class Intake:
+    """The new gradients of one optimizer: unscaled and checked, then added to the accumulated ones.
 
     Args:
-        masters: Their half gradients were folded into the masters' by an earlier block (or belong to nobody): dropped.
-        direct: Parameters that the optimizer holds themselves.
-
-    Returns:
-        The parameters that had a gradient, with it.
+        masters: Masters whose half gradients are new.
+        direct: Parameters, without master, whose gradients are new.
     """
-    for master in masters:
-        if master.half.grad is not None:
-            master.half.grad = None
-    aside = []
-    for param in direct:
-        grad = param.grad
-        if grad is not None:
-            # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
-            aside.append((param, grad.clone() if _is_window(grad) else grad))
-            param.grad = None
-    return aside
 
+    __slots__ = ("accumulated", "added", "any", "chunks", "direct", "fold")
 
-def give_back(aside: Aside, add: bool = False) -> None:
-    """Undo :func:`put_aside`.
+    def __init__(self, masters: Iterable[Master], direct: Iterable[torch.Tensor]) -> None:
+        self.direct = direct
+        self.chunks = list(_chunks(masters))
+        self.added = 0  # chunks that are in their masters' gradients
+        self.accumulated = False  # some master had a gradient: an addition in place cannot be taken back
+        self.fold: _Fold | None = None
+        self.any = bool(self.chunks)
 
-    Args:
-        aside: What it returned.
-        add: To the gradients that there are now; else these go: a block failed.
-    """
-    if not aside:
-        return
-    with torch.no_grad():
-        for param, old in aside:
-            param.grad = _sum(param.grad, old) if add and param.grad is not None else old
+    @torch.no_grad()
+    def unscale(self, scaler: LossScaler, scale: torch.Tensor | None, aside: Aside) -> None:
+        """Unscale, note overflows on ``scaler``, and add what is ``aside``. No host sync.
 
+        Args:
+            scaler: The scaler of their loss.
+            scale: What they are scaled by; None for the scaler's current scale.
+            aside: What was put aside of these parameters.
 
-def _is_window(grad: torch.Tensor) -> bool:
-    if grad.layout != torch.strided:
-        return False
-    return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
-
-
-def take_new(
-    scaler: LossScaler,
-    masters: Iterable[Master],
-    direct: Iterable[torch.Tensor],
-    aside: Aside,
-    scale: torch.Tensor | None = None,
-) -> bool:
-    """Unscale the new gradients, note overflows on ``scaler``, and add them to the accumulated ones. No host sync.
-
-    Args:
-        scaler: The scaler of their loss.
-        masters: Masters whose half tensors they belong to.
-        direct: Other parameters that they belong to.
-        aside: What :func:`put_aside` returned.
-        scale: What they are scaled by; None for the scaler's current scale.
-
-    Returns:
-        Whether there was any new gradient.
-    """
-    with torch.no_grad():
+        Undone by giving back what is aside: accumulated gradients are not written into yet.
+        """
         fresh: list[torch.Tensor] = []
-        for param in direct:
+        for param in self.direct:
             grad = param.grad
             if grad is not None:
                 if grad.is_sparse:
-                    grad = param.grad = _coalesced(grad)
+                    grad = param.grad = coalesced(grad)
                 fresh.append(grad._values() if grad.is_sparse else grad)
-        seen = bool(fresh)
-        for chunk in _chunks(masters):
-            wide = _to_float32(chunk, fresh)
-            scaler.unscale_(fresh, scale)
-            _fold(chunk, wide)
-            seen, fresh = True, []
-            del wide  # before the next chunk is made
+        self.any = self.any or bool(fresh)
+        if self.chunks:  # in one pass with the others
+            self.fold = _Fold(self.chunks[0], fresh)
         scaler.unscale_(fresh, scale)
         give_back(aside, add=True)
-    return seen
+
+    @torch.no_grad()
+    def add(self, scaler: LossScaler | None, scale: torch.Tensor | None = None) -> None:
+        """Add to the masters' gradients; again, it goes on where it was interrupted. No host sync.
+
+        Args:
+            scaler: Unscales them; None: they were not scaled.
+            scale: As in :meth:`unscale`.
+        """
+        while self.added < len(self.chunks):
+            if self.fold is None:
+                self.fold = _unscaled(self.chunks[self.added], scaler, scale)
+            self.accumulated = self.fold.plan() or self.accumulated
+            self.fold.apply()
+            self.added, self.fold = self.added + 1, None
+
+    def undo(self) -> None:
+        """Take back what :meth:`add` did, as far as that can be."""
+        if self.accumulated:
+            return
+        planned = self.fold is not None and self.fold.planned
+        for chunk in self.chunks[: self.added + planned]:
+            for master in chunk:
+                master.value.grad = None
+
+
+def _unscaled(chunk: list[Master], scaler: LossScaler | None, scale: torch.Tensor | None) -> _Fold:
+    fresh: list[torch.Tensor] = []
+    fold = _Fold(chunk, fresh)
+    if scaler is not None:
+        scaler.unscale_(fresh, scale)
+    return fold
 
 
 def take_unscaled(masters: Iterable[Master]) -> None:
     """Give half gradients of a plain ``backward()``, outside any block, to the masters as they are."""
-    with torch.no_grad():
-        for chunk in _chunks(masters):
-            _fold(chunk, _to_float32(chunk, []))
+    masters = list(masters)
+    intake = Intake(masters, ())
+    try:
+        intake.add(None)
+        _drop(masters)
+    except BaseException:
+        intake.add(None)
+        _drop(masters)
+        raise
+
+
+def _drop(masters: list[Master]) -> None:
+    for master in masters:
+        master.half.grad = None
 
 
 def _chunks(masters: Iterable[Master]) -> Iterator[list[Master]]:
@@ -132,7 +135,7 @@ def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[torch.
     if any(g.is_sparse for g in grads):
         # Duplicate entries are summed in float32: their half sum may overflow.
         folds = [
-            _sparse(g._indices(), g._values().float(), g.shape).coalesce() if g.is_sparse else g.float() for g in grads
+            sparse(g._indices(), g._values().float(), g.shape).coalesce() if g.is_sparse else g.float() for g in grads
         ]
         fresh += [g._values() if g.is_sparse else g for g in folds]
         return folds
@@ -142,30 +145,39 @@ def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[torch.
     return folds
 
 
-def _fold(masters: list[Master], grads: list[torch.Tensor]) -> None:
-    for master, grad in zip(masters, grads, strict=True):
-        old = master.value.grad
-        master.value.grad = grad if old is None else _sum(old, grad)
+class _Fold:
+    """Float32 copies of the half gradients of one chunk, on their way into the masters' gradients."""
 
+    __slots__ = ("grads", "masters", "new", "old", "planned", "version")
 
-def _coalesced(grad: torch.Tensor) -> torch.Tensor:
-    if grad.dtype in (torch.float16, torch.bfloat16):
-        wide = _sparse(grad._indices(), grad._values().float(), grad.shape).coalesce()
-        return _sparse(wide.indices(), wide.values().to(grad.dtype), wide.shape, is_coalesced=True)
-    return grad.coalesce()
+    def __init__(self, masters: list[Master], fresh: list[torch.Tensor]) -> None:
+        self.masters = masters
+        self.new = _to_float32(masters, fresh)
+        self.planned = False
 
+    def plan(self) -> bool:
+        """Decide, once, what is added in place and what is set. Returns whether any master has a gradient."""
+        if not self.planned:
+            grads: list[torch.Tensor] = []  # to be set
+            old: list[torch.Tensor] = []  # to be added to in place
+            new: list[torch.Tensor] = []
+            for master, grad in zip(self.masters, self.new, strict=True):
+                before = master.value.grad
+                if before is None:
+                    grads.append(grad)
+                elif before.is_sparse or grad.is_sparse:
+                    grads.append(summed(before, grad) if before.is_sparse else before + grad)
+                else:
+                    grads.append(before)
+                    old.append(before)
+                    new.append(grad)
+            version = old[0]._version if old else 0
+            self.grads, self.old, self.new, self.version, self.planned = grads, old, new, version, True
+        return len(self.old) > 0
 
-def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, is_coalesced: bool = False) -> torch.Tensor:
-    # The parts come from a sparse tensor: no checks. Saying so keeps torch from warning that there are none.
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=is_coalesced or None, check_invariants=False)
-
-
-def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket."""
-    if a.is_sparse and not b.is_sparse:
-        return b + a
-    if a.is_sparse:
-        # Joined and coalesced, not added: the CPU adds no half sparse tensors.
-        indices, values = (torch.cat([a._indices(), b._indices()], 1), torch.cat([a._values(), b._values()]))
-        return _coalesced(_sparse(indices, values, a.shape))
-    return a.add_(b)
+    def apply(self) -> None:
+        """Do it; again, it does no harm: the version tells whether the addition, which is one call, was made."""
+        if self.old and self.old[0]._version == self.version:
+            _torch.foreach_add_(self.old, self.new)
+        for master, grad in zip(self.masters, self.grads, strict=True):
+            master.value.grad = grad

@@ -126,8 +126,9 @@ def _take_over(master: Master, now: torch.Tensor, where: str) -> None:
         " master takes the new values and goes on training them.",
     )
     grad, now.grad = now.grad, None
+    other = master_of_half(now)  # made for the new one by a state_dict or a load in between
     with torch.no_grad():
-        master.value.copy_(now)
+        master.value.copy_(now if other is None else other.value)
         if now.dtype != master.dtype:
             now.data = now.data.to(master.dtype)
     now.grad = None if grad is None else grad.to(master.dtype)
@@ -140,8 +141,12 @@ def rebind(master: Master, now: torch.Tensor) -> None:
     by_half()[now] = weakref.ref(master)
     for home, name in master.homes:
         module = home()
-        if module is not None and module._parameters.get(name) is not now and name in module._parameters:
+        if module is None:
+            continue
+        masters_in(module)[name] = master
+        if module._parameters.get(name) is not now and name in module._parameters:
             module._parameters[name] = now  # type: ignore[assignment] # tied weights stay tied
+    forget_lists()
     master.push()
 
 

@@ -44,11 +44,7 @@ class Master:
         if value is not None and adopt:
             self.value = value
         else:
-            with torch.inference_mode(False), torch.no_grad():
-                exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
-                if exact.data_ptr() == half.data_ptr() or value is not None:
-                    exact = exact.clone()
-            self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+            self.value = _make_value(half, value)
         self.numel = half.numel()
         self.homes: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         self.comparisons, self.early_steps = EARLY_ROUNDS, EARLY_STEPS
@@ -94,19 +90,20 @@ class Master:
             self.handed_out = self.half.detach().clone()
         return self.value.detach()
 
+    @torch.no_grad()
     def push(self) -> None:
         """Write the master into the model."""
-        with torch.no_grad():
-            self.half.copy_(self.value)
+        self.half.copy_(self.value)
         self.settle()
 
+    @torch.no_grad()
     def pull(self) -> None:
         """Take the model's elements into the master where they differ; the others keep the master's low bits."""
-        with torch.no_grad():
-            self.value.copy_(torch.where(self.value.to(self.half.dtype) == self.half, self.value, self.half.float()))
-            self.half.copy_(self.value)  # NaN compares unequal to itself; this also brings -0.0 and 0.0 together
+        self.value.copy_(torch.where(self.value.to(self.half.dtype) == self.half, self.value, self.half.float()))
+        self.half.copy_(self.value)  # NaN compares unequal to itself; this also brings -0.0 and 0.0 together
         self.settle()
 
+    @torch.no_grad()
     def reconcile(self) -> None:
         """Restore the invariant after a move of either side."""
         if self.value.device != self.half.device:
@@ -118,17 +115,17 @@ class Master:
         value_moved = self.value._version != value_version
         snapshot = self.handed_out
         if snapshot is not None and snapshot.device == self.half.device and snapshot.shape == self.half.shape:
-            with torch.no_grad():
-                still = _bits(self.half.detach()) == _bits(snapshot)
-                self.value.copy_(torch.where(still, self.value, self.half.float()))
-                # Where no counter moved there is most likely nothing new: a graph that holds the weight stays valid.
-                (self.half if half_moved or value_moved else self.half.data).copy_(self.value)
+            still = _bits(self.half.detach()) == _bits(snapshot)
+            self.value.copy_(torch.where(still, self.value, self.half.float()))
+            # Where no counter moved there is most likely nothing new: a graph that holds the weight stays valid.
+            (self.half if half_moved or value_moved else self.half.data).copy_(self.value)
             self.settle()
         elif value_moved and not half_moved:
             self.push()
         else:
             self.pull()
 
+    @torch.no_grad()
     def compare(self) -> bool:
         """Restore the invariant where values alone show that it broke. Reads the device: one host sync.
 
@@ -136,9 +133,8 @@ class Master:
             Whether it had broken.
         """
         self.comparisons -= self.comparisons > 0
-        with torch.no_grad():
-            if torch.equal(_bits(self.value.to(self.half.dtype)), _bits(self.half.detach())):
-                return False
+        if torch.equal(_bits(self.value.to(self.half.dtype)), _bits(self.half.detach())):
+            return False
         self.written_unseen = True
         if torch.equal(_fingerprint(self.half), self.fingerprint):
             self.push()  # it was the master that somebody wrote: ``group["params"][0].data.mul_()``
@@ -167,6 +163,15 @@ class Master:
         return Master, (self.half, self.value.detach())
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
+def _make_value(half: torch.Tensor, value: torch.Tensor | None) -> torch.nn.Parameter:
+    exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
+    if exact.data_ptr() == half.data_ptr() or value is not None:
+        exact = exact.clone()
+    return torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+
+
 def by_half() -> Any:
     """Weak references to masters by the model's half tensor."""
     return state.room("masters by half", WeakIdKeyDictionary)
@@ -179,19 +184,24 @@ def by_value() -> Any:
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """A number that changes when ``tensor`` does, on its device."""
-    return _bits(tensor.detach()).sum(dtype=torch.int64)
+    bits = _bits(tensor.detach())
+    if bits.dtype == torch.int16 and bits.is_contiguous() and not (bits.numel() % 4 or bits.storage_offset() % 4):
+        bits = bits.view(-1).view(torch.int64)  # four at a time: summing int16 as int64 was half of ``initialize``
+    return bits.sum(dtype=torch.int64)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
+@torch.no_grad()
 def push_all(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
+    if not masters:
+        return
     halves: list[torch.Tensor] = [m.half for m in masters]
     values: list[torch.Tensor] = [m.value for m in masters]
-    with torch.no_grad():
-        _torch.foreach_copy_(halves, values)
+    _torch.foreach_copy_(halves, values)
     for master, half, value in zip(masters, halves, values, strict=True):
         if master.early_steps or master.written_unseen or master.comparisons:
             master.stepped()

@@ -49,14 +49,14 @@ def warn_at_step(stash: AmpOptimizerState, masters: list[Master], direct: list[t
             "optimizer.step() after scale_loss blocks that gave this optimizer no gradient - the scaled loss must be"
             " backpropagated inside the block - write `with amp.scale_loss(loss, optimizer) as scaled:"
             " scaled.backward()`.",
-            stacklevel=5,
+            stacklevel=7,
         )
     elif not stash.blocks and _has_unseen_gradients(stash, masters, direct):
         warn_once(
             "unscaled backward",
             "optimizer.step() with gradients that no scale_loss block produced - their loss was not scaled, so small"
             " half gradients vanished - write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`.",
-            stacklevel=5,
+            stacklevel=7,
         )
     if any(grad._version != version for grad, version in stash.seen):
         warn_once(
@@ -64,7 +64,7 @@ def warn_at_step(stash: AmpOptimizerState, masters: list[Master], direct: list[t
             "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the optimizer steps"
             " with the float32 gradients of the masters, which did not change - clip amp.master_params(optimizer)"
             " instead of model.parameters().",
-            stacklevel=5,
+            stacklevel=7,
         )
 
 

@@ -18,29 +18,30 @@ from ampcompat.amp.masters import reconcile
 
 def install(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -> None:
     """Hook ``module`` (not its children). Called again, it only changes what the hooks do."""
-    hooked = "_amp_half" in module.__dict__
     object.__setattr__(module, "_amp_half", (half, master_weights))
-    if not hooked:
-        handles = _torch.register_state_dict_hooks(module, _hand_out, _take_in, _loaded)
+    if "_amp_state_hooks" not in module.__dict__:
+        handles: list[Any] = []
         object.__setattr__(module, "_amp_state_hooks", handles)
+        _torch.register_state_dict_hooks(module, _hand_out, _take_in, _loaded, handles)
 
 
 def remove(module: torch.nn.Module) -> None:
     """Undo :func:`install`."""
-    for handle in module.__dict__.pop("_amp_state_hooks", ()):
+    for handle in module.__dict__.get("_amp_state_hooks", ()):
         handle.remove()
+    module.__dict__.pop("_amp_state_hooks", None)
     module.__dict__.pop("_amp_half", None)
 
 
 def put_back(module: torch.nn.Module, before: tuple[torch.dtype, bool] | None, held: dict[str, Any]) -> None:
     """Restore the hooks and masters that ``module`` had."""
-    if before is None:
-        remove(module)
-    else:
+    remove(module)
+    if before is not None:
         install(module, *before)
     master_index.drop_all(module)
     if held:
         master_index.masters_in(module).update(held)
+        master_index.forget_lists()
 
 
 def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -58,6 +59,7 @@ def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, 
         state_dict[prefix + name] = master.value if keep_vars else master.hand_out()
 
 
+@torch.no_grad()
 def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
     half, master_weights = module.__dict__.get("_amp_half", (None, False))
     for name, tensor in master_index.own_tensors(module):
@@ -72,9 +74,8 @@ def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, l
             state_dict[prefix + name] = incoming.to(half)
         if master_weights:
             master = master_index.ensure_master(module, name)
-            with torch.no_grad():
-                if incoming.data_ptr() != master.value.data_ptr():
-                    master.value.copy_(incoming)
+            if incoming.data_ptr() != master.value.data_ptr():
+                master.value.copy_(incoming)
 
 
 def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:

@@ -11,16 +11,18 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ampcompat.amp import misuse, overflow
-from ampcompat.amp.accumulation import begin_block, end_block, finish_delayed
-from ampcompat.amp.casts import casts_off
+from ampcompat.amp.accumulation import put_all_aside
+from ampcompat.amp.backward_pass import finish_delayed, post_backward
+from ampcompat.amp.casts import cast_state, run_uncast, save
 from ampcompat.amp.closure import step_with_closure
 from ampcompat.amp.gradients import take_unscaled
 from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import Master, push_all, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state
-from ampcompat.amp.scaler import LossScaler
 
 if TYPE_CHECKING:
     from ampcompat.amp.session import Session
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 def attach(optimizer: Any, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands."""
-    stash = AmpOptimizerState(optimizer, session)
+    stash = AmpOptimizerState(optimizer, session, getattr(optimizer, "_amp_stash", None))
     adopt_masters(optimizer, session)
     match_state(optimizer)
     stash.parts(optimizer)
@@ -92,65 +94,86 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
 def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow."""
     stash: AmpOptimizerState = optimizer._amp_stash
+    if stash.in_block:
+        raise RuntimeError(
+            "optimizer.step() inside its scale_loss block - gradients are still multiplied by the loss scale there -"
+            " leave the block first: `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step."
+        )
     masters, direct = stash.parts(optimizer)
     if closure is not None and not callable(closure):
         raise TypeError(
             f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
             " returns the loss, or nothing."
         )
-    if closure is None and stash.plain:
-        with casts_off():
-            result = original(**kwargs)
-            notify("on_step", optimizer, False)
-            return result
-    with casts_off() as outside:
-        if closure is not None:
-            result = step_with_closure(optimizer, original, closure, outside, **kwargs)
-        else:
-            finish_delayed(optimizer, stash)
-            follow_replacements(masters)
-            misuse.warn_at_step(stash, masters, direct)
-            if not stash.blocks:
-                take_unscaled(masters)
-            reconcile(masters)
-            result = _step_now(optimizer, original, stash, masters, **kwargs)
-        notify("on_step", optimizer, stash.skipped)
-        return result
+    if closure is not None:
+        outside = save(cast_state().device_types)
+        return run_uncast(step_with_closure, optimizer, original, closure, outside, **kwargs)
+    if stash.plain:
+        return run_uncast(_step_plain, optimizer, original, kwargs)
+    return run_uncast(_step_uncast, optimizer, original, stash, masters, direct, kwargs)
 
 
-def _step_now(
-    optimizer: Any, original: Callable[..., Any], stash: AmpOptimizerState, masters: list[Master], **kwargs: Any
-) -> Any:
-    """The step itself, gradients being final: decide whether to skip, step, write masters to the model."""
-    result = None
-    if overflow.decide(optimizer, stash):
-        optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
-        free_gradients(optimizer, stash)
-    else:
-        for master in masters:  # before the optimizer makes anything: the peak of memory is in there
-            master.half.grad = None
-        try:
-            result = original(**kwargs)
-        finally:
-            overflow.withdraw(optimizer)
-        if masters:
-            push_all(masters)
-    stash.end_step()
+def _step_plain(optimizer: Any, original: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    result = original(**kwargs)
+    notify("on_step", optimizer, False)
     return result
 
 
-def free_gradients(optimizer: Any, stash: AmpOptimizerState) -> None:
-    """After a skipped step: clear the gradients of masters, and the half ones with them."""
-    masters, _direct = stash.parts(optimizer)
-    for master in masters:
-        master.half.grad = master.value.grad = None
+def _step_uncast(
+    optimizer: Any,
+    original: Callable[..., Any],
+    stash: AmpOptimizerState,
+    masters: list[Master],
+    direct: list[torch.Tensor],
+    kwargs: dict[str, Any],
+) -> Any:
+    finish_delayed(optimizer, stash)
+    follow_replacements(masters)
+    misuse.warn_at_step(stash, masters, direct)
+    if not stash.blocks:
+        take_unscaled(masters)
+    reconcile(masters)
+    result, ended, skip = None, False, False
+    verdict: dict[str, Any] = {}
+    try:
+        skip, verdict = overflow.decide(optimizer, stash)
+        if skip:
+            ended = True
+        else:
+            for master in masters:  # before the optimizer makes anything: the peak of memory is in there
+                master.half.grad = None
+            result, ended = original(**kwargs), True
+        overflow.end_step(optimizer, stash, masters, skip, verdict)
+    except BaseException:
+        if ended:
+            overflow.end_step(optimizer, stash, masters, skip, verdict)
+        else:
+            overflow.withdraw(optimizer)
+        raise
+    notify("on_step", optimizer, stash.skipped)
+    return result
+
+
+def _prepare_backward(optimizer: Any) -> None:
+    """Entry of a ``scale_loss`` block by hand (apex: ``_prepare_amp_backward``)."""
+    put_all_aside(optimizer, optimizer._amp_stash)
 
 
 def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
     masters, _direct = stash.parts(optimizer)
-    original(*args, **kwargs)
+    cleared = False
+    try:
+        _, cleared = original(*args, **kwargs), True
+        _forget_gradients(stash, masters)
+    except BaseException:
+        if cleared:
+            _forget_gradients(stash, masters)
+        raise
+
+
+def _forget_gradients(stash: AmpOptimizerState, masters: list[Master]) -> None:
     for master in masters:
         master.half.grad = None
     stash.forget_scaled()  # inside a block, what it had put aside is cleared as well
@@ -160,7 +183,19 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
 def _add_param_group(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    original(*args, **kwargs)
+    added = False
+    try:
+        _, added = original(*args, **kwargs), True
+        _adopt_group(optimizer, held)
+    except ValueError:
+        raise
+    except BaseException:
+        if added:
+            _adopt_group(optimizer, held)
+        raise
+
+
+def _adopt_group(optimizer: Any, held: set[int]) -> None:
     masters = [master_of_half(p) for p in optimizer.param_groups[-1]["params"]]
     if any(id(master.value) in held for master in masters if master is not None):
         optimizer.param_groups.pop()
@@ -176,10 +211,6 @@ def _lazy_init(optimizer: Any) -> None:
     optimizer._amp_stash.parts(optimizer)
 
 
-def _post_backward(optimizer: Any, scaler: LossScaler) -> None:
-    optimizer._amp_stash.blocks_with_gradients += end_block(optimizer, scaler)
-
-
 def _masters_to_model(optimizer: Any) -> None:
     push_all(optimizer._amp_stash.parts(optimizer)[0])
 
@@ -189,8 +220,8 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
     "_amp_lazy_init": _lazy_init,
     "_lazy_init_maybe_master_weights": _lazy_init,
     "_master_params_to_model_params": _masters_to_model,
-    "_prepare_amp_backward": begin_block,
-    "_post_amp_backward": _post_backward,
+    "_prepare_amp_backward": _prepare_backward,
+    "_post_amp_backward": post_backward,
 }
 
 #: Instance attributes that :func:`attach` sets.

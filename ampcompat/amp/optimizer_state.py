@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ampcompat._torch import HostCopy
-from ampcompat.amp.gradients import Aside
+from ampcompat.amp.aside import Aside
 from ampcompat.amp.master_index import ensure_master, master_of_half, master_of_value
 from ampcompat.amp.masters import Master
 from ampcompat.amp.properties import HALF_DTYPES
@@ -48,9 +48,14 @@ class AmpOptimizerState:
         overflows: Overflow flags noted since the last step, each with its scaler (0-dim, on the device).
         reports: By step that the device decided, on their way to the host: each flag, with the scale then in force.
         skipped: Whether the last step was skipped; None while only the device knows.
+
+    Args:
+        optimizer: The optimizer.
+        session: The ``initialize`` call that it belongs to now.
+        before: Its state under an earlier call.
     """
 
-    def __init__(self, optimizer: Any, session: Session) -> None:
+    def __init__(self, optimizer: Any, session: Session, before: AmpOptimizerState | None = None) -> None:
         self.lazy_init_called = True
         self.already_patched = False
         self.session = session
@@ -70,6 +75,12 @@ class AmpOptimizerState:
         self._signature: Any = None
         self._masters: list[Master] = []
         self._direct: list[torch.Tensor] = []
+        if before is not None:  # the gradients that it knows of are still there
+            self.overflows, self.reports, self.skipped = before.overflows[:], before.reports[:], before.skipped
+            self.aside, self.waiting = before.aside, before.waiting
+            self.gradients_are_local = before.gradients_are_local
+            self.blocks, self.blocks_with_gradients = before.blocks, before.blocks_with_gradients
+            self.stepped, self.seen = before.stepped, before.seen
 
     @property
     def params_have_scaled_gradients(self) -> bool:
@@ -84,14 +95,12 @@ class AmpOptimizerState:
     @property
     def plain(self) -> bool:
         """Whether a step without closure is the optimizer's own and nothing else: scale one for ever, no masters."""
-        pending = self._masters or self.overflows or self.reports or self.params_have_scaled_gradients
+        pending = self._masters or self.overflows or self.reports or self.waiting or self.skipped
         return not pending and self.session.plain
 
-    def end_step(self) -> None:
-        """A step was made or skipped: what the next one needs starts anew."""
-        self.stepped = True
-        self.blocks = self.blocks_with_gradients = 0
-        self.seen = []
+    def end_step(self, verdict: dict[str, Any]) -> None:
+        """A step was made or skipped (``verdict``: from :func:`overflow.decide`): the next one starts anew."""
+        vars(self).update({**verdict, "stepped": True, "blocks": 0, "blocks_with_gradients": 0, "seen": []})
 
     def parts(self, optimizer: Any) -> tuple[list[Master], list[torch.Tensor]]:
         """Masters, and parameters without one, in ``optimizer``; looked up again when its groups changed."""
@@ -175,9 +184,9 @@ def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
         for index, param in enumerate(params):
             new = _stand_in(param, session)
             if new is not param:
-                params[index] = new
                 if param in optimizer.state:
                     optimizer.state[new] = optimizer.state.pop(param)
+                params[index] = new  # last: an interrupted adoption is taken up again
 
 
 def match_state(optimizer: Any) -> None:

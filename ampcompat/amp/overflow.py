@@ -12,35 +12,51 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
+from ampcompat.amp.masters import Master, push_all
 from ampcompat.amp.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaler import LossScaler
 
 Noted = list[tuple[LossScaler, torch.Tensor]]
 
 
-def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> bool:
-    """Whether the host skips this step. Clears the flags noted since the last one.
+def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> tuple[bool, dict[str, Any]]:
+    """Whether the host skips this step, and the attributes of ``stash`` for when it is made or skipped.
 
-    Host syncs: one, or none with an optimizer that takes ``found_inf`` (it gets the flag and this returns False).
+    Until these are set, a step that fails leaves the flags to the next one.
+
+    Host syncs: one, or none with an optimizer that takes ``found_inf`` (it gets the flag and this says False).
     """
     report_if_known(stash)
-    noted, stash.overflows = stash.overflows, []
-    stash.already_patched = False
+    noted, after = stash.overflows, {"overflows": [], "already_patched": False, "skipped": False}
     if not noted:
-        stash.skipped = False
-        return False
+        return False, after
     if takes_found_inf(optimizer) and not on_host:
         device = noted[0][1].device
         flags = [found.to(device, non_blocking=True) for _, found in noted]
         optimizer.grad_scale = None
         optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
         copies = [(scaler, _torch.HostCopy([found, scaler.scale_to_say(found.device)])) for scaler, found in noted]
-        stash.reports.append(copies)
-        stash.skipped = None
-        return False
+        return False, {**after, "reports": [*stash.reports, copies], "skipped": None}
     report(stash)
-    stash.skipped = _say_which(noted)
-    return stash.skipped
+    skip = _say_which(noted)
+    return skip, {**after, "skipped": skip}
+
+
+def end_step(optimizer: Any, stash: AmpOptimizerState, masters: list[Master], skip: bool, verdict: Any) -> None:
+    """After the optimizer's own step, or instead of it; does no harm again."""
+    withdraw(optimizer)
+    if skip:
+        optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
+        free_gradients(masters)
+    else:
+        push_all(masters)
+    stash.end_step(verdict)
+
+
+def free_gradients(masters: list[Master]) -> None:
+    """After a skipped step: clear the gradients of masters, and the half ones with them."""
+    for master in masters:
+        master.half.grad = master.value.grad = None
 
 
 def withdraw(optimizer: Any) -> None:

@@ -14,7 +14,8 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import master_index, stray_weights
 from ampcompat.amp.cast_tree import cast_tree, tensors_in
-from ampcompat.amp.casts import OFF, Casts, ForwardCasts, cast_state, casts_for_forward, set_ambient
+from ampcompat.amp.casts import OFF, Casts, cast_state, set_ambient
+from ampcompat.amp.forward_casts import casts_for_forward, run_forward
 from ampcompat.amp.observers import notify
 
 
@@ -95,8 +96,7 @@ class ModelPolicy:
             session.casting_policies().add(self)
         if casts is None or not (casts.enabled or cast_state().found):
             return forward(*args, **kwargs)
-        with ForwardCasts(casts, device_type):
-            return forward(*args, **kwargs)
+        return run_forward(casts, device_type, forward, args, kwargs)
 
     def _run_compiled(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # What dynamo cannot trace stays out: version checks of masters (they are made at the step) and the thread's

@@ -91,11 +91,16 @@ def _replace(owner: Any, name: str, wrapper: Any, undo: ExitStack) -> None:
     missing = object()
     own = vars(owner).get(name, missing) if hasattr(owner, "__dict__") else getattr(owner, name)
     if own is missing:
-        undo.callback(delattr, owner, name)
+        undo.callback(_delete, owner, name)
     else:
         undo.callback(setattr, owner, name, own)
     # A function found on a class through staticmethod must not turn into a method.
     setattr(owner, name, staticmethod(wrapper) if isinstance(own, staticmethod) else wrapper)
+
+
+def _delete(owner: Any, name: str) -> None:
+    if name in vars(owner):
+        delattr(owner, name)
 
 
 def deactivate() -> None:

@@ -58,16 +58,21 @@ def acquire(device_types: Iterable[str]) -> None:
             for op, rule in plans[device_type].items():
                 registrations.add(op, make_kernel(rule, op, device_type, key), key)
         if first:
-            undo.callback(wrappers.install())
+            wrappers.install(undo)
             state.undo.callback(release)
+        before = rules.lines()
+        undo.callback(compiled.bind, before)
+        compiled.bind([*before, *Installed(plans).lines()])
+        undo.callback(_forget, rules, plans)
+        rules.plans.update(plans)
         rules.undo.push(undo.pop_all())
-    rules.plans.update(plans)
-    compiled.bind(rules.lines())
 
 
 def release() -> None:
     """Take all rules off again. Idempotent."""
-    rules = installed()
-    rules.plans.clear()
-    compiled.unbind()
-    rules.undo.close()
+    installed().undo.close()
+
+
+def _forget(rules: Installed, plans: Iterable[str]) -> None:
+    for device_type in plans:
+        rules.plans.pop(device_type, None)

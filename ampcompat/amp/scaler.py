@@ -16,9 +16,8 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
+from ampcompat.amp.scale_move import ScaleMove, floor_of
 
-#: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
-FLOOR = 2.0**-24
 WINDOW = 2000
 
 
@@ -61,7 +60,6 @@ class LossScaler(torch.amp.GradScaler):
         self._found_inf: dict[torch.device, torch.Tensor] = {}
         self._last_found: torch.Tensor | None = None
         self._uncounted: torch.Tensor | None = None  # overflow that skipped a step and has not moved the scale yet
-        self.open_blocks = 0  # they hold the scale tensor of their entry: it is not written while there are any
 
     # -- what legacy code reads and writes ---------------------------------------------------------------------------
     def loss_scale(self) -> float:
@@ -79,7 +77,7 @@ class LossScaler(torch.amp.GradScaler):
         scale = self.scale_on(device)
         if self._uncounted is None:
             return scale
-        return (scale * self._backoff_factor).clamp(min=self._floor)
+        return (scale * self._backoff_factor).clamp(min=floor_of(self))
 
     @property
     def _loss_scale(self) -> float:
@@ -90,7 +88,7 @@ class LossScaler(torch.amp.GradScaler):
         if self._scale is None:
             self._init_scale = float(value)
         else:
-            self._own_scale(self._scale).fill_(float(value))
+            self._scale = torch.full_like(self._scale, float(value))
 
     @property
     def _unskipped(self) -> int:
@@ -101,7 +99,7 @@ class LossScaler(torch.amp.GradScaler):
         if self._growth_tracker is None:
             self._init_growth_tracker = int(value)
         else:
-            self._growth_tracker.fill_(int(value))
+            self._growth_tracker = torch.full_like(self._growth_tracker, int(value))
 
     @property
     def is_one(self) -> bool:
@@ -129,8 +127,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def clear_overflow_state(self) -> None:
         """Forget the overflows noted since the last update."""
-        self._has_overflow, self._uncounted = False, None
-        self._found_inf.clear()
+        self._has_overflow, self._uncounted, self._found_inf = False, None, {}
 
     def unscale_(self, grads: Any, scale: torch.Tensor | None = None) -> None:
         """Multiply the gradient tensors in place by 1 / scale and note any inf or NaN; no host sync.
@@ -170,73 +167,9 @@ class LossScaler(torch.amp.GradScaler):
         Returns:
             A 0-dim float32 tensor, non-zero where there was an overflow; None for a static scaler, which never skips.
         """
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(next(iter(self._found_inf), torch.device("cpu")))
-        scale, tracker = self._scale, self._growth_tracker
-        if scale is None or tracker is None:
-            raise RuntimeError("The scale was not initialised - call scale_loss first.")
-        if not self.dynamic:
-            tracker.add_(1)
-            self._found_inf.clear()
-            return None
-        noted = self._take_found()
-        found = torch.zeros_like(scale) if noted is None else noted.to(scale.device, non_blocking=True)
-        counted = found
-        if self._uncounted is not None:
-            counted = torch.maximum(found, self._uncounted.to(scale.device, non_blocking=True))
-            self._uncounted = None
-        self._scale = self._moved(self._own_scale(scale), tracker, counted)
-        self._last_found = found
-        return found
-
-    @property
-    def _floor(self) -> float:
-        return FLOOR if self._min_loss_scale is None else self._min_loss_scale
-
-    def _own_scale(self, scale: torch.Tensor) -> torch.Tensor:
-        """``scale``, or a copy in its place: open blocks unscale by what they scaled by, wherever the scale goes."""
-        if self.open_blocks:
-            scale = self._scale = scale.clone()
-        return scale
-
-    def _moved(self, scale: torch.Tensor, tracker: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """The scale after a backward pass, clamped where it moved. In host memory the bounds take no op."""
-        cap, floor = self._max_loss_scale, self._floor
-        how = (self._growth_factor, self._backoff_factor, self._growth_interval)
-        known = _torch.host_value(scale)
-        if known is not None:
-            _torch.update_scale_(scale, tracker, found, *how)
-            now = _torch.host_value(scale) or 0.0
-            if known < now > cap:
-                scale.fill_(cap)
-            elif known > now < floor:
-                scale.fill_(floor)
-            return scale
-        before = scale.clone()
-        _torch.update_scale_(scale, tracker, found, *how)
-        clamped = torch.where(scale > before, scale.clamp(max=cap), scale)
-        return torch.where(scale < before, scale.clamp(min=floor), clamped)
-
-    def put_off_update(self) -> torch.Tensor | None:
-        """As :meth:`end_backward_pass`, but the scale stays: the next backward pass counts this overflow too."""
-        found = self._take_found() if self.dynamic else None
-        if found is not None:
-            earlier = self._uncounted
-            self._uncounted = found if earlier is None else torch.maximum(found, earlier.to(found.device))
-        return found
-
-    def note(self, found: torch.Tensor) -> None:
-        """Count the overflow flag of another scaler's pass in the next :meth:`end_backward_pass`."""
-        self._found_inf[found.device] = found.clone()
-
-    def _take_found(self) -> torch.Tensor | None:
-        founds = list(self._found_inf.values())
-        self._found_inf.clear()
-        if not founds:
-            return None
-        if len(founds) == 1:
-            return founds[0]
-        return torch.stack([f.to(founds[0].device, non_blocking=True) for f in founds]).amax()
+        move = ScaleMove(self)
+        move.make()
+        return move.found
 
     def update_scale(self) -> bool:
         """The end of a backward pass, by its apex name. Reads the device: one host sync.

@@ -45,12 +45,8 @@ def in_float(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def install() -> Callable[[], None]:
-    """Wrap the functions; returns the undo."""
-    undo = ExitStack()
+def install(undo: ExitStack) -> None:
+    """Wrap the functions."""
     for owner, name in WRAPPED:
         # Tensor.cpu is inherited: the wrapper shadows it and is deleted again.
-        own = owner.__dict__.get(name)
-        undo.callback(setattr, owner, name, own) if own is not None else undo.callback(delattr, owner, name)
-        setattr(owner, name, in_float(getattr(owner, name)))
-    return undo.close
+        _torch.replace(owner, name, in_float(getattr(owner, name)), undo)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ampcompat.amp.ddp import broadcast_masters
 from ampcompat.parallel.distributed import flat_dist_call, require_process_group
 
 
@@ -14,7 +15,8 @@ class Reducer:
     """Averages gradients over all processes on :meth:`reduce`.
 
     Args:
-        module_or_grads_list: A module, whose parameters are broadcast from rank 0 now, or the gradients themselves.
+        module_or_grads_list: A module, whose parameters (and their masters, where apex left each rank its own) are
+            broadcast from rank 0 now; or the gradients themselves.
 
     Raises:
         RuntimeError: No process group.
@@ -28,6 +30,7 @@ class Reducer:
             self.module = module_or_grads_list
             for param in self.module.parameters():
                 dist.broadcast(param.detach(), 0)
+            broadcast_masters(self.module, dist.group.WORLD, set())
         else:
             self.grads = list(module_or_grads_list)
 

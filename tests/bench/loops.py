@@ -24,12 +24,13 @@ class Case:
     model: str
     dtype: torch.dtype = torch.float16
     optimizer: str = "AdamW"
-    extras: bool = False  # two micro-batches per step, and clipping
+    accumulated: bool = False  # two micro-batches per step
+    clipped: bool = False
     device: str = "cpu"
 
     @property
     def title(self):
-        extras = ", accumulated and clipped" if self.extras else ""
+        extras = ", accumulated" * self.accumulated + ", clipped" * self.clipped
         return f"{self.model}, {str(self.dtype).removeprefix('torch.')}, {self.optimizer}{extras}"
 
 
@@ -43,7 +44,7 @@ def make_step(variant, case, model, x, y):
 
 
 def _clip(case, params):
-    if case.extras:
+    if case.clipped:
         torch.nn.utils.clip_grad_norm_(params, 1.0)
 
 
@@ -57,11 +58,11 @@ def _native(variant, case, model, x, y):
     scaler = torch.amp.GradScaler(case.device, enabled=casts and case.dtype == torch.float16)
 
     def step():
-        for _ in range(1 + case.extras):
+        for _ in range(1 + case.accumulated):
             with torch.autocast(case.device, case.dtype) if casts else contextlib.nullcontext():
-                loss = F.cross_entropy(model(x), y) / (1 + case.extras)
+                loss = F.cross_entropy(model(x), y) / (1 + case.accumulated)
             scaler.scale(loss).backward()
-        if case.extras:
+        if case.clipped:
             scaler.unscale_(optimizer)
             _clip(case, model.parameters())
         scaler.step(optimizer)
@@ -83,12 +84,12 @@ def _with_masters(case, model, x, y):
     scaler = torch.amp.GradScaler(case.device, enabled=case.dtype == torch.float16)
 
     def step():
-        for _ in range(1 + case.extras):
-            loss = F.cross_entropy(model(x.to(case.dtype)).float(), y) / (1 + case.extras)
+        for _ in range(1 + case.accumulated):
+            loss = F.cross_entropy(model(x.to(case.dtype)).float(), y) / (1 + case.accumulated)
             scaler.scale(loss).backward()
         for master, half in zip(masters, halves, strict=True):
             master.grad, half.grad = half.grad.float(), None
-        if case.extras:
+        if case.clipped:
             scaler.unscale_(optimizer)
             _clip(case, stepped)
         scaler.step(optimizer)
@@ -111,8 +112,8 @@ def _with_amp(level, case, model, x, y):
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
     def step():
-        for _ in range(1 + case.extras):
-            loss = F.cross_entropy(model(x), y) / (1 + case.extras)
+        for _ in range(1 + case.accumulated):
+            loss = F.cross_entropy(model(x), y) / (1 + case.accumulated)
             with amp.scale_loss(loss, optimizer) as scaled:
                 scaled.backward()
         _clip(case, amp.master_params(optimizer))

@@ -57,6 +57,52 @@ class Many(nn.Module):
         return self.head(x)
 
 
+class Bottleneck(nn.Module):
+    """ResNet's: 1×1, 3×3 and 1×1 convolutions around a shortcut."""
+
+    def __init__(self, last, width, stride):
+        super().__init__()
+        out = 4 * width
+        layers = []
+        for inner, outer, size, step in ((last, width, 1, 1), (width, width, 3, stride), (width, out, 1, 1)):
+            layers += [nn.Conv2d(inner, outer, size, step, size // 2, bias=False), nn.BatchNorm2d(outer), nn.ReLU()]
+        self.body = nn.Sequential(*layers[:-1])
+        shortcut = [nn.Conv2d(last, out, 1, stride, bias=False), nn.BatchNorm2d(out)]
+        self.shortcut = nn.Sequential(*shortcut) if stride > 1 or last != out else nn.Identity()
+
+    def forward(self, x):
+        return torch.relu(self.body(x) + self.shortcut(x))
+
+
+def resnet(width, blocks):
+    """ResNet-50's shape at ``width=64, blocks=(3, 4, 6, 3)``."""
+    layers = [nn.Conv2d(3, width, 7, 2, 3, bias=False), nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    last = width
+    for stage, count in enumerate(blocks):
+        for block in range(count):
+            layers.append(Bottleneck(last, width << stage, 2 if stage and not block else 1))
+            last = 4 * (width << stage)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 10))
+
+
+class Bert(nn.Module):
+    """Embeddings and post-norm encoder layers with GELU; BERT-base's shape at ``width=768, layers=12``."""
+
+    def __init__(self, width, layers, words=30522):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(512, width)
+        self.norm = nn.LayerNorm(width)
+        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, "gelu", batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        # Word numbers from the noise that every model is fed, so that one training loop serves all.
+        words = (x.float().abs() * 1000).long() % self.words.num_embeddings
+        x = self.words(words) + self.positions(torch.arange(x.shape[1], device=x.device))
+        return self.head(self.encoder(self.norm(x))[:, 0])
+
+
 def _mlp(width):
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
 
@@ -68,7 +114,14 @@ MODELS = {
     "transformer": ((lambda: Transformer(64, 2), (8, 16, 64)), (lambda: Transformer(768, 12), (32, 128, 768))),
     "LSTM": ((lambda: Recurrent(64), (16, 16, 64)), (lambda: Recurrent(1024), (128, 128, 1024))),
     "many small": ((lambda: Many(60, 16), (16, 16)), (lambda: Many(500, 64), (64, 64))),
+    "ResNet-50-like": (
+        (lambda: resnet(4, (1, 1, 1, 1)), (2, 3, 32, 32)),
+        (lambda: resnet(64, (3, 4, 6, 3)), (128, 3, 224, 224)),
+    ),
+    "BERT-base-like": ((lambda: Bert(64, 2, 100), (2, 8)), (lambda: Bert(768, 12), (32, 128))),
 }
+#: Measured on a GPU alone; their small forms are there to be tested.
+LARGE = ("ResNet-50-like", "BERT-base-like")
 
 
 def make(name, device):

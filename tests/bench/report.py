@@ -2,9 +2,18 @@
 
 import math
 import platform
+import sys
+import time
 from pathlib import Path
 
 import torch
+
+_START = time.perf_counter()
+
+
+def progress(line):
+    """What was measured last, on stderr, with the seconds since the start."""
+    sys.stderr.write(f"{time.perf_counter() - _START:5.0f} s  {line}\n")
 
 
 def hardware(device):

@@ -83,6 +83,26 @@ def inference(s):
     return amp.initialize(model, [], verbosity=0)
 
 
+def in_block(call):
+    """Do something in the middle of a block that has not yet gone backward."""
+
+    def run(s):
+        with amp.scale_loss(s.loss2(), s.optimizer2):
+            call(s)
+
+    return run
+
+
+def meta(s):
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    return amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+
+
+def without_with(s):
+    amp.scale_loss(s.loss2(), s.optimizer2).backward()
+
+
 def stepped(s):
     return s.loss2()
 
@@ -262,6 +282,21 @@ BEFORE = {
         RuntimeError,
         "already wrapped in DataParallel - .* - call amp.initialize first and wrap what it returns",
     ),
+    "models in a generator": (
+        lambda s: amp.initialize((m for m in [s.model]), s.optimizer),
+        TypeError,
+        "type generator as a model - models must be a torch.nn.Module, or a list",
+    ),
+    "optimizers in a generator": (
+        lambda s: amp.initialize(s.model, (o for o in [s.optimizer]), opt_level="O2"),
+        TypeError,
+        "type generator as an optimizer - optimizers must be .*, or a list",
+    ),
+    "meta model": (
+        meta,
+        RuntimeError,
+        "parameter 'weight' of a Linear on the meta device - .* - move it with to_empty",
+    ),
     "lazy model": (lazy, RuntimeError, "uninitialized parameter 'weight' of a LazyLinear - .* - run one forward pass"),
     "inference model": (inference, RuntimeError, "made under torch.inference_mode - .* - make the model outside of it"),
     "block before initialize": (
@@ -349,6 +384,54 @@ AFTER = {
         enter(stepped, opt2, loss_id="G"),
         IndexError,
         "loss_id='G' - .* - pass a loss_id from 0 to 1",
+    ),
+    "loss_id a digit": (enter(stepped, opt2, loss_id="0"), IndexError, "loss_id='0' - .* - pass a loss_id from 0 to 1"),
+    "loss_id a tensor": (enter(stepped, opt2, loss_id=torch.tensor(0)), IndexError, r"loss_id=tensor\(0\) - .*"),
+    "loss complex": (
+        enter(lambda s: torch.ones((), dtype=torch.complex64), opt2),
+        TypeError,
+        "tensor of torch.complex64 as the loss - it must be a floating tensor",
+    ),
+    "optimizers with something else in a generator": (
+        enter(stepped, lambda s: (one for one in [s.optimizer2, 3])),
+        TypeError,
+        "got list as optimizers - it takes an optimizer or a list of them",
+    ),
+    "optimizer made anew after initialize": (
+        enter(stepped, lambda s: sgd(s.model2)),
+        RuntimeError,
+        "that was not given to amp.initialize",
+    ),
+    "no with": (without_with, AttributeError, "no attribute 'backward'"),
+    "block in a block of the same optimizer": (
+        in_block(enter(stepped, opt2)),
+        RuntimeError,
+        "scale_loss inside a scale_loss block of the same optimizer - .* - close the first block",
+    ),
+    "step in a block": (
+        in_block(lambda s: s.optimizer2.step()),
+        RuntimeError,
+        r"optimizer.step\(\) inside its scale_loss block - gradients are still multiplied .* - leave the block first",
+    ),
+    "step with a closure in a block": (
+        in_block(lambda s: s.optimizer2.step(lambda: s.loss2())),
+        RuntimeError,
+        r"optimizer.step\(\) inside its scale_loss block",
+    ),
+    "initialize in a block": (
+        in_block(lambda s: amp.initialize(s.model2, s.optimizer2, opt_level="O2", verbosity=0)),
+        RuntimeError,
+        "amp.initialize inside a scale_loss block of this SGD - .* - close the block first",
+    ),
+    "disable in a block": (
+        in_block(lambda s: amp.initialize(s.model2, s.optimizer2, enabled=False)),
+        RuntimeError,
+        "amp.initialize inside a scale_loss block of this SGD - .* - close the block first",
+    ),
+    "load an optimizer's state": (
+        lambda s: amp.load_state_dict(s.optimizer2.state_dict()),
+        RuntimeError,
+        r"Unexpected key\(s\) in state_dict: \"param_groups\", \"state\"",
     ),
     "loss_id None": (enter(stepped, opt2, loss_id=None), IndexError, "loss_id=None"),
     "wrong level after a good call": (

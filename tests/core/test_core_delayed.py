@@ -178,7 +178,6 @@ def test_a_block_unscales_by_what_it_scaled_by_wherever_the_scale_went_inside(le
             move(scaler, (models[1], optimizers[1]))
             scaled.backward()
     assert_close(level, grads(optimizers[0]), summed(level, 1, 1))
-    assert scaler.open_blocks == 0
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

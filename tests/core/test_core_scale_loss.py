@@ -282,3 +282,71 @@ def test_disabled_objects_stay_plain_beside_enabled_ones():
     start("O2", model=net(1))
     with amp.scale_loss(loss := loss_of(plain), plain_optimizer) as scaled:
         assert scaled is loss
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "made", [lambda d: d.values(), lambda d: iter(d.values()), lambda d: (o for o in d.values()), set]
+)
+def test_optimizers_come_in_any_collection(level, made):
+    models, optimizers = two_of_each(level)
+    given = {"a": optimizers[0], "b": optimizers[1]}
+    given = set(optimizers) if made is set else made(given)
+    with amp.scale_loss(loss_of(models[0], 1) + loss_of(models[1], 2), given) as scaled:
+        scaled.backward()
+    got = [[p.grad for p in amp.master_params(o)] for o in optimizers]
+    for index, model in enumerate([net(0), net(1)]):
+        model, optimizer = start(level, model=model)
+        backward(model, optimizer, index + 1)
+        assert same(got[index], [p.grad for p in amp.master_params(optimizer)])
+
+
+@pytest.mark.parametrize("twice", ["optimizer", "model", "both"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_the_same_object_given_twice_counts_once(level, twice):
+    model = net()
+    optimizer = sgd(model)
+    models = [model] * (1 if twice == "optimizer" else 2)
+    optimizers = [optimizer] * (1 if twice == "model" else 2)
+    amp.initialize(models, optimizers, opt_level=level, verbosity=0)
+    once, once_optimizer = start(level)
+    for seed in range(2):
+        backward(model, optimizers, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+    train(once, once_optimizer, 2)
+    assert same(masters(optimizer), masters(once_optimizer))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_an_optimizer_of_other_params_is_left_in_float32_and_the_step_says_that_nothing_reaches_it(level):
+    model, other = net(0), net(1)
+    optimizer = sgd(other)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert {p.dtype for p in other.parameters()} == {torch.float32}
+    before = masters(optimizer)
+    backward(model, optimizer)
+    if level in ("O1", "O2"):  # at a scale of one there is nothing that amp looks at
+        with pytest.warns(UserWarning, match="blocks that gave this optimizer no gradient"):
+            optimizer.step()
+    assert same(before, masters(optimizer))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_initialize_between_blocks_and_their_step_keeps_what_is_known_of_the_gradients(level):
+    model, optimizer = start(level)
+    backward(model, optimizer, 1, delay_unscale=True)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    backward(model, optimizer, 2)
+    got = [p.grad.clone() for p in amp.master_params(optimizer)]
+    twin, twin_optimizer = start(level)
+    backward(twin, twin_optimizer, 1)
+    backward(twin, twin_optimizer, 2)
+    for a, b in zip(got, amp.master_params(twin_optimizer), strict=True):
+        torch.testing.assert_close(a, b.grad, rtol=2e-3, atol=1e-5)  # the half sum rounds once more
+    backward(model, optimizer, 3, times=INF)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    before = masters(optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert same(before, masters(optimizer))

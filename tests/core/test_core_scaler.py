@@ -8,7 +8,8 @@ import torch
 from core_kit import Net, backward, start, train
 
 from ampcompat import amp
-from ampcompat.amp.scaler import FLOOR, LossScaler
+from ampcompat.amp.scale_move import FLOOR
+from ampcompat.amp.scaler import LossScaler
 
 
 @dataclasses.dataclass

@@ -1,6 +1,8 @@
 """What a step costs, counted: dispatcher calls, host syncs, bytes. Counts do not depend on the machine."""
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,3 +196,33 @@ def test_chunks_change_no_bit(monkeypatch):
         found.append([p.grad.clone() for p in amp.master_params(optimizer)])
     for grads in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(grads, found[0], strict=True))
+
+
+def python_calls(level, layers):
+    """Calls of ampcompat's own Python functions in one training step of ``layers`` linear layers."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
+    model, optimizer = amp.initialize(model, Idle(model.parameters()), opt_level=level, verbosity=0)
+    x, calls = torch.ones(2, 4), []
+
+    def step():
+        with amp.scale_loss(model(x).mean() * 1e-3, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        step()
+    own = str(Path(amp.__file__).parent.parent)
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: event == "call" and calls.append(frame.f_code.co_filename.startswith(own)))
+    try:
+        step()
+    finally:
+        sys.setprofile(before)
+    return sum(calls)
+
+
+@pytest.mark.parametrize(("level", "limit"), [("O0", 60), ("O1", 170)])
+def test_python_calls_depend_neither_on_ops_nor_on_parameters(level, limit):
+    few, many = python_calls(level, 2), python_calls(level, 60)
+    assert few == many <= limit

@@ -58,11 +58,15 @@ class Holder(torch.nn.Module):
 @st.composite
 def specs(draw):
     level = draw(st.sampled_from(sorted(HALF)))
+    casts = level in ("O2", "O3", "O5")
+    masters = draw(st.sampled_from([None, None, True, False])) if level in ("O2", "O3") else None
+    kept = masters if masters is not None else level != "O3"
+    bfloat16 = level in ("O2", "O3") and kept and draw(st.booleans())
     params = []
     for _ in range(draw(st.integers(1, 4))):
         shape = draw(st.sampled_from(SHAPES))
-        # At O3 torch's own CPU optimizers would have to add half sparse tensors, and cannot.
-        sparse = len(shape) == 2 and level != "O3" and draw(st.booleans())
+        # Without masters torch's own CPU optimizers would have to add half sparse tensors, and cannot.
+        sparse = len(shape) == 2 and kept and draw(st.booleans())
         size = int(torch.Size(shape).numel())
         values = draw(st.lists(VALUES, min_size=size, max_size=size))
         params.append({"shape": shape, "values": values, "sparse": sparse, "frozen": draw(st.booleans())})
@@ -70,6 +74,9 @@ def specs(draw):
     maximum = draw(st.sampled_from([2.0**24, 2.0**17, 2.0**10, 2.0**4]))
     return {
         "level": level,
+        "half": torch.bfloat16 if bfloat16 else HALF[level],
+        "masters": masters,
+        "rounded": not kept,
         "params": params,
         "shared": draw(st.booleans()),
         "loss_scale": loss_scale,
@@ -80,7 +87,7 @@ def specs(draw):
         "optimizers": [draw(st.integers(0, 1)) for _ in params],
         "groups": draw(st.booleans()),
         "late": len(params) > 1 and draw(st.booleans()),  # the last parameter joins by add_param_group
-        "batchnorm": draw(st.sampled_from([None, False])) if level in ("O2", "O3", "O5") else None,
+        "batchnorm": draw(st.sampled_from([None, False])) if casts else None,
     }
 
 
@@ -110,6 +117,8 @@ class Real:
             max_loss_scale=spec["maximum"],
             num_losses=spec["losses"],
             keep_batchnorm_fp32=spec["batchnorm"],
+            master_weights=spec["masters"],
+            cast_model_type=spec["half"] if spec["half"] != HALF[spec["level"]] else None,
             verbosity=0,
         )
         self.scalers = amp._amp_state.loss_scalers
@@ -175,20 +184,22 @@ def in_half(number):
 class Reference:
     def __init__(self, spec):
         self.spec = spec
-        half = HALF[spec["level"]]
-        travels = str(half or torch.float32)[6:]
+        travels = str(spec["half"] or torch.float32)[6:]
         self.params = [Param(list(one["values"]), travels) for one in spec["params"]]
         self.optimizers = [Optimizer([self.params[n] for n in group], LR, momentum_of(spec)) for group in members(spec)]
-        defaults = {"O1": "dynamic", "O2": "dynamic"}
-        loss_scale = spec["loss_scale"] or defaults.get(spec["level"], 1.0)
+        dynamic = spec["level"] in ("O1", "O2") and spec["half"] != torch.bfloat16
+        loss_scale = spec["loss_scale"] or ("dynamic" if dynamic else 1.0)
         self.scalers = [
             Scaler.make(loss_scale, spec["minimum"], spec["maximum"], spec["window"]) for _ in range(spec["losses"])
         ]
+        # As in apex: where nothing is scaled and there are no masters, a block does nothing and counts nothing.
+        masters = spec["masters"] if spec["masters"] is not None else spec["level"] in ("O2", "O5")
+        self.counts = masters or loss_scale != 1.0
 
     def step(self, number):
         optimizer = self.optimizers[number]
         optimizer.step()
-        if self.spec["level"] == "O3" and not optimizer.skipped:  # no masters: the weights themselves are half
+        if self.spec["rounded"] and not optimizer.skipped:  # no masters: the weights themselves are half
             for param in optimizer.params:
                 param.value = [in_half(v) for v in param.value]
 
@@ -295,12 +306,13 @@ def block(real, reference, late, draw):
                 scaled.backward()
         poisoned = poison and last and any(c is not None for c in coefficients)
         largest = max((abs(s) for values in sums.values() for s in values), default=0.0)
-        overflow |= poisoned or exceeds(largest * scaler.scale, HALF[spec["level"]])
+        overflow |= poisoned or exceeds(largest * scaler.scale, spec["half"])
     for i in chosen:
         optimizer = reference.optimizers[i]
         optimizer.block(scaler, [sums.get(n) for n in members(spec)[i]], False)
         optimizer.note(scaler, overflow)
-    scaler.update(overflow)
+    if reference.counts:
+        scaler.update(overflow)
 
 
 def exceeds(number, half):

@@ -15,7 +15,7 @@ from torch import nn
 from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.optimizers import FusedAdam
-from ampcompat.parallel import LARC, DistributedDataParallel, ReduceOp, SyncBatchNorm, convert_syncbn_model
+from ampcompat.parallel import LARC, DistributedDataParallel, ReduceOp, Reducer, SyncBatchNorm, convert_syncbn_model
 from ampcompat.parallel.distributed import flat_dist_call
 
 ROOT = Path(__file__).parents[2]
@@ -105,6 +105,24 @@ def check_flat_dist_call(rank):
     flat_dist_call([], dist.all_reduce)
 
 
+def check_reducer(rank):
+    """Ranks that started from different seeds train as one, low bits of the masters included."""
+    for level in LEVELS:
+        torch.manual_seed(rank)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=64.0, verbosity=0)
+        reducer = Reducer(model)
+        for step in range(3):
+            with amp.scale_loss(model(data(step)[4 * rank : 4 * rank + 4]).float().pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+                reducer.reduce()
+            optimizer.step()
+            optimizer.zero_grad()
+        for param in (*model.parameters(), *amp.master_params(optimizer)):
+            assert equal_on_both(param.detach()), level
+
+
 def check_sync_batch_norm(rank):
     torch.manual_seed(3)
     x, cut = torch.randn(6, 5, 3), slice(0, 2) if rank == 0 else slice(2, 6)
@@ -148,6 +166,7 @@ CHECKS = [
     check_float32_reduction,
     check_keywords,
     check_flat_dist_call,
+    check_reducer,
     check_sync_batch_norm,
     check_convert,
 ]

@@ -1,0 +1,97 @@
+"""``torch.compile`` of a training step: one graph of forward and loss, and the same numbers as eager code."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ampcompat import _torch, amp
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.first(x)))
+
+
+def data(at):
+    generator = torch.Generator().manual_seed(at)
+    return torch.randn(4, 8, generator=generator), torch.randint(0, 4, (4,), generator=generator)
+
+
+@pytest.fixture
+def plain():
+    torch.manual_seed(0)
+    yield Net()
+    torch._dynamo.reset()
+
+
+def started(plain, level):
+    model = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def weights(optimizer):
+    return [p.detach().clone() for p in amp.master_params(optimizer)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_forward_and_loss_are_one_graph(plain, level):
+    # What torch compiles of a step: backward() is a graph break of torch's own.
+    model, _ = started(plain, level)
+    x, y = data(0)
+    found = torch._dynamo.explain(lambda: F.cross_entropy(model(x), y))()
+    assert (found.graph_count, found.graph_break_count) == (1, 0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_steps_with_a_compiled_loss_are_the_eager_ones(plain, level):
+    def trained(compiled):
+        model, optimizer = started(plain, level)
+
+        def loss_of(x, y):
+            return F.cross_entropy(model(x), y)
+
+        if compiled:
+            loss_of = torch.compile(loss_of, backend="aot_eager", fullgraph=True)
+        for at in range(6):
+            with amp.scale_loss(loss_of(*data(at)), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weights(optimizer)
+
+    for ours, theirs in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.skipif(
+    _torch.TORCH.release < (2, 5), reason="torch 2.4 compiles no whole step, and rounds plain torch's otherwise too"
+)
+@pytest.mark.filterwarnings("ignore")  # dynamo warns of what it leaves to Python, torch's own code included
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_compiled_training_step_is_the_eager_one(plain, level):
+    def trained(compiled):
+        model, optimizer = started(plain, level)
+
+        def step(x, y):
+            with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        if compiled:
+            step = torch.compile(step, backend="aot_eager")
+        for at in range(6):
+            step(*data(at))
+        return weights(optimizer)
+
+    for ours, theirs in zip(trained(True), trained(False), strict=True):
+        assert torch.equal(ours, theirs)
