@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ampcompat import amp
-from ampcompat.amp import casts
+from ampcompat.amp import casts, gradients
 from ampcompat.amp.master_index import masters_of
 from ampcompat.optimizers import FusedAdam, FusedSGD
 
@@ -58,7 +58,7 @@ def train(model, optimizer):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_bad_gradient_skips_one_step(kind, name, opt_level, value, capsys):
@@ -96,7 +96,7 @@ class NoMemory(torch.autograd.Function):
         raise torch.OutOfMemoryError("out of memory") if hasattr(torch, "OutOfMemoryError") else MemoryError
 
 
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_out_of_memory_inside_backward(opt_level):
     """The block is undone: a script that catches it and goes on with less data trains as one that never saw it."""
 
@@ -124,6 +124,47 @@ def test_out_of_memory_inside_backward(opt_level):
     assert all(torch.equal(a, b) for a, b in zip(failed, smooth, strict=True))
 
 
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_out_of_memory_at_the_exit_of_a_block(accumulated, monkeypatch):
+    """Where float32 gradients are made. The block is finished, at a second try; else undone, as nothing accumulated."""
+
+    def train_twice(fails):
+        torch.manual_seed(0)
+        model = Net("weight")
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        loss = model(torch.arange(5)).float().square().mean() * 0.01
+        if accumulated:
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward(retain_graph=True)
+        if fails:
+            made = []
+
+            def to_float32(masters, fresh, real=gradients._to_float32):
+                made.append(1)
+                if len(made) == 3 or (len(made) > 3 and not accumulated):
+                    raise MemoryError
+                return real(masters, fresh)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(gradients, "_to_float32", to_float32)
+                with pytest.raises(MemoryError), amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward(retain_graph=True)
+        if not (fails and accumulated):
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+        grads = [None if p.grad is None else p.grad.clone() for p in amp.master_params(optimizer)]
+        optimizer.step()
+        return grads, amp.state_dict()
+
+    monkeypatch.setattr(gradients, "CHUNK", 16)
+    (failed, scalers), (smooth, expected) = train_twice(True), train_twice(False)
+    for one, other in zip(failed, smooth, strict=True):
+        assert (one is None) == (other is None)
+        assert one is None or torch.equal(one, other)
+    assert scalers == expected
+
+
 class Worker(torch.utils.data.Dataset):
     """Reports the casts that it finds where it runs, and what a matmul gives there."""
 
@@ -135,7 +176,7 @@ class Worker(torch.utils.data.Dataset):
         return index, torch.is_autocast_enabled("cpu"), product.dtype == torch.float32
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
 def test_forked_workers_do_not_cast(opt_level):
     model = Net("weight")
     optimizer = OPTIMIZERS["sgd"](model.parameters())
@@ -145,7 +186,7 @@ def test_forked_workers_do_not_cast(opt_level):
     train(model, optimizer)
 
 
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
 def test_models_train_in_threads_as_they_do_alone(opt_level):
     """Each thread has a model, an optimizer and a scaler of its own; all start together."""
 
