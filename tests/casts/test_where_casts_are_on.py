@@ -305,6 +305,27 @@ def test_bodies_follow_the_model_that_ran_them_not_the_ambience():
     assert casting.weight.grad is not None
 
 
+def test_bodies_are_uncast_where_casts_are_disabled():
+    seen = []
+
+    class Body(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(product())
+            return grad
+
+    at("O1")
+    loss = Body.apply(torch.ones(1, requires_grad=True))
+    with disable_casts():
+        loss.backward(retain_graph=True)
+    loss.backward()
+    assert seen == [FLOAT, HALF]
+
+
 # -- optimizer.step ----------------------------------------
 class ProductSGD(torch.optim.SGD):
     """Notes the dtype of a product in its step."""
