@@ -106,7 +106,7 @@ def scripts(tmp_path_factory):
 
 def run(command, folder, **keywords):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, **keywords)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, **keywords)
 
 
 def both(folder, *arguments, **keywords):
