@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import re
 
 from ampcompat.check.source import Source
 from ampcompat.migrate.result import MissingLibcst, Result
 
 TARGETS = ("ampcompat", "native")
+#: As deep as Python 3.11 parses. libcst recurses without a bound, and its time grows with the square of the depth.
+MAX_NESTING = 1000
 MENTION = re.compile(r"\b(apex|amp_C|apex_C)\b")
 
 
@@ -31,8 +34,8 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
         raise MissingLibcst from None
     if not MENTION.search(code):
         return Result(code)
-    # Python's own parser first: it bounds the nesting, which libcst's recursive parser does not.
     source = Source("", code)
+    refuse_deep_nesting(source.tree)
     from ampcompat.migrate.marks import settled
 
     try:
@@ -46,3 +49,13 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
         return Result.of(settled(rewrite_native(module, source)).code)
     except cst.ParserSyntaxError as problem:
         raise SyntaxError(problem.message) from None
+
+
+def refuse_deep_nesting(tree: ast.AST) -> None:
+    """Raise RecursionError for a tree that libcst could not read."""
+    level: list[ast.AST] = [tree]
+    for _ in range(MAX_NESTING):
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        if not level:
+            return
+    raise RecursionError(f"nested more than {MAX_NESTING} levels deep")
