@@ -204,7 +204,6 @@ def casts_as(saved: Saved) -> Iterator[None]:
     outside = _Outside(save(cast_state().device_types), thread.off, thread.disabled)
     try:
         try:
-            thread.off = thread.disabled
             restore(saved)
             yield
         finally:

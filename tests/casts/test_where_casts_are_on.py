@@ -326,6 +326,61 @@ def test_bodies_are_uncast_where_casts_are_disabled():
     assert seen == [FLOAT, HALF]
 
 
+class Noting(torch.autograd.Function):
+    """Calls a function in its backward body."""
+
+    @staticmethod
+    def forward(ctx, x, note):
+        ctx.note = note
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.note()
+        return grad, None
+
+
+class NotingNet(nn.Module):
+    def __init__(self, note):
+        super().__init__()
+        self.fc, self.note = nn.Linear(2, 2), note
+
+    def forward(self, x):
+        return Noting.apply(self.fc(x), self.note)
+
+
+def test_a_region_inside_a_body_ends_in_the_casts_of_the_body():
+    seen = []
+
+    def note():
+        with torch.autocast("cpu", enabled=False):
+            seen.append(product())
+        seen.append(product())
+
+    model, _ = at("O1", NotingNet(note))
+    at("O0")  # the ambience differs from the casts of the model
+    model(torch.ones(1, 2)).float().sum().backward()
+    assert seen == [FLOAT, HALF]
+    assert product() == FLOAT
+
+
+def test_bodies_see_weights_move():
+    """Each body runs without the weight cache, which its forward had."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    seen = []
+
+    def note():
+        with torch.enable_grad():
+            seen.append(torch.mm(torch.ones(1, 2), weight).sum().item())
+
+    model, _ = at("O1", NotingNet(note))
+    y = model(torch.ones(1, 2)).float().sum()
+    for _ in range(2):
+        y.backward(retain_graph=True)
+        weight.data.mul_(2)
+    assert seen == [4.0, 8.0]
+
+
 # -- optimizer.step ----------------------------------------
 class ProductSGD(torch.optim.SGD):
     """Notes the dtype of a product in its step."""
