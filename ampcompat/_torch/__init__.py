@@ -34,6 +34,7 @@ from ampcompat._torch.autograd import (
 from ampcompat._torch.compiler import (
     compile_backward_without_autocast,
     forget_compiled_graphs,
+    in_fake_mode,
     setting,
     tag_compile_caches,
 )
@@ -106,6 +107,7 @@ __all__ = [
     "has_kernel",
     "has_storage",
     "host_value",
+    "in_fake_mode",
     "innermost_dispatch_mode",
     "is_scripting",
     "is_sharded",

@@ -7,6 +7,13 @@ import sys
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
+
+def in_fake_mode() -> bool:
+    """Whether operations run on stand-ins without values, as where torch 2.4's compiler tries a module out."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
 
 def setting(module_name: str, name: str) -> Any:
     """The config module ``module_name`` if it exists and has the setting ``name``, else None."""

@@ -147,6 +147,16 @@ def test_models_with_lists_without_parameters_and_without_tensors(kind, level):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_compiled_function_around_a_model_of_torchs_own_class(level):
+    """torch 2.4 calls such a module from its graph, and tries it out on tensors without values first."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    model, _ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    x = torch.randn(3, 4)
+    fast = torch.compile(lambda x: model(x).float().sum(), backend="aot_eager", fullgraph=True)
+    assert torch.equal(fast(x), model(x).float().sum())
+
+
 def test_each_compiled_model_keeps_its_own_half():
     torch._dynamo.reset()
     (first, second), x = (MLP(), MLP()), torch.randn(2, 8)
