@@ -35,6 +35,7 @@ from ampcompat._torch.compiler import (
     compile_backward_without_autocast,
     forget_compiled_graphs,
     in_fake_mode,
+    run_uncompiled,
     setting,
     tag_compile_caches,
 )
@@ -120,6 +121,7 @@ __all__ = [
     "patch_function_bodies",
     "register_state_dict_hooks",
     "replace",
+    "run_uncompiled",
     "setting",
     "tag_compile_caches",
     "uncompiled",

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from ampcompat._undo import on_undo
+
 
 def in_fake_mode() -> bool:
     """Whether operations run on stand-ins without values, as where torch 2.4's compiler tries a module out."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+def run_uncompiled(function: Callable[..., None], *args: Any) -> None:
+    """``function(*args)``, which a compiler that traces the caller does not look into."""
+    torch.compiler.disable(function)(*args)  # type: ignore[no-untyped-call]
 
 
 def setting(module_name: str, name: str) -> Any:
@@ -33,7 +41,7 @@ def tag_compile_caches(tag: str, undo: ExitStack) -> None:
     def untag() -> None:
         config.cache_key_tag = config.cache_key_tag.replace(tag, "")
 
-    undo.callback(untag)
+    on_undo(undo, untag)
     config.cache_key_tag += tag
 
 
@@ -41,7 +49,7 @@ def compile_backward_without_autocast(undo: ExitStack) -> None:
     """Let compiled backward graphs run with casts off, as eager ones do, where torch can."""
     config = setting("torch._functorch.config", "backward_pass_autocast")
     if config is not None:
-        undo.callback(setattr, config, "backward_pass_autocast", config.backward_pass_autocast)
+        on_undo(undo, setattr, config, "backward_pass_autocast", config.backward_pass_autocast)
         config.backward_pass_autocast = "off"
 
 

@@ -90,17 +90,27 @@ class ModelPolicy:
             casts = casts_for_forward(self.casts, device_type)
         if casts is not None and casts.enabled and "choke points" not in state.rooms:
             # Unpickled in a process that has called no initialize.
-            from ampcompat.amp import session
-
-            session.cover_device_types([device_type])
-            session.casting_policies().add(self)
+            _torch.run_uncompiled(self._put_in_force, device_type)
         if casts is None or not (casts.enabled or cast_state().found):
             return forward(*args, **kwargs)
         return run_forward(casts, device_type, forward, args, kwargs)
 
+    def _put_in_force(self, device_type: str) -> None:
+        from ampcompat.amp import session
+
+        session.cover_device_types([device_type])
+        session.casting_policies().add(self)
+
     def _run_compiled(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         # What dynamo cannot trace stays out: version checks of masters (they are made at the step) and the thread's
         # state. A user's region is recognised by not being the ambient casts.
+        if self.casts.enabled and "choke points" not in state.rooms:
+            # Without fullgraph, the compiler falls back to an eager forward, which does that.
+            raise RuntimeError(
+                f"A model at {self.opt_level}, unpickled in a process without amp.initialize, is compiled - the rules"
+                " of its casts are not in force yet, and a graph would be made without them - call the model once, or"
+                " amp.initialize, before torch.compile."
+            )
         if self.input_dtype is not None:
             args, kwargs = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
         # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.

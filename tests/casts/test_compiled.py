@@ -1,11 +1,14 @@
 """Compiled code casts as eager code does: no graph break, no recompilation, the same dtypes, outputs and gradients."""
 
+import pickle
+
 import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
 from torch import nn
 
+from ampcompat._state import state
 from ampcompat.amp import disable_casts, initialize, register_float_function, scale_loss
 
 #: torch's compiler trips over deprecations of its own.
@@ -155,6 +158,39 @@ def test_a_compiled_function_around_a_model_of_torchs_own_class(level):
     x = torch.randn(3, 4)
     fast = torch.compile(lambda x: model(x).float().sum(), backend="aot_eager", fullgraph=True)
     assert torch.equal(fast(x), model(x).float().sum())
+
+
+class Gelu(nn.Linear):
+    def forward(self, x):
+        return nn.functional.gelu(super().forward(x))
+
+
+def unpickled_where_nobody_initialized():
+    model = initialize(Gelu(4, 4), opt_level="O1", verbosity=0)
+    want, data = model(X), pickle.dumps(model)
+    state.reset()
+    return pickle.loads(data), want
+
+
+X = torch.linspace(-1, 1, 8).view(2, 4)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, which gives the forward up piece by piece
+def test_an_unpickled_model_that_is_compiled_before_its_first_forward():
+    model, want = unpickled_where_nobody_initialized()
+    got = torch.compile(model, backend="aot_eager")(X)
+    assert got.dtype == want.dtype == torch.float32  # native autocast leaves gelu in half
+    assert torch.equal(got, want)
+
+
+def test_an_unpickled_model_that_must_be_one_graph_is_refused_before_its_first_forward():
+    model, want = unpickled_where_nobody_initialized()
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    # torch 2.4 says of what a traced function raises only that it does.
+    with pytest.raises(Exception, match=r"unpickled in a process without amp\.initialize|Observed exception"):
+        fast(X)
+    model(X)
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(X), want)
 
 
 def test_each_compiled_model_keeps_its_own_half():
