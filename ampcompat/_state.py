@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+from ampcompat._undo import finish
+
 
 class State:
     """Process-wide state of ampcompat.
@@ -29,12 +31,12 @@ class State:
 
     def reset(self) -> None:
         """Undo every change to torch and forget everything; live models and optimizers keep what they carry."""
-        try:
-            self.undo.close()
-        finally:
-            self.undo = ExitStack()
-            self.warned.clear()
-            self.rooms.clear()
+        finish(self._clear)
+
+    def _clear(self) -> None:
+        self.undo.close()
+        self.warned.clear()
+        self.rooms.clear()
 
 
 state = State()

@@ -5,13 +5,15 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from ampcompat._undo import on_undo
+
 
 def replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
     """Set ``owner.name``; its undo is on ``undo`` first, so that an interrupt between the two leaves nothing behind."""
     if name in vars(owner):
-        undo.callback(setattr, owner, name, vars(owner)[name])
+        on_undo(undo, setattr, owner, name, vars(owner)[name])
     else:
-        undo.callback(_delete, owner, name)
+        on_undo(undo, _delete, owner, name)
     setattr(owner, name, value)
 
 

@@ -29,6 +29,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat._undo import on_undo
 
 T = TypeVar("T")
 
@@ -116,7 +117,7 @@ def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
     wanted = tuple(sorted(set(device_types)))
     if room.found is None and casts.enabled:
         room.found = _outside_regions(save(_torch.autocast_device_types()))
-        state.undo.callback(end_ambience)
+        on_undo(state.undo, end_ambience)
     gone = [d for d in room.device_types if d not in wanted]
     switch(gone, OFF, torch.is_autocast_cache_enabled())
     room.ambient, room.device_types, room.owner = casts, wanted, threading.get_ident()

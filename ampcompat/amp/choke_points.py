@@ -18,6 +18,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat._undo import on_undo
 from ampcompat.amp import casts as _casts
 from ampcompat.amp.casts import cast_state
 
@@ -30,7 +31,7 @@ def install() -> None:
         _torch.patch_engine(_engine, undo)
         _torch.patch_function_bodies(_record_forward, _body, undo)
         _patch_regions(undo)
-        state.undo.callback(remove)
+        on_undo(state.undo, remove)
         state.rooms["choke points"] = undo.pop_all()
 
 

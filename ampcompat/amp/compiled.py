@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from ampcompat import __version__, _torch
 from ampcompat._state import state
+from ampcompat._undo import on_undo
 
 
 def bind(rules: Iterable[str]) -> None:
@@ -27,7 +28,7 @@ def bind(rules: Iterable[str]) -> None:
         return
     digest = hashlib.sha256("\n".join([__version__, *lines]).encode()).hexdigest()[:16]
     undo: ExitStack = state.room("amp.compiled", ExitStack)
-    undo.callback(_torch.forget_compiled_graphs)
+    on_undo(undo, _torch.forget_compiled_graphs)
     _torch.tag_compile_caches(f"ampcompat-{digest}", undo)
     _torch.compile_backward_without_autocast(undo)
     _torch.forget_compiled_graphs()

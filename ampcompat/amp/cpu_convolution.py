@@ -16,6 +16,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat._undo import on_undo
 
 Tensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -60,10 +61,10 @@ def acquire() -> None:
     if room:
         return
     slow = _torch.halves_without_cpu_convolution()
-    state.undo.callback(release)
+    on_undo(state.undo, release)
     with ExitStack() as undo:
         registrations = _torch.Registrations()
-        undo.callback(registrations.close)
+        on_undo(undo, registrations.close)
         # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
         for name, make in (("_convolution", _forward), ("convolution_backward", _backward)):
             for op in _torch.aten_overloads(name):

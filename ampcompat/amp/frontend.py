@@ -202,8 +202,8 @@ def _disable(models: Any, optimizers: Any) -> None:
                     undo.callback(disabled.discard, one)
                     disabled.add(one)
             _show(values, session)
-            undo.pop_all()
             taken = out
+            undo.pop_all()
         release(taken)
     except BaseException:
         if taken is not None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ampcompat._undo import finish
 from ampcompat.amp import optimizer as _optimizer
 from ampcompat.amp import session
 from ampcompat.amp.block import scale_loss
@@ -64,7 +65,7 @@ class AmpHandle:
 
     def _deactivate(self) -> None:
         """End this call's casts for good; the last active call takes every patch off torch."""
-        self._session.end_casts()
+        finish(self._session.end_casts)
 
     def _adopt(self, optimizer: Any, num_loss: int = 1) -> None:
         """Take an optimizer that no ``initialize`` was given."""

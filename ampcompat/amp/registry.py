@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 from ampcompat._state import state
+from ampcompat._undo import on_undo
 from ampcompat.amp.wrap import FLOAT, HALF, PROMOTE, make_wrapper, wrap_class
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -77,7 +78,7 @@ def activate() -> None:
     if room.active:
         return
     room.active = True
-    state.undo.callback(deactivate)
+    on_undo(state.undo, deactivate)
     for module, name, kind in room.waiting.values():
         target = getattr(module, name)
         if isinstance(target, type):
@@ -91,9 +92,9 @@ def _replace(owner: Any, name: str, wrapper: Any, undo: ExitStack) -> None:
     missing = object()
     own = vars(owner).get(name, missing) if hasattr(owner, "__dict__") else getattr(owner, name)
     if own is missing:
-        undo.callback(_delete, owner, name)
+        on_undo(undo, _delete, owner, name)
     else:
-        undo.callback(setattr, owner, name, own)
+        on_undo(undo, setattr, owner, name, own)
     # A function found on a class through staticmethod must not turn into a method.
     setattr(owner, name, staticmethod(wrapper) if isinstance(own, staticmethod) else wrapper)
 

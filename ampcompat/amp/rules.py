@@ -10,6 +10,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat._undo import on_undo
 from ampcompat.amp import compiled, wrappers
 from ampcompat.amp.kernels import make_kernel
 from ampcompat.amp.overloads import Rule, planned
@@ -54,16 +55,16 @@ def acquire(device_types: Iterable[str]) -> None:
         for device_type, key in missing:
             plans[device_type] = planned(device_type, key)
             registrations = _torch.Registrations()
-            undo.callback(registrations.close)
+            on_undo(undo, registrations.close)
             for op, rule in plans[device_type].items():
                 registrations.add(op, make_kernel(rule, op, device_type, key), key)
         if first:
             wrappers.install(undo)
-            state.undo.callback(release)
+            on_undo(state.undo, release)
         before = rules.lines()
-        undo.callback(compiled.bind, before)
+        on_undo(undo, compiled.bind, before)
         compiled.bind([*before, *Installed(plans).lines()])
-        undo.callback(_forget, rules, plans)
+        on_undo(undo, _forget, rules, plans)
         rules.plans.update(plans)
         rules.undo.push(undo.pop_all())
 

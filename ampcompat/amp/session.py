@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ampcompat._state import state
+from ampcompat._undo import on_undo
 from ampcompat.amp import casts, choke_points, cpu_convolution, ddp, registry, rules
 from ampcompat.amp.casts import OFF, Casts
 from ampcompat.amp.policy import ModelPolicy, device_types_of, live_models
@@ -118,7 +119,7 @@ def _make_casting_policies() -> weakref.WeakSet[ModelPolicy]:
         for policy in policies:
             policy.casts = policy.casts._replace(enabled=False)
 
-    state.undo.callback(stop)
+    on_undo(state.undo, stop)
     return policies
 
 

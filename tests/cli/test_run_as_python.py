@@ -141,7 +141,8 @@ def test_same_as_python(scripts, arguments):
     plain, ours = both(scripts, *arguments)
     assert ours.returncode == plain.returncode
     assert ours.stdout == plain.stdout
-    assert without_addresses(ours.stderr) == without_addresses(plain.stderr)
+    # Python 3.10 names a folder as it was typed.
+    assert without_addresses(ours.stderr) == without_addresses(plain.stderr).replace(f"{scripts}/.'", f"{scripts}'")
 
 
 def without_addresses(text):
@@ -150,6 +151,8 @@ def without_addresses(text):
 
 @pytest.mark.parametrize(("name", "last"), [*zip(WORDED_APART, ("ValueError: x", "SyntaxError:", "SyntaxError:"))])
 def test_same_but_for_the_wording(scripts, name, last):
+    if name == "null_byte" and sys.version_info < (3, 11):
+        pytest.skip("Python 3.10 ends a file at its null byte, and says nothing")
     plain, ours = both(scripts, f"{name}.py")
     assert ours.returncode == plain.returncode == 1
     assert ours.stderr.splitlines()[-1].startswith(last)

@@ -173,6 +173,14 @@ def test_initialize_disabled_later(every, opt_level):
     sweep(ready(opt_level), lambda world: initialize(world, "O2", enabled=False), look, every)
 
 
+def test_casts_taken_back(every):
+    sweep(ready("O1"), lambda world: amp._amp_state.handle._deactivate(), look, every)
+
+
+def test_reset(every):
+    sweep(ready("O1"), lambda world: state.reset(), look, every)
+
+
 def raising_block(world):
     """A block that the script itself leaves by an exception."""
     try:
