@@ -30,9 +30,8 @@ def put_aside(masters: Iterable[Master], direct: Iterable[torch.Tensor], aside: 
             param.grad = None
 
 
-@torch.no_grad()
 def give_back(aside: Aside, add: bool = False, copy: bool = False) -> None:
-    """Undo :func:`put_aside`. What is aside is not written into.
+    """Undo :func:`put_aside`, in no-grad mode. What is aside is not written into.
 
     Args:
         aside: What it filled.

@@ -60,6 +60,7 @@ class BackwardPass:
             put_all_aside(one, stash)
             stash.in_block = True
 
+    @torch.no_grad()
     def end(self, move: type[Move] = ScaleMove, done: set[int] | None = None) -> bool:
         """Unscale the new gradients, add them to the accumulated ones, move the scale. No host sync.
 
@@ -90,6 +91,7 @@ class BackwardPass:
         self._finish()
         return any([intake.any for intake in self.intakes])  # noqa: C419 - faster
 
+    @torch.no_grad()
     def end_scaled(self, local: Sequence[Any] = ()) -> None:
         """Leave gradients scaled: a later pass unscales them.
 
@@ -114,6 +116,7 @@ class BackwardPass:
         self.past_undoing = True
         self._finish()
 
+    @torch.no_grad()
     def fail(self) -> None:
         """Something was raised: undo what was done, or finish it."""
         if self.past_undoing:
@@ -136,13 +139,14 @@ class BackwardPass:
 
     def _state_after(self) -> list[tuple[AmpOptimizerState, dict[str, Any]]]:
         move = self.how(self.scaler)
-        # Scalers whose losses lie in the same gradients count a pass as well: which overflowed is no longer known.
-        waiting = [stash.waiting for stash in self.stashes if stash.waiting is not None]
-        others = {other: None for held in waiting for other in held.scalers if other is not self.scaler}
         moves: list[Move] = [move]
+        overflows: list[tuple[LossScaler, torch.Tensor]] = []
         if move.found is not None:
+            # Scalers whose losses lie in the same gradients count a pass as well: which overflowed is not known.
+            waiting = [stash.waiting for stash in self.stashes if stash.waiting is not None]
+            others = {other: None for held in waiting for other in held.scalers if other is not self.scaler}
             moves += [ScaleMove(other, move.found) for other in others]
-        overflows = [(one.scaler, one.found) for one in moves if one.found is not None]
+            overflows = [(one.scaler, move.found) for one in moves]
         # The loss was backpropagated; it need not reach every optimizer of the block.
         reached = any([intake.any for intake in self.intakes])  # noqa: C419 - faster
         after: list[tuple[AmpOptimizerState, dict[str, Any]]] = []

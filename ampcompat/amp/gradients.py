@@ -24,6 +24,8 @@ CHUNK = 2**24
 class Intake:
     """The new gradients of one optimizer: unscaled and checked, then added to the accumulated ones.
 
+    Its callers turn grad mode off, once for all that they do.
+
     Args:
         masters: Masters whose half gradients are new.
         direct: Parameters, without master, whose gradients are new.
@@ -39,7 +41,6 @@ class Intake:
         self.fold: _Fold | None = None
         self.any = bool(self.chunks)
 
-    @torch.no_grad()
     def unscale(self, scaler: LossScaler, scale: torch.Tensor | None, aside: Aside) -> None:
         """Unscale, note overflows on ``scaler``, and add what is ``aside``. No host sync.
 
@@ -50,20 +51,15 @@ class Intake:
 
         Undone by giving back what is aside: accumulated gradients are not written into yet.
         """
-        fresh: list[torch.Tensor] = []
-        for param in self.direct:
-            grad = param.grad
-            if grad is not None:
-                if grad.is_sparse:
-                    grad = param.grad = coalesced(grad)
-                fresh.append(grad._values() if grad.is_sparse else grad)
+        fresh = [grad for param in self.direct if (grad := param.grad) is not None]
+        if any([grad.is_sparse for grad in fresh]):  # noqa: C419 - faster
+            fresh = _coalesce(self.direct)
         self.any = self.any or bool(fresh)
         if self.chunks:  # in one pass with the others
             self.fold = _Fold(self.chunks[0], fresh)
         scaler.unscale_(fresh, scale)
         give_back(aside, add=True)
 
-    @torch.no_grad()
     def add(self, scaler: LossScaler | None, scale: torch.Tensor | None = None) -> None:
         """Add to the masters' gradients; again, it goes on where it was interrupted. No host sync.
 
@@ -88,6 +84,18 @@ class Intake:
                 master.value.grad = None
 
 
+def _coalesce(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Make every index of sparse gradients occur once; returns the dense tensors that hold the gradients' values."""
+    held: list[torch.Tensor] = []
+    for param in params:
+        grad = param.grad
+        if grad is not None:
+            if grad.is_sparse:
+                grad = param.grad = coalesced(grad)
+            held.append(grad._values() if grad.is_sparse else grad)
+    return held
+
+
 def _unscaled(chunk: list[Master], scaler: LossScaler | None, scale: torch.Tensor | None) -> _Fold:
     fresh: list[torch.Tensor] = []
     fold = _Fold(chunk, fresh)
@@ -96,6 +104,7 @@ def _unscaled(chunk: list[Master], scaler: LossScaler | None, scale: torch.Tenso
     return fold
 
 
+@torch.no_grad()
 def take_unscaled(masters: Iterable[Master]) -> None:
     """Give half gradients of a plain ``backward()``, outside any block, to the masters as they are."""
     masters = list(masters)

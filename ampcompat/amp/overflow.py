@@ -27,7 +27,8 @@ def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> t
     Host syncs: one, or none with an optimizer that takes ``found_inf`` (it gets the flag and this says False).
     """
     report_if_known(stash)
-    noted, after = stash.overflows, {"overflows": [], "already_patched": False, "skipped": False}
+    noted = stash.overflows
+    after: dict[str, Any] = {"overflows": [], "already_patched": False, "skipped": False}
     if not noted:
         return False, after
     if takes_found_inf(optimizer) and not on_host:
@@ -38,8 +39,8 @@ def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> t
         copies = [(scaler, _torch.HostCopy([found, scaler.scale_to_say(found.device)])) for scaler, found in noted]
         return False, {**after, "reports": [*stash.reports, copies], "skipped": None}
     report(stash)
-    skip = _say_which(noted)
-    return skip, {**after, "skipped": skip}
+    after["skipped"] = skip = _say_which(noted)
+    return skip, after
 
 
 def end_step(optimizer: Any, stash: AmpOptimizerState, masters: list[Master], skip: bool, verdict: Any) -> None:
@@ -48,7 +49,7 @@ def end_step(optimizer: Any, stash: AmpOptimizerState, masters: list[Master], sk
     if skip:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
         free_gradients(masters)
-    else:
+    elif masters:  # without any, entering no_grad would be half of what this costs
         push_all(masters)
     stash.end_step(verdict)
 
@@ -96,6 +97,8 @@ def _report(stash: AmpOptimizerState, wait: bool) -> None:
 
 def _say_which(noted: Noted) -> bool:
     """Read the flags, in one host sync per device, and announce the scalers that overflowed."""
+    if len(noted) == 1 and not noted[0][1].item():
+        return False  # the rule
     by_device: dict[torch.device, Noted] = {}
     for scaler, found in noted:
         by_device.setdefault(found.device, []).append((scaler, found))
