@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -58,8 +58,8 @@ class ScaleMove:
             self.scale = self.before.clone()
         if self.scale._version == 0:
             self._update(self.scale, self.found)
-        after: dict[str, Any] = {"_scale": self._clamped(self.scale), "_last_found": self.found}
-        vars(self.scaler).update({**after, "_uncounted": None, "_found_inf": {}})
+        scale = self._clamped(self.scale)
+        vars(self.scaler).update(_scale=scale, _last_found=self.found, _uncounted=None, _found_inf={})
 
     def _update(self, scale: torch.Tensor, found: torch.Tensor) -> None:
         scaler, uncounted = self.scaler, self.scaler._uncounted
@@ -73,6 +73,8 @@ class ScaleMove:
         cap, floor, before = self.scaler._max_loss_scale, floor_of(self.scaler), self.before
         known = _torch.host_value(before)
         if known is not None:
+            if floor <= known * self.scaler._backoff_factor and known * self.scaler._growth_factor <= cap:
+                return scale  # the rule: wherever it moved, it is between them
             now = _torch.host_value(scale) or 0.0
             if known < now > cap:
                 scale.fill_(cap)

@@ -123,7 +123,10 @@ class LossScaler(torch.amp.GradScaler):
     # -- one backward pass -------------------------------------------------------------------------------------------
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss.float() * scale``, on the device of ``loss``, of any shape; no host sync."""
-        return self.scale(loss.float())
+        scale = self._scale
+        if scale is None or scale.device != loss.device:
+            return self.scale(loss.float())
+        return loss.float() * scale  # what that would do, without its copies of nothing
 
     def clear_overflow_state(self) -> None:
         """Forget the overflows noted since the last update."""
@@ -139,18 +142,23 @@ class LossScaler(torch.amp.GradScaler):
         """
         if hasattr(grads, "param_groups"):
             grads = [p.grad for group in grads.param_groups for p in group["params"] if p.grad is not None]
-        kinds = dict.fromkeys([(grad.device, grad.dtype) for grad in grads])
-        for device, dtype in kinds:
-            # Nearly always all of one kind: thousands of gradients are not sorted then.
-            bucket = grads if len(kinds) == 1 else [g for g in grads if g.device == device and g.dtype == dtype]
-            if dtype.is_complex:
-                bucket = [torch.view_as_real(grad) for grad in bucket]
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(device)
-            found = self._found_inf.get(device)
-            if found is None:
-                found = self._found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
-            _torch.unscale_and_check_(bucket, found, self._inverse(device, self._scale if scale is None else scale))
+        if len({grad.device for grad in grads}) == 1 == len({grad.dtype for grad in grads}):
+            self._unscale_alike(grads, scale)  # nearly always: thousands of gradients are not sorted then
+            return
+        for device, dtype in dict.fromkeys([(grad.device, grad.dtype) for grad in grads]):
+            self._unscale_alike([g for g in grads if g.device == device and g.dtype == dtype], scale)
+
+    def _unscale_alike(self, grads: list[torch.Tensor], scale: torch.Tensor | None) -> None:
+        """:meth:`unscale_` for gradients of one device and dtype."""
+        device = grads[0].device
+        if grads[0].is_complex():
+            grads = [torch.view_as_real(grad) for grad in grads]
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        found = self._found_inf.get(device)
+        if found is None:
+            found = self._found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
+        _torch.unscale_and_check_(grads, found, self._inverse(device, self._scale if scale is None else scale))
 
     def _inverse(self, device: torch.device, scale: torch.Tensor | None) -> torch.Tensor:
         known = None if scale is None or device.type != "cpu" else _torch.host_value(scale)
