@@ -163,6 +163,8 @@ def end_ambience() -> None:
 def run_uncast(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """``function(*args, **kwargs)`` with casts off, on every device type that has them."""
     room = cast_state()
+    if room.found is None and not any(map(torch.is_autocast_enabled, room.device_types)):
+        return function(*args, **kwargs)  # nobody casts: neither amp nor a region of the user's
     thread = room.thread
     outside = _Outside(save(room.device_types), thread.off, thread.disabled)
     try:
