@@ -7,7 +7,7 @@ gradients of the masters. An overflow is therefore found in the new gradients al
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 
@@ -35,7 +35,7 @@ class Intake:
 
     def __init__(self, masters: Iterable[Master], direct: Iterable[torch.Tensor]) -> None:
         self.direct = direct
-        self.chunks = list(_chunks(masters))
+        self.chunks = _chunks(masters)
         self.added = 0  # chunks that are in their masters' gradients
         self.accumulated = False  # some master had a gradient: an addition in place cannot be taken back
         self.fold: _Fold | None = None
@@ -123,25 +123,26 @@ def _drop(masters: list[Master]) -> None:
         master.half.grad = None
 
 
-def _chunks(masters: Iterable[Master]) -> Iterator[list[Master]]:
+def _chunks(masters: Iterable[Master]) -> list[list[Master]]:
     """The masters whose half tensor has a gradient, at most :data:`CHUNK` elements at a time."""
-    chunk: list[Master] = []
+    fresh = [master for master in masters if master.half.grad is not None]
+    if sum([master.numel for master in fresh]) <= CHUNK:
+        return [fresh] if fresh else []
+    chunks: list[list[Master]] = [[]]
     room = CHUNK
-    for master in masters:
-        if master.half.grad is not None:
-            room -= master.numel
-            if room < 0 and chunk:
-                yield chunk
-                chunk, room = [], CHUNK - master.numel
-            chunk.append(master)
-    if chunk:
-        yield chunk
+    for master in fresh:
+        room -= master.numel
+        if room < 0 and chunks[-1]:
+            chunks.append([])
+            room = CHUNK - master.numel
+        chunks[-1].append(master)
+    return chunks
 
 
 def _to_float32(masters: list[Master], fresh: list[torch.Tensor]) -> list[torch.Tensor]:
     """Float32 copies of the half gradients, in fused passes; appends what must be unscaled to ``fresh``."""
     grads: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # chunks have only those
-    if any(g.is_sparse for g in grads):
+    if any([g.is_sparse for g in grads]):  # noqa: C419 - faster
         # Duplicate entries are summed in float32: their half sum may overflow.
         folds = [
             sparse(g._indices(), g._values().float(), g.shape).coalesce() if g.is_sparse else g.float() for g in grads
@@ -167,19 +168,9 @@ class _Fold:
     def plan(self) -> bool:
         """Decide, once, what is added in place and what is set. Returns whether any master has a gradient."""
         if not self.planned:
-            grads: list[torch.Tensor] = []  # to be set
-            old: list[torch.Tensor] = []  # to be added to in place
-            new: list[torch.Tensor] = []
-            for master, grad in zip(self.masters, self.new, strict=True):
-                before = master.value.grad
-                if before is None:
-                    grads.append(grad)
-                elif before.is_sparse or grad.is_sparse:
-                    grads.append(summed(before, grad) if before.is_sparse else before + grad)
-                else:
-                    grads.append(before)
-                    old.append(before)
-                    new.append(grad)
+            earlier = [master.value.grad for master in self.masters]
+            nothing = all([grad is None for grad in earlier])  # noqa: C419 - faster
+            grads, old, new = (self.new, [], []) if nothing else _planned(earlier, self.new)
             version = old[0]._version if old else 0
             self.grads, self.old, self.new, self.version, self.planned = grads, old, new, version, True
         return len(self.old) > 0
@@ -190,3 +181,22 @@ class _Fold:
             _torch.foreach_add_(self.old, self.new)
         for master, grad in zip(self.masters, self.grads, strict=True):
             master.value.grad = grad
+
+
+def _planned(
+    earlier: list[torch.Tensor | None], fresh: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    """What is set, what is added to in place before that, and what is added to it."""
+    grads: list[torch.Tensor] = []
+    old: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    for before, grad in zip(earlier, fresh, strict=True):
+        if before is None:
+            grads.append(grad)
+        elif before.is_sparse or grad.is_sparse:
+            grads.append(summed(before, grad) if before.is_sparse else before + grad)
+        else:
+            grads.append(before)
+            old.append(before)
+            new.append(grad)
+    return grads, old, new
