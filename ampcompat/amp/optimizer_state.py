@@ -24,10 +24,13 @@ class Waiting:
         scalers: Scalers whose losses they stem from (a dict, for its order).
         scaler: The last of these.
         scale: Its scale when it scaled them (0-dim float32).
+        blocks: What stands for each block that they stem from, the same for every optimizer of that block.
     """
 
-    def __init__(self, scalers: dict[LossScaler, None], scaler: LossScaler, scale: torch.Tensor) -> None:
-        self.scalers, self.scaler, self.scale = scalers, scaler, scale.clone()
+    def __init__(
+        self, scalers: dict[LossScaler, None], scaler: LossScaler, scale: torch.Tensor, blocks: frozenset[object]
+    ) -> None:
+        self.scalers, self.scaler, self.scale, self.blocks = scalers, scaler, scale.clone(), blocks
         self._seen = scale, scale._version
 
     def fits(self, scaler: LossScaler) -> bool:
