@@ -18,14 +18,18 @@ from ampcompat.amp.policy import ModelPolicy, live_models
 
 
 class Taken(NamedTuple):
-    """What was taken out of amp: anything at all, and the policies that the models had."""
+    """What was taken out of amp: anything at all, the policies that the models had, and optimizers not named."""
 
     anything: bool
     policies: list[ModelPolicy]
+    along: list[Any]
 
 
 def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> Taken:
     """Take models and optimizers out of amp; what is not under amp, or is no model at all, is left alone.
+
+    Optimizers that train these models alone go along; those that train others too stay, and hold these models' own
+    weights.
 
     Args:
         models: What ``initialize`` was given.
@@ -46,10 +50,17 @@ def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> Taken:
     for model in under:
         undo.callback(amp_model.put_back, amp_model.remember(model))
         amp_model.detach(model)
-    for one in with_stash:
+    weights = {id(p) for model in under for p in model.parameters()}
+    others = optimizer.others_that_hold(weights, with_stash)
+    along = [one for one, alone in others if alone]
+    for one in (*with_stash, *along):
         undo.callback(optimizer.put_back, optimizer.remember(one))
         optimizer.detach(one)
-    return Taken(bool(under or with_stash), list(policies.values()))
+    for one in [one for one, alone in others if not alone]:
+        undo.callback(one._amp_stash.forget_parts)
+        undo.callback(optimizer.put_back, optimizer.remember(one))
+        optimizer.follow_models(one)
+    return Taken(bool(under or with_stash), list(policies.values()), along)
 
 
 def release(taken: Taken) -> None:

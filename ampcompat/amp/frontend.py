@@ -160,7 +160,6 @@ def _take_over(
     for one in optimizers:
         undo.callback(optimizer.put_back, optimizer.remember(one))
         optimizer.attach(one, session)
-        session.optimizers.add(one)
     session.begin_casts(live_models())
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
     checkpoint.apply_pending(session.scalers, undo)
@@ -197,7 +196,7 @@ def _disable(models: Any, optimizers: Any) -> None:
             out = take_out(models, optimizer_list, undo)
             if out.anything:
                 values["handle"] = NoOpHandle()
-            for one in optimizer_list:
+            for one in (*optimizer_list, *out.along):
                 if one not in disabled:
                     undo.callback(disabled.discard, one)
                     disabled.add(one)

@@ -119,6 +119,10 @@ class AmpOptimizerState:
             self._signature = [(id(group["params"]), len(group["params"])) for group in groups]
         return self._masters, self._direct
 
+    def forget_parts(self) -> None:
+        """Have :meth:`parts` look again: weights changed their dtype."""
+        self._signature = None
+
     def hand_out_masters(self, optimizer: Any) -> None:
         """Masters are asked for where there is no gradient to clip: to be written (``master params`` of a file)."""
         if self.in_block or self.blocks or self.waiting is not None:
