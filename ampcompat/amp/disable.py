@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp import amp_model, keep_fp32, optimizer, session
+from ampcompat.amp import amp_model, keep_fp32, left_out, optimizer, session
 from ampcompat.amp.cast_model import cast_weights
 from ampcompat.amp.policy import ModelPolicy, live_models
 
@@ -50,16 +50,11 @@ def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> Taken:
     for model in under:
         undo.callback(amp_model.put_back, amp_model.remember(model))
         amp_model.detach(model)
-    weights = {id(p) for model in under for p in model.parameters()}
-    others = optimizer.others_that_hold(weights, with_stash)
-    along = [one for one, alone in others if alone]
+    along = [one for one, alone in left_out.trainers_of(under, with_stash) if alone]
     for one in (*with_stash, *along):
         undo.callback(optimizer.put_back, optimizer.remember(one))
         optimizer.detach(one)
-    for one in [one for one, alone in others if not alone]:
-        undo.callback(one._amp_stash.forget_parts)
-        undo.callback(optimizer.put_back, optimizer.remember(one))
-        optimizer.follow_models(one)
+    left_out.follow(under, [*with_stash, *along], False, undo)
     return Taken(bool(under or with_stash), list(policies.values()), along)
 
 

@@ -11,7 +11,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import amp_model, arguments, checkpoint, optimizer
+from ampcompat.amp import amp_model, arguments, checkpoint, left_out, optimizer
 from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.cast_model import cast_weights
@@ -160,6 +160,7 @@ def _take_over(
     for one in optimizers:
         undo.callback(optimizer.put_back, optimizer.remember(one))
         optimizer.attach(one, session)
+    left_out.follow(modules, optimizers, policy.master_weights, undo)
     session.begin_casts(live_models())
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
     checkpoint.apply_pending(session.scalers, undo)

@@ -16,7 +16,7 @@ import torch
 
 from ampcompat._state import state
 from ampcompat.amp import misuse, overflow
-from ampcompat.amp.accumulation import leaves, put_all_aside
+from ampcompat.amp.accumulation import put_all_aside
 from ampcompat.amp.backward_pass import finish_delayed, post_backward
 from ampcompat.amp.casts import cast_state, run_uncast, save
 from ampcompat.amp.closure import step_with_closure
@@ -65,27 +65,9 @@ def detach(optimizer: Any) -> None:
         vars(optimizer).pop(name, None)
 
 
-def follow_models(optimizer: Any) -> None:
-    """Weights that ``optimizer`` trains are float32 again: have it hold them, in place of their masters."""
-    optimizer._amp_stash.forget_parts()
-    optimizer._amp_stash.parts(optimizer)
-    match_state(optimizer)
-
-
 def known_optimizers() -> weakref.WeakSet[Any]:
     """Optimizers that are or were under amp."""
     found: weakref.WeakSet[Any] = state.room("optimizers", weakref.WeakSet)
-    return found
-
-
-def others_that_hold(tensors: set[int], optimizers: list[Any]) -> list[tuple[Any, bool]]:
-    """Optimizers under amp, beside ``optimizers``, that train some of ``tensors`` (ids); whether no others."""
-    found = []
-    for one in known_optimizers():
-        if "_amp_stash" in vars(one) and not any(one is other for other in optimizers):
-            held = {id(p) for p in leaves(one, one._amp_stash)}
-            if held & tensors:
-                found.append((one, held <= tensors))
     return found
 
 
