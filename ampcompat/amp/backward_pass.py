@@ -60,6 +60,7 @@ class BackwardPass:
             put_all_aside(one, stash)
             stash.in_block = True
 
+    @torch.no_grad()
     def end(self, move: type[Move] = ScaleMove, done: set[int] | None = None) -> bool:
         """Unscale the new gradients, add them to the accumulated ones, move the scale. No host sync.
 
@@ -90,6 +91,7 @@ class BackwardPass:
         self._finish()
         return any([intake.any for intake in self.intakes])  # noqa: C419 - faster
 
+    @torch.no_grad()
     def end_scaled(self, local: Sequence[Any] = ()) -> None:
         """Leave gradients scaled: a later pass unscales them.
 
@@ -114,6 +116,7 @@ class BackwardPass:
         self.past_undoing = True
         self._finish()
 
+    @torch.no_grad()
     def fail(self) -> None:
         """Something was raised: undo what was done, or finish it."""
         if self.past_undoing:

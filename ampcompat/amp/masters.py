@@ -194,11 +194,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
-@torch.no_grad()
 def push_all(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
-    if not masters:
-        return
+    if masters:
+        _push_all(masters)
+
+
+# A decorator, here and elsewhere: Ctrl-C at the end of a ``with`` block keeps it from being left.
+@torch.no_grad()
+def _push_all(masters: list[Master]) -> None:
     halves: list[torch.Tensor] = [m.half for m in masters]
     values: list[torch.Tensor] = [m.value for m in masters]
     _torch.foreach_copy_(halves, values)
