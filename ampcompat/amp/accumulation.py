@@ -74,4 +74,4 @@ def rescale(optimizer: Any, stash: AmpOptimizerState, waiting: Waiting, scaler: 
         if param.grad is not None:
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             grad.mul_(scaler.scale_on(grad.device) / waiting.scale.to(grad.device, non_blocking=True))
-    stash.waiting = Waiting(waiting.scalers, scaler, scaler.scale_on(waiting.scale.device))
+    stash.waiting = Waiting(waiting.scalers, scaler, scaler.scale_on(waiting.scale.device), waiting.blocks)

@@ -16,11 +16,11 @@ import torch
 
 from ampcompat.amp import misuse, overflow
 from ampcompat.amp.accumulation import go_back, put_all_aside, rescale
-from ampcompat.amp.aside import Aside, give_back
+from ampcompat.amp.aside import give_back
 from ampcompat.amp.gradients import Intake
 from ampcompat.amp.master_index import follow_replacements
 from ampcompat.amp.masters import Master
-from ampcompat.amp.optimizer_state import AmpOptimizerState, Waiting
+from ampcompat.amp.optimizer_state import AmpOptimizerState, Waiting, companions
 from ampcompat.amp.scale_move import ByHand, PutOff, ScaleMove
 from ampcompat.amp.scaler import LossScaler
 
@@ -39,7 +39,7 @@ class BackwardPass:
     def __init__(self, optimizers: Sequence[Any], scaler: LossScaler, scale: torch.Tensor | None = None) -> None:
         self.optimizers, self.scaler, self.scale = optimizers, scaler, scale
         self.stashes: list[AmpOptimizerState] = [one._amp_stash for one in optimizers]
-        self.kept: Aside = []
+        self.kept: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None  # gradients that waited, before it
         self.intakes: list[Intake] = []
         self.masters: list[list[Master]] = []
         self.how: type[Move] = ScaleMove
@@ -49,30 +49,32 @@ class BackwardPass:
 
     def begin(self) -> None:
         """Put accumulated gradients aside, so that the pass sees its own alone."""
-        done: set[int] | None = set() if len(self.optimizers) > 1 else None
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
             overflow.report_if_known(stash)
             if stash.waiting is not None and not stash.waiting.fits(self.scaler):
                 if stash.gradients_are_local:
                     rescale(one, stash, stash.waiting, self.scaler)
                 else:
-                    finish_delayed(one, stash, self.scaler, done)
+                    finish_delayed(one, stash, self.scaler)
+            elif stash.waiting is not None and not self._has_all(companions(one)):
+                finish_delayed(one, stash, self.scaler)  # the end of this pass would unscale what another waits for
             put_all_aside(one, stash)
             stash.in_block = True
 
+    def _has_all(self, optimizers: Sequence[Any]) -> bool:
+        return all(any(one is other for other in self.optimizers) for one in optimizers)
+
     @torch.no_grad()
-    def end(self, move: type[Move] = ScaleMove, done: set[int] | None = None) -> bool:
+    def end(self, move: type[Move] = ScaleMove) -> bool:
         """Unscale the new gradients, add them to the accumulated ones, move the scale. No host sync.
 
         Args:
             move: What happens to the scaler.
-            done: ids of the tensors that another pass has seen to; those of this one are added.
 
         Returns:
             Whether there were new gradients.
         """
-        if done is None and len(self.optimizers) > 1:
-            done = set()
+        done: set[int] | None = set() if len(self.optimizers) > 1 else None
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
             give_back(stash.delayed_aside, add=True, copy=True)
             masters, direct = stash.parts(one)
@@ -102,10 +104,12 @@ class BackwardPass:
         for stash in self.stashes:
             give_back(stash.delayed_aside, add=True)
         after: list[tuple[AmpOptimizerState, dict[str, Any]]] = []
+        block = frozenset([object()])
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
             earlier = stash.waiting.scalers if stash.waiting is not None else {}
+            blocks = block if stash.waiting is None else block | stash.waiting.blocks
             values = {
-                "waiting": Waiting({**earlier, self.scaler: None}, self.scaler, scale),
+                "waiting": Waiting({**earlier, self.scaler: None}, self.scaler, scale, blocks),
                 "gradients_are_local": stash.gradients_are_local or any(one is other for other in local),
                 "delayed_aside": [],
                 "local": [],
@@ -170,31 +174,35 @@ class BackwardPass:
         self.scaler._found_inf = {}
         for intake in self.intakes:
             intake.undo()
-        for one, stash in zip(self.optimizers, self.stashes, strict=True):
-            go_back(one, stash)
-        give_back(self.kept)
+        if self.kept is None:
+            for one, stash in zip(self.optimizers, self.stashes, strict=True):
+                go_back(one, stash)
+        else:  # what is aside stays there: it was so before
+            for param, grad in self.kept:
+                param.grad = grad
 
 
-def finish_delayed(
-    optimizer: Any, stash: AmpOptimizerState, next_scaler: LossScaler | None = None, done: set[int] | None = None
-) -> None:
+def finish_delayed(optimizer: Any, stash: AmpOptimizerState, next_scaler: LossScaler | None = None) -> None:
     """Unscale what waits: it is about to be used, or a block with another scale follows.
+
+    What waits of the same losses in other optimizers is unscaled with it.
 
     Args:
         optimizer: An optimizer under amp.
         stash: Its state.
         next_scaler: The scaler of the block that follows. Where it is the same, the two are one backward pass of it.
-        done: As in :meth:`BackwardPass.end`.
     """
     if stash.waiting is None:
         return
-    pending = BackwardPass([optimizer], stash.waiting.scaler, stash.waiting.scale)
+    together = companions(optimizer)
+    pending = BackwardPass(together, stash.waiting.scaler, stash.waiting.scale)
+    kept = pending.kept = []
     try:
-        for param in stash.parts(optimizer)[1]:
+        for param in {id(p): p for one in together for p in one._amp_stash.parts(one)[1]}.values():
+            kept.append((param, param.grad))
             if param.grad is not None:
-                pending.kept.append((param, param.grad))
                 param.grad = param.grad.clone()
-        pending.end(PutOff if next_scaler is pending.scaler else ScaleMove, done)
+        pending.end(PutOff if next_scaler is pending.scaler else ScaleMove)
     except BaseException:
         pending.fail()
         raise

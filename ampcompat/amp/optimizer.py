@@ -22,7 +22,7 @@ from ampcompat.amp.gradients import take_unscaled
 from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import Master, push_all, reconcile
 from ampcompat.amp.observers import notify
-from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state
+from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state, put_under_amp
 
 if TYPE_CHECKING:
     from ampcompat.amp.session import Session
@@ -35,6 +35,7 @@ def attach(optimizer: Any, session: Session) -> None:
     match_state(optimizer)
     stash.parts(optimizer)
     optimizer._amp_stash = stash
+    put_under_amp(optimizer)
     if "_amp_lazy_init" not in vars(optimizer):
         for name, action in _LEGACY_METHODS.items():
             setattr(optimizer, name, types.MethodType(action, optimizer))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampcompat._state import state
 from ampcompat._torch import HostCopy
 from ampcompat.amp.aside import Aside
 from ampcompat.amp.master_index import ensure_master, master_of_half, master_of_value
@@ -24,10 +26,13 @@ class Waiting:
         scalers: Scalers whose losses they stem from (a dict, for its order).
         scaler: The last of these.
         scale: Its scale when it scaled them (0-dim float32).
+        blocks: Something for each ``scale_loss`` block that left them; the same for all optimizers of the block.
     """
 
-    def __init__(self, scalers: dict[LossScaler, None], scaler: LossScaler, scale: torch.Tensor) -> None:
-        self.scalers, self.scaler, self.scale = scalers, scaler, scale.clone()
+    def __init__(
+        self, scalers: dict[LossScaler, None], scaler: LossScaler, scale: torch.Tensor, blocks: frozenset[object]
+    ) -> None:
+        self.scalers, self.scaler, self.scale, self.blocks = scalers, scaler, scale.clone(), blocks
         self._seen = scale, scale._version
 
     def fits(self, scaler: LossScaler) -> bool:
@@ -169,6 +174,38 @@ class AmpOptimizerState:
     def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
         """:attr:`all_fp32_from_fp32_params` by param group."""
         return self._by_group("float32")
+
+
+def put_under_amp(optimizer: Any) -> None:
+    """Have ``optimizer``, which has its ``_amp_stash``, found by :func:`optimizers_under_amp`."""
+    state.room("optimizers", weakref.WeakSet).add(optimizer)
+
+
+def optimizers_under_amp() -> list[Any]:
+    """Every living optimizer that is under amp."""
+    return [one for one in state.rooms.get("optimizers", ()) if "_amp_stash" in vars(one)]
+
+
+def companions(optimizer: Any) -> list[Any]:
+    """``optimizer``, whose gradients wait, with those whose waiting gradients stem from the same losses.
+
+    They may share parameters, and one loss is one backward pass of its scaler: they are unscaled together. Those that
+    DDP will yet average are by themselves.
+    """
+    found, blocks = [optimizer], optimizer._amp_stash.waiting.blocks
+    rest = [] if optimizer._amp_stash.gradients_are_local else optimizers_under_amp()
+    added = True
+    while added:
+        added = False
+        for one in rest:
+            stash: AmpOptimizerState = one._amp_stash
+            if stash.waiting is None or stash.gradients_are_local or stash.in_block:
+                continue
+            if any(one is other for other in found) or blocks.isdisjoint(stash.waiting.blocks):
+                continue
+            found.append(one)
+            blocks, added = blocks | stash.waiting.blocks, True
+    return found
 
 
 def adopt_masters(optimizer: Any, session: Session | None = None) -> None:

@@ -118,10 +118,10 @@ def test_step(every, opt_level, overflow, make_optimizer):
     sweep(make, lambda world: world.optimizer.step(), look, every)
 
 
-@pytest.mark.parametrize("opt_level", ["O2", slow("O1")])
-def test_step_after_a_delayed_block(every, opt_level):
+@pytest.mark.parametrize(("opt_level", "blocks"), [("O2", 1), ("O1", 1), slow("O2", 0), slow("O1", 0)])
+def test_step_after_a_delayed_block(every, opt_level, blocks):
     def make():
-        world = ready(opt_level)()
+        world = ready(opt_level, blocks=blocks)()
         world.block(delay_unscale=True)
         return world
 
@@ -211,11 +211,21 @@ class TwoOptimizers(World):
             scaled.backward()
 
 
-def test_a_block_of_two_optimizers(every):
-    def look(world):
-        return whole_picture([world.model], [world.optimizer, world.other])
+def look_at_two(world):
+    return whole_picture([world.model], [world.optimizer, world.other])
 
-    sweep(TwoOptimizers, TwoOptimizers.block, look, every)
+
+def test_a_block_of_two_optimizers(every):
+    sweep(TwoOptimizers, TwoOptimizers.block, look_at_two, every)
+
+
+def test_step_of_one_after_a_delayed_block_of_two_optimizers(every):
+    def make():
+        world = TwoOptimizers()
+        world.block(delay_unscale=True)
+        return world
+
+    sweep(make, lambda world: world.optimizer.step(), look_at_two, every, between=unscale_delayed)
 
 
 class Sparse(World):
