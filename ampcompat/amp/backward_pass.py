@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from ampcompat.amp import misuse, overflow
-from ampcompat.amp.accumulation import go_back, put_all_aside, rescale
+from ampcompat.amp.accumulation import go_back, note_waiting, put_all_aside, rescale, waiting_beside
 from ampcompat.amp.aside import give_back
 from ampcompat.amp.gradients import Intake
 from ampcompat.amp.master_index import follow_replacements
 from ampcompat.amp.masters import Master
-from ampcompat.amp.optimizer_state import AmpOptimizerState, Waiting, companions
+from ampcompat.amp.optimizer_state import AmpOptimizerState, Waiting
 from ampcompat.amp.scale_move import ByHand, PutOff, ScaleMove
 from ampcompat.amp.scaler import LossScaler
 
@@ -39,7 +39,8 @@ class BackwardPass:
     def __init__(self, optimizers: Sequence[Any], scaler: LossScaler, scale: torch.Tensor | None = None) -> None:
         self.optimizers, self.scaler, self.scale = optimizers, scaler, scale
         self.stashes: list[AmpOptimizerState] = [one._amp_stash for one in optimizers]
-        self.kept: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None  # gradients that waited, before it
+        # Of a pass that unscales what waits: these gradients.
+        self.kept: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self.intakes: list[Intake] = []
         self.masters: list[list[Master]] = []
         self.how: type[Move] = ScaleMove
@@ -49,20 +50,21 @@ class BackwardPass:
 
     def begin(self) -> None:
         """Put accumulated gradients aside, so that the pass sees its own alone."""
+        beside = waiting_beside(self.optimizers)
+        if beside or len(self.optimizers) > 1:
+            # Those that wait first: what lies in shared tensors is scaled.
+            self.optimizers = sorted([*self.optimizers, *beside], key=lambda one: one._amp_stash.waiting is None)
+            self.stashes = [one._amp_stash for one in self.optimizers]
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
             overflow.report_if_known(stash)
             if stash.waiting is not None and not stash.waiting.fits(self.scaler):
                 if stash.gradients_are_local:
-                    rescale(one, stash, stash.waiting, self.scaler)
+                    rescale([one, *waiting_beside([one])], self.scaler)
                 else:
                     finish_delayed(one, stash, self.scaler)
-            elif stash.waiting is not None and not self._has_all(companions(one)):
-                finish_delayed(one, stash, self.scaler)  # the end of this pass would unscale what another waits for
+        for one, stash in zip(self.optimizers, self.stashes, strict=True):
             put_all_aside(one, stash)
             stash.in_block = True
-
-    def _has_all(self, optimizers: Sequence[Any]) -> bool:
-        return all(any(one is other for other in self.optimizers) for one in optimizers)
 
     @torch.no_grad()
     def end(self, move: type[Move] = ScaleMove) -> bool:
@@ -103,13 +105,13 @@ class BackwardPass:
         scale: torch.Tensor = self.scaler._scale if self.scale is None else self.scale  # type: ignore[assignment]
         for stash in self.stashes:
             give_back(stash.delayed_aside, add=True)
-        after: list[tuple[AmpOptimizerState, dict[str, Any]]] = []
+        note_waiting(self.optimizers)
         block = frozenset([object()])
+        after: list[tuple[AmpOptimizerState, dict[str, Any]]] = []
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
-            earlier = stash.waiting.scalers if stash.waiting is not None else {}
-            blocks = block if stash.waiting is None else block | stash.waiting.blocks
+            earlier, blocks = (stash.waiting.scalers, stash.waiting.blocks) if stash.waiting else ({}, frozenset())
             values = {
-                "waiting": Waiting({**earlier, self.scaler: None}, self.scaler, scale, blocks),
+                "waiting": Waiting({**earlier, self.scaler: None}, self.scaler, scale, blocks | block),
                 "gradients_are_local": stash.gradients_are_local or any(one is other for other in local),
                 "delayed_aside": [],
                 "local": [],
@@ -177,7 +179,7 @@ class BackwardPass:
         if self.kept is None:
             for one, stash in zip(self.optimizers, self.stashes, strict=True):
                 go_back(one, stash)
-        else:  # what is aside stays there: it was so before
+        else:  # what is aside stays aside
             for param, grad in self.kept:
                 param.grad = grad
 
@@ -185,7 +187,7 @@ class BackwardPass:
 def finish_delayed(optimizer: Any, stash: AmpOptimizerState, next_scaler: LossScaler | None = None) -> None:
     """Unscale what waits: it is about to be used, or a block with another scale follows.
 
-    What waits of the same losses in other optimizers is unscaled with it.
+    For the other optimizers of its blocks, and those that share its tensors, it is the same backward pass.
 
     Args:
         optimizer: An optimizer under amp.
@@ -194,11 +196,12 @@ def finish_delayed(optimizer: Any, stash: AmpOptimizerState, next_scaler: LossSc
     """
     if stash.waiting is None:
         return
-    together = companions(optimizer)
+    together = [optimizer, *waiting_beside([optimizer], of_one_block=True)]
     pending = BackwardPass(together, stash.waiting.scaler, stash.waiting.scale)
-    kept = pending.kept = []
+    direct = {id(p): p for one, held in zip(together, pending.stashes, strict=True) for p in held.parts(one)[1]}
+    pending.kept = kept = []
     try:
-        for param in {id(p): p for one in together for p in one._amp_stash.parts(one)[1]}.values():
+        for param in direct.values():
             kept.append((param, param.grad))
             if param.grad is not None:
                 param.grad = param.grad.clone()

@@ -26,7 +26,7 @@ class Waiting:
         scalers: Scalers whose losses they stem from (a dict, for its order).
         scaler: The last of these.
         scale: Its scale when it scaled them (0-dim float32).
-        blocks: Something for each ``scale_loss`` block that left them; the same for all optimizers of the block.
+        blocks: What stands for each block that they stem from, the same for every optimizer of that block.
     """
 
     def __init__(
@@ -184,28 +184,6 @@ def put_under_amp(optimizer: Any) -> None:
 def optimizers_under_amp() -> list[Any]:
     """Every living optimizer that is under amp."""
     return [one for one in state.rooms.get("optimizers", ()) if "_amp_stash" in vars(one)]
-
-
-def companions(optimizer: Any) -> list[Any]:
-    """``optimizer``, whose gradients wait, with those whose waiting gradients stem from the same losses.
-
-    They may share parameters, and one loss is one backward pass of its scaler: they are unscaled together. Those that
-    DDP will yet average are by themselves.
-    """
-    found, blocks = [optimizer], optimizer._amp_stash.waiting.blocks
-    rest = [] if optimizer._amp_stash.gradients_are_local else optimizers_under_amp()
-    added = True
-    while added:
-        added = False
-        for one in rest:
-            stash: AmpOptimizerState = one._amp_stash
-            if stash.waiting is None or stash.gradients_are_local or stash.in_block:
-                continue
-            if any(one is other for other in found) or blocks.isdisjoint(stash.waiting.blocks):
-                continue
-            found.append(one)
-            blocks, added = blocks | stash.waiting.blocks, True
-    return found
 
 
 def adopt_masters(optimizer: Any, session: Session | None = None) -> None:

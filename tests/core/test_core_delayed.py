@@ -1,5 +1,7 @@
 """``delay_unscale`` and ``delay_overflow_check``: scaled gradients that wait while the scale may move."""
 
+import contextlib
+
 import pytest
 import torch
 from core_kit import backward, batch, loss_of, net, same, sgd, start
@@ -269,3 +271,20 @@ def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():
     assert same(grads(optimizer), accumulated)
     backward(model, optimizer, 2)
     assert_close("O2", grads(optimizer), summed("O2", 1, 2))
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_raises_gives_back_unscaled_and_scaled_gradients(level, moved):
+    want = summed(level, 1, 2)
+    model, optimizer = start(level, loss_scale=2.0**12)
+    backward(model, optimizer, 1)
+    backward(model, optimizer, 2, delay_unscale=True)
+    if moved:
+        written(amp._amp_state.loss_scalers[0], None)
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError), amp.scale_loss(loss_of(model, 3), optimizer) as scaled:
+            scaled.backward()
+            raise ZeroDivisionError
+    optimizer.step()
+    assert_close(level, grads(optimizer), want)
