@@ -21,6 +21,8 @@ from ampcompat.amp.aside import give_back, put_aside
 from ampcompat.amp.optimizer_state import AmpOptimizerState, Waiting
 from ampcompat.amp.scaler import LossScaler
 
+_WAITED = "optimizers that waited"
+
 
 def put_all_aside(optimizer: Any, stash: AmpOptimizerState) -> None:
     """Entry of a ``scale_loss`` block (apex: ``_prepare_amp_backward``): it shall see its own gradients alone."""
@@ -119,9 +121,10 @@ def waiting_beside(optimizers: Iterable[Any], of_one_block: bool = False) -> lis
         optimizers: Optimizers under amp.
         of_one_block: Those as well that wait since the same block: they are one backward pass.
     """
+    if not state.rooms.get(_WAITED):
+        return []
     found = list(optimizers)
-    others = [one for one in _that_waited() if not any(one is other for other in found)]
-    others = [one for one in others if one._amp_stash.waiting is not None] if others else []
+    others = [one for one in _that_waited() if _is_waiting(one) and not any(one is other for other in found)]
     beside: list[Any] = []
     held = _tensors_of(found) if others else set()
     while others:
@@ -146,5 +149,10 @@ def _tensors_of(optimizers: Iterable[Any]) -> set[int]:
 
 def _that_waited() -> weakref.WeakSet[Any]:
     """Optimizers for which gradients have waited at some time."""
-    found: weakref.WeakSet[Any] = state.room("optimizers that waited", weakref.WeakSet)
+    found: weakref.WeakSet[Any] = state.room(_WAITED, weakref.WeakSet)
     return found
+
+
+def _is_waiting(optimizer: Any) -> bool:
+    stash: AmpOptimizerState | None = vars(optimizer).get("_amp_stash")  # it may have been taken out of amp
+    return stash is not None and stash.waiting is not None

@@ -30,7 +30,6 @@ def put_aside(masters: Iterable[Master], direct: Iterable[torch.Tensor], aside: 
             param.grad = None
 
 
-@torch.no_grad()
 def give_back(aside: Aside, add: bool = False, copy: bool = False) -> None:
     """Undo :func:`put_aside`. What is aside is not written into.
 

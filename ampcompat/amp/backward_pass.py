@@ -16,7 +16,7 @@ import torch
 
 from ampcompat.amp import misuse, overflow
 from ampcompat.amp.accumulation import go_back, note_waiting, put_all_aside, rescale, waiting_beside
-from ampcompat.amp.aside import Aside, give_back
+from ampcompat.amp.aside import give_back
 from ampcompat.amp.gradients import Intake
 from ampcompat.amp.master_index import follow_replacements
 from ampcompat.amp.masters import Master
@@ -39,7 +39,8 @@ class BackwardPass:
     def __init__(self, optimizers: Sequence[Any], scaler: LossScaler, scale: torch.Tensor | None = None) -> None:
         self.optimizers, self.scaler, self.scale = optimizers, scaler, scale
         self.stashes: list[AmpOptimizerState] = [one._amp_stash for one in optimizers]
-        self.kept: Aside | None = None  # of a pass that unscales what waits: these gradients
+        # Of a pass that unscales what waits: these gradients.
+        self.kept: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self.intakes: list[Intake] = []
         self.masters: list[list[Master]] = []
         self.how: type[Move] = ScaleMove
@@ -65,6 +66,7 @@ class BackwardPass:
             put_all_aside(one, stash)
             stash.in_block = True
 
+    @torch.no_grad()
     def end(self, move: type[Move] = ScaleMove) -> bool:
         """Unscale the new gradients, add them to the accumulated ones, move the scale. No host sync.
 
@@ -93,6 +95,7 @@ class BackwardPass:
         self._finish()
         return any([intake.any for intake in self.intakes])  # noqa: C419 - faster
 
+    @torch.no_grad()
     def end_scaled(self, local: Sequence[Any] = ()) -> None:
         """Leave gradients scaled: a later pass unscales them.
 
@@ -119,6 +122,7 @@ class BackwardPass:
         self.past_undoing = True
         self._finish()
 
+    @torch.no_grad()
     def fail(self) -> None:
         """Something was raised: undo what was done, or finish it."""
         if self.past_undoing:
@@ -172,11 +176,12 @@ class BackwardPass:
         self.scaler._found_inf = {}
         for intake in self.intakes:
             intake.undo()
-        if self.kept is not None:  # what is aside stays aside
-            give_back(self.kept)
-            return
-        for one, stash in zip(self.optimizers, self.stashes, strict=True):
-            go_back(one, stash)
+        if self.kept is None:
+            for one, stash in zip(self.optimizers, self.stashes, strict=True):
+                go_back(one, stash)
+        else:  # what is aside stays aside
+            for param, grad in self.kept:
+                param.grad = grad
 
 
 def finish_delayed(optimizer: Any, stash: AmpOptimizerState, next_scaler: LossScaler | None = None) -> None:
@@ -197,8 +202,8 @@ def finish_delayed(optimizer: Any, stash: AmpOptimizerState, next_scaler: LossSc
     pending.kept = kept = []
     try:
         for param in direct.values():
+            kept.append((param, param.grad))
             if param.grad is not None:
-                kept.append((param, param.grad))
                 param.grad = param.grad.clone()
         pending.end(PutOff if next_scaler is pending.scaler else ScaleMove)
     except BaseException:

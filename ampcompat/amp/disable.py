@@ -12,35 +12,35 @@ from typing import Any, NamedTuple
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp import amp_model, keep_fp32, left_out, optimizer, session
+from ampcompat.amp import amp_model, keep_fp32, optimizer, session
 from ampcompat.amp.cast_model import cast_weights
 from ampcompat.amp.policy import ModelPolicy, live_models
 
 
 class Taken(NamedTuple):
-    """What was taken out of amp: anything at all, the policies that the models had, and optimizers not named."""
+    """What was taken out of amp: anything at all, and the policies that the models had."""
 
     anything: bool
     policies: list[ModelPolicy]
-    along: list[Any]
 
 
-def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> Taken:
-    """Take models and optimizers out of amp; what is not under amp, or is no model at all, is left alone.
+def modules_in(models: Any) -> list[torch.nn.Module]:
+    """The modules in what ``initialize`` was given as models, which may be no models at all."""
+    given = models if isinstance(models, (list, tuple)) else [models]
+    return [_torch.uncompiled(model) for model in given if isinstance(model, torch.nn.Module)]
 
-    Optimizers that train these models alone go along; those that train others too stay, and hold these models' own
-    weights.
+
+def take_out(roots: list[torch.nn.Module], optimizers: list[Any], undo: ExitStack) -> Taken:
+    """Take models, and models within them, and optimizers out of amp; what is not under amp is left alone.
 
     Args:
-        models: What ``initialize`` was given.
+        roots: The models.
         optimizers: Optimizers.
         undo: Takes the undo of every change.
 
     Returns:
         For :func:`release`, which is to follow.
     """
-    given = models if isinstance(models, (list, tuple)) else [models]
-    roots = [_torch.uncompiled(model) for model in given if isinstance(model, torch.nn.Module)]
     under = list({id(m): m for root in roots for m in root.modules() if m in live_models()}.values())
     policies = {id(m.__dict__["_amp_policy"]): m.__dict__["_amp_policy"] for m in under}
     with_stash = [one for one in optimizers if "_amp_stash" in vars(one)]
@@ -50,12 +50,10 @@ def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> Taken:
     for model in under:
         undo.callback(amp_model.put_back, amp_model.remember(model))
         amp_model.detach(model)
-    along = [one for one, alone in left_out.trainers_of(under, with_stash) if alone]
-    for one in (*with_stash, *along):
+    for one in with_stash:
         undo.callback(optimizer.put_back, optimizer.remember(one))
         optimizer.detach(one)
-    left_out.follow(under, [*with_stash, *along], False, undo)
-    return Taken(bool(under or with_stash), list(policies.values()), along)
+    return Taken(bool(under or with_stash), list(policies.values()))
 
 
 def release(taken: Taken) -> None:

@@ -22,7 +22,7 @@ CHUNK = 2**24
 
 
 class Intake:
-    """The new gradients of one optimizer: unscaled and checked, then added to the accumulated ones.
+    """The new gradients of one optimizer: unscaled and checked, then added to the accumulated ones; under ``no_grad``.
 
     Args:
         masters: Masters whose half gradients are new.
@@ -39,7 +39,6 @@ class Intake:
         self.fold: _Fold | None = None
         self.any = bool(self.chunks)
 
-    @torch.no_grad()
     def unscale(self, scaler: LossScaler, scale: torch.Tensor | None, aside: Aside) -> None:
         """Unscale, note overflows on ``scaler``, and add what is ``aside``. No host sync.
 
@@ -63,7 +62,6 @@ class Intake:
         scaler.unscale_(fresh, scale)
         give_back(aside, add=True)
 
-    @torch.no_grad()
     def add(self, scaler: LossScaler | None, scale: torch.Tensor | None = None) -> None:
         """Add to the masters' gradients; again, it goes on where it was interrupted. No host sync.
 
@@ -96,6 +94,7 @@ def _unscaled(chunk: list[Master], scaler: LossScaler | None, scale: torch.Tenso
     return fold
 
 
+@torch.no_grad()
 def take_unscaled(masters: Iterable[Master]) -> None:
     """Give half gradients of a plain ``backward()``, outside any block, to the masters as they are."""
     masters = list(masters)

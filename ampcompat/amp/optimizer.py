@@ -9,13 +9,11 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ampcompat._state import state
 from ampcompat.amp import misuse, overflow
 from ampcompat.amp.accumulation import put_all_aside
 from ampcompat.amp.backward_pass import finish_delayed, post_backward
@@ -25,7 +23,7 @@ from ampcompat.amp.gradients import take_unscaled
 from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import Master, push_all, reconcile
 from ampcompat.amp.observers import notify
-from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state
+from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state, put_under_amp
 
 if TYPE_CHECKING:
     from ampcompat.amp.session import Session
@@ -38,7 +36,7 @@ def attach(optimizer: Any, session: Session) -> None:
     match_state(optimizer)
     stash.parts(optimizer)
     optimizer._amp_stash = stash
-    known_optimizers().add(optimizer)
+    put_under_amp(optimizer)
     if "_amp_lazy_init" not in vars(optimizer):
         for name, action in _LEGACY_METHODS.items():
             setattr(optimizer, name, types.MethodType(action, optimizer))
@@ -64,12 +62,6 @@ def detach(optimizer: Any) -> None:
     match_state(optimizer)
     for name in ("_amp_stash", *_LEGACY_METHODS):
         vars(optimizer).pop(name, None)
-
-
-def known_optimizers() -> weakref.WeakSet[Any]:
-    """Optimizers that are or were under amp."""
-    found: weakref.WeakSet[Any] = state.room("optimizers", weakref.WeakSet)
-    return found
 
 
 def remember(optimizer: Any) -> tuple[Any, ...]:

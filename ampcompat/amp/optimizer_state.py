@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampcompat._state import state
 from ampcompat._torch import HostCopy
 from ampcompat.amp.aside import Aside
 from ampcompat.amp.master_index import ensure_master, master_of_half, master_of_value
@@ -119,10 +121,6 @@ class AmpOptimizerState:
             self._signature = [(id(group["params"]), len(group["params"])) for group in groups]
         return self._masters, self._direct
 
-    def forget_parts(self) -> None:
-        """Have :meth:`parts` look again: weights changed their dtype."""
-        self._signature = None
-
     def hand_out_masters(self, optimizer: Any) -> None:
         """Masters are asked for where there is no gradient to clip: to be written (``master params`` of a file)."""
         if self.in_block or self.blocks or self.waiting is not None:
@@ -176,6 +174,16 @@ class AmpOptimizerState:
     def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
         """:attr:`all_fp32_from_fp32_params` by param group."""
         return self._by_group("float32")
+
+
+def put_under_amp(optimizer: Any) -> None:
+    """Have ``optimizer``, which has its ``_amp_stash``, found by :func:`optimizers_under_amp`."""
+    state.room("optimizers", weakref.WeakSet).add(optimizer)
+
+
+def optimizers_under_amp() -> list[Any]:
+    """Every living optimizer that is under amp."""
+    return [one for one in state.rooms.get("optimizers", ()) if "_amp_stash" in vars(one)]
 
 
 def adopt_masters(optimizer: Any, session: Session | None = None) -> None:

@@ -121,10 +121,10 @@ def test_step(every, opt_level, overflow, make_optimizer):
     sweep(make, lambda world: world.optimizer.step(), look, every)
 
 
-@pytest.mark.parametrize("opt_level", ["O2", slow("O1")])
-def test_step_after_a_delayed_block(every, opt_level):
+@pytest.mark.parametrize(("opt_level", "blocks"), [("O2", 1), ("O1", 1), slow("O2", 0), slow("O1", 0)])
+def test_step_after_a_delayed_block(every, opt_level, blocks):
     def make():
-        world = ready(opt_level)()
+        world = ready(opt_level, blocks=blocks)()
         world.block(delay_unscale=True)
         return world
 
