@@ -8,14 +8,20 @@ block may have another scaler: what waits is unscaled by the scale that it carri
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ampcompat._log import warn_once
+from ampcompat._state import state
+from ampcompat._undo import finish
 from ampcompat.amp.aside import give_back, put_aside
 from ampcompat.amp.optimizer_state import AmpOptimizerState, Waiting
 from ampcompat.amp.scaler import LossScaler
+
+_WAITED = "optimizers that waited"
 
 
 def put_all_aside(optimizer: Any, stash: AmpOptimizerState) -> None:
@@ -50,8 +56,11 @@ def go_back(optimizer: Any, stash: AmpOptimizerState) -> None:
         for param in leaves(optimizer, stash):
             param.grad = None
     give_back(stash.delayed_aside)
-    give_back(stash.aside)
-    stash.delayed_aside, stash.aside, stash.local, stash.in_block = [], [], [], False
+    # Where scaled gradients wait, they lie in ``param.grad``, as at the entry, and the unscaled ones stay beside.
+    stays = stash.aside if stash.waiting is not None else []
+    if not stays:
+        give_back(stash.aside)
+    stash.delayed_aside, stash.aside, stash.local, stash.in_block = [], stays, [], False
 
 
 def _untouched(stash: AmpOptimizerState) -> bool:
@@ -68,10 +77,82 @@ def leaves(optimizer: Any, stash: AmpOptimizerState) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def rescale(optimizer: Any, stash: AmpOptimizerState, waiting: Waiting, scaler: LossScaler) -> None:
-    """Bring what waits to the scale of ``scaler``, in place; exact while half gradients neither over- nor underflow."""
-    for param in leaves(optimizer, stash):
-        if param.grad is not None:
-            grad = param.grad._values() if param.grad.is_sparse else param.grad
-            grad.mul_(scaler.scale_on(grad.device) / waiting.scale.to(grad.device, non_blocking=True))
-    stash.waiting = Waiting(waiting.scalers, scaler, scaler.scale_on(waiting.scale.device))
+def rescale(optimizers: Iterable[Any], scaler: LossScaler) -> None:
+    """Bring what waits for ``optimizers``, at one scale, to that of ``scaler``, in place; shared tensors once.
+
+    Exact while half gradients neither over- nor underflow.
+    """
+    grads: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+    after: list[tuple[AmpOptimizerState, Waiting]] = []
+    for one in optimizers:
+        stash: AmpOptimizerState = one._amp_stash
+        waiting = stash.waiting
+        if waiting is None:
+            continue
+        for param in leaves(one, stash):
+            if param.grad is not None:
+                grad = param.grad._values() if param.grad.is_sparse else param.grad
+                factor = scaler.scale_on(grad.device) / waiting.scale.to(grad.device, non_blocking=True)
+                grads[id(param)] = grad, factor, grad._version
+        scale = scaler.scale_on(waiting.scale.device)
+        after.append((stash, Waiting(waiting.scalers, scaler, scale, waiting.blocks)))
+
+    def make() -> None:
+        for grad, factor, version in grads.values():
+            if grad._version == version:
+                grad.mul_(factor)
+        for stash, waiting in after:
+            stash.waiting = waiting
+
+    finish(make)
+
+
+def note_waiting(optimizers: Iterable[Any]) -> None:
+    """Gradients of ``optimizers`` are about to wait: let :func:`waiting_beside` know."""
+    _that_waited().update(optimizers)
+
+
+def waiting_beside(optimizers: Iterable[Any], of_one_block: bool = False) -> list[Any]:
+    """Other optimizers that hold a tensor in which gradients wait for one of ``optimizers``, or will after it.
+
+    What waits lies in the tensors, whoever holds these: it is unscaled, once, for all of them.
+
+    Args:
+        optimizers: Optimizers under amp.
+        of_one_block: Those as well that wait since the same block: they are one backward pass.
+    """
+    if not state.rooms.get(_WAITED):
+        return []
+    found = list(optimizers)
+    others = [one for one in _that_waited() if _is_waiting(one) and not any(one is other for other in found)]
+    beside: list[Any] = []
+    held = _tensors_of(found) if others else set()
+    while others:
+        blocks = {
+            block for one in found if one._amp_stash.waiting is not None for block in one._amp_stash.waiting.blocks
+        }
+        near = [
+            one
+            for one in others
+            if not held.isdisjoint(_tensors_of([one])) or (of_one_block and blocks & one._amp_stash.waiting.blocks)
+        ]
+        if not near:
+            break
+        beside, found, held = beside + near, found + near, held | _tensors_of(near)
+        others = [one for one in others if not any(one is other for other in near)]
+    return beside
+
+
+def _tensors_of(optimizers: Iterable[Any]) -> set[int]:
+    return {id(tensor) for one in optimizers for tensor in leaves(one, one._amp_stash)}
+
+
+def _that_waited() -> weakref.WeakSet[Any]:
+    """Optimizers for which gradients have waited at some time."""
+    found: weakref.WeakSet[Any] = state.room(_WAITED, weakref.WeakSet)
+    return found
+
+
+def _is_waiting(optimizer: Any) -> bool:
+    stash: AmpOptimizerState | None = vars(optimizer).get("_amp_stash")  # it may have been taken out of amp
+    return stash is not None and stash.waiting is not None

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ampcompat.amp import misuse, overflow
-from ampcompat.amp.accumulation import go_back, put_all_aside, rescale
-from ampcompat.amp.aside import Aside, give_back
+from ampcompat.amp.accumulation import go_back, note_waiting, put_all_aside, rescale, waiting_beside
+from ampcompat.amp.aside import give_back
 from ampcompat.amp.gradients import Intake
 from ampcompat.amp.master_index import follow_replacements
 from ampcompat.amp.masters import Master
@@ -39,7 +39,8 @@ class BackwardPass:
     def __init__(self, optimizers: Sequence[Any], scaler: LossScaler, scale: torch.Tensor | None = None) -> None:
         self.optimizers, self.scaler, self.scale = optimizers, scaler, scale
         self.stashes: list[AmpOptimizerState] = [one._amp_stash for one in optimizers]
-        self.kept: Aside = []
+        # Of a pass that unscales what waits: these gradients.
+        self.kept: list[tuple[torch.Tensor, torch.Tensor | None]] | None = None
         self.intakes: list[Intake] = []
         self.masters: list[list[Master]] = []
         self.how: type[Move] = ScaleMove
@@ -49,30 +50,33 @@ class BackwardPass:
 
     def begin(self) -> None:
         """Put accumulated gradients aside, so that the pass sees its own alone."""
-        done: set[int] | None = set() if len(self.optimizers) > 1 else None
+        beside = waiting_beside(self.optimizers)
+        if beside or len(self.optimizers) > 1:
+            # Those that wait first: what lies in shared tensors is scaled.
+            self.optimizers = sorted([*self.optimizers, *beside], key=lambda one: one._amp_stash.waiting is None)
+            self.stashes = [one._amp_stash for one in self.optimizers]
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
             overflow.report_if_known(stash)
             if stash.waiting is not None and not stash.waiting.fits(self.scaler):
                 if stash.gradients_are_local:
-                    rescale(one, stash, stash.waiting, self.scaler)
+                    rescale([one, *waiting_beside([one])], self.scaler)
                 else:
-                    finish_delayed(one, stash, self.scaler, done)
+                    finish_delayed(one, stash, self.scaler)
+        for one, stash in zip(self.optimizers, self.stashes, strict=True):
             put_all_aside(one, stash)
             stash.in_block = True
 
     @torch.no_grad()
-    def end(self, move: type[Move] = ScaleMove, done: set[int] | None = None) -> bool:
+    def end(self, move: type[Move] = ScaleMove) -> bool:
         """Unscale the new gradients, add them to the accumulated ones, move the scale. No host sync.
 
         Args:
             move: What happens to the scaler.
-            done: ids of the tensors that another pass has seen to; those of this one are added.
 
         Returns:
             Whether there were new gradients.
         """
-        if done is None and len(self.optimizers) > 1:
-            done = set()
+        done: set[int] | None = set() if len(self.optimizers) > 1 else None
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
             give_back(stash.delayed_aside, add=True, copy=True)
             masters, direct = stash.parts(one)
@@ -101,11 +105,13 @@ class BackwardPass:
         scale: torch.Tensor = self.scaler._scale if self.scale is None else self.scale  # type: ignore[assignment]
         for stash in self.stashes:
             give_back(stash.delayed_aside, add=True)
+        note_waiting(self.optimizers)
+        block = frozenset([object()])
         after: list[tuple[AmpOptimizerState, dict[str, Any]]] = []
         for one, stash in zip(self.optimizers, self.stashes, strict=True):
-            earlier = stash.waiting.scalers if stash.waiting is not None else {}
+            earlier, blocks = (stash.waiting.scalers, stash.waiting.blocks) if stash.waiting else ({}, frozenset())
             values = {
-                "waiting": Waiting({**earlier, self.scaler: None}, self.scaler, scale),
+                "waiting": Waiting({**earlier, self.scaler: None}, self.scaler, scale, blocks | block),
                 "gradients_are_local": stash.gradients_are_local or any(one is other for other in local),
                 "delayed_aside": [],
                 "local": [],
@@ -171,31 +177,36 @@ class BackwardPass:
         self.scaler._found_inf = {}
         for intake in self.intakes:
             intake.undo()
-        for one, stash in zip(self.optimizers, self.stashes, strict=True):
-            go_back(one, stash)
-        give_back(self.kept)
+        if self.kept is None:
+            for one, stash in zip(self.optimizers, self.stashes, strict=True):
+                go_back(one, stash)
+        else:  # what is aside stays aside
+            for param, grad in self.kept:
+                param.grad = grad
 
 
-def finish_delayed(
-    optimizer: Any, stash: AmpOptimizerState, next_scaler: LossScaler | None = None, done: set[int] | None = None
-) -> None:
+def finish_delayed(optimizer: Any, stash: AmpOptimizerState, next_scaler: LossScaler | None = None) -> None:
     """Unscale what waits: it is about to be used, or a block with another scale follows.
+
+    For the other optimizers of its blocks, and those that share its tensors, it is the same backward pass.
 
     Args:
         optimizer: An optimizer under amp.
         stash: Its state.
         next_scaler: The scaler of the block that follows. Where it is the same, the two are one backward pass of it.
-        done: As in :meth:`BackwardPass.end`.
     """
     if stash.waiting is None:
         return
-    pending = BackwardPass([optimizer], stash.waiting.scaler, stash.waiting.scale)
+    together = [optimizer, *waiting_beside([optimizer], of_one_block=True)]
+    pending = BackwardPass(together, stash.waiting.scaler, stash.waiting.scale)
+    direct = {id(p): p for one, held in zip(together, pending.stashes, strict=True) for p in held.parts(one)[1]}
+    pending.kept = kept = []
     try:
-        for param in stash.parts(optimizer)[1]:
+        for param in direct.values():
+            kept.append((param, param.grad))
             if param.grad is not None:
-                pending.kept.append((param, param.grad))
                 param.grad = param.grad.clone()
-        pending.end(PutOff if next_scaler is pending.scaler else ScaleMove, done)
+        pending.end(PutOff if next_scaler is pending.scaler else ScaleMove)
     except BaseException:
         pending.fail()
         raise

@@ -86,7 +86,7 @@ def scale_loss(
             used = misuse.watch_loss(scaled)
             yield scaled
             # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
-            local = [one for one in found if holds_back_gradients(one)]
+            local = [one for one in backward_pass.optimizers if holds_back_gradients(one)]
             if delay_unscale or local:
                 backward_pass.end_scaled(local)
                 return

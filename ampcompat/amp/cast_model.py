@@ -75,6 +75,7 @@ def _cast(
     if master is not None:
         master.register()
         reconcile([master])
+        master.absorb()
     exact = tensor.detach() if master is None else master.value.detach()
     if tensor.dtype != target:
         undo.callback(_put_data_back, tensor, tensor.data, tensor.grad, master)

@@ -82,30 +82,51 @@ def _patch_regions(undo: ExitStack) -> None:
     @functools.wraps(enter)
     def counted_enter(self: Any) -> Any:
         before = torch.get_autocast_dtype(self.device)
-        result = enter(self)
         if _torch.is_scripting():
-            return result
-        regions = cast_state().thread.regions
-        regions[self.device] = regions.get(self.device, 0) + 1
-        self._amp_counted = getattr(self, "_amp_counted", 0) + 1
-        if torch.get_autocast_dtype(self.device) != before:
-            torch.clear_autocast_cache()
+            return enter(self)
+        regions, count = cast_state().thread.regions, _counts(self)
+        entered = False
+        try:
+            result, entered = enter(self), True
+            regions[self.device], self._amp_counted = count[0] + 1, count[1] + 1
+            if torch.get_autocast_dtype(self.device) != before:
+                torch.clear_autocast_cache()
+        except BaseException:  # nobody will call __exit__
+            regions[self.device], self._amp_counted = count
+            if entered:
+                leave(self, None, None, None)
+            raise
         return result
 
     @functools.wraps(leave)
     def counted_exit(self: Any, *exc: Any) -> Any:
         before = torch.get_autocast_dtype(self.device)
-        result = leave(self, *exc)
         if _torch.is_scripting():
-            return result
-        if getattr(self, "_amp_counted", 0):
-            self._amp_counted -= 1
-            regions = cast_state().thread.regions
-            regions[self.device] = max(0, regions.get(self.device, 0) - 1)
-        if torch.get_autocast_dtype(self.device) != before:
-            torch.clear_autocast_cache()
-        _casts.assert_ambience()
+            return leave(self, *exc)
+        regions, count = cast_state().thread.regions, _counts(self)
+        if count[1]:
+            count = max(0, count[0] - 1), count[1] - 1
+
+        def settle() -> None:
+            regions[self.device], self._amp_counted = count
+            if torch.get_autocast_dtype(self.device) != before:
+                torch.clear_autocast_cache()
+            _casts.assert_ambience()
+
+        left = False
+        try:
+            result, left = leave(self, *exc), True
+            settle()
+        except BaseException:
+            if left:
+                settle()
+            raise
         return result
 
     _torch.replace(region, "__enter__", counted_enter, undo)
     _torch.replace(region, "__exit__", counted_exit, undo)
+
+
+def _counts(region: Any) -> tuple[int, int]:
+    """Open regions on the device of ``region`` in this thread, and how often ``region`` itself is open."""
+    return cast_state().thread.regions.get(region.device, 0), getattr(region, "_amp_counted", 0)

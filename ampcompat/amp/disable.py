@@ -24,19 +24,23 @@ class Taken(NamedTuple):
     policies: list[ModelPolicy]
 
 
-def take_out(models: Any, optimizers: list[Any], undo: ExitStack) -> Taken:
-    """Take models and optimizers out of amp; what is not under amp, or is no model at all, is left alone.
+def modules_in(models: Any) -> list[torch.nn.Module]:
+    """The modules in what ``initialize`` was given as models, which may be no models at all."""
+    given = models if isinstance(models, (list, tuple)) else [models]
+    return [_torch.uncompiled(model) for model in given if isinstance(model, torch.nn.Module)]
+
+
+def take_out(roots: list[torch.nn.Module], optimizers: list[Any], undo: ExitStack) -> Taken:
+    """Take models, and models within them, and optimizers out of amp; what is not under amp is left alone.
 
     Args:
-        models: What ``initialize`` was given.
+        roots: The models.
         optimizers: Optimizers.
         undo: Takes the undo of every change.
 
     Returns:
         For :func:`release`, which is to follow.
     """
-    given = models if isinstance(models, (list, tuple)) else [models]
-    roots = [_torch.uncompiled(model) for model in given if isinstance(model, torch.nn.Module)]
     under = list({id(m): m for root in roots for m in root.modules() if m in live_models()}.values())
     policies = {id(m.__dict__["_amp_policy"]): m.__dict__["_amp_policy"] for m in under}
     with_stash = [one for one in optimizers if "_amp_stash" in vars(one)]

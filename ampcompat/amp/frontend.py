@@ -17,7 +17,8 @@ from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.cast_model import cast_weights
 from ampcompat.amp.casts import cast_state
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
-from ampcompat.amp.disable import Taken, release, take_out
+from ampcompat.amp.disable import Taken, modules_in, release, take_out
+from ampcompat.amp.followers import followers
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.policy import live_models
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
@@ -50,7 +51,8 @@ def initialize(
     """Put models and optimizers under mixed precision, in place; the signature is apex's, and ``keep_fp32``.
 
     May be called any number of times, for the same or other objects, at any levels: each call owns its models,
-    optimizers and scalers; ``amp.state_dict()`` and ``amp._amp_state`` show the latest.
+    optimizers and scalers; ``amp.state_dict()`` and ``amp._amp_state`` show the latest. A model that changes its level
+    takes the optimizers along that an earlier call was given with it.
 
     Args:
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
@@ -107,12 +109,13 @@ def initialize(
         for loss_id in range(num_losses)
     ]
     session = Session(properties, half, cast_model_outputs, scalers)
+    following = arguments.as_optimizers(followers(_plain_modules(model_list), optimizer_list, session.policy))
     with ExitStack() as undo:
         _keep_shown(undo)
         _amp_state.verbosity = loudness
         if loudness > 0:
             _describe(properties)
-        _take_over(session, model_list, optimizer_list, kept, undo)
+        _take_over(session, model_list, [*optimizer_list, *following], kept, undo)
         undo.pop_all()
     if "AMPCOMPAT_EXPLAIN" in os.environ:
         from ampcompat.explain import explain_as_asked
@@ -133,9 +136,8 @@ def _take_over(
 ) -> None:
     """Change everything that a call changes; each change puts its own undo on ``undo``."""
     properties, policy = session.properties, session.policy
-    targets = [_torch.uncompiled(model) for model in models]
-    modules = [model for model in targets if not isinstance(model, torch.jit.ScriptModule)]
-    if len(modules) < len(targets):
+    modules = _plain_modules(models)
+    if len(modules) < len(models):
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
     room = cast_state()
     undo.callback(session.undo_casts, room.ambient, room.device_types)
@@ -160,11 +162,16 @@ def _take_over(
     for one in optimizers:
         undo.callback(optimizer.put_back, optimizer.remember(one))
         optimizer.attach(one, session)
-        session.optimizers.add(one)
     session.begin_casts(live_models())
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
     checkpoint.apply_pending(session.scalers, undo)
     _show({"opt_properties": properties, "loss_scalers": session.scalers, "handle": handle}, session)
+
+
+def _plain_modules(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """What is to be cast of ``models``: what is behind compiled ones, and no ScriptModule."""
+    found = [_torch.uncompiled(model) for model in models]
+    return [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
 
 
 def _show(values: dict[str, Any], session: Session | None) -> None:
@@ -188,13 +195,15 @@ def _disable(models: Any, optimizers: Any) -> None:
     properties = Properties()
     session = Session(properties, torch.float16, None, [])
     optimizer_list = arguments.as_optimizers(optimizers)
+    roots = modules_in(models)
+    optimizer_list += arguments.as_optimizers(followers(roots, optimizer_list, session.policy))
     values: dict[str, Any] = {"opt_properties": properties, "loss_scalers": []}
     disabled = _torch.disabled_optimizers(state)
     taken: Taken | None = None
     try:
         with ExitStack() as undo:
             _keep_shown(undo)
-            out = take_out(models, optimizer_list, undo)
+            out = take_out(roots, optimizer_list, undo)
             if out.anything:
                 values["handle"] = NoOpHandle()
             for one in optimizer_list:

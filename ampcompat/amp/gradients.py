@@ -22,9 +22,7 @@ CHUNK = 2**24
 
 
 class Intake:
-    """The new gradients of one optimizer: unscaled and checked, then added to the accumulated ones.
-
-    Its callers turn grad mode off, once for all that they do.
+    """The new gradients of one optimizer: unscaled and checked, then added to the accumulated ones; under ``no_grad``.
 
     Args:
         masters: Masters whose half gradients are new.

@@ -73,7 +73,6 @@ class AmpHandle:
             self._session.scalers.append(self._session.new_scaler())
         if "_amp_stash" not in vars(optimizer):
             _optimizer.attach(optimizer, self._session)
-            self._session.optimizers.add(optimizer)
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
         """The way to scale a loss before 2019: ``optimizer`` need not be known yet."""

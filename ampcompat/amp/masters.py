@@ -47,7 +47,9 @@ class Master:
             self.value = _make_value(half, value)
         self.numel = half.numel()
         self.homes: list[tuple[weakref.ref[torch.nn.Module], str]] = []
-        self.comparisons, self.early_steps = EARLY_ROUNDS, EARLY_STEPS
+        # A buffer's forward goes by the half side; the master is brought up to date when it is read (``absorb``).
+        self.is_buffer = not isinstance(half, torch.nn.Parameter)
+        self.comparisons, self.early_steps = (0, 0) if self.is_buffer else (EARLY_ROUNDS, EARLY_STEPS)
         self.written_unseen = False  # somebody writes ``half`` without moving its version: compare for ever
         self.handed_out: torch.Tensor | None = None  # ``half`` as it was when state_dict handed the master out
         self.settle()
@@ -135,6 +137,9 @@ class Master:
         self.comparisons -= self.comparisons > 0
         if torch.equal(_bits(self.value.to(self.half.dtype)), _bits(self.half.detach())):
             return False
+        if self.is_buffer:
+            self.absorb()
+            return True
         self.written_unseen = True
         if torch.equal(_fingerprint(self.half), self.fingerprint):
             self.push()  # it was the master that somebody wrote: ``group["params"][0].data.mul_()``
@@ -142,12 +147,21 @@ class Master:
             self.pull()
         return True
 
+    @torch.no_grad()
+    def absorb(self) -> None:
+        """Before ``value`` is read: take what batch norm wrote into a buffer, where it moves no version counter."""
+        if self.moved():
+            self.reconcile()
+        elif self.is_buffer and not (torch.compiler.is_compiling() or _torch.in_fake_mode()):
+            same = self.value.to(self.half.dtype) == self.half
+            self.value.copy_(torch.where(same, self.value, self.half.float()))
+            self.seen = (self.half._version, self.value._version, self.half.data_ptr())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
         if id(self) in memo:
             found: Master = memo[id(self)]
             return found
-        if self.moved():
-            self.reconcile()
+        self.absorb()
         # Both sides through the memo: an optimizer copied along goes on holding the copy's masters.
         half, value = copy.deepcopy(self.half, memo), copy.deepcopy(self.value, memo)
         if not _torch.has_storage(half):
@@ -158,9 +172,9 @@ class Master:
         return clone
 
     def __reduce__(self) -> Any:
-        if self.moved():
-            self.reconcile()
-        return Master, (self.half, self.value.detach())
+        self.absorb()
+        # The master itself: an optimizer in the same file goes on holding it.
+        return Master, (self.half, self.value, True)
 
 
 @torch.inference_mode(False)
@@ -194,11 +208,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
-@torch.no_grad()
 def push_all(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
-    if not masters:
-        return
+    if masters:
+        _push_all(masters)
+
+
+# A decorator, here and elsewhere: Ctrl-C at the end of a ``with`` block keeps it from being left.
+@torch.no_grad()
+def _push_all(masters: list[Master]) -> None:
     halves: list[torch.Tensor] = [m.half for m in masters]
     values: list[torch.Tensor] = [m.value for m in masters]
     _torch.foreach_copy_(halves, values)

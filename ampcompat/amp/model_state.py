@@ -55,6 +55,7 @@ def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, 
             continue
         master = master_index.ensure_master(module, name)
         reconcile([master])
+        master.absorb()
         keep_vars = handed is tensor
         state_dict[prefix + name] = master.value if keep_vars else master.hand_out()
 

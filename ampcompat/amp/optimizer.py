@@ -7,6 +7,7 @@ Bound methods, with ``functools.wraps``: LR schedulers built before or after ``i
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from ampcompat.amp.gradients import take_unscaled
 from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import Master, push_all, reconcile
 from ampcompat.amp.observers import notify
-from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state
+from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state, put_under_amp
 
 if TYPE_CHECKING:
     from ampcompat.amp.session import Session
@@ -35,6 +36,7 @@ def attach(optimizer: Any, session: Session) -> None:
     match_state(optimizer)
     stash.parts(optimizer)
     optimizer._amp_stash = stash
+    put_under_amp(optimizer)
     if "_amp_lazy_init" not in vars(optimizer):
         for name, action in _LEGACY_METHODS.items():
             setattr(optimizer, name, types.MethodType(action, optimizer))
@@ -91,8 +93,11 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
     return wrapper
 
 
-def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **kwargs: Any) -> Any:
+def _step(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow."""
+    closure = kwargs.pop("closure", None)
+    if args:
+        original, closure = _bound(original, args, closure)
     stash: AmpOptimizerState = optimizer._amp_stash
     if stash.in_block:
         raise RuntimeError(
@@ -111,6 +116,18 @@ def _step(optimizer: Any, original: Callable[..., Any], closure: Any = None, **k
     if stash.plain:
         return run_uncast(_step_plain, optimizer, original, kwargs)
     return run_uncast(_step_uncast, optimizer, original, stash, masters, direct, kwargs)
+
+
+def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tuple[Callable[..., Any], Any]:
+    """``step`` with the arguments that its class gave it beside the closure, and the closure."""
+    first, *rest = args
+    if first is not None and not callable(first) and "closure" not in inspect.signature(step).parameters:
+        return functools.partial(step, *args), closure  # ``step(lr)``
+
+    def bound(given: Any = None, **kwargs: Any) -> Any:
+        return step(given, *rest, **kwargs)
+
+    return bound if rest else step, first
 
 
 def _step_plain(optimizer: Any, original: Callable[..., Any], kwargs: dict[str, Any]) -> Any:

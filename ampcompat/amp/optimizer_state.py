@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ampcompat._state import state
 from ampcompat._torch import HostCopy
 from ampcompat.amp.aside import Aside
 from ampcompat.amp.master_index import ensure_master, master_of_half, master_of_value
@@ -24,10 +26,13 @@ class Waiting:
         scalers: Scalers whose losses they stem from (a dict, for its order).
         scaler: The last of these.
         scale: Its scale when it scaled them (0-dim float32).
+        blocks: What stands for each block that they stem from, the same for every optimizer of that block.
     """
 
-    def __init__(self, scalers: dict[LossScaler, None], scaler: LossScaler, scale: torch.Tensor) -> None:
-        self.scalers, self.scaler, self.scale = scalers, scaler, scale.clone()
+    def __init__(
+        self, scalers: dict[LossScaler, None], scaler: LossScaler, scale: torch.Tensor, blocks: frozenset[object]
+    ) -> None:
+        self.scalers, self.scaler, self.scale, self.blocks = scalers, scaler, scale.clone(), blocks
         self._seen = scale, scale._version
 
     def fits(self, scaler: LossScaler) -> bool:
@@ -169,6 +174,16 @@ class AmpOptimizerState:
     def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
         """:attr:`all_fp32_from_fp32_params` by param group."""
         return self._by_group("float32")
+
+
+def put_under_amp(optimizer: Any) -> None:
+    """Have ``optimizer``, which has its ``_amp_stash``, found by :func:`optimizers_under_amp`."""
+    state.room("optimizers", weakref.WeakSet).add(optimizer)
+
+
+def optimizers_under_amp() -> list[Any]:
+    """Every living optimizer that is under amp."""
+    return [one for one in state.rooms.get("optimizers", ()) if "_amp_stash" in vars(one)]
 
 
 def adopt_masters(optimizer: Any, session: Session | None = None) -> None:

@@ -29,7 +29,7 @@ class ModelPolicy:
         input_dtype: Floating inputs are cast to it (O0, O2, O3), or None.
         output_dtype: Floating outputs are cast to it, or None.
         half: The half dtype that the model's weights were cast to, or None where they stay float32.
-        master_weights: Whether half weights have float32 master_index.
+        master_weights: Whether half weights have float32 masters.
     """
 
     opt_level: str

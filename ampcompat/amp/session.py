@@ -33,7 +33,6 @@ class Session:
     ) -> None:
         self.properties, self.half, self.scalers = properties, half, scalers
         self.enabled = bool(properties.enabled)
-        self.optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         cast_type = properties.cast_model_type or None
         weights = cast_type if cast_type in (torch.float16, torch.bfloat16) else None
         self.policy = ModelPolicy(

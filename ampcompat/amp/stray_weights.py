@@ -50,9 +50,17 @@ def cast_for_forward(found: list[Slot]) -> Iterator[None]:
         for slot, tensor, cast, version in swapped:
             if slot.home.get(slot.name) is cast:
                 slot.home[slot.name] = tensor
-                if cast._version != version:  # running statistics
+                if not isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad:
+                    _take_back(tensor, cast)
+                elif cast._version != version:
                     with torch.no_grad():
                         tensor.copy_(cast)
+
+
+@torch.no_grad()
+def _take_back(buffer: torch.Tensor, cast: torch.Tensor) -> None:
+    """Running statistics: batch norm writes them and moves no version counter. No host sync."""
+    buffer.copy_(torch.where(buffer.to(cast.dtype) == cast, buffer, cast.to(buffer.dtype)))
 
 
 def _of_other_dtype(slots: list[Slot]) -> list[Slot]:

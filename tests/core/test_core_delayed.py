@@ -1,8 +1,10 @@
 """``delay_unscale`` and ``delay_overflow_check``: scaled gradients that wait while the scale may move."""
 
+import contextlib
+
 import pytest
 import torch
-from core_kit import backward, loss_of, net, same, sgd, start
+from core_kit import backward, batch, loss_of, net, same, sgd, start
 
 from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
@@ -193,6 +195,68 @@ def test_two_optimizers_that_share_a_param_and_wait_are_unscaled_once(level):
     assert_close(level, grads(optimizers[0]), summed(level, 1, 2))
 
 
+def halves_of_one_model(level, shared):
+    """A model whose layers belong to two optimizers, and the middle one to both if ``shared``."""
+    model = net()
+    first, second = [model.a, model.bn], [model.b, *([model.bn, model.a] if shared else [])]
+    optimizers = [torch.optim.SGD([p for m in part for p in m.parameters()], lr=0.1) for part in (first, second)]
+    return amp.initialize(model, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_two_optimizers_that_step_after_a_delayed_block(level, shared, order, blocks):
+    trained = []
+    for delay in (True, False):
+        model, optimizers = halves_of_one_model(level, shared)
+        for block in range(blocks):
+            with amp.scale_loss(loss_of(model, block), optimizers, delay_unscale=delay) as scaled:
+                scaled.backward()
+        for index in order:
+            optimizers[index].step()
+        trained.append([p.float() for p in model.parameters()])
+        assert amp._amp_state.loss_scalers[0]._unskipped == (1 if delay else blocks)
+    for one, other in zip(*trained, strict=True):
+        # Sums of half gradients before or after the unscaling: at O1 they are float32.
+        torch.testing.assert_close(
+            one, other, rtol=1e-6 if level == "O1" else 2e-3, atol=1e-6 if level == "O1" else 1e-3
+        )
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_of_a_delayed_block_moves_the_scale_once_and_skips_all_its_optimizers(level, capsys):
+    model, optimizers = halves_of_one_model(level, shared=False)
+    before = [p.detach().clone() for p in model.parameters()]
+    with amp.scale_loss(loss_of(model) * INF, optimizers, delay_unscale=True) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert [amp.step_was_skipped(optimizer) for optimizer in optimizers] == [True, True]
+    assert same(before, list(model.parameters()))
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**15
+    assert {line.rpartition(" ")[2] for line in capsys.readouterr().out.splitlines()} == {"32768.0"}
+
+
+def front_loss(model):
+    return model.bn(model.a(batch(2)[0].to(model.a.weight.dtype)).float()).square().mean(dim=0).prod()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_of_one_of_them_leaves_what_the_other_waits_for(level):
+    got = []
+    for delay in (True, False):
+        model, optimizers = halves_of_one_model(level, shared=True)
+        with amp.scale_loss(loss_of(model, 1), optimizers, delay_unscale=delay) as scaled:
+            scaled.backward()
+        with amp.scale_loss(front_loss(model), optimizers[0]) as scaled:
+            scaled.backward()
+        optimizers[1].step()  # unscales nothing a second time
+        got.append([*grads(optimizers[0]), *grads(optimizers[1])])
+    assert_close(level, *got)
+
+
 def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():
     model, optimizer = start("O2")
     backward(model, optimizer, 1)
@@ -207,3 +271,20 @@ def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():
     assert same(grads(optimizer), accumulated)
     backward(model, optimizer, 2)
     assert_close("O2", grads(optimizer), summed("O2", 1, 2))
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_raises_gives_back_unscaled_and_scaled_gradients(level, moved):
+    want = summed(level, 1, 2)
+    model, optimizer = start(level, loss_scale=2.0**12)
+    backward(model, optimizer, 1)
+    backward(model, optimizer, 2, delay_unscale=True)
+    if moved:
+        written(amp._amp_state.loss_scalers[0], None)
+    for _ in range(2):
+        with contextlib.suppress(ZeroDivisionError), amp.scale_loss(loss_of(model, 3), optimizer) as scaled:
+            scaled.backward()
+            raise ZeroDivisionError
+    optimizer.step()
+    assert_close(level, grads(optimizer), want)

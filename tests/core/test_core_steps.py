@@ -188,3 +188,50 @@ def test_an_exception_in_the_optimizers_step_leaves_it_usable():
 
 def test_step_was_skipped_of_any_optimizer():
     assert amp.step_was_skipped(sgd(net())) is False
+
+
+class WithArguments(torch.optim.SGD):
+    """Steps of a user's own: arguments beside the closure, and a result."""
+
+    def step(self, closure=None, factor=1.0, *, note=None):
+        for group in self.param_groups:
+            group["lr"] *= factor
+        loss = super().step(closure)
+        for group in self.param_groups:
+            group["lr"] /= factor
+        return loss, factor, note
+
+
+class WithoutClosure(WithArguments):
+    def step(self, factor):
+        return super().step(None, factor)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_arguments_that_a_step_of_the_users_own_takes(level):
+    model, optimizer = start(level, lambda model: WithArguments(model.parameters(), lr=0.1))
+    twin, twin_optimizer = start(level)
+    calls = [
+        (lambda: optimizer.step(None, 0.5), 0.5, (None, 0.5, None)),
+        (lambda: optimizer.step(factor=0.25, note="n"), 0.25, (None, 0.25, "n")),
+        (lambda: optimizer.step(lambda: "loss", 0.5, note="n"), 0.5, ("loss", 0.5, "n")),
+        (lambda: optimizer.step(), 1.0, (None, 1.0, None)),
+    ]
+    for seed, (call, factor, result) in enumerate(calls):
+        backward(model, optimizer, seed)
+        assert call() == result
+        backward(twin, twin_optimizer, seed)
+        twin_optimizer.param_groups[0]["lr"] = 0.1 * factor
+        twin_optimizer.step()
+        for one in (optimizer, twin_optimizer):
+            one.zero_grad()
+    assert same(masters(optimizer), masters(twin_optimizer))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_step_without_a_closure_among_its_arguments(level):
+    model, optimizer = start(level, lambda model: WithoutClosure(model.parameters(), lr=0.1))
+    backward(model, optimizer)
+    before = masters(optimizer)
+    assert optimizer.step(0.5) == (None, 0.5, None)
+    assert not same(masters(optimizer), before)

@@ -6,7 +6,10 @@ from fault_kit import interrupt, lines_of, make_torch_whole, strikes, sweep, who
 
 from ampcompat import amp
 from ampcompat._state import state
+from ampcompat._torch import autocast_nesting
+from ampcompat.amp.accumulation import rescale
 from ampcompat.amp.backward_pass import finish_delayed
+from ampcompat.amp.casts import cast_state
 
 
 class World:
@@ -118,10 +121,10 @@ def test_step(every, opt_level, overflow, make_optimizer):
     sweep(make, lambda world: world.optimizer.step(), look, every)
 
 
-@pytest.mark.parametrize("opt_level", ["O2", slow("O1")])
-def test_step_after_a_delayed_block(every, opt_level):
+@pytest.mark.parametrize(("opt_level", "blocks"), [("O2", 1), ("O1", 1), slow("O2", 0), slow("O1", 0)])
+def test_step_after_a_delayed_block(every, opt_level, blocks):
     def make():
-        world = ready(opt_level)()
+        world = ready(opt_level, blocks=blocks)()
         world.block(delay_unscale=True)
         return world
 
@@ -196,6 +199,16 @@ def test_leaving_a_block_by_an_exception(every, opt_level):
     sweep(ready(opt_level, blocks=1), raising_block, look, every)
 
 
+@pytest.mark.parametrize("opt_level", ["O1", slow("O2")])
+def test_leaving_a_block_by_an_exception_while_gradients_wait(every, opt_level):
+    def make():
+        world = ready(opt_level, blocks=1)()
+        world.block(delay_unscale=True)
+        return world
+
+    sweep(make, raising_block, look, every)
+
+
 class TwoOptimizers(World):
     """One loss, and an optimizer for each half of the model; the first layer belongs to both."""
 
@@ -211,11 +224,40 @@ class TwoOptimizers(World):
             scaled.backward()
 
 
-def test_a_block_of_two_optimizers(every):
-    def look(world):
-        return whole_picture([world.model], [world.optimizer, world.other])
+def look_at_two(world):
+    return whole_picture([world.model], [world.optimizer, world.other])
 
-    sweep(TwoOptimizers, TwoOptimizers.block, look, every)
+
+def test_a_block_of_two_optimizers(every):
+    sweep(TwoOptimizers, TwoOptimizers.block, look_at_two, every)
+
+
+def test_step_of_one_of_two_optimizers_after_a_delayed_block(every):
+    def make():
+        world = TwoOptimizers()
+        world.block(delay_unscale=True)
+        return world
+
+    sweep(make, lambda world: world.optimizer.step(), look_at_two, every, between=unscale_delayed)
+
+
+def test_gradients_of_no_sync_brought_to_another_scale(every):
+    def make():
+        world = TwoOptimizers()
+        world.block(delay_unscale=True)
+        for one in (world.optimizer, world.other):
+            one._amp_stash.gradients_are_local = True
+        amp._amp_state.loss_scalers[0]._loss_scale = 2.0**10
+        return world
+
+    def bring(world):
+        rescale([world.optimizer, world.other], amp._amp_state.loss_scalers[0])
+
+    sweep(make, bring, lambda world: {**look_at_two(world), "at": waiting_at(world)}, every)
+
+
+def waiting_at(world):
+    return [one._amp_stash.waiting.scale.item() for one in (world.optimizer, world.other)]
 
 
 class Sparse(World):
@@ -360,3 +402,23 @@ def test_load_state_dict_before_initialize(every):
         return world
 
     sweep(make, lambda world: initialize(world, "O2", num_losses=3), look, every)
+
+
+def test_a_region_of_the_user(every):
+    """Its count is that of torch, wherever its entry or exit is interrupted; an interrupted entry leaves none open."""
+
+    def call():
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", torch.float16):
+            pass
+
+    ready("O1")()
+    planned = strikes(lines_of(call), every)
+    open_ones = []
+    for strike in planned:
+        ready("O1")()
+        assert interrupt(call, *strike)
+        nesting = autocast_nesting()
+        assert cast_state().thread.regions.get("cpu", 0) == nesting, strike
+        open_ones.append(nesting)
+        make_torch_whole()
+    assert open_ones.count(0) > len(planned) / 2 > 10

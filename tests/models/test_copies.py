@@ -26,6 +26,7 @@ from nets import (
     batch,
     masters_agree,
 )
+from torch import nn
 
 from ampcompat import amp
 
@@ -220,3 +221,32 @@ def test_data_parallel_replicas_compute_the_same(level):
     thread.start()
     thread.join()
     assert torch.equal(result[0], expected)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_a_model_and_its_optimizer_saved_whole_in_one_file_go_on_together(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def train(model, optimizer):
+        for seed in range(3):
+            x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
+            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(model, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model, "optimizer": optimizer}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    train(model, optimizer)
+    again, again_optimizer = amp.initialize(saved["model"], saved["optimizer"], opt_level=level, verbosity=0)
+    train(again, again_optimizer)
+    for one, other in zip(amp.master_params(again_optimizer), amp.master_params(optimizer), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(again.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
