@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import assert_tied, backward, loss_of, net, same, sgd, start, train
+from core_kit import assert_tied, backward, batch, loss_of, net, same, sgd, start, train
 
 from ampcompat import amp
 
@@ -114,7 +114,7 @@ def test_an_optimizer_that_another_model_needs_stays_where_weights_stay_float32(
     again(models[0], None, after)
     assert optimizer._amp_stash.session is session
     for model in models:  # small gradients of the second would be lost without the scale
-        with amp.scale_loss(model(torch.full((4, 6), 1e-3)).sum() * 1e-6, optimizer) as scaled:
+        with amp.scale_loss(model(batch(1)[0]).float().sum() * 1e-9, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
         assert all(p.grad.count_nonzero() for name, p in model.named_parameters() if name.startswith("b."))
