@@ -1,6 +1,7 @@
 """One process per variant, taking turns: the casts of one do not reach another, and noise reaches all alike."""
 
 import multiprocessing
+import random
 import statistics
 import time
 import traceback
@@ -69,6 +70,7 @@ def serve(pipe, variant):
                 once = min(seconds(step, 1, case.device) for _ in range(3))
                 pipe.send(once)
             elif what == "turn":
+                seconds(step, max(2, given // 4), case.device)  # the others have emptied the caches
                 pipe.send(seconds(step, given, case.device))
             elif what == "count":
                 count = counting.counted_on_cuda if case.device == "cuda" else counting.counted
@@ -113,8 +115,7 @@ class Workers:
                 continue
             steps[variant], times[variant] = max(1, min(200, int(TURN / once))), []
         for turn in range(turns):
-            # Every second turn in the reverse order: what drifts, drifts for all.
-            for variant in list(steps)[:: 1 if turn % 2 else -1]:
+            for variant in random.sample(list(steps), len(steps)):
                 times[variant].append(self._ask(variant, "turn", steps[variant]))
         for variant in steps:
             counts[variant] = self._ask(variant, "count")
