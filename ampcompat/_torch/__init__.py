@@ -30,6 +30,7 @@ from ampcompat._torch.autograd import (
     caches_weights_across_grad_modes,
     patch_engine,
     patch_function_bodies,
+    without_grad,
 )
 from ampcompat._torch.compiler import (
     compile_backward_without_autocast,
@@ -127,4 +128,5 @@ __all__ = [
     "uncompiled",
     "unscale_and_check_",
     "update_scale_",
+    "without_grad",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ampcompat import _torch
 from ampcompat.amp import misuse, overflow
 from ampcompat.amp.accumulation import go_back, note_waiting, put_all_aside, rescale, waiting_beside
 from ampcompat.amp.aside import give_back
@@ -66,7 +67,7 @@ class BackwardPass:
             put_all_aside(one, stash)
             stash.in_block = True
 
-    @torch.no_grad()
+    @_torch.without_grad
     def end(self, move: type[Move] = ScaleMove) -> bool:
         """Unscale the new gradients, add them to the accumulated ones, move the scale. No host sync.
 

@@ -47,6 +47,7 @@ class Master:
             self.value = _make_value(half, value)
         self.numel = half.numel()
         self.homes: list[tuple[weakref.ref[torch.nn.Module], str]] = []
+        self.place: tuple[dict[str, Any], str] = {}, ""  # where the first home keeps ``half``, once it was looked up
         # A buffer's forward goes by the half side; the master is brought up to date when it is read (``absorb``).
         self.is_buffer = not isinstance(half, torch.nn.Parameter)
         self.comparisons, self.early_steps = (0, 0) if self.is_buffer else (EARLY_ROUNDS, EARLY_STEPS)
@@ -215,7 +216,7 @@ def push_all(masters: list[Master]) -> None:
 
 
 # A decorator, here and elsewhere: Ctrl-C at the end of a ``with`` block keeps it from being left.
-@torch.no_grad()
+@_torch.without_grad
 def _push_all(masters: list[Master]) -> None:
     halves: list[torch.Tensor] = [m.half for m in masters]
     values: list[torch.Tensor] = [m.value for m in masters]
