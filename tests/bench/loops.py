@@ -14,7 +14,8 @@ OPTIMIZERS = {
     "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
 }
 #: "native" has torch's own casts; "native, same casts" has ampcompat's rules registered and is otherwise the same loop.
-VARIANTS = ("fp32", "native", "native, same casts", "hand-written masters", "O0", "O1", "O2", "O3")
+#: "fp32 again" is "fp32" in another process: how far the two differ is what a table of such ratios cannot resolve.
+VARIANTS = ("fp32", "fp32 again", "native", "native, same casts", "hand-written masters", "O0", "O1", "O2", "O3")
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def _clip(case, params):
 
 def _native(variant, case, model, x, y):
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    casts = variant != "fp32"
+    casts = not variant.startswith("fp32")
     if variant == "native, same casts":
         from ampcompat.amp import session
 
@@ -73,6 +74,10 @@ def _native(variant, case, model, x, y):
 
 
 def _with_masters(case, model, x, y):
+    if case.device == "cpu":
+        from ampcompat.amp import cpu_convolution
+
+        cpu_convolution.acquire()  # torch's own half convolutions take up to ten times as long: loops are compared here
     model.to(case.dtype)
     for module in model.modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):

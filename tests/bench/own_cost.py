@@ -1,5 +1,6 @@
 """What a step costs beside the model: nothing is computed, gradients are set by hand, the optimizer does nothing."""
 
+import random
 import time
 
 import torch
@@ -127,10 +128,12 @@ def measure(device="cpu", quick=False):
         for step in steps.values():
             for _ in range(6):
                 step()
-        turns, calls = (12 if quick else 40), max(1, 400 // size)
+        turns, calls = (12 if quick else 40), max(2, 1000 // size)
         times = {name: [] for name in steps}
-        for turn in range(turns):
-            for name in list(steps)[:: 1 if turn % 2 else -1]:
+        for _ in range(turns):
+            for name in random.sample(list(steps), len(steps)):
+                for _ in range(max(1, calls // 4)):  # the others have emptied the caches
+                    steps[name]()
                 start = time.perf_counter()
                 for _ in range(calls):
                     steps[name]()

@@ -43,7 +43,7 @@ def geometric_mean(values):
 
 def verdict(value, limit):
     """A value beside what it shall not pass."""
-    return f"{value:.2f}", f"≤ {limit}", "met" if value <= limit else "**missed**"
+    return f"{value:.3f}", f"≤ {limit}", "met" if round(value, 3) <= limit else "**missed**"
 
 
 def plot(path, bars):
