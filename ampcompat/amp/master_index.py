@@ -65,8 +65,8 @@ def forget_lists() -> None:
     state.rooms["masters generation"] = state.room("masters generation", int) + 1
 
 
-def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None) -> Master:
-    """The master of ``module``'s half tensor ``name``, made (with ``value``, else from the half) if missing."""
+def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
+    """The master of ``module``'s half tensor ``name``, made if missing: of ``value``, else of the half."""
     held = masters_in(module)
     half: torch.Tensor | None = module._parameters.get(name)
     half = module._buffers[name] if half is None else half
@@ -75,7 +75,7 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
     if name not in held or held[name].half is not half:
         master = master_of_half(half)
         if master is None:
-            master = Master(half, value)
+            master = Master(half, value, adopt)
         held[name] = master
         forget_lists()
     if not any(home() is module for home, _ in held[name].homes):
