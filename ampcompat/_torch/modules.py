@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -88,14 +89,16 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
 
 
-def _holders(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+def _holders(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
 @functools.cache
 def _holders_when_alone() -> int:
     with torch.inference_mode(False):
-        return _holders(torch.empty(1, device="cpu"))
+        tensor = torch.empty(1, device="cpu")
+        storage = tensor.untyped_storage()  # as its caller has it: some versions of torch count Python's object too
+        return _holders(storage)
 
 
 def owns_memory_alone(tensor: torch.Tensor) -> bool:
@@ -112,7 +115,7 @@ def owns_memory_alone(tensor: torch.Tensor) -> bool:
         return False  # a part of something, or somebody else's memory: an array's, a file's
     dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     shared = tensor.is_cpu and storage.is_shared()
-    return dense and not shared and _holders(tensor) == _holders_when_alone()
+    return dense and not shared and _holders(storage) == _holders_when_alone()
 
 
 def is_scripting() -> bool:
