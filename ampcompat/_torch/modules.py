@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -86,6 +87,35 @@ def disabled_optimizers(state: State) -> weakref.WeakSet[Any]:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` holds data, unlike a fake tensor, which stands for one while torch compiles."""
     return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
+
+
+def _holders(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+
+
+@functools.cache
+def _holders_when_alone() -> int:
+    with torch.inference_mode(False):
+        tensor = torch.empty(1, device="cpu")
+        storage = tensor.untyped_storage()  # as its caller has it: some versions of torch count Python's object too
+        return _holders(storage)
+
+
+def owns_memory_alone(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is all of its memory, and nobody else holds that: no view, array, file or other process.
+
+    Not seen are raw pointers, and processes that were sent a tensor on a GPU.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    if tensor.is_inference() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+        return False
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.numel() * tensor.element_size() or not storage.resizable():
+        return False  # a part of something, or somebody else's memory: an array's, a file's
+    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    shared = tensor.is_cpu and storage.is_shared()
+    return dense and not shared and _holders(storage) == _holders_when_alone()
 
 
 def is_scripting() -> bool:

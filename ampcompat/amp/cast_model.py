@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import torch
 
+from ampcompat import _torch
 from ampcompat.amp import master_index, model_state
 from ampcompat.amp.masters import Master, reconcile
 
@@ -76,6 +77,7 @@ def _cast(
         master.register()
         reconcile([master])
         master.absorb()
+    alone = tensor.dtype == torch.float32 != target and master is None and _torch.owns_memory_alone(tensor)
     exact = tensor.detach() if master is None else master.value.detach()
     if tensor.dtype != target:
         undo.callback(_put_data_back, tensor, tensor.data, tensor.grad, master)
@@ -89,7 +91,9 @@ def _cast(
             master.retire()
     borrowed = master is not None and id(master.value) in trained
     if master_weights and (borrowed or id(tensor) in trained):
-        master_index.ensure_master(module, name, exact)
+        if alone:  # the float32 values lie in the memory that the model just left: no copy, no second peak of memory
+            exact = torch.nn.Parameter(exact.data, tensor.requires_grad)
+        master_index.ensure_master(module, name, exact, adopt=alone)
 
 
 def _put_data_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, master: Master | None) -> None:

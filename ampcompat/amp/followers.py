@@ -27,9 +27,9 @@ def followers(models: Iterable[torch.nn.Module], given: list[Any], policy: Model
     Raises:
         RuntimeError: An optimizer also holds half weights of another model, which need the masters that it has.
     """
-    going = _tensors(models)
-    found = []
-    for one in optimizers_under_amp():
+    under_amp, found = optimizers_under_amp(), []
+    going = _tensors(models) if under_amp else {}
+    for one in under_amp:
         stash = one._amp_stash
         if any(one is other for other in given) or _alike(stash.session.policy, policy):
             continue

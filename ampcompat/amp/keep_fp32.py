@@ -73,6 +73,9 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
         wanted = list(keep_fp32)
     else:
         wanted = [keep_fp32]
+    patterns = [p.strip() for p in os.environ.get("AMPCOMPAT_KEEP_FP32", "").split(",")]
+    if not wanted and not any(patterns):
+        return []
     names = {module: name for model in reversed(models) for name, module in model.named_modules()}
     found: dict[torch.nn.Module, None] = {}
     for one in wanted:
@@ -83,7 +86,7 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
                 " patterns are shell patterns over these names or over class names."
             )
         found.update(dict.fromkeys(matches))
-    for pattern in filter(None, (p.strip() for p in os.environ.get("AMPCOMPAT_KEEP_FP32", "").split(","))):
+    for pattern in filter(None, patterns):
         matches = _matches(pattern, names)
         # A script may initialize its models one by one: each pattern need not match in each of them.
         say(

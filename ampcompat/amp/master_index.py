@@ -15,14 +15,13 @@ from ampcompat.amp.masters import Master, by_half, by_value, reconcile
 
 def master_of_value(tensor: torch.Tensor) -> Master | None:
     """The master whose float32 side is ``tensor``, if there is one."""
-    found = by_value().get(tensor)
-    return None if found is None else found()
+    master = by_value().get(id(tensor))
+    return master if master is not None and master.value is tensor else None
 
 
 def master_of_half(tensor: torch.Tensor) -> Master | None:
     """The master of the model tensor ``tensor``, if it has one."""
-    found = by_half().get(tensor)
-    master: Master | None = None if found is None else found()
+    master = by_half().get(id(tensor))
     return master if master is not None and master.half is tensor else None
 
 
@@ -65,8 +64,8 @@ def forget_lists() -> None:
     state.rooms["masters generation"] = state.room("masters generation", int) + 1
 
 
-def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None) -> Master:
-    """The master of ``module``'s half tensor ``name``, made (with ``value``, else from the half) if missing."""
+def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
+    """The master of ``module``'s half tensor ``name``, made if missing: of ``value``, else of the half."""
     held = masters_in(module)
     half: torch.Tensor | None = module._parameters.get(name)
     half = module._buffers[name] if half is None else half
@@ -75,7 +74,7 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
     if name not in held or held[name].half is not half:
         master = master_of_half(half)
         if master is None:
-            master = Master(half, value)
+            master = Master(half, value, adopt)
         held[name] = master
         forget_lists()
     if not any(home() is module for home, _ in held[name].homes):
@@ -140,7 +139,7 @@ def _take_over(master: Master, now: torch.Tensor, where: str) -> None:
 def rebind(master: Master, now: torch.Tensor) -> None:
     """Make ``now`` the half side of ``master``, in every home of a tied weight; the master's value wins."""
     master.half = now
-    by_half()[now] = weakref.ref(master)
+    by_half()[id(now)] = master
     for home, name in master.homes:
         module = home()
         if module is None:

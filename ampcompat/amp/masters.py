@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ampcompat import _torch
 from ampcompat._state import state
@@ -58,11 +57,11 @@ class Master:
 
     def register(self) -> None:
         """Be found by either side (again, after the index was reset)."""
-        by_half()[self.half] = by_value()[self.value] = weakref.ref(self)
+        by_half()[id(self.half)] = by_value()[id(self.value)] = self
 
     def retire(self) -> None:
         """The model's tensor is float32 again: it has no master, though optimizers may still hold this one."""
-        by_half().pop(self.half, None)
+        by_half().pop(id(self.half), None)
 
     def settle(self) -> None:
         """Take both sides as they are now for equal."""
@@ -187,22 +186,25 @@ def _make_value(half: torch.Tensor, value: torch.Tensor | None) -> torch.nn.Para
     return torch.nn.Parameter(exact, requires_grad=half.requires_grad)
 
 
-def by_half() -> Any:
-    """Weak references to masters by the model's half tensor."""
-    return state.room("masters by half", WeakIdKeyDictionary)
+def by_half() -> weakref.WeakValueDictionary[int, Master]:
+    """Masters by the id of the model's half tensor; who looks there makes sure that the master still has that one."""
+    found: weakref.WeakValueDictionary[int, Master] = state.room("masters by half", weakref.WeakValueDictionary)
+    return found
 
 
-def by_value() -> Any:
-    """Weak references to masters by the float32 tensor that stands in optimizers."""
-    return state.room("masters by value", WeakIdKeyDictionary)
+def by_value() -> weakref.WeakValueDictionary[int, Master]:
+    """Masters by the id of the float32 tensor that stands in optimizers, likewise."""
+    found: weakref.WeakValueDictionary[int, Master] = state.room("masters by value", weakref.WeakValueDictionary)
+    return found
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """A number that changes when ``tensor`` does, on its device."""
-    bits = _bits(tensor.detach())
-    if bits.dtype == torch.int16 and bits.is_contiguous() and not (bits.numel() % 4 or bits.storage_offset() % 4):
-        bits = bits.view(-1).view(torch.int64)  # four at a time: summing int16 as int64 was half of ``initialize``
-    return bits.sum(dtype=torch.int64)
+    data = tensor.detach()
+    if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
+        # Four at a time: summing int16 as int64 was half of ``initialize``.
+        return data.view(-1).view(torch.int64).sum()
+    return _bits(data).sum(dtype=torch.int64)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

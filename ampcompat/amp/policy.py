@@ -156,7 +156,9 @@ def live_models() -> weakref.WeakSet[torch.nn.Module]:
 
 def device_types_of(models: Any) -> set[str]:
     """Device types that hold parameters or buffers of ``models`` and that autocast knows."""
-    types = {t.device.type for m in models for t in (*m.parameters(), *m.buffers())}
+    modules = {module for model in models for module in model.modules()}
+    tensors = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+    types = {t.device.type for t in tensors}
     return types & set(_torch.autocast_device_types())
 
 

@@ -80,7 +80,7 @@ class Session:
     def begin_casts(self, models: Iterable[torch.nn.Module]) -> None:
         """Make this call's casts the ambient ones, on the devices of every live model."""
         ddp.install()
-        device_types = device_types_of([*live_models(), *models])
+        device_types = device_types_of({*live_models(), *models})
         if self.policy.casts.enabled:
             cover_device_types(device_types)
             casting_policies().add(self.policy)
