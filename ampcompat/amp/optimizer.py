@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 def attach(optimizer: Any, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands."""
     stash = AmpOptimizerState(optimizer, session, getattr(optimizer, "_amp_stash", None))
-    adopt_masters(optimizer, session)
+    stash.parts(optimizer)  # adopts masters
     match_state(optimizer)
-    stash.parts(optimizer)
     optimizer._amp_stash = stash
     put_under_amp(optimizer)
     if "_amp_lazy_init" not in vars(optimizer):

@@ -19,6 +19,7 @@ PAIRS = (
     ("O1", "native, same casts", 1.03, 1.10),
     ("O2", "hand-written masters", 1.00, None),
 )
+WIDTHS = {"3 million parameters": 512, "13 million parameters": 1024}
 SHOWN = (
     *((ours, theirs) for ours, theirs, *_ in PAIRS),
     ("fp32 again", "fp32"),
@@ -135,7 +136,7 @@ def footprints(quick):
             memory.append([name, accumulated, *(f"{value:.2f}" for value in found.values())])
             report.progress(f"memory: {memory[-1]}")
     imports = footprint.import_seconds(3 if quick else 9)
-    initialize = footprint.initialize_ratio(5 if quick else 20)
+    initialize = {size: footprint.initialize_ratio(5 if quick else 20, width) for size, width in WIDTHS.items()}
     saved = footprint.state_dict_ratio(5 if quick else 20)
     fused = optimizers.fused_adam_ratio(10 if quick else 30)
     report.progress(f"import: {imports}, initialize: {initialize}, state_dict: {saved}, FusedAdam: {fused}")
@@ -144,10 +145,10 @@ def footprints(quick):
         ["O2 with AdamW(fused), bytes per parameter, optimizer's peak", *report.verdict(float(memory[0][3]), 18.5)],
         ["import torch, ampcompat / import torch", *report.verdict(both / torch_alone, 1.05)],
         ["FusedAdam at O2 / AdamW(fused) and copies by hand", *report.verdict(fused.median, 1.0)],
-        [
-            "initialize / float32 masters cloned and the model cast by hand (O2)",
-            *report.verdict(initialize[0] / initialize[1], 1.5),
-        ],
+        *(
+            [f"initialize at O2 / masters cloned and the model cast by hand, {size}", *report.verdict(ours / hand, 1.5)]
+            for size, (ours, hand) in initialize.items()
+        ),
         ["state_dict at O2 / plain torch's plus one copy", *report.verdict(saved[0] / saved[1], 1.0)],
     ]
     text = (

@@ -15,12 +15,13 @@ from ampcompat import amp
 from ampcompat._state import state
 
 from .counting import peak_bytes
+from .workers import KEEP_MEMORY
 
 LAYERS, WIDTH = 12, 512
 
 
-def _model():
-    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+def _model(width=WIDTH):
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
 
 
 def bytes_per_parameter(make_optimizer, accumulated=False, layers=LAYERS):
@@ -74,7 +75,7 @@ def import_seconds(times):
     return {statement: statistics.median(values) for statement, values in found.items()}
 
 
-def initialize_ratio(times, sides=("initialize", "by hand")):
+def initialize_ratio(times, width=WIDTH, sides=("initialize", "by hand")):
     """Best seconds of ``initialize`` at O2 with an optimizer, over casting by hand what it casts, once.
 
     By hand: a float32 clone of every parameter (the masters, values taken before the cast) and ``model.half()``. Making
@@ -82,22 +83,21 @@ def initialize_ratio(times, sides=("initialize", "by hand")):
     given back to the system: else what a turn costs is mostly page faults, by what the turn before it left. With
     ``sides=("by hand", "by hand")`` the two must be alike.
     """
-    keep = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(1 << 28)}
-    code = f"from tests.bench import footprint; print(*footprint.initialize_turns({times}, {sides!r}))"
+    code = f"from tests.bench import footprint; print(*footprint.initialize_turns({times}, {width}, {sides!r}))"
     root, best = Path(__file__).parents[2], [float("inf")] * 2
     for _ in range(3):
         command = [sys.executable, "-c", code]
         found = subprocess.run(
-            command, cwd=root, env={**os.environ, **keep}, stdout=subprocess.PIPE, text=True, check=True
+            command, cwd=root, env={**os.environ, **KEEP_MEMORY}, stdout=subprocess.PIPE, text=True, check=True
         ).stdout
         best = [min(pair) for pair in zip(best, map(float, found.split()), strict=True)]
     return tuple(best)
 
 
-def initialize_turns(times, sides):
+def initialize_turns(times, width, sides):
     """Best seconds of each of two ``sides`` (names in ``ONCE``) in this process, turn and turn about."""
     torch.set_num_threads(1)
-    plain = _model()
+    plain = _model(width)
     best = [float("inf")] * 2
     for turn in range(4 * times):
         side = (turn + turn // 2) % 2  # who goes first changes, too

@@ -16,11 +16,7 @@ from . import counting, loops, models
 TURN = 0.02  # seconds of work per turn
 #: glibc keeps what is freed, as torch's allocator does on a GPU. Else a third of a step may be page faults, more in one
 #: process and less in the next, by what it happened to allocate before.
-KEEP_MEMORY = {
-    "MALLOC_MMAP_THRESHOLD_": str(2**25),
-    "MALLOC_TRIM_THRESHOLD_": str(2**33),
-    "MALLOC_TOP_PAD_": str(2**26),
-}
+KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**28)}
 
 
 @dataclass
