@@ -93,14 +93,6 @@ def _holders(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
-@functools.cache
-def _holders_when_alone() -> int:
-    with torch.inference_mode(False):
-        tensor = torch.empty(1, device="cpu")
-        storage = tensor.untyped_storage()  # as its caller has it: some versions of torch count Python's object too
-        return _holders(storage)
-
-
 def owns_memory_alone(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is all of its memory, and nobody else holds that: no view, array, file or other process.
 
@@ -115,7 +107,10 @@ def owns_memory_alone(tensor: torch.Tensor) -> bool:
         return False  # a part of something, or somebody else's memory: an array's, a file's
     dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     shared = tensor.is_cpu and storage.is_shared()
-    return dense and not shared and _holders(storage) == _holders_when_alone()
+    # Counted like one that is known to be alone, here and now: versions of torch and tracers hold references too.
+    other = torch.empty(1, device="cpu")
+    alone = other.untyped_storage()
+    return dense and not shared and _holders(storage) == _holders(alone)
 
 
 def is_scripting() -> bool:

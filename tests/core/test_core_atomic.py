@@ -10,7 +10,7 @@ from ampcompat.amp.session import Session
 
 PLACES = {
     "attaching the model": (amp_model, "attach"),
-    "attaching the optimizer": (optimizer, "adopt_masters"),
+    "attaching the optimizer": (optimizer, "match_state"),
     "beginning the casts": (Session, "begin_casts"),
     "restoring scalers": (checkpoint, "apply_pending"),
 }
