@@ -76,6 +76,7 @@ class AmpOptimizerState:
         self.in_block = False
         self.blocks = self.blocks_with_gradients = 0  # since the last step
         self.stepped = False  # since the last block
+        self.began = False  # whether there was a block ever
         self.seen: list[tuple[torch.Tensor, int]] = []
         self._signature: Any = None
         self._masters: list[Master] = []
@@ -85,7 +86,7 @@ class AmpOptimizerState:
             self.aside, self.waiting = before.aside, before.waiting
             self.gradients_are_local = before.gradients_are_local
             self.blocks, self.blocks_with_gradients = before.blocks, before.blocks_with_gradients
-            self.stepped, self.seen = before.stepped, before.seen
+            self.stepped, self.began, self.seen = before.stepped, before.began, before.seen
 
     @property
     def params_have_scaled_gradients(self) -> bool:
