@@ -18,6 +18,7 @@ from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat._undo import finish
 from ampcompat.amp.aside import give_back, put_aside
+from ampcompat.amp.gradients import heed_cleared
 from ampcompat.amp.optimizer_state import AmpOptimizerState, Waiting
 from ampcompat.amp.scaler import LossScaler
 
@@ -32,6 +33,12 @@ def put_all_aside(optimizer: Any, stash: AmpOptimizerState) -> None:
         for master in masters:
             master.value.grad = None
         stash.stepped = False
+    heed_cleared(masters)
+    if not stash.began:  # another optimizer of these weights may have left what it had stepped with
+        for master in masters:
+            if master.spent:
+                master.value.grad = None
+        stash.began = True
     if stash.gradients_are_local:
         # DDP averages what lies in ``param.grad`` when its backward pass comes: it stays there.
         stash.local = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in leaves(optimizer, stash)]

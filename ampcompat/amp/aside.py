@@ -20,6 +20,7 @@ def put_aside(masters: Iterable[Master], direct: Iterable[torch.Tensor], aside: 
         aside: Gets the parameters that had a gradient, with it; each before the parameter loses it.
     """
     for master in masters:
+        master.folded = None  # first: a half gradient that is gone, and was folded, has been cleared by the user
         if master.half.grad is not None:
             master.half.grad = None
     for param in direct:

@@ -16,6 +16,7 @@ import torch
 from ampcompat.amp import overflow
 from ampcompat.amp.backward_pass import finish_delayed
 from ampcompat.amp.casts import Saved, casts_as
+from ampcompat.amp.gradients import drop_half, heed_cleared
 from ampcompat.amp.masters import push_all, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.optimizer_state import AmpOptimizerState
@@ -47,6 +48,7 @@ def step_with_closure(
         reconcile(stash.parts(optimizer)[0])
         loss = call()
         finish_delayed(optimizer, stash)
+        heed_cleared(stash.parts(optimizer)[0])
         skip, verdict = overflow.decide(optimizer, stash, on_host=True)
         vars(stash).update(verdict)
         return loss, skip
@@ -84,8 +86,7 @@ def step_with_closure(
 def _end(optimizer: Any, stash: AmpOptimizerState, skipped: bool) -> None:
     """After the step, or instead of it; does no harm again."""
     masters, _ = stash.parts(optimizer)
-    for master in masters:
-        master.half.grad = None
+    drop_half(masters)
     overflow.end_step(optimizer, stash, masters, skipped, {"skipped": skipped})
 
 

@@ -74,6 +74,9 @@ class Intake:
 
     def undo(self) -> None:
         """Take back what :meth:`add` did, as far as that can be."""
+        for chunk in self.chunks:
+            for master in chunk:
+                master.folded = None
         if self.accumulated:
             return
         planned = self.fold is not None and self.fold.planned
@@ -109,16 +112,31 @@ def take_unscaled(masters: Iterable[Master]) -> None:
     intake = Intake(masters, ())
     try:
         intake.add(None)
-        _drop(masters)
+        drop_half(masters)
     except BaseException:
         intake.add(None)
-        _drop(masters)
+        drop_half(masters)
         raise
 
 
-def _drop(masters: list[Master]) -> None:
+def drop_half(masters: Iterable[Master]) -> None:
+    """Half gradients that lie in their masters', or belong to nobody, are of no more use."""
     for master in masters:
-        master.half.grad = None
+        master.folded = master.half.grad = None
+
+
+def heed_cleared(masters: Iterable[Master]) -> bool:
+    """What the user took off the model since a block (``p.grad = None``, ``model.zero_grad()``) leaves the masters too.
+
+    Returns:
+        Whether a half gradient has been replaced by another instead.
+    """
+    # Thousands of masters, and nearly always none: one pass finds them.
+    changed = [master for master in masters if master.folded is not None and master.half.grad is not master.folded]
+    for master in changed:
+        if master.half.grad is None:
+            master.value.grad = master.folded = None
+    return any([master.folded is not None for master in changed])  # noqa: C419 - faster
 
 
 def _chunks(masters: Iterable[Master]) -> list[list[Master]]:
@@ -178,7 +196,7 @@ class _Fold:
         if self.old and self.old[0]._version == self.version:
             _torch.foreach_add_(self.old, self.new)
         for master, grad in zip(self.masters, self.grads, strict=True):
-            master.value.grad = grad
+            master.value.grad, master.folded, master.spent = grad, master.half.grad, False
 
 
 def _planned(

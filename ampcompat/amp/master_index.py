@@ -138,7 +138,7 @@ def _take_over(master: Master, now: torch.Tensor, where: str) -> None:
 
 def rebind(master: Master, now: torch.Tensor) -> None:
     """Make ``now`` the half side of ``master``, in every home of a tied weight; the master's value wins."""
-    master.half = now
+    master.half, master.folded = now, None
     by_half()[id(now)] = master
     for home, name in master.homes:
         module = home()

@@ -30,6 +30,8 @@ class Master:
     Attributes:
         half: The model's parameter or buffer.
         value: The master: a float32 ``Parameter`` of the same shape and device.
+        folded: The gradient of ``half`` that a block has added to that of ``value``, until it is dropped.
+        spent: Whether some optimizer has stepped with the gradient of ``value``.
         homes: Where ``half`` lives: weak module references and names (several for tied weights).
 
     Args:
@@ -45,6 +47,8 @@ class Master:
         else:
             self.value = _make_value(half, value)
         self.numel = half.numel()
+        self.folded: torch.Tensor | None = None
+        self.spent = False
         self.homes: list[tuple[weakref.ref[torch.nn.Module], str]] = []
         self.place: tuple[dict[str, Any], str] = {}, ""  # where the first home keeps ``half``, once it was looked up
         # A buffer's forward goes by the half side; the master is brought up to date when it is read (``absorb``).

@@ -37,8 +37,10 @@ def warn_of_unused_loss() -> None:
     )
 
 
-def warn_at_step(stash: AmpOptimizerState, masters: list[Master], direct: list[torch.Tensor]) -> None:
-    """Warn of a block without a backward, of a backward without a block, and of edited half gradients."""
+def warn_at_step(
+    stash: AmpOptimizerState, masters: list[Master], direct: list[torch.Tensor], replaced: bool = False
+) -> None:
+    """Warn of a block without a backward, of a backward without a block, of edited or ``replaced`` half gradients."""
     if stash.blocks_with_gradients and not stash.seen:
         return  # the rule: nothing to ask
     if stash.session.plain:
@@ -58,7 +60,7 @@ def warn_at_step(stash: AmpOptimizerState, masters: list[Master], direct: list[t
             " half gradients vanished - write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`.",
             stacklevel=7,
         )
-    if any(grad._version != version for grad, version in stash.seen):
+    if replaced or any(grad._version != version for grad, version in stash.seen):
         warn_once(
             "half gradients edited",
             "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the optimizer steps"

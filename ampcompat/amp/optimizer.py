@@ -19,7 +19,7 @@ from ampcompat.amp.accumulation import put_all_aside
 from ampcompat.amp.backward_pass import finish_delayed, post_backward
 from ampcompat.amp.casts import cast_state, run_uncast, save
 from ampcompat.amp.closure import step_with_closure
-from ampcompat.amp.gradients import take_unscaled
+from ampcompat.amp.gradients import drop_half, heed_cleared, take_unscaled
 from ampcompat.amp.master_index import follow_replacements, master_of_half
 from ampcompat.amp.masters import Master, push_all, reconcile
 from ampcompat.amp.observers import notify
@@ -144,8 +144,9 @@ def _step_uncast(
     kwargs: dict[str, Any],
 ) -> Any:
     finish_delayed(optimizer, stash)
+    replaced = heed_cleared(masters)
     follow_replacements(masters)
-    misuse.warn_at_step(stash, masters, direct)
+    misuse.warn_at_step(stash, masters, direct, replaced)
     if not stash.blocks:
         take_unscaled(masters)
     reconcile(masters)
@@ -156,8 +157,7 @@ def _step_uncast(
         if skip:
             ended = True
         else:
-            for master in masters:  # before the optimizer makes anything: the peak of memory is in there
-                master.half.grad = None
+            drop_half(masters)  # before the optimizer makes anything: the peak of memory is in there
             result, ended = original(**kwargs), True
         overflow.end_step(optimizer, stash, masters, skip, verdict)
     except BaseException:
@@ -190,8 +190,7 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
 
 
 def _forget_gradients(stash: AmpOptimizerState, masters: list[Master]) -> None:
-    for master in masters:
-        master.half.grad = None
+    drop_half(masters)
     stash.forget_scaled()  # inside a block, what it had put aside is cleared as well
     stash.seen = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +77,9 @@ class AmpOptimizerState:
         self.in_block = False
         self.blocks = self.blocks_with_gradients = 0  # since the last step
         self.stepped = False  # since the last block
+        self.began = False  # whether there was a block ever
         self.seen: list[tuple[torch.Tensor, int]] = []
-        self._signature: Any = None
+        self._looked_up: list[list[torch.Tensor]] = []  # the params of each group
         self._masters: list[Master] = []
         self._direct: list[torch.Tensor] = []
         if before is not None:  # the gradients that it knows of are still there
@@ -85,7 +87,7 @@ class AmpOptimizerState:
             self.aside, self.waiting = before.aside, before.waiting
             self.gradients_are_local = before.gradients_are_local
             self.blocks, self.blocks_with_gradients = before.blocks, before.blocks_with_gradients
-            self.stepped, self.seen = before.stepped, before.seen
+            self.stepped, self.began, self.seen = before.stepped, before.began, before.seen
 
     @property
     def params_have_scaled_gradients(self) -> bool:
@@ -110,15 +112,14 @@ class AmpOptimizerState:
     def parts(self, optimizer: Any) -> tuple[list[Master], list[torch.Tensor]]:
         """Masters, and parameters without one, in ``optimizer``; looked up again when its groups changed."""
         groups = optimizer.param_groups
-        signature = [(id(group["params"]), len(group["params"])) for group in groups]
-        if signature != self._signature:
+        if len(groups) != len(self._looked_up) or not all(map(_holds, groups, self._looked_up)):
             self.groups = groups
             adopt_masters(optimizer, self.session)
             tensors = list({id(p): p for group in groups for p in group["params"]}.values())
             held = [(p, master_of_value(p)) for p in tensors]
             self._masters = [m for _, m in held if m is not None]
             self._direct = [p for p, m in held if m is None]
-            self._signature = [(id(group["params"]), len(group["params"])) for group in groups]
+            self._looked_up = [list(group["params"]) for group in groups]
         return self._masters, self._direct
 
     def hand_out_masters(self, optimizer: Any) -> None:
@@ -174,6 +175,12 @@ class AmpOptimizerState:
     def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
         """:attr:`all_fp32_from_fp32_params` by param group."""
         return self._by_group("float32")
+
+
+def _holds(group: dict[str, Any], params: list[torch.Tensor]) -> bool:
+    """Whether these are the params in ``group``: one may have been put in the place of another."""
+    held = group["params"]
+    return len(held) == len(params) and all(map(operator.is_, held, params))
 
 
 def put_under_amp(optimizer: Any) -> None:

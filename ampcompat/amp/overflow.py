@@ -51,13 +51,15 @@ def end_step(optimizer: Any, stash: AmpOptimizerState, masters: list[Master], sk
         free_gradients(masters)
     elif masters:  # without any, entering no_grad would be half of what this costs
         push_all(masters)
+        for master in masters:
+            master.spent = True
     stash.end_step(verdict)
 
 
 def free_gradients(masters: list[Master]) -> None:
     """After a skipped step: clear the gradients of masters, and the half ones with them."""
     for master in masters:
-        master.half.grad = master.value.grad = None
+        master.folded = master.half.grad = master.value.grad = None
 
 
 def withdraw(optimizer: Any) -> None:

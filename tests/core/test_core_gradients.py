@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import Net, assert_tied, backward, loss_of, masters, net, same, sgd, start
+from core_kit import Net, assert_tied, backward, loss_of, masters, net, same, sgd, start, train
 
 from ampcompat import amp
 
@@ -321,6 +321,27 @@ def test_params_added_later_are_trained(level):
         assert all(p.dtype == torch.float32 for p in amp.master_params(optimizer))
     with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
         optimizer.add_param_group({"params": [next(iter(amp.master_params(optimizer)))]})
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("listed_anew", [False, True])
+def test_a_param_put_in_the_place_of_another_is_trained(level, listed_anew):
+    """Pruning and densification write ``group["params"][i] = nn.Parameter(...)``."""
+    model, optimizer = start(level, loss_scale=128.0)
+    train(model, optimizer, 1)
+    new = torch.nn.Parameter(torch.zeros_like(model.bn.weight))
+    model.bn.weight = new
+    params = optimizer.param_groups[0]["params"]
+    if listed_anew:
+        params = optimizer.param_groups[0]["params"] = list(params)
+    params[2] = new
+    backward(model, optimizer)
+    grad = new.grad.clone()
+    optimizer.zero_grad()
+    torch.testing.assert_close(grad, torch.autograd.grad(loss_of(model), new)[0], rtol=5e-2, atol=1e-3)
+    backward(model, optimizer)
+    optimizer.step()
+    assert torch.equal(new.detach(), -0.1 * grad)
 
 
 def test_sgd_is_the_default_of_the_kit():

@@ -1,0 +1,166 @@
+"""Gradients that scripts clear in the model, not by the optimizer: masters must not keep what the model has lost."""
+
+import warnings
+
+import pytest
+import torch
+from core_kit import backward, loss_of, masters, net, same, sgd, start, train
+
+from ampcompat import amp
+
+LEVELS = ["O1", "O2", "O5"]
+
+
+def momentum(model):
+    return sgd(model, lr=0.02, momentum=0.9, weight_decay=0.01)
+
+
+def plain(level, steps):
+    """``steps(model, optimizer, backward)`` under amp, and the same in plain torch: the weights of both."""
+    twin = net()
+    twin_optimizer = momentum(twin)
+    steps(twin, twin_optimizer, lambda seed: loss_of(twin, seed).backward())  # first: casts are ambient
+    model, optimizer = start(level, momentum)
+    steps(model, optimizer, lambda seed: backward(model, optimizer, seed))
+    return masters(optimizer), [p.detach() for p in twin.parameters()]
+
+
+def assert_alike(level, steps):
+    # Half precision leaves some 1e-5 (1e-4 in bfloat16) after six steps of 0.02; one stale gradient is 2e-2.
+    for ours, theirs in zip(*plain(level, steps), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_layer_frozen_by_clearing_its_gradients_before_the_step(level):
+    """SwAV and DINO hold their last layer back so in the first epoch."""
+
+    def steps(model, optimizer, backward):
+        for seed in range(6):
+            optimizer.zero_grad()
+            backward(seed)
+            if seed < 4:
+                for param in model.b.parameters():
+                    param.grad = None
+            optimizer.step()
+
+    assert_alike(level, steps)
+
+
+def test_it_stays_to_the_bit():
+    model, optimizer = start("O2", momentum)
+    before = [p.detach().clone() for p in model.b.parameters()]
+    backward(model, optimizer)
+    for param in model.b.parameters():
+        param.grad = None
+    optimizer.step()
+    assert same(before, list(model.b.parameters()))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_batch_given_up_is_forgotten_by_model_zero_grad(level):
+    """``if not torch.isfinite(norm): continue``, with ``model.zero_grad()`` at the head of the loop."""
+
+    def steps(model, optimizer, backward):
+        for seed in range(6):
+            model.zero_grad()
+            backward(seed)
+            if seed % 3 != 1:
+                optimizer.step()
+
+    assert_alike(level, steps)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_so_it_is_beside_a_block_that_delays(delayed):
+    model, optimizer = start("O2")
+    twin, twin_optimizer = start("O2", model=net())
+    backward(model, optimizer, 5)
+    model.zero_grad()
+    for a_model, an_optimizer in ((model, optimizer), (twin, twin_optimizer)):
+        if delayed:
+            backward(a_model, an_optimizer, 1, delay_unscale=True)
+        backward(a_model, an_optimizer, 2)
+        an_optimizer.step()
+    for ours, theirs in zip(masters(optimizer), masters(twin_optimizer), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_what_the_last_block_did_not_reach_is_kept():
+    """Accumulation over losses of different parts: a half gradient that is not there was not cleared."""
+    model, optimizer = start("O2")
+    backward(model, optimizer)
+    kept = [p.grad.clone() for p in amp.master_params(optimizer)]
+    with amp.scale_loss((model.a.weight.float() * 0).sum(), optimizer) as scaled:
+        scaled.backward()
+    with amp.scale_loss((model.a.weight.float() * 0).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert same(kept, [p.grad for p in amp.master_params(optimizer)])
+    optimizer.step()
+    twin, twin_optimizer = start("O2", model=net())
+    train(twin, twin_optimizer, 1)
+    assert same(masters(optimizer), masters(twin_optimizer))
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_a_new_optimizer_does_not_start_with_the_last_gradients_of_another(again):
+    """A second stage, with ``model.zero_grad()`` at the head of its loop."""
+    model, first = start("O2", momentum)
+    backward(model, first)
+    first.step()
+    if again:
+        model, second = amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    else:
+        second = sgd(model)
+        amp.initialize([], second, opt_level="O2", verbosity=0)
+    model.zero_grad()
+    backward(model, second, 1)
+    grads = [p.grad.clone() for p in amp.master_params(second)]
+    second.zero_grad()
+    backward(model, second, 1)
+    assert same(grads, [p.grad for p in amp.master_params(second)])
+
+
+def test_one_that_joins_between_a_block_and_its_step_leaves_the_gradients():
+    model, first = start("O2")
+    backward(model, first)
+    _, second = amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    kept = [p.grad.clone() for p in amp.master_params(first)]
+    assert same(kept, [p.grad for p in amp.master_params(second)])
+
+
+def test_the_step_of_one_optimizer_leaves_shared_gradients_to_another():
+    model = net()
+    both = [sgd(model), sgd(model)]
+    model, both = amp.initialize(model, both, opt_level="O2", verbosity=0)
+    twin, twin_optimizer = start("O2", model=net())
+    for one, optimizers in ((model, both), (twin, twin_optimizer)):
+        with amp.scale_loss(loss_of(one), optimizers) as scaled:
+            scaled.backward()
+    both[0].step()
+    both[1].step()
+    twin_optimizer.step()
+    twin_optimizer.step()
+    assert same(masters(both[0]), masters(twin_optimizer))
+
+
+def test_a_half_gradient_replaced_after_the_block_is_warned_of():
+    """Gradient surgery (PCGrad) writes ``p.grad = projected``: at O2 the masters' gradients are stepped with."""
+    model, optimizer = start("O2")
+    backward(model, optimizer)
+    model.b.weight.grad = model.b.weight.grad * 0.5
+    with pytest.warns(UserWarning, match="Gradients of the model's half parameters were edited"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, optimizer, 2)
+
+
+def test_half_gradients_are_not_kept_alive_by_their_masters():
+    model, optimizer = start("O2")
+    backward(model, optimizer)
+    optimizer.zero_grad()
+    assert all(m.folded is None for module in (model.a, model.b) for m in module._amp_masters.values())
+    backward(model, optimizer)
+    optimizer.step()
+    assert all(m.folded is None for module in (model.a, model.b) for m in module._amp_masters.values())
