@@ -226,6 +226,8 @@ class _Outside(NamedTuple):
 
 def _go_outside(thread: _Thread, outside: _Outside) -> None:
     thread.off, thread.disabled = outside.off, outside.disabled
+    if thread.forwards:  # a model whose forward trains a part of itself: weights move, or are about to
+        torch.clear_autocast_cache()
     restore(outside.saved)
 
 

@@ -1,8 +1,9 @@
 """``optimizer.step(closure)``: what apex refused.
 
-The first evaluation happens before the optimizer's own step: when it overflows, the whole step is skipped. A later one
-(LBFGS) is repeated at the lower scale a few times; when that does not help, params and optimizer state go back to what
-they were and the step is skipped.
+When the first evaluation overflows, the whole step is skipped. For torch's optimizers, which begin with it, it happens
+before their own step; others may do something before (SAM) and are put back to where they were. A later one (LBFGS) is
+repeated at the lower scale a few times; when that does not help, params and optimizer state go back and the step is
+skipped.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 
-from ampcompat.amp import overflow
+from ampcompat.amp import misuse, overflow
 from ampcompat.amp.backward_pass import finish_delayed
 from ampcompat.amp.casts import Saved, casts_as
-from ampcompat.amp.gradients import drop_half, heed_cleared
+from ampcompat.amp.gradients import drop_half, heed_cleared, take_unscaled
 from ampcompat.amp.masters import push_all, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.optimizer_state import AmpOptimizerState
@@ -38,49 +39,64 @@ def step_with_closure(
         What the optimizer's step returns; the loss of the first evaluation if the step was skipped.
     """
     stash = optimizer._amp_stash
+    losses: list[Any] = []
 
     @torch.enable_grad()
     def call() -> Any:
         with casts_as(outside):
             return closure()
 
-    def evaluate() -> tuple[Any, bool]:
-        reconcile(stash.parts(optimizer)[0])
-        loss = call()
+    def overflowed() -> bool:
+        masters, direct = stash.parts(optimizer)
         finish_delayed(optimizer, stash)
-        heed_cleared(stash.parts(optimizer)[0])
+        misuse.warn_at_step(stash, masters, direct, heed_cleared(masters))
+        if not stash.blocks:
+            take_unscaled(masters)
         skip, verdict = overflow.decide(optimizer, stash, on_host=True)
         vars(stash).update(verdict)
-        return loss, skip
+        return skip
 
-    def later() -> Any:
-        for _ in range(1 + RETRIES):
-            loss, overflowed = evaluate()
-            if not overflowed:
-                return loss
+    def evaluate() -> bool:
+        reconcile(stash.parts(optimizer)[0])
+        losses.append(call())
+        return overflowed()
+
+    def asked() -> Any:
+        if pending:
+            return pending.pop()
+        for attempt in range(1 + RETRIES if losses else 1):
+            if attempt:
+                optimizer.zero_grad()  # for a closure that leaves this to its optimizer
+            if not evaluate():
+                return losses[-1]
         raise _Abandon
 
-    loss, overflowed = evaluate()
+    if _asks_first(optimizer):
+        skip = evaluate()
+    else:  # SAM steps with the gradients that it finds, and asks in the middle
+        skip = bool(stash.blocks or stash.waiting) and overflowed()
+        if skip:
+            evaluate()  # for the loss to return
     snapshot = None
-    if not overflowed and stash.session.dynamic and _evaluates_again(optimizer):
+    if not skip and stash.session.dynamic and _evaluates_again(optimizer):
         snapshot = _snapshot(optimizer)
-    pending, result, ended = [loss], loss, overflowed
+    pending, ended = losses[:], skip
     try:
-        if not overflowed:
+        if not skip:
             try:
-                result, ended = original(lambda: pending.pop() if pending else later(), **kwargs), True
+                result, ended = original(asked, **kwargs), True
             except _Abandon:
                 _restore(optimizer, stash, snapshot)
-                overflowed = ended = True
-        _end(optimizer, stash, overflowed)
+                skip = ended = True
+        _end(optimizer, stash, skip)
     except BaseException:
         if ended:
-            _end(optimizer, stash, overflowed)
+            _end(optimizer, stash, skip)
         else:
             _restore(optimizer, stash, snapshot)  # LBFGS cannot go on from the middle of its search
         raise
     notify("on_step", optimizer, stash.skipped)
-    return result
+    return losses[0] if skip else result
 
 
 def _end(optimizer: Any, stash: AmpOptimizerState, skipped: bool) -> None:
@@ -90,10 +106,14 @@ def _end(optimizer: Any, stash: AmpOptimizerState, skipped: bool) -> None:
     overflow.end_step(optimizer, stash, masters, skipped, {"skipped": skipped})
 
 
+def _asks_first(optimizer: Any) -> bool:
+    """Whether the optimizer calls its closure before it does anything: torch's and ours do."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
+
+
 def _evaluates_again(optimizer: Any) -> bool:
-    """Whether the optimizer may call its closure more than once; torch's and ours do not, LBFGS aside."""
-    kind = type(optimizer)
-    return not kind.__module__.startswith(("torch.optim.", "ampcompat.optimizers.")) or kind.__name__ == "LBFGS"
+    """Whether the optimizer may call its closure more than once, or too late; torch's and ours do not, LBFGS aside."""
+    return not _asks_first(optimizer) or type(optimizer).__name__ == "LBFGS"
 
 
 def _snapshot(optimizer: Any) -> Any:

@@ -126,3 +126,44 @@ def test_the_cache_is_used_inside_a_forward_and_empty_after_it():
     weights_survive_no_grad = tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 7)
     assert model.cache == weights_survive_no_grad
     assert not torch.is_autocast_cache_enabled()
+
+
+@pytest.mark.parametrize("inner", ["amp", "plain"])
+def test_a_forward_that_trains_sees_its_weights_move(inner):
+    """A trainer that is a module, or a meta-learner: loss, backward and step all lie inside one forward."""
+
+    class Trainer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+            self.losses = []
+
+        def forward(self, x):
+            for _ in range(3):
+                loss = self.net(x).float().pow(2).mean()
+                if inner == "amp":
+                    with scale_loss(loss, optimizer) as scaled:
+                        scaled.backward()
+                    self.net(x)  # what it casts must not outlive the step
+                    optimizer.step()
+                    optimizer.zero_grad()
+                else:
+                    grads = torch.autograd.grad(loss, list(self.net.parameters()))
+                    with torch.no_grad():
+                        for param, grad in zip(self.net.parameters(), grads, strict=True):
+                            param.sub_(grad, alpha=0.5)
+                self.losses.append(loss.item())
+            return loss
+
+    torch.manual_seed(0)
+    trainer = Trainer()
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.5)
+    trainer, optimizer = initialize(trainer, optimizer, opt_level="O1", verbosity=0)
+    x = torch.randn(8, 4)
+    Trainer.forward(trainer, x)
+    expected, trainer.losses = trainer.losses, []
+    torch.manual_seed(0)
+    trainer.load_state_dict(Trainer().state_dict())
+    trainer(x)
+    assert trainer.losses == expected
+    assert len(set(expected)) == 3
