@@ -17,6 +17,7 @@ import torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat._undo import finish
+from ampcompat.amp import misuse
 from ampcompat.amp.aside import give_back, put_aside
 from ampcompat.amp.gradients import heed_cleared
 from ampcompat.amp.optimizer_state import AmpOptimizerState, Waiting
@@ -28,6 +29,7 @@ _WAITED = "optimizers that waited"
 def put_all_aside(optimizer: Any, stash: AmpOptimizerState) -> None:
     """Entry of a ``scale_loss`` block (apex: ``_prepare_amp_backward``): it shall see its own gradients alone."""
     masters, direct = stash.parts(optimizer)
+    misuse.heed_moves(stash, masters, direct)
     if stash.stepped:
         # A step consumes master gradients: model.zero_grad() and p.grad = None do not reach them.
         for master in masters:

@@ -168,7 +168,7 @@ class BackwardPass:
                 "blocks_with_gradients": stash.blocks_with_gradients + reached,
                 "seen": misuse.watch(masters),
                 "in_block": False,
-                "overflows": [*stash.overflows, *overflows],
+                "overflows": overflow.joined(stash.overflows, overflows),
             }
             after.append((stash, values))
         self.moves = moves

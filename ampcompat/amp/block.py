@@ -83,7 +83,7 @@ def scale_loss(
             backward_pass.begin()
             scaled = scaler.scale_loss(loss)
             backward_pass.scale = scaler._scale
-            used = misuse.watch_loss(scaled)
+            used = misuse.watch_loss(scaler, scaled)
             yield scaled
             # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
             local = [one for one in backward_pass.optimizers if holds_back_gradients(one)]

@@ -7,6 +7,14 @@ import torch
 from ampcompat._log import warn_once
 from ampcompat.amp.masters import Master
 from ampcompat.amp.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scaler import LossScaler
+
+#: Of the blocks of a loss, the first so many are watched, and every so-manieth after them: the hook takes a tenth of a
+#: millisecond, and who writes this mistake makes it again. A prime, for phases of a script that take turns.
+WATCHED_FIRST, WATCHED_EVERY = 16, 17
+
+#: So many blocks in a row before which parameters moved, though no step looked at overflows, are no accident.
+MOVES = 8
 
 
 def watch(masters: list[Master]) -> list[tuple[torch.Tensor, int]]:
@@ -17,10 +25,15 @@ def watch(masters: list[Master]) -> list[tuple[torch.Tensor, int]]:
     return []
 
 
-def watch_loss(scaled: torch.Tensor) -> list[bool]:
-    """A list that stays empty until ``scaled`` is backpropagated; of a loss that has no gradient it never is empty."""
+def watch_loss(scaler: LossScaler, scaled: torch.Tensor) -> list[bool]:
+    """A list that stays empty until ``scaled`` is backpropagated.
+
+    Of a loss that has no gradient, and of most losses once ``scaler`` has scaled many, it never is empty.
+    """
+    scaler.blocks += 1
+    watched = scaler.blocks <= WATCHED_FIRST or scaler.blocks % WATCHED_EVERY == 0
     used: list[bool] = []
-    if scaled.requires_grad:
+    if watched and scaled.requires_grad:
         scaled.register_hook(lambda _grad: used.append(True))  # type: ignore[no-untyped-call]
     else:
         used.append(True)
@@ -75,3 +88,19 @@ def _has_unseen_gradients(stash: AmpOptimizerState, masters: list[Master], direc
     if masters:
         return any(m.half.grad is not None for m in masters)
     return not stash.stepped and any(p.grad is not None for p in direct)
+
+
+def heed_moves(stash: AmpOptimizerState, masters: list[Master], direct: list[torch.Tensor]) -> None:
+    """A block begins: warn where parameters keep moving while nobody looks at the overflow flags of earlier blocks."""
+    last = masters[-1].value if masters else direct[-1] if direct else None
+    version = 0 if last is None else last._version
+    stash.moves = stash.moves + 1 if stash.overflows and version != stash.version else 0
+    stash.version = version
+    if stash.moves == MOVES:
+        warn_once(
+            "moved past step",
+            "Parameters were moved between scale_loss blocks without optimizer.step() - overflows skip optimizer.step()"
+            " and nothing else, so inf and NaN gradients reach the weights - step by optimizer.step(); with SAM, by"
+            " `optimizer.step(closure)`, which makes both of its steps.",
+            stacklevel=8,
+        )

@@ -79,6 +79,7 @@ class AmpOptimizerState:
         self.stepped = False  # since the last block
         self.began = False  # whether there was a block ever
         self.seen: list[tuple[torch.Tensor, int]] = []
+        self.moves = self.version = 0  # blocks before which params moved past step; the version of one of these
         self._looked_up: list[list[torch.Tensor]] = []  # the params of each group
         self._masters: list[Master] = []
         self._direct: list[torch.Tensor] = []

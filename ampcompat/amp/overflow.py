@@ -18,6 +18,20 @@ from ampcompat.amp.scaler import LossScaler
 
 Noted = list[tuple[LossScaler, torch.Tensor]]
 
+#: Blocks without a step after which their flags become one per scaler.
+MANY = 64
+
+
+def joined(noted: Noted, more: Noted) -> Noted:
+    """Flags of earlier blocks and of one more, of bounded number; no host sync."""
+    if len(noted) < MANY:
+        return [*noted, *more]
+    by_scaler: dict[LossScaler, torch.Tensor] = {}
+    for scaler, found in [*noted, *more]:
+        earlier = by_scaler.get(scaler)
+        by_scaler[scaler] = found if earlier is None else torch.maximum(earlier.to(found.device), found)
+    return list(by_scaler.items())
+
 
 def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> tuple[bool, dict[str, Any]]:
     """Whether the host skips this step, and the attributes of ``stash`` for when it is made or skipped.

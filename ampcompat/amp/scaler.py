@@ -56,6 +56,7 @@ class LossScaler(torch.amp.GradScaler):
         self._min_loss_scale = min_loss_scale
         self._max_loss_scale = max_loss_scale
         self.loss_id = loss_id
+        self.blocks = 0  # that it has scaled a loss for
         self._has_overflow = False
         self._found_inf: dict[torch.device, torch.Tensor] = {}
         self._last_found: torch.Tensor | None = None

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from core_kit import Net, assert_tied, batch, loss_of, masters, net, same, start
+from core_kit import Net, assert_tied, backward, batch, loss_of, masters, net, same, start
 
 from ampcompat import amp
 
@@ -294,6 +294,62 @@ def test_its_overflows_skip_the_whole_step(level, bad):
     for ours, theirs in zip(masters(optimizer), want, strict=True):
         # One batch-norm forward more, whose statistics training does not read.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+
+
+def sam_by_halves(model, optimizer, seed):
+    backward(model, optimizer, seed)
+    optimizer.first_step(zero_grad=True)
+    backward(model, optimizer, seed)
+    optimizer.second_step(zero_grad=True)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_moving_parameters_past_step_is_named(level):
+    """No step looks at the overflow flags: one overflow makes NaN of the weights."""
+    model, optimizer = start(level, sam, loss_scale="dynamic")
+    with pytest.warns(UserWarning, match="moved between scale_loss blocks without optimizer.step") as found:
+        [sam_by_halves(model, optimizer, seed) for seed in range(12)]
+    assert len(found) == 1
+    assert found[0].filename == __file__
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("make", [*MAKERS.values(), sam], ids=[*MAKERS, "SAM"])
+def test_closures_and_accumulation_move_nothing_past_step(level, make):
+    model, optimizer = start(level, make, loss_scale="dynamic")
+    for seed in range(12):
+        if make is sam:
+            amp_sam(model, optimizer, seed)
+        else:
+            optimizer.step(Calls(model, optimizer))
+    for seed in range(12):
+        backward(model, optimizer, seed)
+        if seed == 5:  # between the blocks of one step, once
+            with torch.no_grad():
+                for param in amp.master_params(optimizer):
+                    param.clamp_(-1, 1)
+
+
+def test_a_static_scale_has_no_overflow_to_miss():
+    model, optimizer = start("O1", sam, loss_scale=128.0)
+    for seed in range(12):
+        sam_by_halves(model, optimizer, seed)
+
+
+def test_a_thousand_blocks_before_a_step_keep_few_flags_and_lose_none(capsys):
+    model, optimizer = start("O1", lambda m: torch.optim.SGD(m.parameters(), lr=0.1), num_losses=2)
+    before = masters(optimizer)
+    for block in range(1000):
+        loss = model.b.weight.sum() * (INF if block == 3 else 0.0)
+        with amp.scale_loss(loss, optimizer, loss_id=block % 2) as scaled:
+            scaled.backward()
+    assert len(optimizer._amp_stash.overflows) < 100
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert same(before, masters(optimizer))
+    said = capsys.readouterr().out
+    assert "loss scaler 1 reducing" in said
+    assert "loss scaler 0" not in said
 
 
 def test_a_plain_backward_in_a_closure_trains_and_is_named():

@@ -7,6 +7,7 @@ import torch
 from core_kit import backward, loss_of, start, train
 
 from ampcompat import amp
+from ampcompat.amp import misuse
 
 
 def warned(act):
@@ -85,6 +86,50 @@ def test_the_warning_points_at_the_script(act):
 def test_where_nothing_is_scaled_nothing_is_a_mistake(level, act):
     model, optimizer = start(level)
     assert warned(lambda: act(model, optimizer)) == []
+
+
+UNUSED = MISTAKES[backward_of_the_loss_in_the_block][1]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_unused_scaled_loss_is_noticed_after_many_right_blocks_and_between_them(level):
+    model, optimizer = start(level, loss_scale=4.0)
+    assert warned(lambda: [train(model, optimizer) for _ in range(3 * misuse.WATCHED_EVERY)]) == []
+
+    def alternate():
+        for _ in range(misuse.WATCHED_EVERY):
+            train(model, optimizer)
+            backward_of_the_loss_in_the_block(model, optimizer)
+
+    (message,) = warned(alternate)
+    assert message.startswith(UNUSED)
+
+
+def test_each_loss_is_watched_from_its_first_block_on():
+    model, optimizer = start("O1", num_losses=2)
+    for _ in range(3 * misuse.WATCHED_FIRST):
+        train(model, optimizer)
+
+    def second():
+        loss = loss_of(model)
+        with amp.scale_loss(loss, optimizer, loss_id=1):
+            loss.backward()
+
+    (message,) = warned(second)
+    assert message.startswith(UNUSED)
+
+
+def test_in_the_long_run_few_losses_carry_a_hook():
+    """A hook costs a tenth of a millisecond of every backward pass."""
+    model, optimizer = start("O1")
+    hooks = []
+    for _ in range(misuse.WATCHED_FIRST + 4 * misuse.WATCHED_EVERY):
+        with amp.scale_loss(loss_of(model), optimizer) as scaled:
+            hooks.append(bool(scaled._backward_hooks))
+            scaled.backward()
+        optimizer.step()
+    assert all(hooks[: misuse.WATCHED_FIRST])
+    assert sum(hooks[misuse.WATCHED_FIRST :]) == 4
 
 
 def clip_masters(model, optimizer):
