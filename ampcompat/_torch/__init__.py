@@ -21,6 +21,7 @@ from ampcompat._torch.arithmetic import (
     fused_sgd_,
     has_fused_kernels,
     host_value,
+    is_capturing,
     unscale_and_check_,
     update_scale_,
 )
@@ -112,6 +113,7 @@ __all__ = [
     "host_value",
     "in_fake_mode",
     "innermost_dispatch_mode",
+    "is_capturing",
     "is_scripting",
     "is_sharded",
     "is_uninitialized",

@@ -33,9 +33,10 @@ def has_fused_kernels(device: torch.device) -> bool:
     return device.type in _get_fused_kernels_supported_devices()
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
     """Whether work is being recorded for a CUDA graph: the host may ask the device nothing."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
 
 
 class HostCopy:
@@ -50,7 +51,7 @@ class HostCopy:
     def __init__(self, values: list[torch.Tensor]) -> None:
         device = values[0].device
         self._event: Any = None
-        if _is_capturing():  # a replay runs no Python: nobody could read what it copies
+        if is_capturing():  # a replay runs no Python: nobody could read what it copies
             self._host = torch.zeros(len(values), device="cpu")
             return
         streams: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
@@ -63,7 +64,7 @@ class HostCopy:
 
     def arrived(self) -> bool:
         """Whether :meth:`read` need not wait."""
-        return self._event is None or (not _is_capturing() and bool(self._event.query()))
+        return self._event is None or (not is_capturing() and bool(self._event.query()))
 
     def read(self) -> list[float]:
         """The numbers; waits for the device where they have not arrived."""

@@ -23,7 +23,8 @@ def floor_of(scaler: LossScaler) -> float:
 class ScaleMove:
     """What one backward pass does to its scaler. Making it changes nothing, and takes no host sync.
 
-    The scale gets a new tensor: who holds the old one, to unscale by what it scaled by, goes on holding its value.
+    The scale gets a new tensor: who holds the old one, to unscale by what it scaled by, goes on holding its value. In a
+    capture it moves in place: each replay begins with the tensor that the capture began with.
 
     Attributes:
         found: A 0-dim float32 tensor, non-zero where there was an overflow; None for a static scaler: it never skips.
@@ -44,6 +45,7 @@ class ScaleMove:
         self.before, self.tracker, self.counted = scale, tracker, tracker._version
         self.found: torch.Tensor | None = None
         self.scale: torch.Tensor | None = None
+        self.clamped: torch.Tensor | None = None
         if scaler.dynamic:
             self.found = torch.zeros_like(scale) if noted is None else noted.to(scale.device, non_blocking=True)
 
@@ -58,8 +60,12 @@ class ScaleMove:
             self.scale = self.before.clone()
         if self.scale._version == 0:
             self._update(self.scale, self.found)
-        scale = self._clamped(self.scale)
-        vars(self.scaler).update(_scale=scale, _last_found=self.found, _uncounted=None, _found_inf={})
+        if self.clamped is None:
+            self.clamped = self._clamped(self.scale)
+        after = self.clamped
+        if _torch.host_value(self.before) is None and _torch.is_capturing():
+            after = self.before.copy_(after)
+        vars(self.scaler).update(_scale=after, _last_found=self.found, _uncounted=None, _found_inf={})
 
     def _update(self, scale: torch.Tensor, found: torch.Tensor) -> None:
         scaler, uncounted = self.scaler, self.scaler._uncounted

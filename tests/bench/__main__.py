@@ -52,7 +52,8 @@ def cases(device, quick):
 def step_times(device, quick):
     """Sections on whole steps."""
     rows, counts, ratios = [], [], {pair: {} for pair in SHOWN}
-    for case, (times, counted) in _times(device, quick).items():
+    found = _times(device, quick)
+    for case, (times, counted) in found.items():
         cells = []
         for ours, theirs in SHOWN:
             if ours in times and theirs in times:
@@ -62,10 +63,10 @@ def step_times(device, quick):
                 cells.append(next(counted[v]["error"][:60] for v in (ours, theirs) if v not in times))
         more = [_microseconds(times, ours, theirs) for ours, theirs, *_ in PAIRS]
         rows.append([case.title, f"{1e3 * min(times['fp32']):.2f}", *more, *cells])
-        for variant, found in counted.items():
-            if "error" not in found:
-                counts.append([case.title, variant, *found.values()])
-                names = list(found)
+        for variant, count in counted.items():
+            if "error" not in count:
+                counts.append([case.title, variant, *count.values()])
+                names = list(count)
     summary = []
     for ours, theirs, mean, worst in PAIRS:
         medians = [ratio.median for ratio in ratios[ours, theirs].values()]
@@ -78,6 +79,7 @@ def step_times(device, quick):
             summary.append([f"{case.model}: O1 / native", *report.verdict(o1.median, 1.02)])
             if case.model == "BERT-base-like" and o2 is not None:
                 summary.append([f"{case.model}: O2 / native", *report.verdict(o2.median, 1 / 1.15)])
+    summary += _peaks({case: counted for case, (_, counted) in found.items()})
     again = report.geometric_mean(ratio.median for ratio in ratios["fp32 again", "fp32"].values())
     summary.append(["fp32 / fp32, in two processes, geometric mean", f"{again:.3f}", "1", "what cannot be resolved"])
     more = (f"{ours} − {theirs}, µs" for ours, theirs, *_ in PAIRS)
@@ -95,11 +97,25 @@ def _times(device, quick):
     for repeat in range(1 if quick else 3):
         with Workers() as workers:
             for case in cases(device, quick):
-                times, counted = workers.measure(case, turns=6)
+                times, counted = workers.measure(case, turns=6 if quick else 20)
                 earlier, _ = found.get(case, ({}, None))
                 found[case] = {name: earlier.get(name, []) + times[name] for name in times}, counted
                 report.progress(f"{case.title}, {repeat + 1}")
     return found
+
+
+def _peaks(counts):
+    """Summary of the peak memory of a step, which is counted on CUDA: its worst case at O1, and BERT's at O2."""
+    peaks = {
+        case: {variant: count["peak bytes"] for variant, count in counted.items() if "peak bytes" in count}
+        for case, counted in counts.items()
+    }
+    at_o1 = [peak["O1"] / peak["native"] for peak in peaks.values() if "O1" in peak and "native" in peak]
+    rows = [["O1 / native, peak bytes, worst case", *report.verdict(max(at_o1), 1.0)]] if at_o1 else []
+    for case, peak in peaks.items():
+        if case.model == "BERT-base-like" and "O2" in peak and "native" in peak:
+            rows.append([f"{case.model}: O2 / native, peak bytes", *report.verdict(peak["O2"] / peak["native"], 1.0)])
+    return rows
 
 
 def _microseconds(times, ours, theirs):
@@ -127,8 +143,8 @@ def own_costs(device, quick):
     return text + "\nDispatcher calls:\n\n" + report.table(["parameter tensors", *counted], ops), summary
 
 
-def footprints(quick):
-    """Section on memory and on what happens once; measured on the CPU."""
+def footprints(device, quick):
+    """Section on memory and on what happens once; measured on the CPU, FusedAdam on ``device``."""
     memory = []
     for name in ("AdamW(fused)", "AdamW"):
         for accumulated in (False, True):
@@ -138,7 +154,7 @@ def footprints(quick):
     imports = footprint.import_seconds(3 if quick else 9)
     initialize = {size: footprint.initialize_ratio(5 if quick else 20, width) for size, width in WIDTHS.items()}
     saved = footprint.state_dict_ratio(5 if quick else 20)
-    fused = optimizers.fused_adam_ratio(10 if quick else 30)
+    fused = optimizers.fused_adam_ratio(10 if quick else 30, device)
     report.progress(f"import: {imports}, initialize: {initialize}, state_dict: {saved}, FusedAdam: {fused}")
     torch_alone, both = imports.values()
     summary = [
@@ -183,7 +199,7 @@ def main():
     torch.set_num_threads(1)
     name, sentence = report.hardware(given.device)
     own, own_summary = own_costs(given.device, given.quick)
-    once, once_summary = footprints(given.quick)
+    once, once_summary = footprints(given.device, given.quick)
     ops = rule_costs(given.quick)
     steps, summary, bars = step_times(given.device, given.quick)
     report.progress("done")

@@ -10,25 +10,34 @@ from ampcompat.optimizers import FusedAdam
 
 from .workers import Ratio
 
-LAYERS, WIDTH = 16, 256
+LAYERS = 16
+WIDTHS = {"cpu": 256, "cuda": 2048}
 
 
-def _halves():
+def _model(device):
     torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    width = WIDTHS[device]
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS))).to(device)
 
 
-def _by_hand():
+def _now(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _by_hand(device):
     """Convert half gradients, unscale, step, copy to half."""
-    model = _halves().half()
+    model = _model(device).half()
     halves = list(model.parameters())
     masters = [torch.nn.Parameter(p.detach().float()) for p in halves]
-    optimizer, scaler = torch.optim.AdamW(masters, lr=1e-3, fused=True), torch.amp.GradScaler("cpu")
+    optimizer, scaler = torch.optim.AdamW(masters, lr=1e-3, fused=True), torch.amp.GradScaler(device)
     grads = [torch.randn_like(p) for p in halves]
+    loss = torch.ones((), device=device)
 
     def turn():
-        scaler.scale(torch.ones(()))
-        start = time.perf_counter()
+        scaler.scale(loss)
+        start = _now(device)
         for master, grad in zip(masters, grads, strict=True):
             master.grad = grad.float()
         scaler.step(optimizer)
@@ -36,34 +45,35 @@ def _by_hand():
         with torch.no_grad():
             torch._foreach_copy_(halves, masters)
         optimizer.zero_grad()
-        return time.perf_counter() - start
+        return _now(device) - start
 
     return turn
 
 
-def _under_amp():
-    model = _halves()
+def _under_amp(device):
+    model = _model(device)
     model, optimizer = amp.initialize(model, FusedAdam(model.parameters(), lr=1e-3), opt_level="O2", verbosity=0)
     grads = [(p, torch.randn_like(p)) for p in model.parameters()]
+    loss = torch.ones((), device=device)
 
     def turn():
-        block = amp.scale_loss(torch.ones(()), optimizer)
+        block = amp.scale_loss(loss, optimizer)
         block.__enter__()
         for param, grad in grads:
             param.grad = grad
-        start = time.perf_counter()
+        start = _now(device)
         block.__exit__(None, None, None)
         optimizer.step()
         optimizer.zero_grad()
-        return time.perf_counter() - start
+        return _now(device) - start
 
     return turn
 
 
-def fused_adam_ratio(turns):
-    """From half gradients to half weights: seconds with FusedAdam at O2 over those by hand; on the CPU."""
+def fused_adam_ratio(turns, device):
+    """From half gradients to half weights: seconds with FusedAdam at O2 over those by hand."""
     state.reset()
-    ours, theirs = _under_amp(), _by_hand()
+    ours, theirs = _under_amp(device), _by_hand(device)
     for _ in range(8):  # the first steps compare masters by value
         ours(), theirs()
     pairs = [(ours(), theirs()) for _ in range(turns)]
