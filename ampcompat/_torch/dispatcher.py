@@ -32,8 +32,10 @@ def autocast_key(device_type: str) -> str | None:
 
 
 def autocast_device_types() -> list[str]:
-    """The device types that this torch can autocast."""
-    return [device_type for device_type in _AUTOCAST_KEYS if autocast_key(device_type)]
+    """The device types that this torch can autocast: an added backend too, which has a module saying so."""
+    added = torch._C._get_privateuse1_backend_name()
+    found = [device_type for device_type in _AUTOCAST_KEYS if autocast_key(device_type)]
+    return [*found, added] if hasattr(getattr(torch, added, None), "get_amp_supported_dtype") else found
 
 
 def aten_overloads(name: str) -> list[torch._ops.OpOverload]:

@@ -10,6 +10,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
+from ampcompat.amp import module_moves
 from ampcompat.amp.masters import Master, by_half, by_value, reconcile
 
 
@@ -129,7 +130,13 @@ def _take_over(master: Master, now: torch.Tensor, where: str) -> None:
     grad, now.grad = now.grad, None
     other = master_of_half(now)  # made for the new one by a state_dict or a load in between
     with torch.no_grad():
-        master.value.copy_(now if other is None else other.value)
+        if other is not None:
+            master.value.copy_(other.value)
+        elif now.dtype == master.dtype:  # a copy of the old one on another device, perhaps: it has the low bits
+            there = now.detach().to(master.value.device)
+            master.value.copy_(torch.where(master.value.to(there.dtype) == there, master.value, there.float()))
+        else:
+            master.value.copy_(now)
         if now.dtype != master.dtype:
             now.data = now.data.to(master.dtype)
     now.grad = None if grad is None else grad.to(master.dtype)
@@ -148,6 +155,8 @@ def rebind(master: Master, now: torch.Tensor) -> None:
         if module._parameters.get(name) is not now and name in module._parameters:
             module._parameters[name] = now  # type: ignore[assignment] # tied weights stay tied
     forget_lists()
+    if master.value.device != now.device:
+        module_moves.follow_device(master)
     master.push()
 
 

@@ -75,7 +75,8 @@ def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, l
             state_dict[prefix + name] = incoming.to(half)
         if master_weights:
             master = master_index.ensure_master(module, name)
-            if incoming.data_ptr() != master.value.data_ptr():
+            address = incoming.data_ptr()  # none in a tensor that is a shell around others
+            if not address or address != master.value.data_ptr():
                 master.value.copy_(incoming)
 
 

@@ -39,7 +39,15 @@ def follow_device(master: Master) -> None:
         " follow, but optimizer state does not - move the model before amp.initialize.",
     )
     version = master.value._version
-    master.value.data = master.value.data.to(master.half.device)
+    moved = master.value.data.to(master.half.device)
+    try:
+        master.value.data = moved
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"The model moved from {master.value.device} to {moved.device} after amp.initialize - tensors there are of"
+            " another kind, and the masters that the optimizer holds cannot become such - move the model before the"
+            " optimizer is made and amp.initialize is called."
+        ) from error
     if master.value.grad is not None:
         master.value.grad = master.value.grad.to(master.half.device)
     master.seen = (

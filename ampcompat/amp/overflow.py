@@ -120,7 +120,8 @@ def _say_which(noted: Noted) -> bool:
         by_device.setdefault(found.device, []).append((scaler, found))
     overflowed = []
     for entries in by_device.values():
-        flags = torch.stack([found for _, found in entries]).tolist() if len(entries) > 1 else [entries[0][1].item()]
+        held = [found for _, found in entries]
+        flags = torch.stack(held).to("cpu").tolist() if len(held) > 1 else [held[0].item()]
         overflowed += [scaler for (scaler, _), flag in zip(entries, flags, strict=True) if flag]
     _announce([(scaler, scaler.scale_to_say(torch.device("cpu")).item()) for scaler in overflowed])
     return bool(overflowed)

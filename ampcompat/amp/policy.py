@@ -156,10 +156,14 @@ def live_models() -> weakref.WeakSet[torch.nn.Module]:
 
 def device_types_of(models: Any) -> set[str]:
     """Device types that hold parameters or buffers of ``models`` and that autocast knows."""
+    return all_device_types_of(models) & set(_torch.autocast_device_types())
+
+
+def all_device_types_of(models: Any) -> set[str]:
+    """As :func:`device_types_of`, with those that autocast does not know."""
     modules = {module for model in models for module in model.modules()}
     tensors = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
-    types = {t.device.type for t in tensors}
-    return types & set(_torch.autocast_device_types())
+    return {t.device.type for t in tensors}
 
 
 def _first_of(module: torch.nn.Module, kind: str) -> torch.Tensor | None:
@@ -196,4 +200,4 @@ def _device_type(model: torch.nn.Module) -> str:
     return device_type
 
 
-__all__ = ["OFF", "ModelPolicy", "device_types_of", "live_models"]
+__all__ = ["OFF", "ModelPolicy", "all_device_types_of", "device_types_of", "live_models"]

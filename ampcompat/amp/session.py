@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat._undo import on_undo
 from ampcompat.amp import casts, choke_points, cpu_convolution, ddp, registry, rules
 from ampcompat.amp.casts import OFF, Casts
-from ampcompat.amp.policy import ModelPolicy, device_types_of, live_models
+from ampcompat.amp.policy import ModelPolicy, all_device_types_of, device_types_of, live_models
 from ampcompat.amp.properties import Properties
 from ampcompat.amp.scaler import LossScaler
 
@@ -80,8 +81,10 @@ class Session:
     def begin_casts(self, models: Iterable[torch.nn.Module]) -> None:
         """Make this call's casts the ambient ones, on the devices of every live model."""
         ddp.install()
-        device_types = device_types_of({*live_models(), *models})
+        models = {*live_models(), *models}
+        device_types = device_types_of(models)
         if self.policy.casts.enabled:
+            _warn_of(all_device_types_of(models) - device_types, self.properties.opt_level)
             cover_device_types(device_types)
             casting_policies().add(self.policy)
         elif self.policy.half is not None and "cpu" in device_types:
@@ -103,6 +106,16 @@ class Session:
         else:
             self.end_casts()
         casts.set_ambient(ambient, device_types)
+
+
+def _warn_of(device_types: Iterable[str], opt_level: str | None) -> None:
+    for device_type in device_types:
+        warn_once(
+            f"no autocast on {device_type}",
+            f"amp.initialize got opt_level={opt_level!r} and a model on the device type {device_type!r}, which this"
+            " torch cannot autocast - no function is cast there, and it trains in float32 - use opt_level='O2' (O5 for"
+            " bfloat16), which casts the model.",
+        )
 
 
 def casting_policies() -> weakref.WeakSet[ModelPolicy]:

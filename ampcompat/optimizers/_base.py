@@ -130,7 +130,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         step, found_inf = group.get("step", 0), self._from_scaler("found_inf")
         device = group["params"][0].device
         if found_inf is not None or self.capturable or isinstance(step, Tensor):
-            step = torch.as_tensor(step, dtype=torch.float32, device=device)
+            if not isinstance(step, Tensor):  # as a tensor of the host it would have to be copied: a host sync
+                step = torch.full((), float(step), dtype=torch.float32, device=device)
+            step = step.to(device, torch.float32)
             step.add_(1.0 if found_inf is None else 1.0 - found_inf.to(device).reshape(()))
             group["step"] = step
         else:

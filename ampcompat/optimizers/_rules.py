@@ -22,7 +22,8 @@ def gated(value: float | Tensor, no_op: float, found_inf: Tensor | None) -> floa
     """``value``, or ``no_op`` after an overflow."""
     if found_inf is None:
         return value
-    value = torch.as_tensor(value, dtype=torch.float32, device=found_inf.device)
+    if not isinstance(value, Tensor):  # as_tensor would copy it to the device, which the host waits for
+        value = torch.full((), value, dtype=torch.float32, device=found_inf.device)
     return torch.where(found_inf != 0, no_op, value)
 
 

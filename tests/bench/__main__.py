@@ -97,7 +97,7 @@ def _times(device, quick):
     for repeat in range(1 if quick else 3):
         with Workers() as workers:
             for case in cases(device, quick):
-                times, counted = workers.measure(case, turns=6 if quick else 20)
+                times, counted = workers.measure(case, turns=12 if device == "cpu" and not quick else 6)
                 earlier, _ = found.get(case, ({}, None))
                 found[case] = {name: earlier.get(name, []) + times[name] for name in times}, counted
                 report.progress(f"{case.title}, {repeat + 1}")
