@@ -27,7 +27,7 @@ def autocast_nesting() -> int:
 
 def accelerator() -> str:
     """The device type of the accelerator that this torch sees, "cpu" without one; does not initialise it."""
-    for device_type in ("cuda", "xpu", "mps", "hpu"):
+    for device_type in ("cuda", "xpu", "mps", "hpu", torch._C._get_privateuse1_backend_name()):
         backend = getattr(torch, device_type, None)
         if backend is not None and callable(getattr(backend, "is_available", None)) and backend.is_available():
             return device_type

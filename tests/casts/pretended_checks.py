@@ -156,6 +156,20 @@ def casts_follow_the_lists(level, half):
         assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32  # no model of ours is there
 
 
+def the_api_of_before_2019_casts_there():
+    state.reset()
+    with Ops():
+        handle = amp.init()
+        wide = Shell(torch.ones(2, 2))
+        assert torch.mm(wide, wide).dtype == torch.float16
+        model = net(True)
+        optimizer = MAKERS["SGD"](model.parameters())
+        with handle.scale_loss(model(Shell(torch.ones(4, 8))).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        assert model[0].weight.dtype == torch.float32
+
+
 #: The CPU inside has no kernel of these, the device no autocast of its own (attention is on no list of apex).
 NOT_PLAYED = {
     "F.ctc_loss",
@@ -219,6 +233,7 @@ CHECKS = {
         for level in ("O1", "O2")
         for name, options in ACCUMULATIONS.items()
     },
+    "amp.init": (the_api_of_before_2019_casts_there,),
     "moved": (moving_there_afterwards_is_refused,),
     "every row": (every_row_has_the_dtype_of_the_lists,),
     "O1 lists": (casts_follow_the_lists, "O1", torch.float16),
