@@ -26,7 +26,7 @@ class Event:
         pass
 
 
-class Backend(backend_registration._DummyBackendModule):
+class Backend(getattr(backend_registration, "_DummyBackendModule", object)):  # older torch: not used
     """What torch asks of a device's module."""
 
     Event = Event
