@@ -28,6 +28,8 @@ FUSED = {
     "SGD": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9, fused=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-1, fused=True),
 }
+if not hasattr(FUSED["Adagrad"](net().parameters()), "_step_supports_amp_scaling"):
+    del FUSED["Adagrad"]  # torch 2.11: it takes no found_inf there, and the host decides
 
 
 @pytest.mark.parametrize("skip_first", [False, True])
