@@ -26,6 +26,18 @@ def free_port() -> str:
 WORLDS = [2, 4] if Version("2.5") <= TORCH else [2]
 
 
+def launched(command, environment):
+    """The ended launch. torch 2.4's gloo hangs now and then: once more then."""
+    for timeout in [90, 200] if Version("2.5") > TORCH else [300]:
+        try:
+            return subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+            )
+        except subprocess.TimeoutExpired as error:
+            hung = error
+    raise hung
+
+
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world} ranks")
 def failures(request, tmp_path_factory):
     """What failed, by check and rank: one launch serves every test."""
@@ -37,7 +49,7 @@ def failures(request, tmp_path_factory):
     else:
         command = [sys.executable, *script, str(world), str(directory)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TEST_PORT": port, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    run = launched(command, environment)
     found: dict[str, dict[int, str]] = {}
     for rank in range(world):
         path = directory / f"{rank}.json"
