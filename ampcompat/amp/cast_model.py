@@ -9,7 +9,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp import master_index, model_state
-from ampcompat.amp.masters import Master, reconcile
+from ampcompat.amp.master_passes import reconcile
+from ampcompat.amp.masters import Master
 
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

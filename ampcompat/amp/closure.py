@@ -18,7 +18,7 @@ from ampcompat.amp import misuse, overflow
 from ampcompat.amp.backward_pass import finish_delayed
 from ampcompat.amp.casts import Saved, casts_as
 from ampcompat.amp.gradients import drop_half, heed_cleared, take_unscaled
-from ampcompat.amp.masters import push_all, reconcile
+from ampcompat.amp.master_passes import push_all, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.optimizer_state import AmpOptimizerState
 

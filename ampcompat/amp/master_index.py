@@ -11,7 +11,8 @@ from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp import module_moves
-from ampcompat.amp.masters import Master, by_half, by_value, reconcile
+from ampcompat.amp.master_passes import reconcile
+from ampcompat.amp.masters import Master, by_half, by_value
 
 
 def master_of_value(tensor: torch.Tensor) -> Master | None:

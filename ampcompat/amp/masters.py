@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -213,44 +212,3 @@ def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-
-
-def push_all(masters: list[Master]) -> None:
-    """Write masters that an optimizer stepped into the model, in fused passes."""
-    if masters:
-        _push_all(masters)
-
-
-# A decorator, here and elsewhere: Ctrl-C at the end of a ``with`` block keeps it from being left.
-@_torch.without_grad
-def _push_all(masters: list[Master]) -> None:
-    halves: list[torch.Tensor] = [m.half for m in masters]
-    values: list[torch.Tensor] = [m.value for m in masters]
-    _torch.foreach_copy_(halves, values)
-    for master, half, value in zip(masters, halves, values, strict=True):
-        if master.early_steps or master.written_unseen or master.comparisons:
-            master.stepped()
-        else:
-            master.seen = (half._version, value._version, half.data_ptr())
-            master.handed_out = None
-
-
-def reconcile(masters: Iterable[Master]) -> None:
-    """Restore the invariant for every one of ``masters``.
-
-    No host sync, except in the first few rounds of a master's life and where somebody was caught writing a model
-    tensor without moving its version counter (``p.data.clamp_()``, ``dist.broadcast(p.data)``).
-    """
-    # Models have thousands of masters and nearly always none of them moved: one pass finds those that need a look.
-    for master in [
-        m
-        for m in masters
-        if (m.half._version, m.value._version, m.half.data_ptr()) != m.seen
-        or m.handed_out is not None
-        or m.comparisons
-        or m.written_unseen
-    ]:
-        if master.moved():
-            master.reconcile()
-        elif not (torch.compiler.is_compiling() or _torch.in_fake_mode()):
-            master.compare()

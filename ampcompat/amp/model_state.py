@@ -13,7 +13,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp import master_index
-from ampcompat.amp.masters import reconcile
+from ampcompat.amp.master_passes import reconcile
 
 
 def install(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -> None:

@@ -16,14 +16,16 @@ import torch
 
 from ampcompat.amp import misuse, overflow
 from ampcompat.amp.accumulation import put_all_aside
+from ampcompat.amp.adoption import adopt_masters, match_state
 from ampcompat.amp.backward_pass import finish_delayed, post_backward
 from ampcompat.amp.casts import cast_state, run_uncast, save
 from ampcompat.amp.closure import step_with_closure
 from ampcompat.amp.gradients import drop_half, heed_cleared, take_unscaled
 from ampcompat.amp.master_index import follow_replacements, master_of_half
-from ampcompat.amp.masters import Master, push_all, reconcile
+from ampcompat.amp.master_passes import push_all, reconcile
+from ampcompat.amp.masters import Master
 from ampcompat.amp.observers import notify
-from ampcompat.amp.optimizer_state import AmpOptimizerState, adopt_masters, match_state, put_under_amp
+from ampcompat.amp.optimizer_state import AmpOptimizerState, put_under_amp
 
 if TYPE_CHECKING:
     from ampcompat.amp.session import Session

@@ -12,7 +12,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
-from ampcompat.amp.masters import Master, push_all
+from ampcompat.amp.master_passes import push_all
+from ampcompat.amp.masters import Master
 from ampcompat.amp.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaler import LossScaler
 
