@@ -9,7 +9,7 @@ from ampcompat.amp.masters import Master
 from ampcompat.amp.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaler import LossScaler
 
-#: Of the blocks of a loss, the first so many are watched, and every so-manieth after them: the hook takes a tenth of a
+#: Of the blocks of a loss, the first so many are watched, and every nth after them: the hook takes a tenth of a
 #: millisecond, and who writes this mistake makes it again. A prime, for phases of a script that take turns.
 WATCHED_FIRST, WATCHED_EVERY = 16, 17
 
@@ -94,8 +94,8 @@ def heed_moves(stash: AmpOptimizerState, masters: list[Master], direct: list[tor
     """A block begins: warn where parameters keep moving while nobody looks at the overflow flags of earlier blocks."""
     last = masters[-1].value if masters else direct[-1] if direct else None
     version = 0 if last is None else last._version
-    stash.moves = stash.moves + 1 if stash.overflows and version != stash.version else 0
-    stash.version = version
+    stash.moves = stash.moves + 1 if stash.overflows and version != stash.param_version else 0
+    stash.param_version = version
     if stash.moves == MOVES:
         warn_once(
             "moved past step",

@@ -84,7 +84,7 @@ class Session:
         models = {*live_models(), *models}
         device_types = device_types_of(models)
         if self.policy.casts.enabled:
-            _warn_of(all_device_types_of(models) - device_types, self.properties.opt_level)
+            _warn_where_nothing_is_cast(all_device_types_of(models) - device_types, self.properties.opt_level)
             cover_device_types(device_types)
             casting_policies().add(self.policy)
         elif self.policy.half is not None and "cpu" in device_types:
@@ -108,7 +108,7 @@ class Session:
         casts.set_ambient(ambient, device_types)
 
 
-def _warn_of(device_types: Iterable[str], opt_level: str | None) -> None:
+def _warn_where_nothing_is_cast(device_types: Iterable[str], opt_level: str | None) -> None:
     for device_type in device_types:
         warn_once(
             f"no autocast on {device_type}",

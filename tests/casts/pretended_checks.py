@@ -145,7 +145,7 @@ def casts_follow_the_lists(level, half):
         run = Run(level, "SGD", True)
         dtypes = []
         for layer in run.model:
-            layer.register_forward_hook(lambda _layer, _given, output: dtypes.append(output.dtype) or None)
+            layer.register_forward_hook(lambda _layer, _given, output: dtypes.append(output.dtype))
         run.step()
         assert dtypes == [half, torch.float32, torch.float32, half]
         narrow, wide = Shell(torch.ones(2, 2, dtype=half)), Shell(torch.ones(2, 2))
