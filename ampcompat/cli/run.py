@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -92,12 +93,27 @@ def main(args: argparse.Namespace) -> int:
 
         os.environ["AMPCOMPAT_EXPLAIN"] = "1"  # for the processes that the script starts
         explain_overflows()
-    with _watched(args.receipt):
+    with _gloo_let_go(), _watched(args.receipt):
         if module:
             _script.run_module(args.target[1], args.target[2:])
         else:
             _script.run_path(args.target[0], args.target[1:])
     return 0
+
+
+@contextmanager
+def _gloo_let_go() -> Iterator[None]:
+    """Before the interpreter ends, give it to gloo's threads once more.
+
+    They drop Python objects that backward lent them, now and then after it has returned, and abort a process that is
+    ending then. Scripts seldom destroy their process group, and torch may hang in that for the same reason.
+    """
+    try:
+        yield
+    finally:
+        distributed = sys.modules.get("torch.distributed")
+        if distributed and distributed.is_available() and distributed.is_initialized():
+            time.sleep(0.2)
 
 
 @contextmanager
