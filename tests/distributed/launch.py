@@ -9,6 +9,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -21,16 +22,15 @@ def rank_main(directory: str) -> int:
     Path(directory).mkdir(parents=True, exist_ok=True)
     Path(directory, f"{dist.get_rank()}.json").write_text(json.dumps(failed))
     dist.barrier()  # torchrun ends the others as soon as one has failed
-    dist.destroy_process_group()
     return 1 if failed else 0
 
 
-def fork_rank(rank: int, directory: str) -> int:
-    """Start a rank; returns its process id."""
-    child = os.fork()
-    if child:
-        return child
-    os.environ["RANK"] = str(rank)
+def run_rank(directory: str) -> NoReturn:
+    """Run this process as a rank, and end it.
+
+    The process group is not destroyed and the interpreter not ended: torch hangs or aborts there now and then, when a
+    thread of gloo's has not dropped the last Python object yet.
+    """
     status = 1
     try:
         status = rank_main(directory)
@@ -42,9 +42,18 @@ def fork_rank(rank: int, directory: str) -> int:
         os._exit(status)
 
 
+def fork_rank(rank: int, directory: str) -> int:
+    """Start a rank; returns its process id."""
+    child = os.fork()
+    if not child:
+        os.environ["RANK"] = str(rank)
+        run_rank(directory)
+    return child
+
+
 def main() -> int:
     if "RANK" in os.environ:
-        return rank_main(sys.argv[1])
+        run_rank(sys.argv[1])
     import checks  # noqa: F401 - imported once, before the ranks fork
 
     world, directory = int(sys.argv[1]), sys.argv[2]

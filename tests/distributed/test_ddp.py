@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 from checks import NAMES
-from packaging.version import Version
-
-from ampcompat._torch import TORCH
 
 HERE = Path(__file__).parent
 
@@ -22,23 +19,7 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-# Four ranks are forked from one process, and forked gloo ranks hang on torch 2.4; two are started by torchrun.
-WORLDS = [2, 4] if Version("2.5") <= TORCH else [2]
-
-
-def launched(command, environment):
-    """The ended launch. torch 2.4's gloo hangs now and then: once more then."""
-    for timeout in [90, 200] if Version("2.5") > TORCH else [300]:
-        try:
-            return subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=timeout, check=False
-            )
-        except subprocess.TimeoutExpired as error:
-            hung = error
-    raise hung
-
-
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda world: f"{world} ranks")
+@pytest.fixture(scope="module", params=[2, 4], ids=lambda world: f"{world} ranks")
 def failures(request, tmp_path_factory):
     """What failed, by check and rank: one launch serves every test."""
     world, directory, port = request.param, tmp_path_factory.mktemp("ranks"), free_port()
@@ -49,7 +30,7 @@ def failures(request, tmp_path_factory):
     else:
         command = [sys.executable, *script, str(world), str(directory)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TEST_PORT": port, "OMP_NUM_THREADS": "1"}
-    run = launched(command, environment)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     found: dict[str, dict[int, str]] = {}
     for rank in range(world):
         path = directory / f"{rank}.json"

@@ -145,7 +145,7 @@ def worker(rank, port):
         for check in CHECKS:
             check(rank)
     finally:
-        # torch 2.4 joins gloo's threads with the GIL held, which they need for the last tensors that they drop.
+        # torch joins gloo's threads with the GIL held, which they need for the last Python objects that they drop.
         time.sleep(0.2)
         dist.destroy_process_group()
 

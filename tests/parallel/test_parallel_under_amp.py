@@ -180,7 +180,7 @@ def worker(rank, port):
             check(rank)
             state.reset()
     finally:
-        # torch 2.4 joins gloo's threads with the GIL held, which they need for the last tensors that they drop.
+        # torch joins gloo's threads with the GIL held, which they need for the last Python objects that they drop.
         time.sleep(0.2)
         dist.destroy_process_group()
 
@@ -202,7 +202,7 @@ def test_unused_keywords_are_said_once_on_rank_0(capsys):
         DistributedDataParallel(net(), prof=True, message_size=1000)
         assert capsys.readouterr().out == ""
     finally:
-        # torch 2.4 joins gloo's threads with the GIL held, which they need for the last tensors that they drop.
+        # torch joins gloo's threads with the GIL held, which they need for the last Python objects that they drop.
         time.sleep(0.2)
         dist.destroy_process_group()
 
