@@ -22,7 +22,7 @@ from ampcompat.amp.gradients import Intake
 from ampcompat.amp.master_index import follow_replacements
 from ampcompat.amp.masters import Master
 from ampcompat.amp.optimizer_state import AmpOptimizerState, Waiting
-from ampcompat.amp.scale_move import ByHand, PutOff, ScaleMove
+from ampcompat.amp.scale_move import ByHand, Flag, LeftToScript, PutOff, ScaleMove
 from ampcompat.amp.scaler import LossScaler
 
 Move = ScaleMove | PutOff | ByHand
@@ -147,13 +147,14 @@ class BackwardPass:
     def _state_after(self) -> list[tuple[AmpOptimizerState, dict[str, Any]]]:
         move = self.how(self.scaler)
         moves: list[Move] = [move]
-        overflows: list[tuple[LossScaler, torch.Tensor]] = []
+        overflows: list[Flag] = []
         if move.found is not None:
             # Scalers whose losses lie in the same gradients count a pass as well: which overflowed is not known.
             waiting = [stash.waiting for stash in self.stashes if stash.waiting is not None]
             others = {other: None for held in waiting for other in held.scalers if other is not self.scaler}
             moves += [ScaleMove(other, move.found) for other in others]
-            overflows = [(one.scaler, move.found) for one in moves]
+            decider = self.scaler.updates_by_hand if self.how is LeftToScript else None
+            overflows = [Flag(self.scaler, move.found, decider), *(Flag(other, move.found) for other in others)]
         # The loss was backpropagated; it need not reach every optimizer of the block.
         reached = any([intake.any for intake in self.intakes])  # noqa: C419 - faster
         after: list[tuple[AmpOptimizerState, dict[str, Any]]] = []

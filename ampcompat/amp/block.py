@@ -16,7 +16,7 @@ from ampcompat.amp.backward_pass import BackwardPass
 from ampcompat.amp.casts import assert_ambience
 from ampcompat.amp.ddp import holds_back_gradients
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scale_move import PutOff, ScaleMove
+from ampcompat.amp.scale_move import LeftToScript, ScaleMove
 from ampcompat.amp.scaler import LossScaler
 
 
@@ -39,7 +39,8 @@ def scale_loss(
         model: Ignored, as under apex.
         delay_unscale: Leave gradients scaled; a later block without it unscales what has accumulated. No need to use it
             for accumulation: gradients accumulate correctly without.
-        delay_overflow_check: Leave the scale alone; an overflow still skips the step and is counted by the next block.
+        delay_overflow_check: Leave the scale alone; an overflow still skips the step and is counted by the next block,
+            unless the script calls the scaler's ``update_scale()``, and so decides about the step itself.
 
     Yields:
         ``loss.float() * loss_scale``.
@@ -90,7 +91,7 @@ def scale_loss(
             if delay_unscale or local:
                 backward_pass.end_scaled(local)
                 return
-            reached = backward_pass.end(PutOff if delay_overflow_check else ScaleMove)
+            reached = backward_pass.end(LeftToScript if delay_overflow_check else ScaleMove)
         except BaseException:
             backward_pass.fail()
             raise

@@ -14,6 +14,7 @@ from ampcompat.amp.adoption import adopt_masters
 from ampcompat.amp.aside import Aside
 from ampcompat.amp.master_index import master_of_value
 from ampcompat.amp.masters import Master
+from ampcompat.amp.scale_move import Flag
 from ampcompat.amp.scaler import LossScaler
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class AmpOptimizerState:
         lazy_init_called: Always True: masters exist from ``initialize`` on.
         already_patched: Whether the next step will be skipped, as far as the host knows.
         session: The ``initialize`` call that the optimizer belongs to.
-        overflows: Overflow flags noted since the last step, each with its scaler (0-dim, on the device).
+        overflows: Overflow flags noted since the last step.
         reports: By step that the device decided, on their way to the host: each flag, with the scale then in force.
         skipped: Whether the last step was skipped; None while only the device knows.
 
@@ -66,7 +67,7 @@ class AmpOptimizerState:
         self.already_patched = False
         self.session = session
         self.groups: list[Any] = optimizer.param_groups
-        self.overflows: list[tuple[LossScaler, torch.Tensor]] = []
+        self.overflows: list[Flag] = []
         self.reports: list[list[tuple[LossScaler, HostCopy]]] = []
         self.skipped: bool | None = False
         self.aside: Aside = []  # unscaled gradients of before the block

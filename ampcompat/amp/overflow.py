@@ -15,23 +15,23 @@ from ampcompat._log import say
 from ampcompat.amp.master_passes import push_all
 from ampcompat.amp.masters import Master
 from ampcompat.amp.optimizer_state import AmpOptimizerState
+from ampcompat.amp.scale_move import Flag
 from ampcompat.amp.scaler import LossScaler
-
-Noted = list[tuple[LossScaler, torch.Tensor]]
 
 #: Blocks without a step after which their flags become one per scaler.
 MANY = 64
 
 
-def joined(noted: Noted, more: Noted) -> Noted:
+def joined(noted: list[Flag], more: list[Flag]) -> list[Flag]:
     """Flags of earlier blocks and of one more, of bounded number; no host sync."""
     if len(noted) < MANY:
         return [*noted, *more]
-    by_scaler: dict[LossScaler, torch.Tensor] = {}
-    for scaler, found in [*noted, *more]:
-        earlier = by_scaler.get(scaler)
-        by_scaler[scaler] = found if earlier is None else torch.maximum(earlier.to(found.device), found)
-    return list(by_scaler.items())
+    by_owner: dict[tuple[LossScaler, int | None], torch.Tensor] = {}
+    for flag in [one for one in [*noted, *more] if one.skips]:
+        owner, found = (flag.scaler, flag.update), flag.found
+        earlier = by_owner.get(owner)
+        by_owner[owner] = found if earlier is None else torch.maximum(earlier.to(found.device), found)
+    return [Flag(scaler, found, update) for (scaler, update), found in by_owner.items()]
 
 
 def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> tuple[bool, dict[str, Any]]:
@@ -42,16 +42,16 @@ def decide(optimizer: Any, stash: AmpOptimizerState, on_host: bool = False) -> t
     Host syncs: one, or none with an optimizer that takes ``found_inf`` (it gets the flag and this says False).
     """
     report_if_known(stash)
-    noted = stash.overflows
+    noted = [flag for flag in stash.overflows if flag.skips]
     after: dict[str, Any] = {"overflows": [], "already_patched": False, "skipped": False}
     if not noted:
         return False, after
     if takes_found_inf(optimizer) and not on_host:
-        device = noted[0][1].device
-        flags = [found.to(device, non_blocking=True) for _, found in noted]
+        device = noted[0].found.device
+        flags = [flag.found.to(device, non_blocking=True) for flag in noted]
         optimizer.grad_scale = None
         optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
-        copies = [(scaler, _torch.HostCopy([found, scaler.scale_to_say(found.device)])) for scaler, found in noted]
+        copies = [(s, _torch.HostCopy([found, s.scale_to_say(found.device)])) for s, found, _ in noted]
         return False, {**after, "reports": [*stash.reports, copies], "skipped": None}
     report(stash)
     after["skipped"] = skip = _say_which(noted)
@@ -112,18 +112,18 @@ def _report(stash: AmpOptimizerState, wait: bool) -> None:
         _announce(overflowed)
 
 
-def _say_which(noted: Noted) -> bool:
+def _say_which(noted: list[Flag]) -> bool:
     """Read the flags, in one host sync per device, and announce the scalers that overflowed."""
-    if len(noted) == 1 and not noted[0][1].item():
+    if len(noted) == 1 and not noted[0].found.item():
         return False  # the rule
-    by_device: dict[torch.device, Noted] = {}
-    for scaler, found in noted:
-        by_device.setdefault(found.device, []).append((scaler, found))
+    by_device: dict[torch.device, list[Flag]] = {}
+    for flag in noted:
+        by_device.setdefault(flag.found.device, []).append(flag)
     overflowed = []
     for entries in by_device.values():
-        held = [found for _, found in entries]
+        held = [flag.found for flag in entries]
         flags = torch.stack(held).to("cpu").tolist() if len(held) > 1 else [held[0].item()]
-        overflowed += [scaler for (scaler, _), flag in zip(entries, flags, strict=True) if flag]
+        overflowed += [entry.scaler for entry, flag in zip(entries, flags, strict=True) if flag]
     _announce([(scaler, scaler.scale_to_say(torch.device("cpu")).item()) for scaler in overflowed])
     return bool(overflowed)
 

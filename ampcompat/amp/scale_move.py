@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,6 +18,25 @@ FLOOR = 2.0**-24
 def floor_of(scaler: LossScaler) -> float:
     """The smallest scale that back-off leads to."""
     return FLOOR if scaler._min_loss_scale is None else scaler._min_loss_scale
+
+
+class Flag(NamedTuple):
+    """The overflow of a backward pass, as a step looks at it.
+
+    Attributes:
+        scaler: The scaler that counts it.
+        found: A 0-dim float32 tensor, non-zero where there was an overflow.
+        update: The update by hand that decides about it, by number; None where no script is to decide.
+    """
+
+    scaler: LossScaler
+    found: torch.Tensor
+    update: int | None = None
+
+    @property
+    def skips(self) -> bool:
+        """Whether it is for the next step to look at: nobody has decided about it since."""
+        return self.update is None or self.update == self.scaler.updates_by_hand
 
 
 class ScaleMove:
@@ -65,6 +84,7 @@ class ScaleMove:
         after = self.clamped
         if _torch.host_value(self.before) is None and _torch.is_capturing():
             after = self.before.copy_(after)
+        fill(self.scaler._lent_buffer, self.found)
         vars(self.scaler).update(_scale=after, _last_found=self.found, _uncounted=None, _found_inf={})
 
     def _update(self, scale: torch.Tensor, found: torch.Tensor) -> None:
@@ -104,7 +124,12 @@ class PutOff:
     def make(self) -> None:
         """Note the overflow; again, it does no harm."""
         if self.found is not None:
+            fill(self.scaler._lent_buffer, self.found)
             vars(self.scaler).update({"_uncounted": self.uncounted, "_found_inf": {}})
+
+
+class LeftToScript(PutOff):
+    """As :class:`PutOff`; the script's own ``update_scale``, if it comes, decides whether the step is skipped."""
 
 
 class ByHand:
@@ -115,6 +140,12 @@ class ByHand:
 
     def make(self) -> None:
         """Leave the scaler alone."""
+
+
+def fill(lent: torch.Tensor | None, found: torch.Tensor) -> None:
+    """Write an overflow flag into the buffer that a script has lent to a scaler; no host sync."""
+    if lent is not None:
+        lent.copy_(found, non_blocking=True)
 
 
 def one_flag(found_inf: dict[torch.device, torch.Tensor]) -> torch.Tensor | None:

@@ -60,6 +60,8 @@ class LossScaler(torch.amp.GradScaler):
         self._has_overflow = False
         self._found_inf: dict[torch.device, torch.Tensor] = {}
         self._last_found: torch.Tensor | None = None
+        self._lent_buffer: torch.Tensor | None = None  # a script's, instead of ours
+        self.updates_by_hand = 0
         self._uncounted: torch.Tensor | None = None  # overflow that skipped a step and has not moved the scale yet
 
     # -- what legacy code reads and writes ---------------------------------------------------------------------------
@@ -117,9 +119,18 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def _overflow_buf(self) -> torch.Tensor:
+        if self._lent_buffer is not None:
+            return self._lent_buffer
         device = torch.device("cpu") if self._scale is None else self._scale.device
         found = self._last_found
         return torch.zeros(1, dtype=torch.int, device=device) if found is None else found.reshape(1).int()
+
+    @_overflow_buf.setter
+    def _overflow_buf(self, buffer: torch.Tensor) -> None:
+        if not isinstance(buffer, torch.Tensor) or buffer.numel() != 1:
+            got = list(buffer.shape) if isinstance(buffer, torch.Tensor) else type(buffer).__name__
+            raise TypeError(f"_overflow_buf = {got} - must be a tensor of one element - lend torch.zeros(1).int().")
+        self._lent_buffer = buffer
 
     # -- one backward pass -------------------------------------------------------------------------------------------
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -132,6 +143,8 @@ class LossScaler(torch.amp.GradScaler):
     def clear_overflow_state(self) -> None:
         """Forget the overflows noted since the last update."""
         self._has_overflow, self._uncounted, self._found_inf = False, None, {}
+        if self._lent_buffer is not None:
+            self._lent_buffer.zero_()
 
     def unscale_(self, grads: Any, scale: torch.Tensor | None = None) -> None:
         """Multiply the gradient tensors in place by 1 / scale and note any inf or NaN; no host sync.
@@ -183,9 +196,20 @@ class LossScaler(torch.amp.GradScaler):
     def update_scale(self) -> bool:
         """The end of a backward pass, by its apex name. Reads the device: one host sync.
 
+        The caller decides about the step: overflows that ``delay_overflow_check`` blocks noted skip none any more. A
+        buffer that was lent to ``_overflow_buf`` is looked at instead of what they noted: it may hold the overflows of
+        all ranks.
+
         Returns:
             Whether the step must be skipped.
         """
+        lent = self._lent_buffer
+        noted = self._uncounted if lent is None else (lent.reshape(()) != 0).float()
+        if noted is not None:
+            earlier = self._found_inf.get(noted.device)
+            self._found_inf[noted.device] = noted if earlier is None else torch.maximum(noted, earlier)
+        self._uncounted = None
+        self.updates_by_hand += 1
         found = self.end_backward_pass()
         self._has_overflow = found is not None and bool(found.item())
         return self._has_overflow

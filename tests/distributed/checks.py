@@ -16,7 +16,7 @@ from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ampcompat import amp, parallel
+from ampcompat import amp, amp_C, apex_C, parallel
 from ampcompat._state import state
 from ampcompat._torch import TORCH
 from ampcompat.amp.master_index import masters_of
@@ -406,12 +406,45 @@ def sharded_after_initialize(level: str) -> None:
 
 
 MASTERS = ["O2", "O5"]
+def reduced_after_accumulation(level: str) -> None:
+    """NVIDIA's BERT: blocks leave the overflow check to the script, which reduces once a step, by one half tensor."""
+    model, optimizer, _ = made(level, seed=0, wrap=lambda module: module)
+    scaler, buffer = amp._amp_state.loss_scalers[0], torch.zeros(1, dtype=torch.int)
+    skips = []
+    for at in range(6):
+        for block in range(2):
+            factor = float("inf") if (at, block) == (2, 0) and dist.get_rank() == 1 else 1.0
+            loss = model(batch(2 * at + block)).float().pow(2).mean() * factor / 2
+            with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled:
+                scaled.backward()
+        grads = [p.grad for p in amp.master_params(optimizer)]
+        flat = torch.empty(sum(g.numel() for g in grads), dtype=torch.float16)
+        views, scale = apex_C.unflatten(flat, grads), scaler.loss_scale()
+        buffer.zero_()
+        amp_C.multi_tensor_scale(65536, buffer, [grads, views], scale / dist.get_world_size())
+        dist.all_reduce(flat)
+        buffer.zero_()
+        amp_C.multi_tensor_scale(65536, buffer, [views, grads], 1.0 / scale)
+        scaler._overflow_buf = buffer
+        skips.append(scaler.update_scale())
+        if not skips[-1]:
+            optimizer.step()
+            assert not amp.step_was_skipped(optimizer)
+        for param in (*optimizer._amp_stash.all_fp32_from_fp16_params, *model.parameters()):
+            param.grad = None
+        everything_is_equal(model, optimizer)
+    assert skips == [False, False, True, False, False, False]
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 3}
+    assert all(p.isfinite().all() for p in amp.master_params(optimizer))
+
+
 CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
     (different_seeds, LEVELS),
     (masters_are_rank_0s_to_the_last_bit, MASTERS),
     (state_dict_on_rank_0_alone_before_wrapping, MASTERS),
     (the_model_inside_another_module, MASTERS),
     (overflow_on_one_rank, ["O1", "O2"]),
+    (reduced_after_accumulation, ["O1", "O2"]),
     (the_projects_own_wrapper, LEVELS),
     (sync_batch_norm, ["O0", "O1", "O2", "O5"]),
     (accumulation_with_no_sync, LEVELS),

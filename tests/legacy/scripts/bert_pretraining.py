@@ -10,7 +10,7 @@ from apex import amp
 from apex.amp import _amp_state
 from apex.optimizers import FusedLAMB
 from apex.normalization import FusedLayerNorm as BertLayerNorm
-from apex.parallel import DistributedDataParallel as DDP
+from apex.parallel.distributed import flat_dist_call
 
 
 class BertForPreTraining(nn.Module):
@@ -26,19 +26,34 @@ class BertForPreTraining(nn.Module):
         return hidden @ self.embed.weight.t() + self.bias
 
 
+def reduce_gradients(optimizer, scaler, overflow_buf):
+    scale = scaler.loss_scale()
+    grads = [p.grad for p in amp.master_params(optimizer) if p.grad is not None]
+    flat = torch.empty(sum(g.numel() for g in grads), device=grads[0].device, dtype=torch.float16)
+    views = apex_C.unflatten(flat, grads)
+    overflow_buf.zero_()
+    amp_C.multi_tensor_scale(65536, overflow_buf, [grads, views], scale / torch.distributed.get_world_size())
+    torch.distributed.all_reduce(flat)
+    overflow_buf.zero_()
+    amp_C.multi_tensor_scale(65536, overflow_buf, [views, grads], 1. / scale)
+
+
 def take_optimizer_step(optimizer, model, overflow_buf, global_step):
-    if _amp_state.opt_properties.master_weights:
-        had_overflow = not all(torch.isfinite(p.grad).all() for p in amp.master_params(optimizer) if p.grad is not None)
-    else:
-        had_overflow = False
+    had_overflow = False
+    if torch.distributed.is_initialized():
+        scaler = _amp_state.loss_scalers[0]
+        reduce_gradients(optimizer, scaler, overflow_buf)
+        scaler._overflow_buf = overflow_buf
+        had_overflow = scaler.update_scale()
     if had_overflow == 0:
         optimizer.step()
         global_step += 1
     else:
-        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 0:
-            print("Gradient overflow. Skipping step", _amp_state.loss_scalers[0].loss_scale())
-        for param in model.parameters():
-            param.grad = None
+        if torch.distributed.get_rank() == 0:
+            print("Gradient overflow. Skipping step, reducing loss scale to", scaler.loss_scale())
+        if _amp_state.opt_properties.master_weights:
+            for param in optimizer._amp_stash.all_fp32_from_fp16_params:
+                param.grad = None
     for param in model.parameters():
         param.grad = None
     return global_step
@@ -63,7 +78,7 @@ def main():
     amp._amp_state.loss_scalers[0]._loss_scale = 2**12
     model.embed.weight  # checkpoints are read here
     if distributed:
-        model = DDP(model, message_size=250000000, gradient_predivide_factor=torch.distributed.get_world_size())
+        flat_dist_call([param.data for param in model.parameters()], torch.distributed.broadcast, (0,))
     overflow_buf = torch.zeros(1, dtype=torch.int, device=device)
     accumulation = 2
     global_step = 0
@@ -74,7 +89,7 @@ def main():
         scores = model(ids)
         loss = loss_fn(scores.view(-1, 32), labels.view(-1))
         divided = loss / accumulation
-        with amp.scale_loss(divided, optimizer, delay_overflow_check=False) as scaled_loss:
+        with amp.scale_loss(divided, optimizer, delay_overflow_check=distributed) as scaled_loss:
             scaled_loss.backward()
         if training_steps % accumulation == 1:
             global_step = take_optimizer_step(optimizer, model, overflow_buf, global_step)
