@@ -40,6 +40,9 @@ def init(
 ) -> AmpHandle | NoOpHandle:
     """Cast functions as at O1, knowing no model: on the accelerator that torch reports, else on the CPU.
 
+    After ``initialize`` the forwards of its models cast functions too, whatever their level (espnet wants that at O2);
+    its scalers and ``_amp_state`` stay what they are.
+
     Args:
         enabled: False returns a handle that does nothing.
         loss_scale: Scale of ``handle.scale_loss``.
@@ -58,13 +61,19 @@ def init(
         _amp_state.handle = handle
         return handle
     properties, half = read_properties("O1", {"loss_scale": loss_scale})
+    earlier = session.latest()
+    initialized = earlier is not None and not earlier.by_init
+    half = earlier.half if earlier is not None and initialized else half
     made = session.Session(properties, half, None, [LossScaler(properties.loss_scale)])
+    made.by_init = True
     _allow_banned(allow_banned)
     device_types = {*device_types_of(live_models()), _torch.accelerator()}
     session.cover_device_types(device_types)
     session.casting_policies().add(made.policy)
+    made.cast_inside(live_models())
     casts.set_ambient(made.policy.casts, device_types)
     handle = AmpHandle(made, verbose=verbose)
-    state.rooms["latest session"] = made
-    _amp_state._values().update(opt_properties=properties, loss_scalers=made.scalers, handle=handle)
+    if not initialized:
+        state.rooms["latest session"] = made
+        _amp_state._values().update(opt_properties=properties, loss_scalers=made.scalers, handle=handle)
     return handle

@@ -27,6 +27,8 @@ class Session:
         policy: How its models run.
         half: Its half dtype.
         enabled: False for a call with ``enabled=False``, which owns nothing.
+        by_init: Whether ``amp.init`` made it, which knows no models.
+        lent: Policies of other calls that cast functions because this one does.
     """
 
     def __init__(
@@ -34,6 +36,8 @@ class Session:
     ) -> None:
         self.properties, self.half, self.scalers = properties, half, scalers
         self.enabled = bool(properties.enabled)
+        self.by_init = False
+        self.lent: list[ModelPolicy] = []
         cast_type = properties.cast_model_type or None
         weights = cast_type if cast_type in (torch.float16, torch.bfloat16) else None
         self.policy = ModelPolicy(
@@ -91,11 +95,21 @@ class Session:
             cpu_convolution.acquire()
         casts.set_ambient(self.policy.casts, device_types)
 
+    def cast_inside(self, models: Iterable[torch.nn.Module]) -> None:
+        """Have the forwards of ``models`` cast functions too, into their own half dtype, whatever their level."""
+        for model in models:
+            policy: ModelPolicy | None = model.__dict__.get("_amp_policy")
+            if policy is not None and not policy.casts.enabled:
+                self.lent.append(policy)
+                policy.casts = policy.casts._replace(enabled=True)
+                casting_policies().add(policy)
+
     def end_casts(self) -> None:
         """Take this call's casts back (``handle._deactivate()``); with the last of them go all patches of torch."""
-        if self.policy.casts.enabled:
-            self.policy.casts = self.policy.casts._replace(enabled=False)
-            casting_policies().discard(self.policy)
+        for policy in (self.policy, *self.lent):
+            if policy.casts.enabled:
+                policy.casts = policy.casts._replace(enabled=False)
+                casting_policies().discard(policy)
         release_casts()
 
     def undo_casts(self, ambient: Casts, device_types: Iterable[str]) -> None:

@@ -119,3 +119,86 @@ def test_positional_enabled_and_a_static_scale():
     handle = amp.init(True, loss_scale="128.0")
     with handle.scale_loss(torch.ones(1), torch.optim.SGD(net().parameters(), lr=0.1)) as scaled:
         assert scaled.item() == 128.0
+
+
+class Speech(nn.Module):
+    """A half model that needs a float32 function inside, as espnet's with its CTC loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 2)
+        self.seen = {}
+
+    def loss_fn(self, logits, y):
+        self.seen["registered"] = logits.dtype
+        return F.cross_entropy(logits, y)
+
+    def forward(self, x, y):
+        hidden = self.a(x).relu()
+        self.seen["list"] = F.softmax(hidden, 1).dtype
+        self.seen["mm"] = torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+        return self.loss_fn(self.b(hidden), y)
+
+
+LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
+
+
+def speech(level):
+    torch.manual_seed(1)
+    model = Speech()
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.7), opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    return model, optimizer, torch.bfloat16 if level in ("O4", "O5") else torch.float16
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_init_after_initialize_casts_in_forwards_of_every_level(level):
+    model, optimizer, half = speech(level)
+    x, y = data()
+    optimizer.zero_grad()
+    model(x, y)
+    model.seen.clear()
+    amp.register_float_function(Speech, "loss_fn")
+    handle = amp.init()
+
+    def step(x, y):
+        loss = model(x, y)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    train(step)
+    assert model.seen == {"registered": torch.float32, "list": torch.float32, "mm": half}
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == half
+    handle._deactivate()
+    model(x, y)
+    alone = {"O1": half, "O4": half}.get(level, torch.float32)
+    assert model.seen["mm"] == alone
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_init_after_initialize_leaves_its_scalers_and_handle_alone(level):
+    model, optimizer, _ = speech(level)
+    properties, scalers = amp._amp_state.opt_properties, amp._amp_state.loss_scalers
+    before = amp._amp_state.handle
+    scalers[0]._loss_scale = 2.0**9
+    handle = amp.init()
+    assert amp._amp_state.opt_properties is properties
+    assert amp._amp_state.loss_scalers is scalers
+    assert amp._amp_state.handle is before
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**9, "unskipped": 0}}
+    x, y = data()
+    with amp.scale_loss(model(x, y), optimizer) as scaled:
+        scaled.backward()
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**9, "unskipped": 1}}
+    assert handle.is_active()
+
+
+def test_a_second_init_is_a_new_beginning():
+    amp.init(loss_scale=128.0)
+    handle = amp.init(loss_scale=64.0)
+    assert amp._amp_state.handle is handle
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 64.0

@@ -406,6 +406,8 @@ def sharded_after_initialize(level: str) -> None:
 
 
 MASTERS = ["O2", "O5"]
+
+
 def reduced_after_accumulation(level: str) -> None:
     """NVIDIA's BERT: blocks leave the overflow check to the script, which reduces once a step, by one half tensor."""
     model, optimizer, _ = made(level, seed=0, wrap=lambda module: module)
