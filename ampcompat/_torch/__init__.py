@@ -38,6 +38,7 @@ from ampcompat._torch.compiler import (
     forget_compiled_graphs,
     in_fake_mode,
     run_uncompiled,
+    run_untraced,
     setting,
     tag_compile_caches,
 )
@@ -127,6 +128,7 @@ __all__ = [
     "register_state_dict_hooks",
     "replace",
     "run_uncompiled",
+    "run_untraced",
     "setting",
     "tag_compile_caches",
     "uncompiled",

@@ -23,6 +23,23 @@ def run_uncompiled(function: Callable[..., None], *args: Any) -> None:
     torch.compiler.disable(function)(*args)  # type: ignore[no-untyped-call]
 
 
+def run_untraced(function: Callable[..., Any], *args: Any) -> Any:
+    """``function(*args)``, which neither ``torch.jit.trace`` nor ``make_fx`` records as a part of the caller."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+        with disable_proxy_modes_tracing():
+            return function(*args)
+    tracing: Any = torch._C._get_tracing_state()
+    if tracing is None:
+        return function(*args)
+    try:
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+        return function(*args)
+    finally:
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+
+
 def setting(module_name: str, name: str) -> Any:
     """The config module ``module_name`` if it exists and has the setting ``name``, else None."""
     try:

@@ -53,7 +53,7 @@ class ModelPolicy:
 
     def _run_eager(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if self.half is not None and "_amp_stamp" not in model.__dict__:
-            stray, running = self._look_at_weights(model), cast_state().thread.half_models
+            stray, running = _torch.run_untraced(self._look_at_weights, model), cast_state().thread.half_models
             running.append(model)
             try:
                 with stray_weights.cast_for_forward(stray) if stray else nullcontext():
