@@ -9,7 +9,6 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp import master_index, model_state
-from ampcompat.amp.master_passes import reconcile
 from ampcompat.amp.masters import Master
 
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -76,7 +75,6 @@ def _cast(
     master = module.__dict__.get("_amp_masters", {}).get(name) or master_index.master_of_half(tensor)
     if master is not None:
         master.register()
-        reconcile([master])
         master.absorb()
     alone = tensor.dtype == torch.float32 != target and master is None and _torch.owns_memory_alone(tensor)
     exact = tensor.detach() if master is None else master.value.detach()

@@ -27,15 +27,15 @@ def _push_all(masters: list[Master]) -> None:
     values: list[torch.Tensor] = [m.value for m in masters]
     _torch.foreach_copy_(halves, values)
     for master, half, value in zip(masters, halves, values, strict=True):
-        if master.early_steps or master.written_unseen or master.comparisons:
+        if master.early_steps or master.written_unseen or master.comparisons or master.before_writes is not None:
             master.stepped()
         else:
             master.seen = (half._version, value._version, half.data_ptr())
             master.handed_out = None
 
 
-def reconcile(masters: Iterable[Master]) -> None:
-    """Restore the invariant for every one of ``masters``.
+def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
+    """Restore the invariant for every one of ``masters``; ``stepping``: before a step.
 
     No host sync, except in the first few rounds of a master's life and where somebody was caught writing a model
     tensor without moving its version counter (``p.data.clamp_()``, ``dist.broadcast(p.data)``).
@@ -49,6 +49,6 @@ def reconcile(masters: Iterable[Master]) -> None:
         or m.written_unseen
     ]:
         if master.moved():
-            master.reconcile()
+            master.reconcile(stepping)
         elif not (torch.compiler.is_compiling() or _torch.in_fake_mode()):
-            master.compare()
+            master.compare(stepping)

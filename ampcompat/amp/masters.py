@@ -17,6 +17,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import module_moves
+from ampcompat.amp.bits import bits, fingerprint
 
 #: New masters are compared by value, to find writers that move no version counter: in their first rounds, and in
 #: the first rounds after each of the first steps (WGAN clips after a step).
@@ -55,6 +56,7 @@ class Master:
         self.comparisons, self.early_steps = (0, 0) if self.is_buffer else (EARLY_ROUNDS, EARLY_STEPS)
         self.written_unseen = False  # somebody writes ``half`` without moving its version: compare for ever
         self.handed_out: torch.Tensor | None = None  # ``half`` as it was when state_dict handed the master out
+        self.before_writes: torch.Tensor | None = None  # the master before others wrote ``half``, until the next step
         self.settle()
         self.register()
 
@@ -71,7 +73,7 @@ class Master:
         self.seen = (self.half._version, self.value._version, self.half.data_ptr())
         self.handed_out = None
         if self.comparisons or self.written_unseen:
-            self.fingerprint = _fingerprint(self.half)
+            self.fingerprint = fingerprint(self.half)
 
     def moved(self) -> bool:
         """Whether either side was written since :meth:`settle`, or may have been through a tensor handed out."""
@@ -80,6 +82,7 @@ class Master:
 
     def stepped(self) -> None:
         """An optimizer moved the master and :func:`push_all` wrote it to the model."""
+        self.before_writes = None
         if self.early_steps:
             self.early_steps -= 1
             self.comparisons = max(self.comparisons, 2)
@@ -98,19 +101,39 @@ class Master:
     @torch.no_grad()
     def push(self) -> None:
         """Write the master into the model."""
+        self.before_writes = None
         self.half.copy_(self.value)
         self.settle()
 
     @torch.no_grad()
-    def pull(self) -> None:
+    def pull(self, stepping: bool = False) -> None:
         """Take the model's elements into the master where they differ; the others keep the master's low bits."""
-        self.value.copy_(torch.where(self.value.to(self.half.dtype) == self.half, self.value, self.half.float()))
+        self._take(self.value.to(self.half.dtype) == self.half, not stepping)
         self.half.copy_(self.value)  # NaN compares unequal to itself; this also brings -0.0 and 0.0 together
         self.settle()
 
+    def _take(self, kept: torch.Tensor, keep_before: bool) -> None:
+        """Take the model's elements into the master where not ``kept``.
+
+        What was written and is then written back (an attack on the weights, an average that is evaluated) gets the
+        master back that it had, not the rounded one: else updates below the rounding were lost each time.
+        """
+        taken, before = self.half.float(), self.before_writes
+        if before is not None and before.device == taken.device and before.shape == taken.shape:
+            taken = torch.where(before.to(self.half.dtype) == self.half, before, taken)
+        elif keep_before and not self.is_buffer:
+            self.before_writes = self.value.detach().clone()
+        self.value.copy_(torch.where(kept, self.value, taken))
+
     @torch.no_grad()
-    def reconcile(self) -> None:
-        """Restore the invariant after a move of either side."""
+    def reconcile(self, stepping: bool = False) -> None:
+        """Restore the invariant after a move of either side.
+
+        One host sync, where the master was handed out and no step follows.
+
+        Args:
+            stepping: A step follows: nobody will write back what was there before.
+        """
         if self.value.device != self.half.device:
             module_moves.follow_device(self)
         if self.half.dtype != self.dtype:
@@ -120,42 +143,57 @@ class Master:
         value_moved = self.value._version != value_version
         snapshot = self.handed_out
         if snapshot is not None and snapshot.device == self.half.device and snapshot.shape == self.half.shape:
-            still = _bits(self.half.detach()) == _bits(snapshot)
-            self.value.copy_(torch.where(still, self.value, self.half.float()))
+            still = bits(self.half.detach()) == bits(snapshot)
+            if not (stepping or half_moved or value_moved or _torch.in_fake_mode()):
+                half_written = not bool(still.all())
+                self.written_unseen = self.written_unseen or half_written
+            else:
+                half_written = half_moved
+            self._take(still, keep_before=half_written and not stepping)
             # Where no counter moved there is most likely nothing new: a graph that holds the weight stays valid.
             (self.half if half_moved or value_moved else self.half.data).copy_(self.value)
             self.settle()
         elif value_moved and not half_moved:
             self.push()
         else:
-            self.pull()
+            self.pull(stepping)
 
     @torch.no_grad()
-    def compare(self) -> bool:
+    def compare(self, stepping: bool = False) -> bool:
         """Restore the invariant where values alone show that it broke. Reads the device: one host sync.
+
+        Args:
+            stepping: As in :meth:`reconcile`.
 
         Returns:
             Whether it had broken.
         """
         self.comparisons -= self.comparisons > 0
-        if torch.equal(_bits(self.value.to(self.half.dtype)), _bits(self.half.detach())):
+        if torch.equal(bits(self.value.to(self.half.dtype)), bits(self.half.detach())):
             return False
         if self.is_buffer:
             self.absorb()
             return True
         self.written_unseen = True
-        if torch.equal(_fingerprint(self.half), self.fingerprint):
+        if torch.equal(fingerprint(self.half), self.fingerprint):
             self.push()  # it was the master that somebody wrote: ``group["params"][0].data.mul_()``
         else:
-            self.pull()
+            self.pull(stepping)
         return True
 
     @torch.no_grad()
     def absorb(self) -> None:
-        """Before ``value`` is read: take what batch norm wrote into a buffer, where it moves no version counter."""
+        """Before ``value`` is saved or copied: take what was written into ``half``, moving its version counter or not.
+
+        Reads the device for a parameter: one host sync.
+        """
         if self.moved():
             self.reconcile()
-        elif self.is_buffer and not (torch.compiler.is_compiling() or _torch.in_fake_mode()):
+        elif torch.compiler.is_compiling() or _torch.in_fake_mode():
+            return
+        elif not self.is_buffer:
+            self.compare()
+        else:
             same = self.value.to(self.half.dtype) == self.half
             self.value.copy_(torch.where(same, self.value, self.half.float()))
             self.seen = (self.half._version, self.value._version, self.half.data_ptr())
@@ -199,16 +237,3 @@ def by_value() -> weakref.WeakValueDictionary[int, Master]:
     """Masters by the id of the float32 tensor that stands in optimizers, likewise."""
     found: weakref.WeakValueDictionary[int, Master] = state.room("masters by value", weakref.WeakValueDictionary)
     return found
-
-
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes when ``tensor`` does, on its device."""
-    data = tensor.detach()
-    if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
-        # Four at a time: summing int16 as int64 was half of ``initialize``.
-        return data.view(-1).view(torch.int64).sum()
-    return _bits(data).sum(dtype=torch.int64)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])

@@ -13,7 +13,6 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp import master_index
-from ampcompat.amp.master_passes import reconcile
 
 
 def install(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -> None:
@@ -54,7 +53,6 @@ def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, 
             state_dict[prefix + name] = handed.float()
             continue
         master = master_index.ensure_master(module, name)
-        reconcile([master])
         master.absorb()
         keep_vars = handed is tensor
         state_dict[prefix + name] = master.value if keep_vars else master.hand_out()

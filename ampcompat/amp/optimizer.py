@@ -151,7 +151,7 @@ def _step_uncast(
     misuse.warn_at_step(stash, masters, direct, replaced)
     if not stash.blocks:
         take_unscaled(masters)
-    reconcile(masters)
+    reconcile(masters, stepping=True)
     result, ended, skip = None, False, False
     verdict: dict[str, Any] = {}
     try:
