@@ -3,8 +3,11 @@
 apex wrote its messages to standard output on rank 0, and people grep for them there.
 """
 
+import contextlib
 import os
+import sys
 import warnings
+from types import FrameType
 
 from ampcompat._state import state
 
@@ -27,8 +30,29 @@ def say(message: str) -> None:
         print(message, flush=True)  # noqa: T201 - the one print
 
 
-def warn_once(key: str, message: str, stacklevel: int = 3) -> None:
-    """Warn with ``message`` the first time that ``key`` comes up (until ``state.reset()``)."""
+def warn_once(key: str, message: str) -> None:
+    """Warn with ``message``, at the script's line, the first time that ``key`` comes up (until ``state.reset()``)."""
     if key not in state.warned:
         state.warned.add(key)
-        warnings.warn(message, UserWarning, stacklevel=stacklevel)
+        warnings.warn(message, UserWarning, stacklevel=_level_of_script())
+
+
+def _level_of_script() -> int:
+    """How far the innermost frame is that is not ampcompat's, torch's or a context manager's, seen from the caller.
+
+    LR schedulers put frames of torch between the script and us, and other libraries ignore warnings from there.
+    """
+    import torch
+
+    if torch.compiler.is_compiling():
+        return 2
+    homes = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None and (frame.f_code.co_filename.startswith(homes) or _is_contextlib(frame)):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _is_contextlib(frame: FrameType) -> bool:
+    return frame.f_code.co_filename == contextlib.__file__

@@ -59,7 +59,6 @@ def go_back(optimizer: Any, stash: AmpOptimizerState) -> None:
                 "A scale_loss block raised in its backward pass while gradients of DDP's no_sync() were waiting - they"
                 " lie in the same tensors as the failed ones and are cleared with them - start the accumulation of"
                 " this step again.",
-                stacklevel=8,
             )
             stash.waiting, stash.gradients_are_local = None, False
         for param in leaves(optimizer, stash):

@@ -72,7 +72,6 @@ class HalfAverageWatch:
                 f"A deepcopy of a model whose weights amp.initialize cast to {self.param.dtype} is being updated over"
                 " its parameters(), as a moving average is - in half small updates round to nothing (a decay of 0.9999"
                 " cannot move) - average over state_dict() values instead: at O2 these are the float32 masters.",
-                stacklevel=5,
             )
 
 

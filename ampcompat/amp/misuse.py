@@ -46,7 +46,6 @@ def warn_of_unused_loss() -> None:
         "unscaled loss in a block",
         "A scale_loss block whose gradients do not come from the scaled loss - they are divided by the loss scale at"
         " its exit, and were never multiplied by it - call backward() on what the block yields, not on the loss.",
-        stacklevel=5,
     )
 
 
@@ -64,14 +63,12 @@ def warn_at_step(
             "optimizer.step() after scale_loss blocks that gave this optimizer no gradient - the scaled loss must be"
             " backpropagated inside the block - write `with amp.scale_loss(loss, optimizer) as scaled:"
             " scaled.backward()`.",
-            stacklevel=7,
         )
     elif not stash.blocks and _has_unseen_gradients(stash, masters, direct):
         warn_once(
             "unscaled backward",
             "optimizer.step() with gradients that no scale_loss block produced - their loss was not scaled, so small"
             " half gradients vanished - write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`.",
-            stacklevel=7,
         )
     if replaced or any(grad._version != version for grad, version in stash.seen):
         warn_once(
@@ -79,7 +76,6 @@ def warn_at_step(
             "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the optimizer steps"
             " with the float32 gradients of the masters, which did not change - clip amp.master_params(optimizer)"
             " instead of model.parameters().",
-            stacklevel=7,
         )
 
 
@@ -102,5 +98,4 @@ def heed_moves(stash: AmpOptimizerState, masters: list[Master], direct: list[tor
             "Parameters were moved between scale_loss blocks without optimizer.step() - overflows skip optimizer.step()"
             " and nothing else, so inf and NaN gradients reach the weights - step by optimizer.step(); with SAM, by"
             " `optimizer.step(closure)`, which makes both of its steps.",
-            stacklevel=8,
         )
