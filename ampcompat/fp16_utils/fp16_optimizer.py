@@ -206,6 +206,10 @@ class FP16_Optimizer:
         """The current loss scale."""
         return self.loss_scaler.loss_scale
 
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = float(value)
+
     @property
     def state(self) -> Any:
         """State of the wrapped optimizer."""

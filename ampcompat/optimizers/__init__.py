@@ -1,7 +1,7 @@
 """``apex.optimizers``: apex's optimizers on torch's fused and foreach kernels.
 
 All are ``torch.optim.Optimizer`` subclasses with apex's signatures, defaults and state names, usable at every
-opt_level. ``FP16_Optimizer``, which lived here until 2019, comes from ``ampcompat.fp16_utils``.
+opt_level. ``FP16_Optimizer``, which lived here until 2019, is made when it is asked for.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,14 @@ from ampcompat.optimizers.fused_novograd import FusedNovoGrad
 from ampcompat.optimizers.fused_sgd import FusedSGD
 
 if TYPE_CHECKING:
-    from ampcompat.fp16_utils import FP16_Optimizer
+    from ampcompat.optimizers.fp16_optimizer import FP16_Optimizer
 
 __all__ = ["FP16_Optimizer", "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "FP16_Optimizer":
-        from ampcompat.fp16_utils import FP16_Optimizer
+        from ampcompat.optimizers.fp16_optimizer import FP16_Optimizer
 
         return FP16_Optimizer
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,3 +1,5 @@
+import functools
+import importlib
 import io
 
 import pytest
@@ -117,3 +119,20 @@ def test_scaler_schedule():
     assert patient.loss_scale == 8
     patient.update_scale(True)
     assert patient.loss_scale == 4
+
+
+@pytest.mark.parametrize(
+    ("home", "first"), [("fp16_utils", 2.0**32), ("optimizers", 2.0**16), ("contrib.optimizers", 2.0**16)]
+)
+def test_each_home_of_it_begins_at_the_scale_of_apex(home, first):
+    kind = importlib.import_module(f"ampcompat.{home}").FP16_Optimizer
+    make = functools.partial(kind, torch.optim.SGD(torch.nn.Linear(2, 2).half().parameters(), lr=0.1), verbose=False)
+    optimizer = make(dynamic_loss_scale=True)
+    assert optimizer.loss_scale == first
+    assert make(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0}).loss_scale == 8.0
+    assert make(static_loss_scale=4.0).loss_scale == 4.0
+    optimizer.loss_scale = 128
+    assert optimizer.loss_scale == 128.0 == optimizer.loss_scaler.cur_scale
+    if home != "fp16_utils":
+        optimizer.cur_scale = 64.0
+        assert optimizer.loss_scale == 64.0 == optimizer.cur_scale
