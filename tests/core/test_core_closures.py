@@ -309,8 +309,7 @@ def test_moving_parameters_past_step_is_named(level):
     model, optimizer = start(level, sam, loss_scale="dynamic")
     with pytest.warns(UserWarning, match="moved between scale_loss blocks without optimizer.step") as found:
         [sam_by_halves(model, optimizer, seed) for seed in range(12)]
-    assert len(found) == 1
-    assert found[0].filename == __file__
+    assert [w.filename for w in found] == [backward.__code__.co_filename]  # the line of its scale_loss
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
