@@ -30,6 +30,9 @@ class FP16_Optimizer:
         TypeError: ``init_optimizer`` is no optimizer, or a parameter is neither half nor float32.
     """
 
+    #: What a dynamic scale begins at, unless ``dynamic_loss_args`` has an ``init_scale``.
+    first_scale = 2.0**32
+
     def __init__(
         self,
         init_optimizer: Optimizer,
@@ -47,7 +50,8 @@ class FP16_Optimizer:
             for p in group["params"]:
                 if p.dtype not in (*HALVES, torch.float32):
                     raise TypeError(f"A parameter of {p.dtype} - only float16, bfloat16 and float32 - cast it first.")
-        scaler = DynamicLossScaler(**(dynamic_loss_args or {})) if dynamic_loss_scale else LossScaler(static_loss_scale)
+        moving = {"init_scale": self.first_scale, **(dynamic_loss_args or {})}
+        scaler = DynamicLossScaler(**moving) if dynamic_loss_scale else LossScaler(static_loss_scale)
         self.loss_scaler, self.dynamic_loss_scale = scaler, dynamic_loss_scale
         self.optimizer, self.verbose = init_optimizer, verbose
         self.overflow, self.first_closure_call_this_step = False, True

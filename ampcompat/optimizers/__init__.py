@@ -1,7 +1,7 @@
 """``apex.optimizers``: apex's optimizers on torch's fused and foreach kernels.
 
 All are ``torch.optim.Optimizer`` subclasses with apex's signatures, defaults and state names, usable at every
-opt_level. ``FP16_Optimizer``, which lived here until 2019, is made when it is asked for.
+opt_level. ``FP16_Optimizer``, which lived here until 2019, is imported when it is asked for.
 """
 
 from typing import TYPE_CHECKING, Any
