@@ -61,9 +61,11 @@ def init(
         _amp_state.handle = handle
         return handle
     properties, half = read_properties("O1", {"loss_scale": loss_scale})
-    earlier = session.latest()
-    initialized = earlier is not None and not earlier.by_init
-    half = earlier.half if earlier is not None and initialized else half
+    initialized = session.latest()
+    if initialized is not None and initialized.by_init:
+        initialized = None
+    if initialized is not None:
+        half = initialized.half
     made = session.Session(properties, half, None, [LossScaler(properties.loss_scale)])
     made.by_init = True
     _allow_banned(allow_banned)
@@ -73,7 +75,7 @@ def init(
     made.cast_inside(live_models())
     casts.set_ambient(made.policy.casts, device_types)
     handle = AmpHandle(made, verbose=verbose)
-    if not initialized:
+    if initialized is None:
         state.rooms["latest session"] = made
         _amp_state._values().update(opt_properties=properties, loss_scalers=made.scalers, handle=handle)
     return handle

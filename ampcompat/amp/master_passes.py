@@ -37,8 +37,9 @@ def _push_all(masters: list[Master]) -> None:
 def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
     """Restore the invariant for every one of ``masters``; ``stepping``: before a step.
 
-    No host sync, except in the first few rounds of a master's life and where somebody was caught writing a model
-    tensor without moving its version counter (``p.data.clamp_()``, ``dist.broadcast(p.data)``).
+    No host sync, except in the first few rounds of a master's life, where somebody was caught writing a model tensor
+    without moving its version counter (``p.data.clamp_()``, ``dist.broadcast(p.data)``) and, unless ``stepping``, of
+    masters that were handed out.
     """
     for master in [
         m
