@@ -37,6 +37,14 @@ def warn_once(key: str, message: str) -> None:
         warnings.warn(message, UserWarning, stacklevel=_level_of_script())
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Append ``note`` to what ``error`` says."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}\n{note}", *error.args[1:])
+
+
 def _level_of_script() -> int:
     """How far the innermost frame is that is not ampcompat's, torch's or a context manager's, seen from the caller.
 

@@ -1,42 +1,146 @@
-"""The one object that holds state: everything that ``reset()`` clears is reachable from here."""
+"""The one object that holds process-wide state: everything that ``reset()`` clears is a field here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+import weakref
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
-from ampcompat._undo import finish
+if TYPE_CHECKING:
+    import torch
+
+    from ampcompat.amp.autocast import Casts, Saved
+    from ampcompat.amp.functions import Functions
+    from ampcompat.amp.masters import Master
+    from ampcompat.amp.rules import Rules
+    from ampcompat.amp.session import Session
 
 
+class ThreadCasts(threading.local):
+    """What one thread is in the middle of.
+
+    Attributes:
+        forwards: Depth of casting forwards of initialized models; the outermost one owns autocast's weight cache.
+        off: Depth of engine runs, optimizer steps and ``disable_casts`` blocks.
+        disabled: Of these, ``disable_casts`` blocks: forwards stay uncast in them too.
+        regions: Open ``torch.autocast`` regions of the user, by device type.
+        running: Half models in whose forward this thread is, outermost first.
+    """
+
+    forwards = 0
+    off = 0
+    disabled = 0
+    regions: dict[str, int]
+    running: list[torch.nn.Module]
+
+    def __init__(self) -> None:
+        self.regions, self.running = {}, []
+
+
+@dataclass(eq=False)
+class CastState:
+    """The ambient casts of the process (see :mod:`ampcompat.amp.autocast`).
+
+    Attributes:
+        ambient: The casts of the latest ``initialize``; None where it casts nothing.
+        device_types: Where they hold: the device types of initialized models.
+        owner: The thread that they hold in, the one that called ``initialize`` last.
+        found: Autocast's state before the first change, for undo; None while nobody casts.
+        patches: Undo of the patches that casting needs; None while they are not installed.
+        thread: What the current thread is in the middle of.
+    """
+
+    ambient: Casts | None = None
+    device_types: tuple[str, ...] = ()
+    owner: int = 0
+    found: Saved | None = None
+    patches: ExitStack | None = None
+    thread: ThreadCasts = field(default_factory=ThreadCasts)
+
+
+@dataclass(eq=False)
+class MasterIndex:
+    """The way from a tensor to its master, by ``id`` of either side, and lists of masters that are looked up often.
+
+    Attributes:
+        by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still
+            holds that tensor: ids are reused.
+        by_model: Masters of a whole model, valid for one ``generation``.
+        generation: Counts masters that were made or dropped.
+    """
+
+    by_tensor: weakref.WeakValueDictionary[int, Master] = field(default_factory=weakref.WeakValueDictionary)
+    by_model: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[Master]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    generation: int = 0
+
+
+@dataclass(eq=False)
+class OptimizerIndex:
+    """Optimizers that calls of ``initialize`` were given, as long as they are alive.
+
+    Attributes:
+        live: Those under amp.
+        pending: Of these, those with scaled gradients that a block has left.
+        disabled: Those given to ``initialize(enabled=False)``.
+        blocks: Counts the blocks of all of them that have unscaled gradients.
+    """
+
+    live: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    disabled: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    blocks: int = 0
+
+
+@dataclass(eq=False)
 class State:
     """Process-wide state of ampcompat.
 
     Attributes:
-        undo: Every change made to torch pushes its undo here; ``reset()`` runs them in reverse.
+        undo: Undo of every change made to torch; ``reset()`` runs them in reverse.
         warned: Keys of the warnings already given (see :func:`ampcompat._log.warn_once`).
-        rooms: State owned by single modules, by module name, created on first use (see :meth:`room`).
+        view: What ``amp._amp_state`` shows.
+        session: The latest call of ``initialize``.
+        loaded_scalers: Scale and clean passes that were loaded before any ``initialize``.
+        models: Initialized models that are still alive.
+        optimizers: Optimizers that are still alive.
+        masters: The index of masters.
+        casts: The ambient casts.
+        rules: The op rules that are on the dispatcher, and registered functions.
+        observers: Tools that are told of losses, gradients and steps.
+        ddp: Every ``DistributedDataParallel`` made since the first ``initialize``.
     """
 
-    def __init__(self) -> None:
-        self.undo = ExitStack()
-        self.warned: set[str] = set()
-        self.rooms: dict[str, Any] = {}
+    undo: ExitStack = field(default_factory=ExitStack)
+    warned: set[str] = field(default_factory=set)
+    view: dict[str, Any] = field(default_factory=dict)
+    session: Session | None = None
+    loaded_scalers: list[tuple[float, int]] | None = None
+    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    optimizers: OptimizerIndex = field(default_factory=OptimizerIndex)
+    masters: MasterIndex = field(default_factory=MasterIndex)
+    casts: CastState = field(default_factory=CastState)
+    rules: Rules | None = None
+    observers: list[Any] = field(default_factory=list)
+    ddp: weakref.WeakSet[Any] | None = None
+    rooms: dict[str, Any] = field(default_factory=dict)
 
-    def room(self, name: str, make: Callable[[], Any]) -> Any:
-        """The state kept under ``name``, made by ``make()`` when it is not there (first use, or after a reset)."""
+    def room(self, name: str, make: Any) -> Any:
         if name not in self.rooms:
             self.rooms[name] = make()
         return self.rooms[name]
 
     def reset(self) -> None:
         """Undo every change to torch and forget everything; live models and optimizers keep what they carry."""
-        finish(self._clear)
-
-    def _clear(self) -> None:
-        self.undo.close()
-        self.warned.clear()
-        self.rooms.clear()
+        try:
+            self.undo.close()
+        finally:
+            fresh = State()
+            for one in fields(self):
+                setattr(self, one.name, getattr(fresh, one.name))
 
 
 state = State()

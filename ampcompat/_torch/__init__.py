@@ -26,12 +26,11 @@ from ampcompat._torch.arithmetic import (
     update_scale_,
 )
 from ampcompat._torch.autograd import (
+    CACHES_WEIGHTS_ACROSS_GRAD_MODES,
     accelerator,
     autocast_nesting,
-    caches_weights_across_grad_modes,
     patch_engine,
     patch_function_bodies,
-    without_grad,
 )
 from ampcompat._torch.compiler import (
     compile_backward_without_autocast,
@@ -59,7 +58,6 @@ from ampcompat._torch.dispatcher import (
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
     buffers_keyword,
-    disabled_optimizers,
     has_storage,
     is_scripting,
     is_sharded,
@@ -76,6 +74,7 @@ from ampcompat._torch.version import (
 )
 
 __all__ = [
+    "CACHES_WEIGHTS_ACROSS_GRAD_MODES",
     "TORCH",
     "AnyDeviceDDP",
     "HostCopy",
@@ -86,11 +85,9 @@ __all__ = [
     "autocast_key",
     "autocast_nesting",
     "buffers_keyword",
-    "caches_weights_across_grad_modes",
     "compile_backward_without_autocast",
     "composite",
     "current_node",
-    "disabled_optimizers",
     "flop_formula",
     "foreach_add",
     "foreach_add_",
@@ -134,5 +131,4 @@ __all__ = [
     "uncompiled",
     "unscale_and_check_",
     "update_scale_",
-    "without_grad",
 ]

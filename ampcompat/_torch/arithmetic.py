@@ -24,6 +24,12 @@ foreach_sub_ = torch._foreach_sub_
 fused_adam_ = torch._fused_adam_
 fused_adamw_ = torch._fused_adamw_
 fused_sgd_ = torch._fused_sgd_
+#: ``(grads, found_inf, inverse_scale)``: multiply ``grads`` (one device, one dtype, dense) in place, and set
+#: ``found_inf`` to 1 on any inf or NaN.
+unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
+#: ``(scale, tracker, found, growth, backoff, interval)``: move ``scale`` and count in ``tracker``, as
+#: ``GradScaler.update`` does, on their device.
+update_scale_ = torch._amp_update_scale_
 
 
 def has_fused_kernels(device: torch.device) -> bool:
@@ -79,15 +85,3 @@ def host_value(number: torch.Tensor) -> float | None:
     if type(number) is not torch.Tensor or not number.is_cpu:  # a fake tensor has no data
         return None
     return ctypes.c_float.from_address(number.data_ptr()).value
-
-
-def unscale_and_check_(grads: list[torch.Tensor], found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Multiply ``grads`` (one device, one dtype, dense) in place and set ``found_inf`` to 1 on any inf or NaN."""
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inverse_scale)
-
-
-def update_scale_(
-    scale: torch.Tensor, tracker: torch.Tensor, found: torch.Tensor, growth: float, backoff: float, interval: int
-) -> None:
-    """Move ``scale`` and count in ``tracker``, as ``GradScaler.update`` does, on their device."""
-    torch._amp_update_scale_(scale, tracker, found, growth, backoff, interval)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final
 
 import torch
 from packaging.version import Version
@@ -13,16 +12,14 @@ from packaging.version import Version
 from ampcompat._torch.patch import replace
 from ampcompat._torch.version import TORCH
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-_CACHES_ACROSS_GRAD_MODES: Final = Version("2.7") > TORCH
+#: Whether a cast made under ``no_grad`` may be handed to code that needs its gradient (torch before 2.7 did).
+CACHES_WEIGHTS_ACROSS_GRAD_MODES: Final = Version("2.7") > TORCH
 
 
 def autocast_nesting() -> int:
     """How many autocast regions (ours included) this thread is in."""
-    # One expression: an interrupt between two lines would leave the thread inside a region for ever.
-    return (torch.autocast_increment_nesting(), torch.autocast_decrement_nesting())[1]
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def accelerator() -> str:
@@ -32,11 +29,6 @@ def accelerator() -> str:
         if backend is not None and callable(getattr(backend, "is_available", None)) and backend.is_available():
             return device_type
     return "cpu"
-
-
-def caches_weights_across_grad_modes() -> bool:
-    """Whether a cast made under ``no_grad`` may be handed to code that needs its gradient (torch before 2.7 did)."""
-    return _CACHES_ACROSS_GRAD_MODES
 
 
 def patch_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack) -> None:
@@ -58,22 +50,3 @@ def patch_function_bodies(
         if name in owner.__dict__:
             replace(owner, name, wrap(owner.__dict__[name]), undo)
     replace(owner, "__init__", __init__, undo)
-
-
-def without_grad(function: Callable[P, T]) -> Callable[P, T]:
-    """``torch.no_grad()`` as a decorator, for what every step calls: a quarter of its cost."""
-
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        before = torch.is_grad_enabled()
-        try:
-            try:
-                torch._C._set_grad_enabled(False)
-                return function(*args, **kwargs)
-            finally:
-                torch._C._set_grad_enabled(before)
-        except BaseException:  # Ctrl-C may have struck in the way out
-            torch._C._set_grad_enabled(before)
-            raise
-
-    return run

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from ampcompat._undo import on_undo
 
 
 def in_fake_mode() -> bool:
@@ -58,7 +57,7 @@ def tag_compile_caches(tag: str, undo: ExitStack) -> None:
     def untag() -> None:
         config.cache_key_tag = config.cache_key_tag.replace(tag, "")
 
-    on_undo(undo, untag)
+    undo.callback(untag)
     config.cache_key_tag += tag
 
 
@@ -66,7 +65,7 @@ def compile_backward_without_autocast(undo: ExitStack) -> None:
     """Let compiled backward graphs run with casts off, as eager ones do, where torch can."""
     config = setting("torch._functorch.config", "backward_pass_autocast")
     if config is not None:
-        on_undo(undo, setattr, config, "backward_pass_autocast", config.backward_pass_autocast)
+        undo.callback(setattr, config, "backward_pass_autocast", config.backward_pass_autocast)
         config.backward_pass_autocast = "off"
 
 

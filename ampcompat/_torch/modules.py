@@ -5,25 +5,24 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from ampcompat._state import State
 from ampcompat._torch.patch import replace
 
 
 def register_state_dict_hooks(
-    module: Any, after_save: Callable[..., None], before_load: Callable[..., None], after_load: Any, handles: list[Any]
-) -> None:
-    """Hook saving and loading of ``module``'s own tensors; hooks survive deepcopy and pickle. Adds to ``handles``."""
-    # Each in one line: a hook whose handle was lost to an interrupt could not be taken off.
-    handles.append(module._register_state_dict_hook(after_save))
-    handles.append(module._register_load_state_dict_pre_hook(before_load, with_module=True))
-    handles.append(module.register_load_state_dict_post_hook(after_load))
+    module: Any, after_save: Callable[..., None], before_load: Callable[..., None], after_load: Callable[..., None]
+) -> list[Any]:
+    """Hook saving and loading of ``module``'s own tensors; hooks survive deepcopy and pickle. Returns their handles."""
+    return [
+        module._register_state_dict_hook(after_save),
+        module._register_load_state_dict_pre_hook(before_load, with_module=True),
+        module.register_load_state_dict_post_hook(after_load),
+    ]
 
 
 def patch_ddp_constructor(after: Callable[[Any, bool], None], undo: ExitStack) -> None:
@@ -76,12 +75,6 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
         return model
     inner: torch.nn.Module = model._modules.get("_orig_mod") or model
     return inner
-
-
-def disabled_optimizers(state: State) -> weakref.WeakSet[Any]:
-    """Optimizers given to ``initialize(enabled=False)``."""
-    found: weakref.WeakSet[Any] = state.room("disabled optimizers", weakref.WeakSet)
-    return found
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from typing import TYPE_CHECKING
 
 # _amp_state is imported as a module first: a later ``import ampcompat.amp._amp_state`` then finds it imported and does
@@ -19,12 +21,13 @@ from ampcompat.amp.amp import (
     register_half_function,
     register_promote_function,
 )
-from ampcompat.amp.block import scale_loss, step_was_skipped
+from ampcompat.amp.amp_model import unwrap
+from ampcompat.amp.autocast import disable_casts
+from ampcompat.amp.block import scale_loss
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.frontend import initialize
-from ampcompat.amp.handle import disable_casts
-from ampcompat.amp.master_index import sync_masters
-from ampcompat.amp.unwrap import unwrap
+from ampcompat.amp.masters import sync_masters
+from ampcompat.amp.optimizer import step_was_skipped
 
 if TYPE_CHECKING:
     from ampcompat.report import Receipt
@@ -71,3 +74,7 @@ def __getattr__(name: str) -> object:
     if name == "_DECORATOR_HANDLE":
         return getattr(_amp_state, "handle", None)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if "AMPCOMPAT_EXPLAIN" in os.environ:  # set by ``ampcompat run --explain``, for the processes that a script starts
+    importlib.import_module("ampcompat.explain").explain_as_asked()

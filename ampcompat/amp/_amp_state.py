@@ -19,11 +19,9 @@ class AmpState:
     """Attributes live in ampcompat's one state object, so that a reset clears them."""
 
     def _values(self) -> dict[str, Any]:
-        values: dict[str, Any] = state.room(
-            "amp state",
-            lambda: {"hard_override": False, "allow_incoming_model_not_fp32": False, "verbosity": 1},
-        )
-        return values
+        if not state.view:
+            state.view.update(hard_override=False, allow_incoming_model_not_fp32=False, verbosity=1)
+        return state.view
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -34,9 +32,8 @@ class AmpState:
         raise AttributeError(f"_amp_state has no attribute {name!r}; amp.initialize has not set it")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        latest = state.rooms.get("latest session")
-        if name == "loss_scalers" and latest is not None and latest.enabled:
-            latest.replace_scalers(value)
+        if name == "loss_scalers" and state.session is not None and state.session.enabled:
+            state.session.replace_scalers(value)
         self._values()[name] = value
 
     def __delattr__(self, name: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import casts, session
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.arguments import read_properties
+from ampcompat.amp.amp_model import device_types_of
+from ampcompat.amp.autocast import cover, set_ambient
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.kernels import allow_banned as _allow_banned
-from ampcompat.amp.policy import device_types_of, live_models
+from ampcompat.amp.properties import read_properties
 from ampcompat.amp.registry import (
     float_function,
     half_function,
@@ -19,6 +19,7 @@ from ampcompat.amp.registry import (
     register_promote_function,
 )
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.session import Session
 
 __all__ = [
     "float_function",
@@ -61,21 +62,20 @@ def init(
         _amp_state.handle = handle
         return handle
     properties, half = read_properties("O1", {"loss_scale": loss_scale})
-    initialized = session.latest()
+    initialized = state.session
     if initialized is not None and initialized.by_init:
         initialized = None
     if initialized is not None:
         half = initialized.half
-    made = session.Session(properties, half, None, [LossScaler(properties.loss_scale)])
-    made.by_init = True
+    made = Session(properties, half, scalers=[LossScaler(properties.loss_scale)], by_init=True)
     _allow_banned(allow_banned)
-    device_types = {*device_types_of(live_models()), _torch.accelerator()}
-    session.cover_device_types(device_types)
-    session.casting_policies().add(made.policy)
-    made.cast_inside(live_models())
-    casts.set_ambient(made.policy.casts, device_types)
+    held = device_types_of(state.models) & set(_torch.autocast_device_types())
+    device_types = {*held, _torch.accelerator()}
+    cover(device_types)
+    made.cast_inside(state.models)
+    set_ambient(made.policy.casts, device_types)
     handle = AmpHandle(made, verbose=verbose)
     if initialized is None:
-        state.rooms["latest session"] = made
+        state.session = made
         _amp_state._values().update(opt_properties=properties, loss_scalers=made.scalers, handle=handle)
     return handle

@@ -1,44 +1,226 @@
-"""A model under amp: a dynamic subclass of its own class, so that it stays what it was.
+"""A model under amp: a dynamic subclass of its own class, so that it stays what it was, and how its forward runs.
 
 ``isinstance``, ``repr``, ``super().forward``, hooks, deepcopy, pickle and ``model.forward(x)`` go on working because
 the instance is the same and only ``forward`` is overridden. The policy sits on the instance: an object that the user's
-own code makes by ``type(model)(...)`` has none and is a plain model.
+own code makes by ``type(model)(...)`` has none and is a plain model. apex replaced ``model.forward`` by a closure over
+the original model (``apex/amp/_initialize.py: patch_forward``), with which copies computed with the original's weights.
 """
 
 from __future__ import annotations
 
 import abc
+import copy
 import functools
+import operator
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ampcompat import _torch
+from ampcompat._log import add_note
 from ampcompat._state import state
-from ampcompat.amp import half_average, stray_weights
-from ampcompat.amp.master_index import reconcile_model
-from ampcompat.amp.policy import ModelPolicy, live_models
+from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched
+from ampcompat.amp.cast_tree import cast_tree, tensors_in
+from ampcompat.amp.masters import reconcile_model
+from ampcompat.amp.observers import notify
+from ampcompat.amp.weights import cast_weights, watch_averages
+
+Forward = Callable[..., Any]
+_IS_THERE = functools.partial(operator.is_not, None)
 
 
+@dataclass(eq=False)
+class ModelPolicy:
+    """How the forward of a model runs, as one ``initialize`` call decided. Shared by copies; plain data when pickled.
+
+    Attributes:
+        opt_level: The level that the call asked for.
+        casts: Function casts inside the forward.
+        input_dtype: Floating inputs are cast to it (O0, O2, O3), or None.
+        output_dtype: Floating outputs are cast to it, or None.
+        half: The half dtype that the model's weights were cast to, or None where they stay float32.
+        master_weights: Whether half weights have float32 masters.
+    """
+
+    opt_level: str
+    casts: Casts
+    input_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    half: torch.dtype | None
+    master_weights: bool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelPolicy:
+        return self
+
+    def alike(self, other: ModelPolicy) -> bool:
+        """Whether an optimizer of a model under this policy fits a model under ``other``."""
+        mine, its = (self.opt_level, self.casts, self.half), (other.opt_level, other.casts, other.half)
+        return (*mine, self.master_weights) == (*its, other.master_weights)
+
+    def run(self, model: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+        """``forward(*args, **kwargs)`` of ``model`` under this policy."""
+        if torch.compiler.is_compiling():
+            return self._run_compiled(forward, args, kwargs)
+        if state.observers:
+            notify("on_forward", model, args, kwargs)
+        if self.half is not None and "_amp_stamp" not in model.__dict__:
+            output = self._run_half(model, forward, args, kwargs)
+        else:
+            if self.input_dtype is not None:
+                args, kwargs = cast_tree(args, self.input_dtype), kwargs and cast_tree(kwargs, self.input_dtype)
+            output = self._run_casting(model, forward, args, kwargs)
+            if self.output_dtype is not None:
+                output = cast_tree(output, self.output_dtype)
+        if state.observers:
+            notify("on_output", model, output)
+        return output
+
+    def _run_half(self, model: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+        if self.master_weights:
+            reconcile_model(model)
+        running = state.casts.thread.running
+        around = running[-1] if running else None
+        running.append(model)
+        try:
+            if self.input_dtype is not None:
+                args, kwargs = cast_tree(args, self.input_dtype), kwargs and cast_tree(kwargs, self.input_dtype)
+            output = self._run_casting(model, forward, args, kwargs)
+        except RuntimeError as error:
+            _explain_float32_weights(model, error)
+            raise
+        finally:
+            running.pop()
+        # ``initialize([model, model.generator], ...)``: as a part of the running model, the generator stays in half.
+        if self.output_dtype is None or (around is not None and any(part is model for part in around.modules())):
+            return output
+        return cast_tree(output, self.output_dtype)
+
+    def _run_casting(self, model: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+        stamp: tuple[Casts | None, str] | None = model.__dict__.get("_amp_stamp")
+        room, casts = state.casts, self.casts
+        if stamp is not None:
+            stamped, device_type = stamp
+            if stamped is None:
+                return forward(*args, **kwargs)
+            casts = stamped
+        elif not casts.enabled and room.found is None:
+            return forward(*args, **kwargs)  # nobody casts functions: nothing to switch off
+        else:
+            device_type = _device_type(model)
+            if room.thread.disabled:
+                casts = OFF
+            elif room.thread.regions.get(device_type):
+                return forward(*args, **kwargs)  # in a region of the user's, who decides
+        if casts.enabled and room.patches is None:  # unpickled in a process that has called no initialize
+            _torch.run_uncompiled(cover, [device_type])
+        with switched(casts, device_type):
+            return forward(*args, **kwargs)
+
+    def _run_compiled(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+        # Leave out what dynamo cannot trace: checks of masters (the step makes them) and the thread's state. A user's
+        # region is recognised by not being the ambient casts.
+        if self.casts.enabled and state.casts.patches is None:
+            # Without fullgraph, the compiler falls back to an eager forward, which installs them.
+            raise RuntimeError(
+                f"A model at {self.opt_level}, unpickled in a process without amp.initialize, is compiled - the rules"
+                " of its casts are not in force yet, and a graph would be made without them - call the model once, or"
+                " amp.initialize, before torch.compile."
+            )
+        if self.input_dtype is not None:
+            args, kwargs = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
+        # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
+        device_types = state.casts.device_types or tuple({t.device.type: None for t in tensors_in((args, kwargs))})
+        output = self._in_graph(device_types, forward, args, kwargs)
+        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
+
+    def _in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Any, kwargs: Any) -> Any:
+        """``forward`` with this policy's casts on ``device_types``, wherever the ambient casts are in force now."""
+        if not device_types:
+            return forward(*args, **kwargs)
+        first, others = device_types[0], device_types[1:]
+        now = Casts(torch.is_autocast_enabled(first), torch.get_autocast_dtype(first))
+        ambient = state.casts.ambient if first in state.casts.device_types else None
+        if not now.same_as(ambient or OFF) or now.same_as(self.casts):
+            return self._in_graph(others, forward, args, kwargs)
+        with torch.autocast(first, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
+            return self._in_graph(others, forward, args, kwargs)
+
+    def stamp(self, model: torch.nn.Module) -> tuple[Casts | None, str]:
+        """The casts and device type of a DataParallel replica, for its own thread."""
+        device_type = _device_type(model)
+        casts = OFF if state.casts.thread.disabled else self.casts
+        if not state.casts.thread.disabled and state.casts.thread.regions.get(device_type):
+            # A user's region: hand on its dtype too, which torch does not.
+            casts = Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        return casts, device_type
+
+
+def _explain_float32_weights(model: torch.nn.Module, error: RuntimeError) -> None:
+    """Add a note to torch's own error where a half model has float32 weights (``functional_call``, ``model.float()``)."""
+    for module in model.modules():
+        half, _ = module.__dict__.get("_amp_half", (None, None))
+        for name, tensor in module._parameters.items():
+            if half is not None and tensor is not None and tensor.is_floating_point() and tensor.dtype != half:
+                add_note(
+                    error,
+                    f"ampcompat: {name!r} of a {type(module).__name__} is {tensor.dtype} in this forward, in a model"
+                    f" that amp.initialize cast to {half} - the forward of a half model needs half weights - pass"
+                    f" functional_call values cast to {half}, leave out model.float(), or use opt_level='O1'.",
+                )
+                return
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
+def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
+    """Device types that hold parameters or buffers of ``models``."""
+    modules = {module for model in models for module in model.modules()}
+    tensors = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
+    return {t.device.type for t in tensors}
+
+
+def _device_type(model: torch.nn.Module) -> str:
+    """Where ``model`` is. A model moved since ``initialize`` moves the ambient casts along."""
+    room, first = state.casts, None
+    for module in model.modules():  # not parameters(), whose nested generators are slower
+        first = next(filter(_IS_THERE, module._parameters.values()), None)
+        if first is not None:
+            break
+    if first is None:
+        first = next(model.buffers(), None)
+    if first is None:
+        return room.device_types[0] if room.device_types else "cpu"
+    device_type = str(first.device.type)
+    if device_type not in room.device_types and room.found is not None:
+        wanted = device_types_of(state.models) & set(_torch.autocast_device_types())
+        cover(wanted)
+        set_ambient(room.ambient or OFF, wanted)
+    return device_type
+
+
+# -- the dynamic subclass ----------------------------------------------------------------------------------------------
 class AmpModel:
     """Marker base of the dynamic subclasses."""
 
     _amp_policy: ModelPolicy | None = None
 
     def __init_subclass__(cls, _amp: bool = False, **kwargs: Any) -> None:
-        """Dynamic subclasses are nobody's business: registries of the user's class do not hear of them."""
+        """Skip the user's ``__init_subclass__``, so that registries of the user's class do not see our subclass."""
         if not _amp:
             super().__init_subclass__(**kwargs)
 
 
 class InstanceForward:
-    """Stands where an instance has a ``forward`` of its own (``self.forward = self.impl``, a user's patch)."""
+    """Wraps a ``forward`` that an instance has of its own (``self.forward = self.impl``, a user's patch)."""
 
     def __init__(self, model: torch.nn.Module, inner: Any) -> None:
         self.model, self.inner = model, inner
         functools.update_wrapper(self, inner, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The instance's forward, under the model's policy."""
+        """Run the instance's forward under the model's policy."""
         policy: ModelPolicy | None = getattr(self.model, "_amp_policy", None)
         if policy is None:
             return self.inner(*args, **kwargs)
@@ -53,9 +235,8 @@ def attach(model: torch.nn.Module, policy: ModelPolicy) -> None:
     own = model.__dict__.get("forward")
     if own is not None and not isinstance(own, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own))
-    stray_weights.forget(model)
-    half_average.watch(model)
-    live_models().add(model)
+    watch_averages(model)
+    state.models.add(model)
 
 
 def detach(model: torch.nn.Module) -> None:
@@ -67,18 +248,12 @@ def detach(model: torch.nn.Module) -> None:
         model.__dict__.pop("_amp_policy", None)
         model.__class__ = plain_class(type(model))
     for module in model.modules():
-        module.__dict__.pop("_amp_watch", None)
-    live_models().discard(model)
+        module.__dict__.pop("_amp_average", None)
+    state.models.discard(model)
 
 
-def remember(model: torch.nn.Module) -> tuple[torch.nn.Module, ModelPolicy | None]:
-    """What :func:`put_back` needs."""
-    return model, model.__dict__.get("_amp_policy")
-
-
-def put_back(before: tuple[torch.nn.Module, ModelPolicy | None]) -> None:
-    """Restore what :func:`remember` saw."""
-    model, policy = before
+def put_back(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
+    """Restore the policy that ``model`` had."""
     if policy is None:
         detach(model)
     else:
@@ -92,10 +267,9 @@ def plain_class(cls: type) -> Any:
 
 def amp_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """The dynamic subclass of ``cls``, made once per class."""
-    classes: dict[type, type[torch.nn.Module]] = state.room("amp classes", dict)
-    if cls not in classes:
-        classes[cls] = _make_class(cls)
-    return classes[cls]
+    # Past the user's metaclass, as below.
+    made = [one for one in type.__subclasses__(cls) if one.__dict__.get("_amp_of") is cls]
+    return made[0] if made else _make_class(cls)
 
 
 def _make_class(cls: Any) -> Any:
@@ -127,6 +301,7 @@ def _make_class(cls: Any) -> Any:
         "__doc__": cls.__doc__,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
+        "_amp_of": cls,
         "forward": forward,
         "__reduce_ex__": __reduce_ex__,
         "_replicate_for_data_parallel": _replicate_for_data_parallel,
@@ -144,3 +319,39 @@ def rebuild(cls: type[torch.nn.Module], build: Any, args: tuple[Any, ...]) -> to
     if not isinstance(model, AmpModel):
         model.__class__ = amp_class(type(model))
     return model
+
+
+# -- a plain copy ------------------------------------------------------------------------------------------------------
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a plain copy of ``model``: its own class, float32 weights, nothing of amp left on it.
+
+    For export (``torch.export``, ``torch.fx``, ``torch.jit``, ONNX), for saving a whole model that loads where
+    ampcompat is not installed, and for evaluation in float32. ``model`` itself is not changed and goes on training.
+    apex had no such call.
+
+    Args:
+        model: A model given to ``amp.initialize``, or any module around or inside one. DDP, DataParallel and
+            ``torch.compile`` around it are taken off.
+
+    Returns:
+        A deep copy whose half weights are float32 again: the masters' values where there are masters (bitwise what
+        ``model.state_dict()`` says), the widened half ones at O3. Casts that O1 has put in force for code outside
+        models apply to it as to any code: run it under ``amp.disable_casts()`` for pure float32.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"amp.unwrap got {type(model).__name__} - it takes a model - pass the module.")
+    while True:
+        inner = _torch.uncompiled(model)
+        if _torch.parallel_wrapper(inner) and isinstance(inner.module, torch.nn.Module):
+            inner = inner.module
+        if inner is model:
+            break
+        model = inner
+    plain = copy.deepcopy(model)
+    cast_weights([plain], None, ExitStack())
+    for module in plain.modules():
+        detach(module)
+    return plain

@@ -1,26 +1,61 @@
-"""``scale_loss``: one backward pass from a scaled loss to unscaled gradients."""
+"""``scale_loss``: one backward pass, from a scaled loss to unscaled gradients.
+
+The gradients of one optimizer are in one of three states (``stash.gradients``, ``stash.pending``). What each event does:
+
+===========================  ============================  ============================  ===============================
+event                        NONE                          UNSCALED                      PENDING (scaled, in p.grad)
+===========================  ============================  ============================  ===============================
+block begins                 what is there goes aside      accumulated ones go aside     rescaled in place to its scale
+block ends                   UNSCALED                      added: UNSCALED               all unscaled, added: UNSCALED
+block ends with an overflow  the same, and noted           the same, and noted           the same, and noted
+block gives no gradient      NONE (EMPTY)                  UNSCALED                      UNSCALED
+block raises                 as before the block           as before the block           lost, if added to; a warning
+end of the block raises      LOST                          LOST                          LOST
+ends with ``delay_unscale``  PENDING                       PENDING, the others aside     PENDING
+ends in DDP's ``no_sync``    PENDING                       PENDING, the others aside     PENDING
+``step``                     moves nothing (O2, but for a  steps or skips: NONE          unscaled first, then as UNSCALED
+                             plain ``backward()``)
+``zero_grad``                NONE                          NONE                          NONE
+``p.grad`` cleared           NONE                          the master's is cleared too   what is left is unscaled
+``load_state_dict``          NONE                          UNSCALED                      PENDING
+===========================  ============================  ============================  ===============================
+
+Overflows are found in the new gradients alone, and the next ``step`` is skipped. LOST gradients are cleared, and the
+next step is skipped as well. "Aside" is ``stash.aside`` for params that the optimizer holds itself, and the master's
+gradient for half params: new half gradients are unscaled into float32 and added there. apex did the same in
+``apex/amp/handle.py: scale_loss`` and ``apex/amp/_process_optimizer.py: post_backward_with_master_weights``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set, ValuesView
-from contextlib import contextmanager
+import weakref
+from collections.abc import Iterator, Sequence, Set, ValuesView
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ampcompat import _torch
+from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import misuse, overflow, session
-from ampcompat.amp.arguments import is_optimizer
-from ampcompat.amp.backward_pass import BackwardPass
-from ampcompat.amp.casts import assert_ambience
-from ampcompat.amp.ddp import holds_back_gradients
+from ampcompat.amp import misuse
+from ampcompat.amp.autocast import assert_ambience
+from ampcompat.amp.ddp import holds_back
+from ampcompat.amp.masters import Master
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scale_move import LeftToScript, ScaleMove
+from ampcompat.amp.properties import is_optimizer
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.session import DISABLED, Session
+from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
+
+#: Elements that are converted to float32 at once, where they are then added to older gradients and freed: as many as
+#: torch's fused kernels take in one launch.
+CHUNK = 2**24
+#: Overflow flags of one optimizer that are kept apart; more become one per scaler.
+MANY = 64
 
 
-@contextmanager
 def scale_loss(
     loss: torch.Tensor,
     optimizers: Any,
@@ -28,8 +63,10 @@ def scale_loss(
     model: Any = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
-) -> Iterator[torch.Tensor]:
+) -> AbstractContextManager[torch.Tensor]:
     """Scale ``loss`` for the backward pass inside the block; afterwards gradients are unscaled and may be clipped.
+
+    As in apex (``apex/amp/handle.py: scale_loss``), and for several losses, models and optimizers, accumulated or not.
 
     Args:
         loss: Floating tensor of any shape, on any device.
@@ -42,92 +79,494 @@ def scale_loss(
         delay_overflow_check: Leave the scale alone; an overflow still skips the step and is counted by the next block,
             unless the script calls the scaler's ``update_scale()``, and so decides about the step itself.
 
-    Yields:
-        ``loss.float() * loss_scale``.
+    Returns:
+        A context that yields ``loss.float() * loss_scale``.
 
     Raises:
-        RuntimeError: ``initialize`` was not called, or not with this optimizer; a block inside a block.
+        RuntimeError: ``initialize`` was not called, or not with this optimizer; a block inside a block; scaled
+            gradients pending in a tensor that two optimizers share.
         TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
         IndexError: ``loss_id`` is not below ``num_losses``.
 
     No host sync. At exit the *new* gradients are unscaled, by the scale of the block's entry, and added to what had
     accumulated; overflow is noted and the scale moves; the step after an overflow is skipped.
 
-    When the block raises, what had accumulated is as it was at its entry: the gradients of ``amp.master_params``, and
-    scaled ones of ``delay_unscale``. Half gradients that an earlier block has folded into the masters' are cleared, as
-    at any entry. Gradients of DDP's ``no_sync`` are lost with a backward pass that fails after them: a warning says so.
+    When the block raises, gradients that had accumulated unscaled are as they were at its entry; half gradients that
+    an earlier block has added to the masters' are cleared, as at any entry. Scaled ones of ``delay_unscale`` or of
+    DDP's ``no_sync`` are lost with those of the failed backward pass, and a warning says so.
     """
-    found, owner = _found(optimizers)
+    found, owner = _find(optimizers)
     if not owner.enabled:
-        yield loss
-        return
+        return nullcontext(loss)
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
-    scaler = _scaler(owner, loss_id)
-    assert_ambience()
-    if owner.plain:
-        notify("on_scale_loss", loss, scaler, found)
-        yield loss.float()
-        notify("on_gradients", scaler, found)
-        return
-    for one in found:
-        if one._amp_stash.in_block:
-            raise RuntimeError(
-                "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be told"
-                " apart - close the first block, or add the losses up."
-            )
-    notify("on_scale_loss", loss, scaler, found)
-    backward_pass = BackwardPass(found, scaler)
-    try:
+    return Block(loss, found, _find_scaler(owner, loss_id), delay_unscale, delay_overflow_check)
+
+
+class Block:
+    """One ``scale_loss`` block: idle, then open, then done.
+
+    Args:
+        loss: What to scale.
+        optimizers: Optimizers under amp, each once.
+        scaler: The loss scaler.
+        delay_unscale: Leave gradients scaled.
+        delay_overflow_check: Leave the scale alone.
+        scale: What gradients are scaled by, where no loss is.
+    """
+
+    __slots__ = ("__weakref__", "check", "delay", "loss", "marks", "optimizers", "plain", "scale", "scaler", "used")
+
+    def __init__(
+        self,
+        loss: torch.Tensor | None,
+        optimizers: Sequence[Any],
+        scaler: LossScaler,
+        delay_unscale: bool = False,
+        delay_overflow_check: bool = False,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        self.loss, self.optimizers, self.scaler, self.scale = loss, optimizers, scaler, scale
+        self.delay, self.check = delay_unscale, not delay_overflow_check
+        self.plain = False
+        self.used: list[bool] | None = None
+        self.marks: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []  # pending gradients, with their versions
+
+    def __enter__(self) -> torch.Tensor:
+        loss: torch.Tensor = self.loss  # type: ignore[assignment] # only blocks by hand have none
+        room, scaler = state.casts, self.scaler
+        if room.ambient is not None and room.device_types and not torch.is_autocast_enabled(room.device_types[0]):
+            assert_ambience()
+        self.plain = scaler.is_one
+        for one in self.optimizers:
+            stash: AmpOptimizerState = one._amp_stash
+            if stash.block is not None and stash.in_block:
+                raise RuntimeError(
+                    "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be"
+                    " told apart - close the first block, or add the losses up."
+                )
+            if stash.session.policy.master_weights or stash.pending is not None or stash.overflows:
+                self.plain = False
+        if state.observers:
+            notify("on_scale_loss", loss, scaler, self.optimizers)
+        if self.plain:  # scale one for ever, and no masters: nothing to unscale
+            return loss.float()
+        if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
+            refuse_shared(self.optimizers, among_themselves=self.delay)
         try:
-            backward_pass.begin()
+            for one in self.optimizers:
+                stash = one._amp_stash
+                begin(one, stash, scaler)
+                stash.block = weakref.ref(self)
+                if stash.pending is not None:
+                    self.marks += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in stash.leaves()]
             scaled = scaler.scale_loss(loss)
-            backward_pass.scale = scaler._scale
-            used = misuse.watch_loss(scaler, scaled)
-            yield scaled
-            # Under DDP's no_sync gradients are local: a later block unscales them, once they are averaged.
-            local = [one for one in backward_pass.optimizers if holds_back_gradients(one)]
-            if delay_unscale or local:
-                backward_pass.end_scaled(local)
-                return
-            reached = backward_pass.end(LeftToScript if delay_overflow_check else ScaleMove)
+            self.scale, self.loss = scaler._scale, None
+            if scaler.watched < misuse.WATCHED and scaled.requires_grad:
+                self.used = misuse.watch_loss(scaler, scaled)
         except BaseException:
-            backward_pass.fail()
+            self._give_up()
             raise
+        return scaled
+
+    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+        reached = False
+        if kind is not None:
+            if not self.plain:
+                self._give_up()
+            return
+        if self.plain:
+            for one in self.optimizers:
+                one._amp_stash.gradients = Gradients.UNSCALED
+        else:
+            try:
+                if self.delay or (state.ddp and self._is_held_back()):
+                    self._leave_pending()
+                    return
+                reached = self.end(self.check)
+            except BaseException:
+                self._lose()
+                raise
+        if reached and self.used is not None and not self.used:
+            misuse.warn_of_unused_loss()
+        if state.observers:
+            notify("on_gradients", self.scaler, self.optimizers)
+
+    @torch.no_grad()
+    def end(self, check: bool = True, by_hand: bool = False) -> bool:
+        """Unscale new gradients, add them to accumulated ones, and make the scaler's transition. No host sync.
+
+        Args:
+            check: False leaves the scale alone; the next transition counts the overflow.
+            by_hand: The caller updates the scaler itself, and decides about the step.
+
+        Returns:
+            Whether there were new gradients.
+        """
+        scaler, seen, reached, pending = self.scaler, set[int](), False, False
+        for one in self.optimizers:
+            stash: AmpOptimizerState = one._amp_stash
+            stash.look_up(one)
+            masters, direct = stash.masters, stash.direct
+            if len(self.optimizers) > 1:  # gradients that two optimizers share are unscaled with the first
+                masters = [m for m in masters if id(m) not in seen]
+                direct = [p for p in direct if id(p) not in seen]
+                seen.update(map(id, (*masters, *direct)))
+            reached |= _unscale(masters, direct, scaler, self.scale)
+            pending |= stash.pending is not None
+            for param, old in stash.aside:
+                param.grad = old if param.grad is None else _sum(param.grad, old)
+        flags: list[tuple[LossScaler, torch.Tensor]] = []
+        if not by_hand:
+            found = scaler.adjust(put_off=not check)
+            if found is not None:
+                flags.append((scaler, found))
+            if pending:
+                self._count_for_others(flags)
+        for one in self.optimizers:
+            stash = one._amp_stash
+            settle(one, stash)
+            if stash.gradients is not Gradients.LOST and (reached or stash.gradients is Gradients.NONE):
+                stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
+            stash.overflows = _join(stash.overflows, flags) if stash.overflows else flags
+        state.optimizers.blocks += 1
+        return reached
+
+    def _count_for_others(self, flags: list[tuple[LossScaler, torch.Tensor]]) -> None:
+        """Count the pass for every scaler whose loss is in gradients that were pending: any may have overflowed."""
+        pending = [one._amp_stash.pending for one in self.optimizers if one._amp_stash.pending is not None]
+        for other in {scaler: None for one in pending for scaler in one.scalers if scaler is not self.scaler}:
+            found = other.adjust(self.scaler._last_found)
+            if found is not None:
+                flags.append((other, found))
+
+    def _is_held_back(self) -> bool:
+        return any(holds_back(one._amp_stash.leaves()) for one in self.optimizers)
+
+    def _leave_pending(self) -> None:
+        refuse_shared(self.optimizers, among_themselves=True)
+        scale: torch.Tensor = self.scale  # type: ignore[assignment] # the block scaled its loss
+        pending = Pending(scale, {self.scaler: None}, [weakref.ref(one) for one in self.optimizers])
+        for one in self.optimizers:
+            stash: AmpOptimizerState = one._amp_stash
+            if stash.pending is not None:
+                pending.scalers.update(stash.pending.scalers)
+            stash.pending, stash.block = pending, None
+            state.optimizers.pending.add(one)
+
+    def _give_up(self) -> None:
+        """Undo the block: it raised. Pending gradients stay where no backward pass has added to them."""
+        self.scaler._found_inf = {}
+        stay = all([p.grad is grad and (grad is None or grad._version == version) for p, grad, version in self.marks])
+        for one in self.optimizers:
+            stash: AmpOptimizerState = one._amp_stash
+            if stash.block is not None and stash.block() is self:
+                if stash.pending is not None and stay:
+                    stash.block = None
+                else:
+                    abandon(one, stash)
+
+    def _lose(self) -> None:
+        """Clear what the end of the block left half unscaled, and have the next step skipped."""
+        self.scaler._found_inf = {}
+        for one in self.optimizers:
+            stash: AmpOptimizerState = one._amp_stash
+            for master in stash.masters:
+                master.folded = master.half.grad = master.value.grad = None
+            for param in stash.direct:
+                param.grad = None
+            settle(one, stash)
+            stash.gradients = Gradients.LOST
+        say("The end of a scale_loss block raised: its gradients are cleared, and the next step is skipped.")
+
+
+# -- what happens to one optimizer -------------------------------------------------------------------------------------
+def begin(optimizer: Any, stash: AmpOptimizerState, scaler: LossScaler) -> None:
+    """Make room for new gradients (``apex/amp/_process_optimizer.py: prepare_backward_with_master_weights``)."""
+    stash.look_up(optimizer)
+    if stash.reports:
+        stash.report(wait=False)
+    if stash.block is not None:  # dropped without its exit
+        abandon(optimizer, stash)
+    if stash.pending is not None:
+        stash.pending = _rescaled(stash, stash.pending, scaler)
+        return
+    masters = stash.masters
+    if masters:
+        heed_cleared(masters)
+        for master in masters:
+            master.folded = master.half.grad = None
+    for param in stash.direct:
+        grad = param.grad
+        if grad is not None:
+            # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
+            stash.aside.append((param, grad.clone() if _is_window(grad) else grad))
+            param.grad = None
+
+
+def settle(optimizer: Any, stash: AmpOptimizerState) -> None:
+    """Note that nothing of ``optimizer`` is scaled or aside any more."""
+    stash.aside, stash.block = [], None
+    if stash.pending is not None:
+        stash.pending = None
+        state.optimizers.pending.discard(optimizer)
+
+
+def abandon(optimizer: Any, stash: AmpOptimizerState) -> None:
+    """Put back what was aside when a block began; new gradients, and those pending, are cleared."""
+    for param in stash.leaves():
+        param.grad = None
+    for param, old in stash.aside:
+        param.grad = old
+    if stash.pending is not None:
+        misuse.warn_of_lost_pending()
+    settle(optimizer, stash)
+
+
+def unscale_pending(optimizer: Any) -> None:
+    """End the backward pass that ``delay_unscale`` has left, before its gradients are stepped with."""
+    pending: Pending = optimizer._amp_stash.pending
+    found = [one for one in [ref() for ref in pending.optimizers] if one is not None]
+    together = [one for one in found if "_amp_stash" in vars(one) and one._amp_stash.pending is pending]
+    block = Block(None, together, list(pending.scalers)[0], scale=pending.scale)
+    try:
+        block.end()
     except BaseException:
-        backward_pass.fail()  # again does no harm: Ctrl-C may have struck in the first
+        block._lose()
         raise
-    if reached and not used:
-        misuse.warn_of_unused_loss()
-    notify("on_gradients", scaler, found)
 
 
-def _found(optimizers: Any) -> tuple[list[Any], session.Session]:
+@torch.no_grad()
+def take_unscaled(masters: list[Master]) -> None:
+    """Give half gradients of a plain ``backward()``, outside any block, to the masters as they are."""
+    _unscale(masters, (), None, None)
+
+
+def heed_cleared(masters: list[Master]) -> bool:
+    """Clear the masters' gradients where the model's were cleared since a block, by None or by zeros.
+
+    Returns:
+        Whether a half gradient was edited or replaced instead. One host sync per half gradient that was written.
+    """
+    edited = False
+    for master in [
+        m
+        for m in masters
+        if m.folded is not None and (m.half.grad is not m.folded[0] or m.folded[0]._version != m.folded[1])
+    ]:
+        grad = master.half.grad
+        if grad is None or (not grad.is_sparse and not grad.any()):
+            master.folded = master.value.grad = None
+        else:
+            edited = True
+    return edited
+
+
+def first_gradient(masters: Sequence[Master], direct: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The first gradient that there is."""
+    for master in masters:
+        if master.half.grad is not None:
+            return master.half.grad
+    for param in direct:
+        if param.grad is not None:
+            return param.grad
+    return None
+
+
+def refuse_shared(optimizers: Sequence[Any], among_themselves: bool = False) -> None:
+    """Refuse scaled gradients pending in a tensor that two optimizers hold: it would be unscaled twice, or not at all.
+
+    Args:
+        optimizers: Of a block or step.
+        among_themselves: They are about to be pending.
+
+    Raises:
+        RuntimeError: Two share a tensor in which gradients are pending.
+    """
+    others = [one for one in state.optimizers.pending if not any(one is mine for mine in optimizers)]
+    held: dict[int, Any] = {}
+    for one in (*others, *optimizers):
+        for leaf in one._amp_stash.leaves() if "_amp_stash" in vars(one) else ():
+            other = held.setdefault(id(leaf), one)
+            if other is not one and (among_themselves or any(other is waiting for waiting in others)):
+                raise RuntimeError(
+                    f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"
+                    f" {type(other).__name__} and {type(one).__name__} share - one of them would step with gradients"
+                    " still multiplied by the loss scale - leave out delay_unscale (gradients accumulate without it),"
+                    " or give each optimizer its own parameters."
+                )
+
+
+@torch.no_grad()
+def _rescaled(stash: AmpOptimizerState, pending: Pending, scaler: LossScaler) -> Pending:
+    """Rescale pending gradients in place to the scaler's current scale. Exact while half gradients keep their range."""
+    if pending.scale is scaler._scale:
+        return pending
+    for param in stash.leaves():
+        if param.grad is not None:
+            grad = param.grad._values() if param.grad.is_sparse else param.grad
+            grad.mul_(scaler.scale_on(grad.device) / pending.scale.to(grad.device, non_blocking=True))
+    return replace(pending, scale=scaler.scale_on(pending.scale.device))
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+def _unscale(
+    masters: Sequence[Master], direct: Sequence[torch.Tensor], scaler: LossScaler | None, scale: torch.Tensor | None
+) -> bool:
+    """Unscale the gradients of ``direct`` in place, and half ones into their masters'; whether there were any."""
+    fresh: list[torch.Tensor] = []
+    for param in direct:
+        grad = param.grad
+        if grad is not None:
+            if grad.is_sparse:
+                grad = param.grad = _coalesced(grad)
+                grad = grad._values()
+            fresh.append(grad)
+    reached = bool(fresh)
+    for chunk in _chunks(masters) if masters else ():
+        reached = True
+        wide = _to_float32(chunk)
+        fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
+        if scaler is not None:  # in one pass with the others
+            scaler.unscale_(fresh, scale)
+        _fold(chunk, wide)
+        fresh = []
+        del wide  # before the next chunk is allocated
+    if fresh and scaler is not None:
+        scaler.unscale_(fresh, scale)
+    return reached
+
+
+def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
+    """The masters whose half tensor has a gradient, at most :data:`CHUNK` elements at a time."""
+    fresh = [master for master in masters if master.half.grad is not None]
+    if sum([master.half.numel() for master in fresh]) <= CHUNK:
+        return [fresh] if fresh else []
+    chunks: list[list[Master]] = [[]]
+    room = CHUNK
+    for master in fresh:
+        room -= master.half.numel()
+        if room < 0 and chunks[-1]:
+            chunks.append([])
+            room = CHUNK - master.half.numel()
+        chunks[-1].append(master)
+    return chunks
+
+
+def _to_float32(masters: list[Master]) -> list[torch.Tensor]:
+    """Float32 copies of the half gradients, in fused passes."""
+    grads: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # chunks have only those
+    if any([grad.is_sparse for grad in grads]):  # noqa: C419 - faster
+        # Sum duplicate entries in float32: their half sum may overflow.
+        return [_widened(grad) if grad.is_sparse else grad.float() for grad in grads]
+    wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+    _torch.foreach_copy_(wide, grads)
+    return wide
+
+
+def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
+    """Add float32 gradients to those of their masters, and note where they come from."""
+    old: list[torch.Tensor] = []
+    new: list[torch.Tensor] = []
+    for master, grad in zip(masters, wide, strict=True):
+        half: torch.Tensor = master.half.grad  # type: ignore[assignment] # chunks have only those
+        before = master.value.grad
+        if before is None:
+            master.value.grad = grad
+        elif before.is_sparse or grad.is_sparse:
+            master.value.grad = _sum(before, grad) if before.is_sparse else before + grad
+        else:
+            old.append(before)
+            new.append(grad)
+        master.folded = half, half._version
+    if old:
+        _torch.foreach_add_(old, new)
+
+
+def _is_window(grad: torch.Tensor) -> bool:
+    if grad.layout != torch.strided:
+        return False
+    return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
+
+
+def _sparse(
+    indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool | None = None
+) -> torch.Tensor:
+    # The parts come from a sparse tensor: no checks. Saying so keeps torch from warning that there are none.
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+
+
+def _widened(grad: torch.Tensor) -> torch.Tensor:
+    """The sparse ``grad`` in float32, each index once."""
+    return _sparse(grad._indices(), grad._values().float(), grad.shape).coalesce()
+
+
+def _coalesced(grad: torch.Tensor) -> torch.Tensor:
+    """``grad`` with each index once. Half entries are summed in float32: their half sum may overflow."""
+    if grad.dtype in (torch.float16, torch.bfloat16):
+        wide = _widened(grad)
+        return _sparse(wide.indices(), wide.values().to(grad.dtype), wide.shape, True)
+    return grad.coalesce()
+
+
+def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket."""
+    if a.is_sparse and not b.is_sparse:
+        return b + a
+    if a.is_sparse:
+        # Joined and coalesced, not added: the CPU adds no half sparse tensors.
+        indices, values = (torch.cat([a._indices(), b._indices()], 1), torch.cat([a._values(), b._values()]))
+        return _coalesced(_sparse(indices, values, a.shape))
+    return a.add_(b)
+
+
+def _join(
+    noted: list[tuple[LossScaler, torch.Tensor]], more: list[tuple[LossScaler, torch.Tensor]]
+) -> list[tuple[LossScaler, torch.Tensor]]:
+    """Overflow flags of earlier blocks and of one more, of bounded number; no host sync."""
+    # An overflow that was put off is one tensor for all blocks, which ``update_scale`` may clear.
+    flags = [*noted, *[flag for flag in more if not any(flag[1] is found for _, found in noted)]]
+    if len(flags) <= MANY:
+        return flags
+    by_scaler: dict[LossScaler, torch.Tensor] = {}
+    kept = []
+    for scaler, found in flags:
+        if found is scaler._put_off:
+            kept.append((scaler, found))
+        elif scaler in by_scaler:
+            by_scaler[scaler] = torch.maximum(by_scaler[scaler].to(found.device), found)
+        else:
+            by_scaler[scaler] = found
+    return [*by_scaler.items(), *kept]
+
+
+# -- whose block -------------------------------------------------------------------------------------------------------
+def _find(optimizers: Any) -> tuple[list[Any], Session]:
     """The optimizers of a block, each once, and the ``initialize`` call that it belongs to."""
     stash = getattr(optimizers, "_amp_stash", None)
-    if stash is not None and session.latest() is not None:  # the rule: one optimizer, and ours
+    if stash is not None and state.session is not None:  # fast path: one optimizer under amp
         return [optimizers], stash.session
     found = [optimizers] if is_optimizer(optimizers) else optimizers
     if isinstance(found, (ValuesView, Set, Iterator)):  # apex took any iterable
         found = list(found)
     if isinstance(found, (list, tuple)):
-        found = [_known(one) for one in found]
-    owner = _owner(found)
+        found = [known(one) for one in found]
+    owner = _find_owner(found)
     return list({id(one): one for one in found}.values()) if owner.enabled else [], owner
 
 
-def _known(optimizer: Any) -> Any:
+def known(optimizer: Any) -> Any:
     """``optimizer``; but for a LARC that was built around an initialized optimizer, that one."""
     inner = getattr(optimizer, "optim", None)
     if inner is None or hasattr(optimizer, "_amp_stash"):
         return optimizer
-    return inner if hasattr(inner, "_amp_stash") or inner in _torch.disabled_optimizers(state) else optimizer
+    return inner if hasattr(inner, "_amp_stash") or inner in state.optimizers.disabled else optimizer
 
 
-def _owner(optimizers: Any) -> session.Session:
+def _find_owner(optimizers: Any) -> Session:
     """The ``initialize`` call that a block on ``optimizers`` belongs to."""
-    latest = session.latest()
+    latest = state.session
     if latest is None:
         raise RuntimeError(
             "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
@@ -145,8 +584,8 @@ def _owner(optimizers: Any) -> session.Session:
         stash = getattr(one, "_amp_stash", None)
         if stash is not None:
             owners.append(stash.session)
-        elif one in _torch.disabled_optimizers(state) or not latest.enabled:
-            return latest if not latest.enabled else session.DISABLED
+        elif one in state.optimizers.disabled or not latest.enabled:
+            return latest if not latest.enabled else DISABLED
         else:
             raise RuntimeError(
                 f"scale_loss got a {type(one).__name__} that was not given to amp.initialize - its parameters would not"
@@ -155,7 +594,7 @@ def _owner(optimizers: Any) -> session.Session:
     return owners[0] if owners else latest
 
 
-def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
+def _find_scaler(owner: Session, loss_id: int) -> LossScaler:
     if not isinstance(loss_id, int) or not 0 <= loss_id < len(owner.scalers):
         last = len(owner.scalers) - 1
         larger = isinstance(loss_id, int) and loss_id > last
@@ -171,15 +610,3 @@ def _scaler(owner: session.Session, loss_id: int) -> LossScaler:
         )
     scaler.loss_id = loss_id  # it may have been put there by hand
     return scaler
-
-
-def step_was_skipped(optimizer: Any) -> bool:
-    """Whether the last ``optimizer.step()`` was skipped for an overflow.
-
-    Reads the device if only that knows: one host sync, with an optimizer that takes ``found_inf``.
-    """
-    stash = getattr(_known(optimizer), "_amp_stash", None)
-    if stash is None:
-        return False
-    overflow.report(stash)
-    return bool(stash.skipped)

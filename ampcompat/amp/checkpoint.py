@@ -9,7 +9,6 @@ from typing import Any
 
 from ampcompat._log import say, warn_once
 from ampcompat._state import state
-from ampcompat.amp import session as _session
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.scaler import LossScaler
 
@@ -36,7 +35,7 @@ def state_dict(destination: Any = None) -> Any:
             " to get a new dict."
         )
     found = {} if destination is None else destination
-    session = _session.latest()
+    session = state.session
     for index, scaler in enumerate(session.scalers if session is not None else ()):
         found[f"{_PREFIX}{index}"] = scaler.amp_state()
     return found
@@ -58,10 +57,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         ValueError: A scale or count that cannot be one. Nothing is loaded by a call that raises.
     """
     entries = _read(state_dict)
-    session = _session.latest()
+    session = state.session
     if session is None:
         if entries:
-            state.rooms["pending scalers"] = entries
+            state.loaded_scalers = entries
             say("amp.load_state_dict before amp.initialize: the next amp.initialize restores the loss scalers.")
         return
     if not session.enabled:
@@ -71,13 +70,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     _apply(entries, session.scalers)
 
 
-def apply_pending(scalers: list[LossScaler], undo: ExitStack) -> None:
+def apply_loaded(scalers: list[LossScaler], undo: ExitStack) -> None:
     """Restore into the scalers of a new call what was loaded before it; ``undo`` keeps it for the next call."""
-    entries = state.rooms.get("pending scalers")
+    entries = state.loaded_scalers
     if entries is not None:
         _apply(entries, scalers)
-        undo.callback(state.rooms.__setitem__, "pending scalers", entries)
-        del state.rooms["pending scalers"]
+        undo.callback(setattr, state, "loaded_scalers", entries)
+        state.loaded_scalers = None
 
 
 def _apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
@@ -86,15 +85,8 @@ def _apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
             f"Warning: amp.load_state_dict got {len(entries)} loss scalers where amp.initialize(num_losses="
             f"{len(scalers)}) made {len(scalers)}: loading the first {min(len(entries), len(scalers))}."
         )
-    before = [(scaler, dict(vars(scaler))) for scaler in scalers]
-    try:
-        for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
-            scaler._loss_scale, scaler._unskipped = scale, unskipped
-    except BaseException:
-        for scaler, attributes in before:
-            vars(scaler).update(attributes)
-        raise
     for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
+        scaler._loss_scale, scaler._unskipped = scale, unskipped
         maybe_print(
             f"amp.load_state_dict: restored loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}.",
             True,

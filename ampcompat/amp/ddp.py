@@ -8,6 +8,7 @@ backward pass averages what has accumulated in ``param.grad``: they must still b
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,21 +16,20 @@ import torch.distributed as dist
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.master_index import master_of_half
+from ampcompat.amp.masters import master_of
 from ampcompat.amp.properties import HALF_DTYPES
 
 
 def install() -> None:
     """Hear of every DDP that is made from now on; the undo goes on ``state.undo``."""
-    if "ddp" in state.rooms or not dist.is_available():
-        return
-    _torch.patch_ddp_constructor(_made, state.undo)
-    state.rooms["ddp"] = weakref.WeakSet()
+    if state.ddp is None and dist.is_available():
+        state.ddp = weakref.WeakSet()
+        _torch.patch_ddp_constructor(_made, state.undo)
 
 
 def _made(wrapper: Any, synchronised: bool) -> None:
-    wrappers: weakref.WeakSet[Any] = state.room("ddp", weakref.WeakSet)
-    wrappers.add(wrapper)
+    if state.ddp is not None:
+        state.ddp.add(wrapper)
     if synchronised:
         broadcast_masters(wrapper.module, wrapper.process_group, set(wrapper.parameters_to_ignore))
 
@@ -44,19 +44,17 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) ->
     for name, param in module.named_parameters():
         if param.dtype not in HALF_DTYPES or name in ignored:
             continue
-        master = master_of_half(param)
+        master = master_of(param)
         value = param.detach().float() if master is None else master.value.detach()
         dist.broadcast(value, source, group=group)
         if master is not None:
             master.push()
 
 
-def holds_back_gradients(optimizer: Any) -> bool:
-    """Whether a DDP in ``no_sync`` keeps the gradients of ``optimizer``'s params on their rank."""
-    wrappers = state.rooms.get("ddp")
-    silent = [w for w in wrappers if not w.require_backward_grad_sync] if wrappers else []
+def holds_back(params: Iterable[torch.Tensor]) -> bool:
+    """Whether a DDP in ``no_sync`` keeps the gradients of any of ``params`` on their rank."""
+    silent = [wrapper for wrapper in state.ddp or () if not wrapper.require_backward_grad_sync]
     if not silent:
         return False
-    masters, direct = optimizer._amp_stash.parts(optimizer)
-    held = {id(p) for p in (*(m.half for m in masters), *direct)}
-    return any(id(p) in held for wrapper in silent for p in wrapper.module.parameters())
+    held = {id(param) for param in params}
+    return any(id(param) in held for wrapper in silent for param in wrapper.module.parameters())

@@ -1,8 +1,9 @@
-"""``initialize``: the one call that puts models and optimizers under amp."""
+"""``initialize``: the one call that puts models and optimizers under amp, and takes them out (``enabled=False``)."""
 
 from __future__ import annotations
 
-import os
+import gc
+from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,19 +12,16 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import amp_model, arguments, checkpoint, optimizer
+from ampcompat.amp import amp_model, checkpoint, optimizer, properties
 from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.cast_model import cast_weights
-from ampcompat.amp.casts import cast_state
+from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
-from ampcompat.amp.disable import Taken, modules_in, release, take_out
-from ampcompat.amp.followers import followers
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.policy import live_models
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.session import Session
+from ampcompat.amp.session import DISABLED, Session, release_casts
+from ampcompat.amp.weights import cast_weights
 
 __all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
@@ -48,11 +46,11 @@ def initialize(
     *,
     keep_fp32: Any = None,
 ) -> Any:
-    """Put models and optimizers under mixed precision, in place; the signature is apex's, and ``keep_fp32``.
+    """Put models and optimizers under mixed precision, in place.
 
-    May be called any number of times, for the same or other objects, at any levels: each call owns its models,
-    optimizers and scalers; ``amp.state_dict()`` and ``amp._amp_state`` show the latest. A model that changes its level
-    takes the optimizers along that an earlier call was given with it.
+    The signature is that of ``apex/amp/frontend.py: initialize``, and ``keep_fp32``. May be called any number of times,
+    for the same or other objects, at any levels: each call owns its models, optimizers and scalers;
+    ``amp.state_dict()`` and ``amp._amp_state`` show the latest. apex allowed one call.
 
     Args:
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
@@ -81,46 +79,44 @@ def initialize(
         alone.
 
     Raises:
-        RuntimeError: Unknown level, an override that the level does not allow, a half or already wrapped model.
+        RuntimeError: Unknown level, an override that the level does not allow, a half or already wrapped model, a model
+            at another level than before without the optimizer that steps it.
         TypeError: Something is not a model, an optimizer or a dtype.
         ValueError: A flag, scale or count cannot be read. Nothing is changed by a call that raises.
     """
     if not enabled:
         _disable(models, optimizers)
         return models if optimizers is None else (models, optimizers)
-    properties, half = arguments.read_properties(
-        opt_level,
-        {
-            "cast_model_type": cast_model_type,
-            "patch_torch_functions": patch_torch_functions,
-            "keep_batchnorm_fp32": keep_batchnorm_fp32,
-            "master_weights": master_weights,
-            "loss_scale": loss_scale,
-        },
-    )
-    arguments.check_scaling(num_losses, min_loss_scale, max_loss_scale)
-    arguments.check_outputs(cast_model_outputs)
-    loudness = arguments.check_verbosity(verbosity)
-    model_list, optimizer_list = arguments.as_models(models), arguments.as_optimizers(optimizers)
-    arguments.check_unsharded(model_list, properties)
+    overrides = {
+        "cast_model_type": cast_model_type,
+        "patch_torch_functions": patch_torch_functions,
+        "keep_batchnorm_fp32": keep_batchnorm_fp32,
+        "master_weights": master_weights,
+        "loss_scale": loss_scale,
+    }
+    options, half = properties.read_properties(opt_level, overrides)
+    properties.check_scaling(num_losses, min_loss_scale, max_loss_scale)
+    properties.check_outputs(cast_model_outputs)
+    loudness = properties.check_verbosity(verbosity)
+    model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
+    properties.check_unsharded(model_list, options)
     kept = keep_fp32_.select([_torch.uncompiled(model) for model in model_list], keep_fp32)
     scalers = [
-        LossScaler(properties.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
+        LossScaler(options.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
         for loss_id in range(num_losses)
     ]
-    session = Session(properties, half, cast_model_outputs, scalers)
-    following = arguments.as_optimizers(followers(_plain_modules(model_list), optimizer_list, session.policy))
+    session = Session(options, half, cast_model_outputs, scalers)
+    modules = _castable(model_list)
+    _refuse_to_leave(modules, optimizer_list, session.policy)
     with ExitStack() as undo:
-        _keep_shown(undo)
+        _keep_view(undo)
         _amp_state.verbosity = loudness
         if loudness > 0:
-            _describe(properties)
-        _take_over(session, model_list, [*optimizer_list, *following], kept, undo)
+            _describe(options)
+        if len(modules) < len(model_list):
+            say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
+        _take_over(session, modules, optimizer_list, kept, undo)
         undo.pop_all()
-    if "AMPCOMPAT_EXPLAIN" in os.environ:
-        from ampcompat.explain import explain_as_asked
-
-        explain_as_asked()
     shown: Any = model_list if isinstance(models, (list, tuple)) else models
     if optimizers is None:
         return shown
@@ -129,95 +125,127 @@ def initialize(
 
 def _take_over(
     session: Session,
-    models: list[torch.nn.Module],
+    modules: list[torch.nn.Module],
     optimizers: list[Any],
     kept: list[torch.nn.Module],
     undo: ExitStack,
 ) -> None:
     """Change everything that a call changes; each change puts its own undo on ``undo``."""
-    properties, policy = session.properties, session.policy
-    modules = _plain_modules(models)
-    if len(modules) < len(models):
-        say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
-    room = cast_state()
-    undo.callback(session.undo_casts, room.ambient, room.device_types)
+    options, policy = session.properties, session.policy
+    undo.callback(session.undo_casts, state.casts.ambient, state.casts.device_types)
     for model in modules:
-        undo.callback(amp_model.put_back, amp_model.remember(model))
-    if policy.input_dtype is not None:
-        trained = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
-        cast_weights(
-            modules,
-            policy.input_dtype,
-            bool(properties.keep_batchnorm_fp32),
-            policy.master_weights,
-            trained if policy.master_weights else set(),
-            undo,
-            frozenset(inner for module in kept for inner in module.modules()),
-        )
-    else:
-        cast_weights(modules, None, False, False, set(), undo)
+        undo.callback(amp_model.put_back, model, model.__dict__.get("_amp_policy"))
+    cast_weights(
+        modules,
+        policy.input_dtype,
+        undo,
+        keep_batchnorm_fp32=bool(options.keep_batchnorm_fp32),
+        master_weights=policy.master_weights,
+        trained=optimizer.held_params(optimizers) if policy.master_weights else set(),
+        kept=frozenset(inner for module in kept for inner in module.modules()),
+    )
     keep_fp32_.build_borders(modules, kept, policy, undo)
     for model in modules:
         amp_model.attach(model, policy)
     for one in optimizers:
-        undo.callback(optimizer.put_back, optimizer.remember(one))
+        undo.callback(optimizer.remember(one))
         optimizer.attach(one, session)
-    session.begin_casts(live_models())
+    session.begin_casts()
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
-    checkpoint.apply_pending(session.scalers, undo)
-    _show({"opt_properties": properties, "loss_scalers": session.scalers, "handle": handle}, session)
+    checkpoint.apply_loaded(session.scalers, undo)
+    _show(session, {"opt_properties": options, "loss_scalers": session.scalers, "handle": handle})
 
 
-def _plain_modules(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
+def _disable(models: Any, optimizers: Any) -> None:
+    """Take models, and models within them, and optimizers out of amp; what is not under amp is left alone.
+
+    They become what they would be without amp: the user's class, float32 weights with the masters' values, an optimizer
+    that holds the model's own parameters and steps them. (apex left the casts in place and stopped scaling.)
+    """
+    options = Properties()
+    given = models if isinstance(models, (list, tuple)) else [models]
+    roots = [_torch.uncompiled(model) for model in given if isinstance(model, torch.nn.Module)]
+    optimizer_list = properties.as_optimizers(optimizers)
+    under = list({id(m): m for root in roots for m in root.modules() if m in state.models}.values())
+    with_stash = [one for one in optimizer_list if "_amp_stash" in vars(one)]
+    _refuse_to_leave(under, optimizer_list, DISABLED.policy)
+    with ExitStack() as undo:
+        _keep_view(undo)
+        if under:
+            keep_fp32_.build_borders(under, [], DISABLED.policy, undo)
+            cast_weights(under, None, undo)
+        for model in under:
+            undo.callback(amp_model.put_back, model, model.__dict__["_amp_policy"])
+            amp_model.detach(model)
+        for one in optimizer_list:
+            undo.callback(optimizer.remember(one))
+            if one in with_stash:
+                optimizer.detach(one)
+            state.optimizers.disabled.add(one)
+        values: dict[str, Any] = {"opt_properties": options, "loss_scalers": []}
+        if under or with_stash:
+            values["handle"] = NoOpHandle()
+        _show(Session(options), values)
+        undo.pop_all()
+    if under:
+        release_casts()  # ambient casts stay while other models need them for their losses
+
+
+def _refuse_to_leave(models: Iterable[torch.nn.Module], given: list[Any], policy: ModelPolicy) -> None:
+    """Refuse to change a model's level without an optimizer under amp that holds its tensors.
+
+    Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
+    loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
+
+    Raises:
+        RuntimeError: There is such an optimizer.
+    """
+
+    def left() -> list[Any]:
+        going = {id(param) for model in models for param in model.parameters()}
+        found = []
+        for one in list(state.optimizers.live):
+            stash = one._amp_stash
+            if not any(one is other for other in given) and not stash.session.policy.alike(policy):
+                stash.look_up(one)
+                if not going.isdisjoint(map(id, stash.leaves())):
+                    found.append(one)
+        return found
+
+    if left():
+        gc.collect()  # an optimizer that nobody uses any more is part of a cycle: its methods are bound to it
+        for one in left():
+            before, after = one._amp_stash.session.properties.opt_level, policy.opt_level
+            raise RuntimeError(
+                f"amp.initialize got a model without its {type(one).__name__}, which an earlier call put under amp"
+                f" {f'at {before} and this one would leave there' if after is None else f'at {before}, not {after}'} -"
+                " an optimizer steps weights of the level that it was initialized at - pass it too, with all of its"
+                " models, or drop it (del optimizer) before."
+            )
+
+
+def _castable(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     """What is to be cast of ``models``: what is behind compiled ones, and no ScriptModule."""
     found = [_torch.uncompiled(model) for model in models]
     return [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
 
 
-def _show(values: dict[str, Any], session: Session | None) -> None:
+def _show(session: Session, values: dict[str, Any]) -> None:
     """Make ``session`` the one that the module-level views show."""
     _amp_state._values().update(values)
-    state.rooms["latest session"] = session
+    state.session = session
 
 
-def _keep_shown(undo: ExitStack) -> None:
+def _keep_view(undo: ExitStack) -> None:
     """Have ``undo`` show again what is shown now."""
-    values, latest = dict(_amp_state._values()), state.rooms.get("latest session")
+    values, latest = dict(_amp_state._values()), state.session
 
     def show_again() -> None:
-        _amp_state._values().clear()
-        _show(values, latest)
+        state.view.clear()
+        state.view.update(values)
+        state.session = latest
 
     undo.callback(show_again)
-
-
-def _disable(models: Any, optimizers: Any) -> None:
-    properties = Properties()
-    session = Session(properties, torch.float16, None, [])
-    optimizer_list = arguments.as_optimizers(optimizers)
-    roots = modules_in(models)
-    optimizer_list += arguments.as_optimizers(followers(roots, optimizer_list, session.policy))
-    values: dict[str, Any] = {"opt_properties": properties, "loss_scalers": []}
-    disabled = _torch.disabled_optimizers(state)
-    taken: Taken | None = None
-    try:
-        with ExitStack() as undo:
-            _keep_shown(undo)
-            out = take_out(roots, optimizer_list, undo)
-            if out.anything:
-                values["handle"] = NoOpHandle()
-            for one in optimizer_list:
-                if one not in disabled:
-                    undo.callback(disabled.discard, one)
-                    disabled.add(one)
-            _show(values, session)
-            taken = out
-            undo.pop_all()
-        release(taken)
-    except BaseException:
-        if taken is not None:
-            release(taken)
-        raise
 
 
 def _describe(properties: Properties) -> None:

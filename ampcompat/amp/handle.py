@@ -8,28 +8,20 @@ from typing import Any
 
 import torch
 
-from ampcompat._undo import finish
 from ampcompat.amp import optimizer as _optimizer
-from ampcompat.amp import session
+from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.block import scale_loss
-from ampcompat.amp.casts import casts_off
 from ampcompat.amp.opt import OptimWrapper, PlainOptimWrapper
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.session import Session
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
-
-
-@contextmanager
-def disable_casts() -> Iterator[Any]:
-    """Context in which no function is cast, at any level; nests, and ends with exceptions too."""
-    with casts_off(disable=True) as outside:
-        yield outside
 
 
 class AmpHandle:
     """What ``amp._amp_state.handle`` is while functions are cast."""
 
-    def __init__(self, owner: session.Session, verbose: bool = False) -> None:
+    def __init__(self, owner: Session, verbose: bool = False) -> None:
         self._session, self._verbose = owner, verbose
 
     def is_active(self) -> bool:
@@ -65,12 +57,13 @@ class AmpHandle:
 
     def _deactivate(self) -> None:
         """End this call's casts for good; the last active call takes every patch off torch."""
-        finish(self._session.end_casts)
+        self._session.end_casts()
 
     def _adopt(self, optimizer: Any, num_loss: int = 1) -> None:
         """Take an optimizer that no ``initialize`` was given."""
         while len(self._session.scalers) < num_loss:
-            self._session.scalers.append(self._session.new_scaler())
+            loss_id = len(self._session.scalers)
+            self._session.scalers.append(LossScaler(self._session.properties.loss_scale, loss_id=loss_id))
         if "_amp_stash" not in vars(optimizer):
             _optimizer.attach(optimizer, self._session)
 

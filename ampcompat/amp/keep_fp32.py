@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from ampcompat._log import say
-from ampcompat.amp import amp_model, master_index
+from ampcompat._state import state
+from ampcompat.amp import amp_model
+from ampcompat.amp.amp_model import ModelPolicy
+from ampcompat.amp.autocast import OFF, Casts
 from ampcompat.amp.cast_tree import cast_tree, tensors_in
-from ampcompat.amp.casts import OFF, Casts
-from ampcompat.amp.policy import ModelPolicy, live_models
+from ampcompat.amp.masters import own_tensors
 from ampcompat.amp.properties import HALF_DTYPES
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -130,9 +132,9 @@ def _forwarding(found: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, None]
 def _with_tied(kept: dict[torch.nn.Module, None], names: dict[torch.nn.Module, str]) -> dict[torch.nn.Module, None]:
     while True:
         covered = {module for one in kept for module in one.modules()}
-        shared = {id(t): module for module in covered for _, t in master_index.own_tensors(module)}
+        shared = {id(t): module for module in covered for _, t in own_tensors(module)}
         for module, name in names.items():
-            tied = [shared[id(t)] for _, t in master_index.own_tensors(module) if id(t) in shared]
+            tied = [shared[id(t)] for _, t in own_tensors(module) if id(t) in shared]
             if module not in covered and tied:
                 say(f"keep_fp32: {name!r} shares a tensor with {names[tied[0]]!r} and stays float32 with it.")
                 kept[module] = None
@@ -166,31 +168,27 @@ def build_borders(
         before = module.__dict__.get("_amp_policy")
         if module not in kept and not isinstance(before, BorderPolicy):
             continue
-        undo.callback(_put_back, *amp_model.remember(module))
+        undo.callback(_set, module, before)
         if module in kept:
             _set(module, BorderPolicy(policy.opt_level, policy.half))
         else:
             _set(module, None)
 
 
-def _put_back(module: torch.nn.Module, before: ModelPolicy | None) -> None:
-    _set(module, before)
-
-
 def _set(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
     border = isinstance(policy, BorderPolicy)
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _pass and not border]:
         del module._forward_pre_hooks[key]
-    amp_model.put_back((module, policy))
+    amp_model.put_back(module, policy)
     if border:
-        live_models().discard(module)
+        state.models.discard(module)
         if _pass not in module._forward_pre_hooks.values():
             # torch's fused encoder layer reads its parts' weights past their forward, but not where a part has hooks.
             module.register_forward_pre_hook(_pass)
 
 
 def _pass(module: torch.nn.Module, args: Any) -> None:
-    """Do nothing; be there."""
+    """Disable torch's fused encoder path, by being a hook."""
 
 
 def _show(one: Any) -> str:

@@ -1,27 +1,71 @@
-"""Float32 masters of half tensors, and the invariant that ties the two: ``half == master.to(half.dtype)`` bitwise.
+"""Float32 masters of half tensors, and the invariant that ties the two: ``half == value.to(half.dtype)``, bitwise.
 
-A master belongs to the model's tensor: it lives beside it, in the module, goes along into deepcopies and pickles, and
-is found again by later calls of ``initialize``; optimizers only borrow it. Who writes either side is noticed by version
-counters (and, early on, by value), and the side that moved wins, element by element: every element that nobody else
-wrote keeps its master's low bits.
+A master belongs to the model's tensor. Its module holds it (``module.__dict__["_amp_masters"]``), so that deepcopy and
+pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 side. The life of a
+master, as a table of what each event does to its two sides:
+
+=========================================  ==================================  =======================================
+event                                      half (the model's tensor)           value (the float32 master)
+=========================================  ==================================  =======================================
+``initialize``                             rounded from float32                the float32 weight, to the bit
+``optimizer.step``                         rounded from value                  stepped by the optimizer
+``load_state_dict``                        rounded from what was loaded        what was loaded
+half written, counters move                kept                                takes the elements that differ
+half written past the counters             kept                                the same, where values are compared
+half written, then written back            kept                                what it was before the first write
+value written                              rounded from value                  kept
+both written after ``state_dict``          rounded from value                  half's elements where half moved
+parameter replaced in its module           the new parameter, cast             takes the elements that differ
+``model.to(device)``                       moved                               follows
+``model.float()`` and the like             cast back                           takes the elements that differ
+deepcopy, pickle                           copied                              copied
+``initialize`` at another level            float32 again, from value           dropped
+=========================================  ==================================  =======================================
+
+"Elements that differ" are those where ``value`` does not round to what ``half`` holds: every element that nobody else
+wrote keeps its low bits. Writers are found by version counters and data pointers. Writes past both (``p.data.clamp_()``,
+collectives on ``p.data``) are found by comparing values: in the first rounds and steps of a master's life, from then on
+wherever they were seen once, and whenever a master is saved or copied.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import weakref
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from ampcompat import _torch
+from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp import module_moves
-from ampcompat.amp.bits import bits, fingerprint
 
-#: New masters are compared by value, to find writers that move no version counter: in their first rounds, and in
-#: the first rounds after each of the first steps (WGAN clips after a step).
+#: Comparisons by value of a new master, and steps after each of which there are two more (WGAN clips after a step).
 EARLY_ROUNDS, EARLY_STEPS = 4, 3
+
+
+class Home(NamedTuple):
+    """Where a half tensor is held: the module's dict of parameters or buffers, its name in there, and the module."""
+
+    tensors: dict[str, torch.Tensor | None]
+    name: str
+    module: weakref.ref[torch.nn.Module]
+
+
+@dataclass
+class Watch:
+    """What comparing a master by value needs.
+
+    Attributes:
+        fingerprint: Of the half tensor, when both sides were last equal: tells which side was written.
+        steps: Steps after which there will be more comparisons.
+    """
+
+    fingerprint: torch.Tensor
+    steps: int = EARLY_STEPS
 
 
 class Master:
@@ -30,69 +74,74 @@ class Master:
     Attributes:
         half: The model's parameter or buffer.
         value: The master: a float32 ``Parameter`` of the same shape and device.
-        folded: The gradient of ``half`` that a block has added to that of ``value``, until it is dropped.
-        spent: Whether some optimizer has stepped with the gradient of ``value``.
-        homes: Where ``half`` lives: weak module references and names (several for tied weights).
+        dtype: The dtype that ``initialize`` gave ``half``.
+        homes: Where ``half`` is held (several for tied weights).
+        seen: Version of ``half``, version of ``value`` and address of ``half`` when both were last equal.
+        folded: The gradient of ``half`` whose unscaled values are in ``value.grad``, and its version then.
+        rounds: Comparisons by value that are left; infinite once a write past the version counters was seen.
+        watch: What these need; None where there will be none any more.
+        handed_out: Copy of ``half`` at the time when ``value`` was handed out, to be written perhaps.
+        before_writes: ``value`` before others wrote ``half``, until the next step.
 
     Args:
         half: The model's parameter or buffer.
-        value: What the master starts from; None: from ``half``.
-        adopt: ``value`` itself becomes the master.
+        value: What the master starts from; None for ``half`` itself.
+        adopt: Make ``value`` itself the master, without a copy.
     """
+
+    __slots__ = (
+        "__weakref__",
+        "before_writes",
+        "dtype",
+        "folded",
+        "half",
+        "handed_out",
+        "homes",
+        "rounds",
+        "seen",
+        "value",
+        "watch",
+    )
 
     def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None, adopt: bool = False) -> None:
         self.half, self.dtype = half, half.dtype
-        if value is not None and adopt:
-            self.value = value
-        else:
-            self.value = _make_value(half, value)
-        self.numel = half.numel()
-        self.folded: torch.Tensor | None = None
-        self.spent = False
-        self.homes: list[tuple[weakref.ref[torch.nn.Module], str]] = []
-        self.place: tuple[dict[str, Any], str] = {}, ""  # where the first home keeps ``half``, once it was looked up
-        # A buffer's forward goes by the half side; the master is brought up to date when it is read (``absorb``).
-        self.is_buffer = not isinstance(half, torch.nn.Parameter)
-        self.comparisons, self.early_steps = (0, 0) if self.is_buffer else (EARLY_ROUNDS, EARLY_STEPS)
-        self.written_unseen = False  # somebody writes ``half`` without moving its version: compare for ever
-        self.handed_out: torch.Tensor | None = None  # ``half`` as it was when state_dict handed the master out
-        self.before_writes: torch.Tensor | None = None  # the master before others wrote ``half``, until the next step
+        self.value = value if value is not None and adopt else _new_value(half, value)
+        self.homes: list[Home] = []
+        self.folded: tuple[torch.Tensor, int] | None = None
+        self.handed_out: torch.Tensor | None = None
+        self.before_writes: torch.Tensor | None = None
+        # A buffer is brought up to date when it is saved or copied; forwards read its half side alone.
+        self.rounds: float = EARLY_ROUNDS if self.is_parameter else 0
+        self.watch = Watch(_fingerprint(half)) if self.rounds else None
         self.settle()
         self.register()
 
+    @property
+    def is_parameter(self) -> bool:
+        """Whether ``half`` is a parameter, not a buffer."""
+        return isinstance(self.half, torch.nn.Parameter)
+
     def register(self) -> None:
-        """Be found by either side (again, after the index was reset)."""
-        by_half()[id(self.half)] = by_value()[id(self.value)] = self
+        """Be found by either side."""
+        index = state.masters.by_tensor
+        index[id(self.half)] = index[id(self.value)] = self
 
     def retire(self) -> None:
-        """The model's tensor is float32 again: it has no master, though optimizers may still hold this one."""
-        by_half().pop(id(self.half), None)
+        """Leave ``half``, which is float32 again, without a master; optimizers may still hold ``value``."""
+        state.masters.by_tensor.pop(id(self.half), None)
 
     def settle(self) -> None:
-        """Take both sides as they are now for equal."""
+        """Note both sides as equal."""
         self.seen = (self.half._version, self.value._version, self.half.data_ptr())
         self.handed_out = None
-        if self.comparisons or self.written_unseen:
-            self.fingerprint = fingerprint(self.half)
-
-    def moved(self) -> bool:
-        """Whether either side was written since :meth:`settle`, or may have been through a tensor handed out."""
-        versions = (self.half._version, self.value._version, self.half.data_ptr())
-        return versions != self.seen or self.handed_out is not None
-
-    def stepped(self) -> None:
-        """An optimizer moved the master and :func:`push_all` wrote it to the model."""
-        self.before_writes = None
-        if self.early_steps:
-            self.early_steps -= 1
-            self.comparisons = max(self.comparisons, 2)
-        self.settle()
+        if self.watch is not None:
+            self.watch.fingerprint = _fingerprint(self.half)
 
     def hand_out(self) -> torch.Tensor:
-        """The master itself, for a state dict or ``master_params``: what is written into it moves the model.
+        """Return the master for a state dict or ``master_params``: what is written into it moves the model.
 
-        ``.data.copy_()`` moves no version counter, so the model's side is kept as it is now: at the next forward or
-        step, elements in which the model has not moved since come from the master.
+        Writes through ``.data`` move no version counter. So ``half`` is kept as it is now: at the next forward or step
+        the elements in which the model has not moved since come from the master.
         """
         if self.handed_out is None:
             self.handed_out = self.half.detach().clone()
@@ -105,135 +154,404 @@ class Master:
         self.half.copy_(self.value)
         self.settle()
 
-    @torch.no_grad()
-    def pull(self, stepping: bool = False) -> None:
-        """Take the model's elements into the master where they differ; the others keep the master's low bits."""
-        self._take(self.value.to(self.half.dtype) == self.half, not stepping)
-        self.half.copy_(self.value)  # NaN compares unequal to itself; this also brings -0.0 and 0.0 together
+    def _pull(self, stepping: bool) -> None:
+        """Take the model's elements into the master where they differ."""
+        self._take(self.value.to(self.half.dtype) == self.half, keep_before=not stepping)
+        self.half.copy_(self.value)  # NaN differs from itself; this also brings -0.0 and 0.0 together
         self.settle()
 
     def _take(self, kept: torch.Tensor, keep_before: bool) -> None:
         """Take the model's elements into the master where not ``kept``.
 
-        What was written and is then written back (an attack on the weights, an average that is evaluated) gets the
-        master back that it had, not the rounded one: else updates below the rounding were lost each time.
+        Elements that were written and are written back (an attack on the weights, an average put in for an evaluation)
+        get the master back that they had. The rounded one would lose every update below the rounding.
         """
         taken, before = self.half.float(), self.before_writes
         if before is not None and before.device == taken.device and before.shape == taken.shape:
             taken = torch.where(before.to(self.half.dtype) == self.half, before, taken)
-        elif keep_before and not self.is_buffer:
+        elif keep_before and self.is_parameter:
             self.before_writes = self.value.detach().clone()
         self.value.copy_(torch.where(kept, self.value, taken))
 
     @torch.no_grad()
-    def reconcile(self, stepping: bool = False) -> None:
-        """Restore the invariant after a move of either side.
-
-        One host sync, where the master was handed out and no step follows.
+    def reconcile(self, stepping: bool = False) -> bool:
+        """Restore the invariant.
 
         Args:
-            stepping: A step follows: nobody will write back what was there before.
+            stepping: A step follows, so writes cannot be taken back any more.
+
+        Returns:
+            Whether either side had been written.
+
+        Host syncs: one where values are compared, or where the master was handed out and no step follows.
         """
         if self.value.device != self.half.device:
-            module_moves.follow_device(self)
+            self._follow_device()
         if self.half.dtype != self.dtype:
-            module_moves.keep_dtype(self)
-        half_version, value_version, pointer = self.seen
-        half_moved = self.half._version != half_version or self.half.data_ptr() != pointer
+            self._keep_dtype()
+        half_version, value_version, address = self.seen
+        half_moved = self.half._version != half_version or self.half.data_ptr() != address
         value_moved = self.value._version != value_version
         snapshot = self.handed_out
         if snapshot is not None and snapshot.device == self.half.device and snapshot.shape == self.half.shape:
-            still = bits(self.half.detach()) == bits(snapshot)
-            if not (stepping or half_moved or value_moved or _torch.in_fake_mode()):
-                half_written = not bool(still.all())
-                self.written_unseen = self.written_unseen or half_written
-            else:
-                half_written = half_moved
-            self._take(still, keep_before=half_written and not stepping)
-            # Where no counter moved there is most likely nothing new: a graph that holds the weight stays valid.
-            (self.half if half_moved or value_moved else self.half.data).copy_(self.value)
-            self.settle()
+            self._merge(snapshot, half_moved, value_moved, stepping)
         elif value_moved and not half_moved:
             self.push()
+        elif half_moved:
+            self._pull(stepping)
         else:
-            self.pull(stepping)
+            return self.rounds > 0 and not _without_values() and self._compare(stepping)
+        return True
 
-    @torch.no_grad()
-    def compare(self, stepping: bool = False) -> bool:
-        """Restore the invariant where values alone show that it broke. Reads the device: one host sync.
+    def _merge(self, snapshot: torch.Tensor, half_moved: bool, value_moved: bool, stepping: bool) -> None:
+        """Take half's elements where half moved since ``snapshot``, and the master's elsewhere."""
+        still = _bits(self.half.detach()) == _bits(snapshot)
+        half_written = half_moved
+        if not (stepping or half_moved or value_moved or _torch.in_fake_mode()):
+            half_written = not bool(still.all())
+            if half_written:
+                self._catch()
+        self._take(still, keep_before=half_written and not stepping)
+        # Write past the version counter where none has moved: a graph that holds the weight stays valid.
+        (self.half if half_moved or value_moved else self.half.data).copy_(self.value)
+        self.settle()
 
-        Args:
-            stepping: As in :meth:`reconcile`.
+    def _catch(self) -> None:
+        """Compare by value for ever: a writer moves no version counter."""
+        self.rounds, self.watch = math.inf, self.watch or Watch(_fingerprint(self.half))
 
-        Returns:
-            Whether it had broken.
-        """
-        self.comparisons -= self.comparisons > 0
-        if torch.equal(bits(self.value.to(self.half.dtype)), bits(self.half.detach())):
+    def _compare(self, stepping: bool) -> bool:
+        """Restore the invariant where values alone show that it broke. Reads the device: one host sync."""
+        watch, self.rounds = self.watch, max(0, self.rounds - 1)
+        if watch is not None and not (self.rounds or watch.steps):
+            self.watch = None
+        if torch.equal(_bits(self.value.to(self.half.dtype)), _bits(self.half.detach())):
             return False
-        if self.is_buffer:
-            self.absorb()
-            return True
-        self.written_unseen = True
-        if torch.equal(fingerprint(self.half), self.fingerprint):
-            self.push()  # it was the master that somebody wrote: ``group["params"][0].data.mul_()``
-        else:
-            self.pull(stepping)
+        written = watch is None or not torch.equal(_fingerprint(self.half), watch.fingerprint)
+        self._catch()
+        if written:
+            self._pull(stepping)
+        else:  # the master was: ``group["params"][0].data.mul_()``
+            self.push()
         return True
 
     @torch.no_grad()
-    def absorb(self) -> None:
-        """Before ``value`` is saved or copied: take what was written into ``half``, moving its version counter or not.
+    def absorb(self) -> bool:
+        """Bring ``value`` up to date before it is saved or copied; returns whether either side had been written.
 
-        Reads the device for a parameter: one host sync.
+        Reads the device: one host sync for a parameter.
         """
-        if self.moved():
-            self.reconcile()
-        elif torch.compiler.is_compiling() or _torch.in_fake_mode():
-            return
-        elif not self.is_buffer:
-            self.compare()
-        else:
-            same = self.value.to(self.half.dtype) == self.half
-            self.value.copy_(torch.where(same, self.value, self.half.float()))
-            self.seen = (self.half._version, self.value._version, self.half.data_ptr())
+        if needs_look(self):
+            return self.reconcile()
+        if _without_values():
+            return False
+        if self.is_parameter:
+            return self._compare(stepping=False)
+        same = self.value.to(self.half.dtype) == self.half
+        self.value.copy_(torch.where(same, self.value, self.half.float()))
+        self.seen = (self.half._version, self.value._version, self.half.data_ptr())
+        return False
+
+    def _follow_device(self) -> None:
+        """Move the master after ``module.to(device)``; it keeps its identity, for the optimizer that holds it."""
+        warn_once(
+            "master device",
+            f"The model moved from {self.value.device} to {self.half.device} after amp.initialize - its master weights"
+            " follow, but optimizer state does not - move the model before amp.initialize.",
+        )
+        version = self.value._version
+        moved = self.value.data.to(self.half.device)
+        try:
+            self.value.data = moved
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The model moved from {self.value.device} to {moved.device} after amp.initialize - tensors there are"
+                " of another kind, and the masters that the optimizer holds cannot become such - move the model before"
+                " the optimizer is made and amp.initialize is called."
+            ) from error
+        if self.value.grad is not None:
+            self.value.grad = self.value.grad.to(self.half.device)
+        half_version, value_version, address = self.seen
+        self.seen = (half_version, self.value._version if value_version == version else value_version, address)
+
+    def _keep_dtype(self) -> None:
+        """Undo ``model.float()``: at O2 amp decides about the dtype of the model."""
+        warn_once(
+            "master dtype",
+            f"A weight that amp.initialize had cast to {self.dtype} was {self.half.dtype} - at O2 the dtype of the"
+            " model is amp's business, so the weight is cast back - take amp.unwrap(model) for a float32 copy, or"
+            " initialize again at another opt_level.",
+        )
+        grad, self.half.grad = self.half.grad, None
+        exact = self.half.detach().float()
+        # Elements that only the conversion changed were not written: keep the low bits there.
+        keep = exact == self.value.to(self.dtype).float()
+        self.value.copy_(torch.where(keep, self.value, exact))
+        self.half.data = self.value.detach().to(self.dtype)
+        self.half.grad = None if grad is None else grad.to(self.dtype)
+        self.settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
         if id(self) in memo:
             found: Master = memo[id(self)]
             return found
         self.absorb()
-        # Both sides through the memo: an optimizer copied along goes on holding the copy's masters.
+        # Copy both sides through the memo: an optimizer copied along goes on holding the copy's masters.
         half, value = copy.deepcopy(self.half, memo), copy.deepcopy(self.value, memo)
         if not _torch.has_storage(half):
-            return self  # a compiler's stand-in for the module: it is never stepped
+            return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value, adopt=True)
-        homes = ((memo.get(id(home())), name) for home, name in self.homes)
-        clone.homes = [(weakref.ref(module), name) for module, name in homes if module is not None]
+        for home in self.homes:  # the copied module itself is empty yet
+            module, tensors = memo.get(id(home.module())), memo.get(id(home.tensors))
+            if module is not None and tensors is not None:
+                clone.homes.append(Home(tensors, home.name, weakref.ref(module)))
         return clone
 
     def __reduce__(self) -> Any:
         self.absorb()
-        # The master itself: an optimizer in the same file goes on holding it.
         return Master, (self.half, self.value, True)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def _make_value(half: torch.Tensor, value: torch.Tensor | None) -> torch.nn.Parameter:
+def _new_value(half: torch.Tensor, value: torch.Tensor | None) -> torch.nn.Parameter:
     exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
     if exact.data_ptr() == half.data_ptr() or value is not None:
         exact = exact.clone()
     return torch.nn.Parameter(exact, requires_grad=half.requires_grad)
 
 
-def by_half() -> weakref.WeakValueDictionary[int, Master]:
-    """Masters by the id of the model's half tensor; who looks there makes sure that the master still has that one."""
-    found: weakref.WeakValueDictionary[int, Master] = state.room("masters by half", weakref.WeakValueDictionary)
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View ``tensor`` as integers: NaN equals itself, and 0.0 is not -0.0."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number, on the device, that changes when ``tensor`` does."""
+    data = tensor.detach()
+    if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
+        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``.
+        return data.view(-1).view(torch.int64).sum()
+    return _bits(data).sum(dtype=torch.int64)
+
+
+def _without_values() -> bool:
+    return torch.compiler.is_compiling() or _torch.in_fake_mode()
+
+
+# -- find --------------------------------------------------------------------------------------------------------------
+def master_of(tensor: torch.Tensor) -> Master | None:
+    """The master whose half or float32 side is ``tensor``, if there is one."""
+    master = state.masters.by_tensor.get(id(tensor))
+    return master if master is not None and (master.value is tensor or master.half is tensor) else None
+
+
+def masters_in(module: torch.nn.Module) -> dict[str, Master]:
+    """Masters of the tensors that ``module`` itself (not its children) holds, by name; created empty."""
+    found: dict[str, Master] | None = module.__dict__.get("_amp_masters")
+    if found is None:
+        found = {}
+        object.__setattr__(module, "_amp_masters", found)
     return found
 
 
-def by_value() -> weakref.WeakValueDictionary[int, Master]:
-    """Masters by the id of the float32 tensor that stands in optimizers, likewise."""
-    found: weakref.WeakValueDictionary[int, Master] = state.room("masters by value", weakref.WeakValueDictionary)
-    return found
+def masters_of(model: torch.nn.Module) -> list[Master]:
+    """Every master in ``model``, each once; cached until a master is made or dropped anywhere."""
+    index = state.masters
+    found = index.by_model.get(model)
+    if found is None or found[0] != index.generation:
+        unique = {id(m): m for module in model.modules() for m in module.__dict__.get("_amp_masters", {}).values()}
+        found = index.by_model[model] = (index.generation, list(unique.values()))
+    return found[1]
+
+
+def own_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """Names and tensors of ``module``'s own parameters and buffers."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
+
+
+# -- own ---------------------------------------------------------------------------------------------------------------
+def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
+    """Return the master of ``module``'s half tensor ``name``; made if missing, of ``value`` or else of the half.
+
+    Args:
+        module: Holds the tensor itself.
+        name: Of the parameter or buffer.
+        value: What a new master starts from.
+        adopt: As for :class:`Master`.
+    """
+    held = masters_in(module)
+    tensors: Any = module._parameters if name in module._parameters else module._buffers
+    half: torch.Tensor | None = tensors.get(name)
+    if half is None:
+        raise RuntimeError(f"{type(module).__name__} has no tensor {name!r}.")
+    if name not in held or held[name].half is not half:
+        found = master_of(half)
+        held[name] = Master(half, value, adopt) if found is None else found
+        state.masters.generation += 1
+    master = held[name]
+    if not any(home.module() is module for home in master.homes):
+        master.homes.append(Home(tensors, name, weakref.ref(module)))
+    return master
+
+
+def drop_masters(module: torch.nn.Module) -> None:
+    """Forget the masters of ``module``'s own tensors: they are float32 again."""
+    if module.__dict__.pop("_amp_masters", None):
+        state.masters.generation += 1
+
+
+def restore_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
+    """Put back the masters that ``module`` had."""
+    drop_masters(module)
+    if held:
+        masters_in(module).update(held)
+        state.masters.generation += 1
+
+
+# -- reconcile ---------------------------------------------------------------------------------------------------------
+def needs_look(master: Master) -> bool:
+    """Whether either side was written since the two were equal, or may have been through a tensor handed out."""
+    now = (master.half._version, master.value._version, master.half.data_ptr())
+    return now != master.seen or master.handed_out is not None
+
+
+def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
+    """Restore the invariant for every one of ``masters``.
+
+    Args:
+        masters: Those of a model or an optimizer.
+        stepping: A step follows.
+
+    No host sync, except in the first few rounds of a master's life, where somebody was caught writing a model tensor
+    past the version counters and, unless ``stepping``, for masters that were handed out.
+    """
+    # One inline pass: models have thousands of masters, and nearly always none was written by others.
+    suspects = [
+        m
+        for m in masters
+        if (m.half._version, m.value._version, m.half.data_ptr()) != m.seen
+        or m.handed_out is not None
+        or m.rounds
+        or (m.homes and m.homes[0].tensors.get(m.homes[0].name) is not m.half)
+    ]
+    if suspects:
+        _torch.run_untraced(_reconcile, suspects, stepping)
+
+
+def _reconcile(suspects: list[Master], stepping: bool) -> None:
+    for master in suspects:
+        _follow_replacement(master)
+        master.reconcile(stepping)
+
+
+def reconcile_model(model: torch.nn.Module) -> None:
+    """Restore the invariant for every master in ``model``."""
+    reconcile(masters_of(model))
+
+
+def _follow_replacement(master: Master) -> None:
+    """Take over a parameter that was put in the place of ``half`` (``module.weight = nn.Parameter(...)``).
+
+    ``functional_call`` puts plain tensors there for the time of a forward: these are left alone.
+    """
+    if not master.homes:
+        return
+    tensors, name, module = master.homes[0]
+    now, owner = tensors.get(name), module()
+    if owner is None or now is None or now is master.half:
+        return
+    if master.is_parameter and not isinstance(now, torch.nn.Parameter):
+        return
+    where = f"{name!r} of a {type(owner).__name__}"
+    if _torch.is_sharded(now):
+        raise RuntimeError(
+            f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
+            " not sharded - use opt_level='O1', calling fully_shard before the optimizer and amp.initialize."
+        )
+    if now.shape != master.value.shape:
+        warn_once(
+            f"resized {where}",
+            f"Parameter {where} was replaced by one of shape {tuple(now.shape)} after amp.initialize - the optimizer"
+            f" holds the old one's master, of shape {tuple(master.value.shape)}, and does not train the new one - make"
+            " a new optimizer and call amp.initialize again.",
+        )
+        if now.dtype == torch.float32:
+            now.data = now.data.to(master.dtype)
+        return
+    warn_once(
+        f"replaced {where}",
+        f"Parameter {where} was replaced after amp.initialize - the optimizer holds the master of the old one - the"
+        " master takes the new values and goes on training them.",
+    )
+    grad, now.grad = now.grad, None
+    other = master_of(now)  # made for the new one by a state_dict or a load in between
+    with torch.no_grad():
+        if other is not None:
+            master.value.copy_(other.value)
+        elif now.dtype == master.dtype:  # perhaps a copy of the old one, on another device: keep the low bits
+            there = now.detach().to(master.value.device)
+            master.value.copy_(torch.where(master.value.to(there.dtype) == there, master.value, there.float()))
+        else:
+            master.value.copy_(now)
+        if now.dtype != master.dtype:
+            now.data = now.data.to(master.dtype)
+    now.grad = None if grad is None else grad.to(master.dtype)
+    rebind(master, now)
+
+
+def rebind(master: Master, now: torch.Tensor) -> None:
+    """Make ``now`` the half side of ``master`` in every home of a tied weight, and write the master into it."""
+    master.half, master.folded = now, None
+    master.register()
+    for home in master.homes:
+        module = home.module()
+        if module is None:
+            continue
+        masters_in(module)[home.name] = master
+        home.tensors[home.name] = now
+    state.masters.generation += 1
+    if master.value.device != now.device:
+        with torch.no_grad():
+            master._follow_device()
+    master.push()
+
+
+def sync_masters(model: torch.nn.Module) -> int:
+    """Take what the model's half weights hold into their float32 masters, comparing by value.
+
+    Needed only after a write that moves no version counter: ``p.data.copy_()``, ``dist.broadcast(p.data)``,
+    ``torch.nn.utils.vector_to_parameters``. Elements that nobody wrote keep their master's low bits. apex had no such
+    call: its masters kept their own values, and the write was lost at the next step.
+
+    Args:
+        model: A model given to ``amp.initialize``, or any module in one.
+
+    Returns:
+        How many tensors had been written. Reads the device.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
+    return sum([master.absorb() for master in masters_of(model)])
+
+
+# -- push --------------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def push(masters: list[Master]) -> None:
+    """Write masters that an optimizer stepped into the model, in fused passes."""
+    if not masters:
+        return
+    _torch.foreach_copy_([m.half for m in masters], [m.value for m in masters])
+    for master in masters:
+        watch = master.watch
+        if watch is None:
+            master.seen = (master.half._version, master.value._version, master.half.data_ptr())
+            master.handed_out = master.before_writes = None
+            continue
+        if watch.steps:
+            watch.steps -= 1
+            master.rounds = max(master.rounds, 2)
+        master.before_writes = None
+        master.settle()

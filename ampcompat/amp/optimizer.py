@@ -1,43 +1,50 @@
 """``step``, ``zero_grad`` and ``add_param_group`` of an optimizer under amp, wrapped once, as bound methods.
 
 Bound methods, with ``functools.wraps``: LR schedulers built before or after ``initialize`` patch and inspect
-``optimizer.step``, and go on doing so without a warning.
+``optimizer.step``, and go on doing so without a warning. apex patched the same methods
+(``apex/amp/_process_optimizer.py``) and, for one step after an overflow, ``step`` once more
+(``apex/amp/handle.py: scale_loss``).
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.utils.weak import TensorWeakRef
 
-from ampcompat.amp import misuse, overflow
-from ampcompat.amp.accumulation import put_all_aside
-from ampcompat.amp.adoption import adopt_masters, match_state
-from ampcompat.amp.backward_pass import finish_delayed, post_backward
-from ampcompat.amp.casts import cast_state, run_uncast, save
-from ampcompat.amp.closure import step_with_closure
-from ampcompat.amp.gradients import drop_half, heed_cleared, take_unscaled
-from ampcompat.amp.master_index import follow_replacements, master_of_half
-from ampcompat.amp.master_passes import push_all, reconcile
-from ampcompat.amp.masters import Master
+from ampcompat import _torch
+from ampcompat._log import say
+from ampcompat._state import state
+from ampcompat.amp import block, misuse
+from ampcompat.amp.autocast import OFF, Saved, switched
+from ampcompat.amp.block import Block
+from ampcompat.amp.masters import master_of, push, reconcile
 from ampcompat.amp.observers import notify
-from ampcompat.amp.optimizer_state import AmpOptimizerState, put_under_amp
+from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.session import Session
+from ampcompat.amp.stash import AmpOptimizerState, Gradients, Spent, adopt_masters, announce, match_state
 
-if TYPE_CHECKING:
-    from ampcompat.amp.session import Session
+#: Repetitions of a closure's later evaluation that overflows; each halves the scale.
+RETRIES = 4
 
 
 def attach(optimizer: Any, session: Session) -> None:
-    """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands."""
-    stash = AmpOptimizerState(optimizer, session, getattr(optimizer, "_amp_stash", None))
-    stash.parts(optimizer)  # adopts masters
+    """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients."""
+    stash = copy.copy(getattr(optimizer, "_amp_stash", None) or AmpOptimizerState(session))
+    stash.session, stash.groups, stash.overflows = session, [], stash.overflows[:]
+    if stash.spent.first is None:
+        stash.spent = Spent(None, state.optimizers.blocks)
+    stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
     optimizer._amp_stash = stash
-    put_under_amp(optimizer)
+    state.optimizers.live.add(optimizer)
+    state.optimizers.disabled.discard(optimizer)
     if "_amp_lazy_init" not in vars(optimizer):
         for name, action in _LEGACY_METHODS.items():
             setattr(optimizer, name, types.MethodType(action, optimizer))
@@ -55,33 +62,38 @@ def detach(optimizer: Any) -> None:
     scaled are cleared.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
-    masters, direct = stash.parts(optimizer)
-    if stash.waiting is not None:
-        for param in (*(master.half for master in masters), *direct):
+    stash.look_up(optimizer)
+    if stash.pending is not None:
+        for param in stash.leaves():
             param.grad = None
+        block.settle(optimizer, stash)
     adopt_masters(optimizer)
     match_state(optimizer)
     for name in ("_amp_stash", *_LEGACY_METHODS):
         vars(optimizer).pop(name, None)
+    state.optimizers.live.discard(optimizer)
 
 
-def remember(optimizer: Any) -> tuple[Any, ...]:
-    """What :func:`put_back` needs."""
+def remember(optimizer: Any) -> Callable[[], None]:
+    """Return what puts ``optimizer`` back as it is now."""
     groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+    held = dict(optimizer.state)
     own = {name: value for name, value in vars(optimizer).items() if name in _OWN}
-    return optimizer, groups, dict(optimizer.state), own
+    index = state.optimizers
+    sets = [(members, optimizer in members) for members in (index.live, index.disabled)]
 
+    def put_back() -> None:
+        for params, tensors in groups:
+            params[:] = tensors
+        optimizer.state.clear()
+        optimizer.state.update(held)
+        for name in _OWN:
+            vars(optimizer).pop(name, None)
+        vars(optimizer).update(own)
+        for members, was_in in sets:
+            (members.add if was_in else members.discard)(optimizer)
 
-def put_back(before: tuple[Any, ...]) -> None:
-    """Restore what :func:`remember` saw."""
-    optimizer, groups, held, own = before
-    for params, tensors in groups:
-        params[:] = tensors
-    optimizer.state.clear()
-    optimizer.state.update(held)
-    for name in _OWN:
-        vars(optimizer).pop(name, None)
-    vars(optimizer).update(own)
+    return put_back
 
 
 def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,29 +106,34 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
     return wrapper
 
 
+# -- step --------------------------------------------------------------------------------------------------------------
 def _step(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Step the masters and write them to the model; skip instead, once, after an overflow."""
+    """Step the masters and write them to the model; skip instead, once, after an overflow.
+
+    Host syncs: one, none with an optimizer that takes ``found_inf`` or where nothing is scaled.
+    """
     closure = kwargs.pop("closure", None)
     if args:
         original, closure = _bound(original, args, closure)
     stash: AmpOptimizerState = optimizer._amp_stash
-    if stash.in_block:
+    if stash.block is not None and stash.in_block:
         raise RuntimeError(
             "optimizer.step() inside its scale_loss block - gradients are still multiplied by the loss scale there -"
             " leave the block first: `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step."
         )
-    masters, direct = stash.parts(optimizer)
     if closure is not None and not callable(closure):
         raise TypeError(
             f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
             " returns the loss, or nothing."
         )
+    room = state.casts
     if closure is not None:
-        outside = save(cast_state().device_types)
-        return run_uncast(step_with_closure, optimizer, original, closure, outside, **kwargs)
-    if stash.plain:
-        return run_uncast(_step_plain, optimizer, original, kwargs)
-    return run_uncast(_step_uncast, optimizer, original, stash, masters, direct, kwargs)
+        with switched(OFF) as outside:
+            return _step_with_closure(optimizer, original, closure, outside, **kwargs)
+    if room.found is None and not any(map(torch.is_autocast_enabled, room.device_types)):
+        return _step_uncast(optimizer, original, stash, kwargs)  # neither amp nor a region of the user's casts
+    with switched(OFF):
+        return _step_uncast(optimizer, original, stash, kwargs)
 
 
 def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tuple[Callable[..., Any], Any]:
@@ -131,105 +148,290 @@ def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tup
     return bound if rest else step, first
 
 
-def _step_plain(optimizer: Any, original: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    result = original(**kwargs)
-    notify("on_step", optimizer, False)
-    return result
-
-
 def _step_uncast(
-    optimizer: Any,
-    original: Callable[..., Any],
-    stash: AmpOptimizerState,
-    masters: list[Master],
-    direct: list[torch.Tensor],
-    kwargs: dict[str, Any],
+    optimizer: Any, original: Callable[..., Any], stash: AmpOptimizerState, kwargs: dict[str, Any]
 ) -> Any:
-    finish_delayed(optimizer, stash)
-    replaced = heed_cleared(masters)
-    follow_replacements(masters)
-    misuse.warn_at_step(stash, masters, direct, replaced)
-    if not stash.blocks:
-        take_unscaled(masters)
-    reconcile(masters, stepping=True)
-    result, ended, skip = None, False, False
-    verdict: dict[str, Any] = {}
-    try:
-        skip, verdict = overflow.decide(optimizer, stash)
-        if skip:
-            ended = True
-        else:
-            drop_half(masters)  # before the optimizer makes anything: the peak of memory is in there
-            result, ended = original(**kwargs), True
-        overflow.end_step(optimizer, stash, masters, skip, verdict)
-    except BaseException:
-        if ended:
-            overflow.end_step(optimizer, stash, masters, skip, verdict)
-        else:
-            overflow.withdraw(optimizer)
-        raise
-    notify("on_step", optimizer, stash.skipped)
+    if stash.gradients is Gradients.UNSCALED and not (stash.overflows or stash.reports or stash.masters):
+        result = original(**kwargs)  # fast path: scale one, no masters
+        stash.gradients, stash.skipped = Gradients.NONE, False
+        if state.observers:
+            notify("on_step", optimizer, False)
+        return result
+    # An optimizer that looks at ``found_inf`` skips on the device (torch's ``fused=True``).
+    on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    skip, lent, result = _prepare(optimizer, stash, on_device), False, None
+    if not skip:
+        lent = on_device and bool(stash.overflows)
+        if lent:
+            _lend_found_inf(optimizer, stash.overflows)
+        try:
+            result = original(**kwargs)
+        finally:
+            if lent:
+                del optimizer.grad_scale, optimizer.found_inf
+        if lent:
+            copies = [(s, _torch.HostCopy([found, s.scale_after_back_off()])) for s, found in stash.overflows]
+            stash.reports = [*stash.reports, copies]
+    _end(optimizer, stash, skip)
+    if lent:
+        stash.skipped = None
+    if state.observers:
+        notify("on_step", optimizer, stash.skipped)
     return result
 
 
-def _prepare_backward(optimizer: Any) -> None:
-    """Entry of a ``scale_loss`` block by hand (apex: ``_prepare_amp_backward``)."""
-    put_all_aside(optimizer, optimizer._amp_stash)
+def _prepare(optimizer: Any, stash: AmpOptimizerState, on_device: bool = False) -> bool:
+    """Have unscaled gradients and masters ready for a step; whether the host skips it."""
+    stash.look_up(optimizer)
+    if len(state.optimizers.pending):
+        block.refuse_shared([optimizer])
+        if stash.pending is not None:
+            block.unscale_pending(optimizer)
+    masters = stash.masters
+    if masters:
+        if block.heed_cleared(masters):
+            misuse.warn_of_edited_gradients()
+        reconcile(masters, stepping=True)
+    if stash.gradients is not Gradients.UNSCALED:
+        _heed_missing_block(stash)
+    if stash.reports:
+        stash.report(wait=False)
+    if stash.gradients is Gradients.LOST:
+        return True
+    return bool(stash.overflows) and not on_device and _overflowed(stash)
 
 
+def _heed_missing_block(stash: AmpOptimizerState) -> None:
+    """Step without (useful) blocks since the last one: warn where that is a mistake."""
+    if all([scaler.is_one for scaler in stash.session.scalers]) and not stash.masters:  # noqa: C419 - faster
+        return
+    if stash.gradients is Gradients.EMPTY:
+        misuse.warn_of_empty_blocks()
+    elif stash.gradients is Gradients.NONE:
+        first, (spent, blocks) = block.first_gradient(stash.masters, () if stash.masters else stash.direct), stash.spent
+        if first is None or (spent is not None and spent() is first):
+            return
+        if state.optimizers.blocks != blocks:
+            misuse.warn_of_stray_gradients()
+        else:
+            misuse.warn_of_plain_backward()
+            block.take_unscaled(stash.masters)
+
+
+def _end(optimizer: Any, stash: AmpOptimizerState, skip: bool) -> None:
+    """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay."""
+    masters = stash.masters
+    if masters:
+        if not skip:
+            push(masters)
+        others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer]
+        shared = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
+        for master in masters:
+            master.folded = None
+            if id(master) not in shared:
+                master.value.grad = None
+    if stash.gradients is Gradients.LOST:
+        say("Gradients of a scale_loss block were lost.  Skipping step")
+    first = block.first_gradient(masters, stash.direct)
+    stash.spent = Spent(None if first is None else TensorWeakRef(first), state.optimizers.blocks)
+    stash.overflows, stash.gradients, stash.skipped = [], Gradients.NONE, skip
+    if skip:
+        optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
+
+
+# -- skipping ----------------------------------------------------------------------------------------------------------
+def _overflowed(stash: AmpOptimizerState) -> bool:
+    """Whether any flag is set. Flags stay on the device until here: one host sync reads all of them."""
+    noted = stash.overflows
+    if stash.reports:
+        stash.report()
+    if len(noted) == 1 and not noted[0][1].item():
+        return False
+    by_device: dict[torch.device, list[tuple[LossScaler, torch.Tensor]]] = {}
+    for scaler, found in noted:
+        by_device.setdefault(found.device, []).append((scaler, found))
+    overflowed = []
+    for entries in by_device.values():
+        flags = torch.stack([found for _, found in entries]).to("cpu").tolist()
+        overflowed += [scaler for (scaler, _), flag in zip(entries, flags, strict=True) if flag]
+    announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
+    return bool(overflowed)
+
+
+def _lend_found_inf(optimizer: Any, noted: list[tuple[LossScaler, torch.Tensor]]) -> None:
+    """Let the optimizer decide on the device; the message follows when the flags have reached the host."""
+    device = noted[0][1].device
+    flags = [found.to(device, non_blocking=True) for _, found in noted]
+    optimizer.grad_scale = None
+    optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
+
+
+def step_was_skipped(optimizer: Any) -> bool:
+    """Whether the last ``optimizer.step()`` was skipped for an overflow. apex had no such call.
+
+    Reads the device if only that knows: one host sync, with an optimizer that takes ``found_inf``.
+    """
+    stash = getattr(block.known(optimizer), "_amp_stash", None)
+    if stash is None:
+        return False
+    stash.report()
+    return bool(stash.skipped)
+
+
+# -- step(closure) -----------------------------------------------------------------------------------------------------
+class _Abandon(Exception):
+    """Leaves the optimizer's own step from inside its closure."""
+
+
+def _step_with_closure(
+    optimizer: Any, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved, **kwargs: Any
+) -> Any:
+    """Step with ``closure``, which runs with grad on and the casts of the caller. apex refused closures.
+
+    When the first evaluation overflows, the whole step is skipped. torch's optimizers begin with it, so it happens
+    before their own step; others may act before they ask (SAM) and are put back to where they were. A later evaluation
+    (LBFGS) is repeated at the lower scale a few times; when that does not help, params and optimizer state go back and
+    the step is skipped.
+
+    Returns:
+        What the optimizer's step returns; the loss of the first evaluation if the step was skipped.
+    """
+    stash: AmpOptimizerState = optimizer._amp_stash
+    losses: list[Any] = []
+
+    def evaluate() -> bool:
+        """Call the closure on weights that follow the masters; whether its gradients overflowed."""
+        stash.look_up(optimizer)
+        reconcile(stash.masters)
+        with torch.enable_grad(), switched(outside):
+            losses.append(closure())
+        return overflowed()
+
+    def overflowed() -> bool:
+        found = _prepare(optimizer, stash)
+        stash.overflows, stash.gradients = [], Gradients.NONE if found else stash.gradients
+        return found
+
+    def asked() -> Any:
+        if pending:
+            return pending.pop()
+        for attempt in range(1 + RETRIES if losses else 1):
+            if attempt:
+                optimizer.zero_grad()  # for a closure that leaves this to its optimizer
+            if not evaluate():
+                return losses[-1]
+        raise _Abandon
+
+    if _asks_first(optimizer):
+        skip = evaluate()
+    else:  # SAM steps with the gradients that it finds, and asks in the middle
+        skip = (stash.gradients is not Gradients.NONE or stash.pending is not None) and overflowed()
+        if skip:
+            evaluate()  # for the loss to return
+    snapshot = None
+    dynamic = any([scaler.dynamic for scaler in stash.session.scalers])  # noqa: C419 - as elsewhere
+    if not skip and dynamic and _evaluates_again(optimizer):
+        snapshot = _snapshot(optimizer)
+    pending, result = losses[:], None
+    if not skip:
+        try:
+            result = original(asked, **kwargs)
+        except _Abandon:
+            _restore(optimizer, stash, snapshot)
+            skip = True
+        except BaseException:
+            _restore(optimizer, stash, snapshot)  # LBFGS cannot go on from the middle of its search
+            raise
+    _end(optimizer, stash, skip)
+    if state.observers:
+        notify("on_step", optimizer, stash.skipped)
+    return losses[0] if skip else result
+
+
+def _asks_first(optimizer: Any) -> bool:
+    """Whether the optimizer calls its closure before it does anything: torch's and ours do."""
+    return type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
+
+
+def _evaluates_again(optimizer: Any) -> bool:
+    """Whether the optimizer may call its closure more than once, or too late; torch's and ours do not, LBFGS aside."""
+    return not _asks_first(optimizer) or type(optimizer).__name__ == "LBFGS"
+
+
+def _snapshot(optimizer: Any) -> Any:
+    params = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+    held = {p: copy.deepcopy(dict(values)) for p, values in optimizer.state.items()}
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    return params, held, groups
+
+
+@torch.no_grad()
+def _restore(optimizer: Any, stash: AmpOptimizerState, snapshot: Any) -> None:
+    if snapshot is None:
+        return
+    params, held, groups = snapshot
+    for param, value in params:
+        param.copy_(value)
+    optimizer.state.clear()
+    for param, values in held.items():
+        optimizer.state[param] = values
+    for group, options in zip(optimizer.param_groups, groups, strict=True):
+        group.update(options)  # some optimizers count steps here
+    push(stash.masters)
+
+
+# -- zero_grad, add_param_group ----------------------------------------------------------------------------------------
 def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
-    masters, _direct = stash.parts(optimizer)
-    cleared = False
-    try:
-        _, cleared = original(*args, **kwargs), True
-        _forget_gradients(stash, masters)
-    except BaseException:
-        if cleared:
-            _forget_gradients(stash, masters)
-        raise
-
-
-def _forget_gradients(stash: AmpOptimizerState, masters: list[Master]) -> None:
-    drop_half(masters)
-    stash.forget_scaled()  # inside a block, what it had put aside is cleared as well
-    stash.seen = []
+    original(*args, **kwargs)
+    if stash.masters:
+        for master in stash.masters:
+            master.folded = master.half.grad = None
+    if stash.aside or stash.pending is not None:
+        inside = stash.block  # a block that is open stays open
+        block.settle(optimizer, stash)
+        stash.block = inside
+    if stash.gradients is not Gradients.LOST:
+        if stash.gradients is not Gradients.NONE:
+            stash.spent = stash.spent._replace(blocks=state.optimizers.blocks)
+        stash.gradients = Gradients.NONE
 
 
 def _add_param_group(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    added = False
-    try:
-        _, added = original(*args, **kwargs), True
-        _adopt_group(optimizer, held)
-    except ValueError:
-        raise
-    except BaseException:
-        if added:
-            _adopt_group(optimizer, held)
-        raise
-
-
-def _adopt_group(optimizer: Any, held: set[int]) -> None:
-    masters = [master_of_half(p) for p in optimizer.param_groups[-1]["params"]]
+    original(*args, **kwargs)
+    masters = [master_of(p) for p in optimizer.param_groups[-1]["params"]]
     if any(id(master.value) in held for master in masters if master is not None):
         optimizer.param_groups.pop()
         raise ValueError(
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
-    optimizer._amp_stash.parts(optimizer)
+    optimizer._amp_stash.look_up(optimizer)
 
 
+# -- apex's private names ----------------------------------------------------------------------------------------------
 def _lazy_init(optimizer: Any) -> None:
     """Look the parameters up again; masters exist since ``initialize``."""
-    optimizer._amp_stash.parts(optimizer)
+    optimizer._amp_stash.look_up(optimizer)
 
 
 def _masters_to_model(optimizer: Any) -> None:
-    push_all(optimizer._amp_stash.parts(optimizer)[0])
+    _lazy_init(optimizer)
+    push(optimizer._amp_stash.masters)
+
+
+def _prepare_backward(optimizer: Any) -> None:
+    """Begin a block by hand; the scaler is not known before its end."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    block.begin(optimizer, stash, stash.session.scalers[0])
+
+
+def _post_backward(optimizer: Any, scaler: LossScaler) -> None:
+    """End a block by hand; ``scaler`` is updated by its own caller."""
+    Block(None, [optimizer], scaler, scale=scaler._scale).end(by_hand=True)
 
 
 #: Methods that legacy code calls on the optimizer by their private names.
@@ -238,8 +440,15 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
     "_lazy_init_maybe_master_weights": _lazy_init,
     "_master_params_to_model_params": _masters_to_model,
     "_prepare_amp_backward": _prepare_backward,
-    "_post_amp_backward": post_backward,
+    "_post_amp_backward": _post_backward,
 }
 
 #: Instance attributes that :func:`attach` sets.
 _OWN = ("_amp_stash", "_amp_wrapped", "step", "zero_grad", "add_param_group", *_LEGACY_METHODS)
+
+
+def held_params(optimizers: list[Any]) -> set[int]:
+    """ids of the tensors in the groups of ``optimizers``."""
+    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+
+

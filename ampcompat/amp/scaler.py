@@ -1,6 +1,6 @@
-"""The loss scaler: ``torch.amp.GradScaler`` driven as apex drove its own.
+"""The loss scaler: ``torch.amp.GradScaler`` driven as apex drove its own (``apex/amp/scaler.py: LossScaler``).
 
-The transition, once per backward pass (one leaving of a ``scale_loss`` block that unscales):
+The transition, once per backward pass (one end of a ``scale_loss`` block that unscales), :meth:`LossScaler.adjust`:
 
 * overflow: ``scale = max(min_loss_scale, scale / 2)``, ``unskipped = 0``;
 * clean: ``unskipped += 1``; when it reaches the window, ``scale = min(max_loss_scale, scale * 2)``, ``unskipped = 0``.
@@ -11,14 +11,18 @@ A static scaler counts clean passes and never moves nor skips.
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.scale_move import ScaleMove, floor_of
 
 WINDOW = 2000
+#: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
+FLOOR = 2.0**-24
+
+_DEVICE, _DTYPE = attrgetter("device"), attrgetter("dtype")
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -53,34 +57,19 @@ class LossScaler(torch.amp.GradScaler):
         # The device named here only decides whether GradScaler checks for CUDA; the scale itself is made on the
         # device of the first loss.
         super().__init__("cpu", first, scale_factor, 1.0 / scale_factor, scale_window)
-        self._min_loss_scale = min_loss_scale
+        self._min_loss_scale = FLOOR if min_loss_scale is None else min_loss_scale
         self._max_loss_scale = max_loss_scale
         self.loss_id = loss_id
-        self.blocks = 0  # that it has scaled a loss for
-        self._has_overflow = False
-        self._found_inf: dict[torch.device, torch.Tensor] = {}
+        self.watched = 0  # blocks whose loss was watched (see misuse)
+        self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
         self._last_found: torch.Tensor | None = None
-        self._lent_buffer: torch.Tensor | None = None  # a script's, instead of ours
-        self.updates_by_hand = 0
-        self._uncounted: torch.Tensor | None = None  # overflow that skipped a step and has not moved the scale yet
+        self._put_off: torch.Tensor | None = None  # overflows that the next transition counts
+        self._lent_buffer: torch.Tensor | None = None  # a script's ``_overflow_buf``
 
-    # -- what legacy code reads and writes ---------------------------------------------------------------------------
+    # -- what legacy code reads and writes -----------------------------------------------------------------------------
     def loss_scale(self) -> float:
         """The current scale. Reads the device: one host sync."""
         return self.get_scale()
-
-    def scale_on(self, device: torch.device) -> torch.Tensor:
-        """The current scale as a 0-dim float32 tensor on ``device``; no host sync."""
-        if self._scale is None:
-            return torch.full((), self._init_scale, device=device)
-        return self._scale.to(device, non_blocking=True)
-
-    def scale_to_say(self, device: torch.device) -> torch.Tensor:
-        """As :meth:`scale_on`, after the back-off that a ``delay_overflow_check`` block has put off."""
-        scale = self.scale_on(device)
-        if self._uncounted is None:
-            return scale
-        return (scale * self._backoff_factor).clamp(min=floor_of(self))
 
     @property
     def _loss_scale(self) -> float:
@@ -118,6 +107,11 @@ class LossScaler(torch.amp.GradScaler):
         self._growth_interval = int(value)
 
     @property
+    def _has_overflow(self) -> bool:
+        """Whether the last backward pass overflowed; never for a static scale. Reads the device: one host sync."""
+        return self.dynamic and self._last_found is not None and bool(self._last_found.item())
+
+    @property
     def _overflow_buf(self) -> torch.Tensor:
         if self._lent_buffer is not None:
             return self._lent_buffer
@@ -132,19 +126,25 @@ class LossScaler(torch.amp.GradScaler):
             raise TypeError(f"_overflow_buf = {got} - must be a tensor of one element - lend torch.zeros(1).int().")
         self._lent_buffer = buffer
 
-    # -- one backward pass -------------------------------------------------------------------------------------------
+    def clear_overflow_state(self) -> None:
+        """Forget the overflows noted since the last transition."""
+        self._found_inf, self._last_found, self._put_off = {}, None, None
+        if self._lent_buffer is not None:
+            self._lent_buffer.zero_()
+
+    # -- one backward pass ---------------------------------------------------------------------------------------------
+    def scale_on(self, device: torch.device) -> torch.Tensor:
+        """The current scale as a 0-dim float32 tensor on ``device``; no host sync."""
+        if self._scale is None:
+            return torch.full((), self._init_scale, device=device)
+        return self._scale.to(device, non_blocking=True)
+
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss.float() * scale``, on the device of ``loss``, of any shape; no host sync."""
         scale = self._scale
         if scale is None or scale.device != loss.device:
             return self.scale(loss.float())
         return loss.float() * scale  # what that would do, without its copies of nothing
-
-    def clear_overflow_state(self) -> None:
-        """Forget the overflows noted since the last update."""
-        self._has_overflow, self._uncounted, self._found_inf = False, None, {}
-        if self._lent_buffer is not None:
-            self._lent_buffer.zero_()
 
     def unscale_(self, grads: Any, scale: torch.Tensor | None = None) -> None:
         """Multiply the gradient tensors in place by 1 / scale and note any inf or NaN; no host sync.
@@ -156,45 +156,87 @@ class LossScaler(torch.amp.GradScaler):
         """
         if hasattr(grads, "param_groups"):
             grads = [p.grad for group in grads.param_groups for p in group["params"] if p.grad is not None]
-        if len({grad.device for grad in grads}) == 1 == len({grad.dtype for grad in grads}):
-            self._unscale_alike(grads, scale)  # nearly always: thousands of gradients are not sorted then
+        if len(set(map(_DEVICE, grads))) > 1 or len(set(map(_DTYPE, grads))) > 1:
+            for device, dtype in dict.fromkeys([(grad.device, grad.dtype) for grad in grads]):
+                self.unscale_([g for g in grads if g.device == device and g.dtype == dtype], scale)
             return
-        for device, dtype in dict.fromkeys([(grad.device, grad.dtype) for grad in grads]):
-            self._unscale_alike([g for g in grads if g.device == device and g.dtype == dtype], scale)
-
-    def _unscale_alike(self, grads: list[torch.Tensor], scale: torch.Tensor | None) -> None:
-        """:meth:`unscale_` for gradients of one device and dtype."""
+        if not grads:
+            return
         device = grads[0].device
         if grads[0].is_complex():
             grads = [torch.view_as_real(grad) for grad in grads]
-        if self._scale is None:
+        if scale is None:
+            scale = self._scale
+        if scale is None:
             self._lazy_init_scale_growth_tracker(device)
+            scale = self.scale_on(device)
+        elif scale.device != device:
+            scale = scale.to(device, non_blocking=True)
         found = self._found_inf.get(device)
         if found is None:
-            found = self._found_inf[device] = torch.zeros((), dtype=torch.float32, device=device)
-        _torch.unscale_and_check_(grads, found, self._inverse(device, self._scale if scale is None else scale))
-
-    def _inverse(self, device: torch.device, scale: torch.Tensor | None) -> torch.Tensor:
-        known = None if scale is None or device.type != "cpu" else _torch.host_value(scale)
-        if scale is not None and known is not None and known > 1e-30:  # else the inverse may not be finite
-            # Rounded from a double: the same bits as a float32 division's.
-            return scale.new_full((), 1.0 / known)
-        scale = scale.to(device=device, non_blocking=True)  # type: ignore[union-attr] # unscale_ has made it
+            found = self._found_inf[device] = torch.zeros((), device=device)
+        known = _torch.host_value(scale)
         # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
-        return scale.new_ones(()).div_(scale)
+        inverse = scale.new_full((), 1.0 / known) if known else torch.ones_like(scale).div_(scale)
+        _torch.unscale_and_check_(grads, found, inverse)
 
-    def end_backward_pass(self) -> torch.Tensor | None:
-        """Move the scale for the backward pass just unscaled; no host sync.
+    def adjust(self, found: torch.Tensor | None = None, put_off: bool = False) -> torch.Tensor | None:
+        """Make the transition for the backward pass whose gradients were just unscaled; no host sync.
+
+        The scale becomes a new tensor: a block that holds the old one still unscales by what it scaled by. While a CUDA
+        graph is captured it moves in place instead, since each replay begins with the tensor of the capture.
+
+        Args:
+            found: 0-dim float32 tensor, non-zero where there was an overflow; None for what :meth:`unscale_` found.
+            put_off: Leave the scale alone, and let the next transition count this overflow too.
 
         Returns:
-            A 0-dim float32 tensor, non-zero where there was an overflow; None for a static scaler, which never skips.
+            ``found``, for the step that must be skipped; None for a static scaler, which never skips.
         """
-        move = ScaleMove(self)
-        move.make()
-        return move.found
+        if found is None and self._found_inf:
+            found, *others = self._found_inf.values()
+            for other in others:
+                found = torch.maximum(found, other.to(found.device, non_blocking=True))
+            self._found_inf = {}
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device("cpu") if found is None else found.device)
+        scale: torch.Tensor = self._scale  # type: ignore[assignment] # made above
+        found = torch.zeros_like(scale) if found is None else found.to(scale.device, non_blocking=True)
+        self._last_found = found
+        if not self.dynamic:
+            if not put_off:
+                self._growth_tracker.add_(1)  # type: ignore[union-attr] # made with the scale
+            return None
+        if self._lent_buffer is not None:
+            self._lent_buffer.copy_(found, non_blocking=True)
+        earlier, self._put_off = self._put_off, None
+        if put_off:
+            # In place, from the first on: ``update_scale`` takes the decision from all steps that hold it.
+            self._put_off = found.clone() if earlier is None else earlier.copy_(torch.maximum(earlier, found))
+            return self._put_off
+        self._move(scale, found if earlier is None else torch.maximum(found, earlier))
+        return found
+
+    def _move(self, before: torch.Tensor, found: torch.Tensor) -> None:
+        scale = before.clone()
+        tracker: torch.Tensor = self._growth_tracker  # type: ignore[assignment] # made with the scale
+        _torch.update_scale_(scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval)
+        cap, floor = self._max_loss_scale, self._min_loss_scale
+        known = _torch.host_value(before)
+        if known is None or not floor <= known * self._backoff_factor <= known * self._growth_factor <= cap:
+            grown = torch.where(scale > before, scale.clamp(max=cap), scale)
+            scale = torch.where(scale < before, scale.clamp(min=floor), grown)
+        if known is None and _torch.is_capturing():
+            scale = before.copy_(scale)
+        self._scale = scale
+
+    def scale_after_back_off(self) -> torch.Tensor:
+        """The scale to name when a step is skipped: with the back-off that was put off. No host sync."""
+        scale = self.scale_on(torch.device("cpu")) if self._scale is None else self._scale
+        return scale if self._put_off is None else (scale * self._backoff_factor).clamp(min=self._min_loss_scale)
 
     def update_scale(self) -> bool:
-        """The end of a backward pass, by its apex name. Reads the device: one host sync.
+        """End a backward pass by hand (``apex/amp/scaler.py: LossScaler.update_scale``). One host sync.
 
         The caller decides about the step: overflows that ``delay_overflow_check`` blocks noted skip none any more. A
         buffer that was lent to ``_overflow_buf`` is looked at instead of what they noted: it may hold the overflows of
@@ -203,18 +245,20 @@ class LossScaler(torch.amp.GradScaler):
         Returns:
             Whether the step must be skipped.
         """
-        lent = self._lent_buffer
-        noted = self._uncounted if lent is None else (lent.reshape(()) != 0).float()
+        lent, put_off = self._lent_buffer, self._put_off
+        noted = put_off.clone() if put_off is not None and lent is None else None
+        if lent is not None:
+            noted = (lent.reshape(()) != 0).float()
+        if put_off is not None:
+            put_off.zero_()
+        self._put_off = None
         if noted is not None:
             earlier = self._found_inf.get(noted.device)
             self._found_inf[noted.device] = noted if earlier is None else torch.maximum(noted, earlier)
-        self._uncounted = None
-        self.updates_by_hand += 1
-        found = self.end_backward_pass()
-        self._has_overflow = found is not None and bool(found.item())
+        self.adjust()
         return self._has_overflow
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
     def amp_state(self) -> dict[str, float | int]:
         """Scale and clean passes as plain numbers, as apex saved them. Reads the device."""
         return {"loss_scale": self.get_scale(), "unskipped": self._unskipped}

@@ -59,7 +59,7 @@ def is_torch_op(function: Any) -> bool:
 
 def casting_device(value: Any) -> str | None:
     """The device type of the first floating tensor in ``value`` for which casts are on; None if there is none."""
-    if "choke points" not in state.rooms:
+    if state.casts.patches is None:
         return None
     for tensor in _tensors(value):
         if torch.is_autocast_enabled(tensor.device.type):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ampcompat.amp import session
+from ampcompat._state import state
 from ampcompat.explain.cure import Setting, cures
 from ampcompat.explain.probe import Event
 from ampcompat.explain.replay import Finding
@@ -60,7 +60,7 @@ def elsewhere(what: str, findings: list[Finding]) -> str:
 
 
 def _setting(scaler: Any) -> Setting:
-    latest = session.latest()
+    latest = state.session
     level = "" if latest is None else latest.policy.opt_level
     half = ""
     if latest is not None and (latest.policy.half is not None or latest.policy.casts.enabled):

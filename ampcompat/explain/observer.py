@@ -109,7 +109,7 @@ class Autopsy:
             self._forget(optimizer)
 
     def _ask(self, optimizer: Any) -> None:
-        from ampcompat.amp.block import step_was_skipped
+        from ampcompat.amp.optimizer import step_was_skipped
 
         if optimizer is not None:
             self.on_step(optimizer, step_was_skipped(optimizer))

@@ -105,9 +105,9 @@ def _ending(error: BaseException | None) -> dict[str, Any]:
 
 def _seen(recorder: Any) -> dict[str, Any]:
     """How far the script came in its use of amp."""
-    from ampcompat.amp.session import latest
+    from ampcompat._state import state
 
-    session = latest()
+    session = state.session
     return {
         "initialized": session is not None,
         "enabled": session is not None and session.enabled,

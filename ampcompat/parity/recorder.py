@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from ampcompat.amp.block import step_was_skipped
-from ampcompat.amp.casts import casts_off
+from ampcompat.amp.autocast import OFF, switched
+from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.parity.memory import cuda_in_use, peak_memory
 from ampcompat.parity.record import Step
 
@@ -47,7 +47,7 @@ class Recorder:
         """Note loss and scale for the optimizers of the block."""
         begin = _now()
         self.blocks += 1
-        with casts_off():
+        with switched(OFF):
             value = float(loss.detach().float().mean().item())
         scale = float(scaler.loss_scale())
         for optimizer in optimizers:
@@ -59,7 +59,7 @@ class Recorder:
     def on_gradients(self, scaler: Any, optimizers: Any) -> None:
         """Note the norm of what has accumulated."""
         begin = _now()
-        with casts_off():
+        with switched(OFF):
             for optimizer in optimizers:
                 self._pending.setdefault(optimizer, _Pending([])).grad_norm = _grad_norm(optimizer)
         self._own_time += _now() - begin

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ampcompat.amp import session
+from ampcompat._state import state
 from ampcompat.report.devices import slow_halves
 from ampcompat.report.history import History, peak_bytes
 from ampcompat.report.models import Models
@@ -19,7 +19,7 @@ TOP = 10
 
 def collect(trace: OpTrace, history: History, models: Models, traced_steps: int) -> dict[str, Any]:
     """Everything a receipt says, as JSON-able data. Reads the device."""
-    latest = session.latest()
+    latest = state.session
     points = history.read()
     facts: dict[str, Any] = {
         "torch": torch.__version__,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ampcompat.amp.master_index import masters_of
-from ampcompat.amp.policy import live_models
+from ampcompat._state import state
+from ampcompat.amp.masters import masters_of
 from ampcompat.report.trace import dtype_name
 
 
@@ -19,7 +19,7 @@ class Models:
 
     def look(self) -> None:
         """Note the models that live now, if any do. No host sync."""
-        models = list(live_models())
+        models = list(state.models)
         if not models:
             return
         tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()}

@@ -10,7 +10,7 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
-from ampcompat.amp.policy import live_models
+from ampcompat._state import state
 from ampcompat.explain.tensors import HALVES, readable, tensors_in
 
 #: Multiplications of these dimensions run on tensor cores without padding.
@@ -82,7 +82,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         if id(module) not in self.names:
-            models = list(live_models())
+            models = list(state.models)
             for model in models:
                 root = f"{type(model).__name__}" if len(models) > 1 else ""
                 for name, inner in model.named_modules():

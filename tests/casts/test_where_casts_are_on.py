@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from ampcompat.amp import _amp_state, choke_points, disable_casts, initialize, scale_loss
+from ampcompat.amp import _amp_state, autocast, disable_casts, initialize, scale_loss
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -231,7 +231,7 @@ def test_backward_of_a_float32_region_is_float32(how):
 
 
 def test_it_is_the_engine_patch_that_keeps_it_float32(monkeypatch):
-    monkeypatch.setattr(choke_points, "_engine", lambda original: original)
+    monkeypatch.setattr(autocast, "_engine", lambda original: original)
     got, want = region_gradient(ENGINES["backward"])
     assert not torch.equal(got, want)
 
@@ -280,7 +280,7 @@ def test_old_custom_functions_multiply_half_by_float():
 
 
 def test_it_is_the_body_patch_that_lets_them(monkeypatch):
-    monkeypatch.setattr(choke_points, "_body", lambda original: original)
+    monkeypatch.setattr(autocast, "_body", lambda original: original)
     at("O1")
     with pytest.raises(RuntimeError, match="dtype"):
         old_style_step()

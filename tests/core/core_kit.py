@@ -5,7 +5,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from ampcompat import amp
-from ampcompat.amp.master_index import masters_of
+from ampcompat.amp.masters import masters_of
 
 
 class Net(nn.Module):

@@ -12,7 +12,7 @@ PLACES = {
     "attaching the model": (amp_model, "attach"),
     "attaching the optimizer": (optimizer, "match_state"),
     "beginning the casts": (Session, "begin_casts"),
-    "restoring scalers": (checkpoint, "apply_pending"),
+    "restoring scalers": (checkpoint, "apply_loaded"),
 }
 
 
@@ -78,7 +78,7 @@ def test_a_failure_beside_a_running_model_leaves_its_casts(level, first, monkeyp
     before = seen()
     model = net()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "apply_pending", lambda scalers, undo: 1 / 0)
+        patch.setattr(checkpoint, "apply_loaded", lambda scalers, undo: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
     assert seen() == before

@@ -296,45 +296,6 @@ def test_its_overflows_skip_the_whole_step(level, bad):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
 
 
-def sam_by_halves(model, optimizer, seed):
-    backward(model, optimizer, seed)
-    optimizer.first_step(zero_grad=True)
-    backward(model, optimizer, seed)
-    optimizer.second_step(zero_grad=True)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-def test_moving_parameters_past_step_is_named(level):
-    """No step looks at the overflow flags: one overflow makes NaN of the weights."""
-    model, optimizer = start(level, sam, loss_scale="dynamic")
-    with pytest.warns(UserWarning, match="moved between scale_loss blocks without optimizer.step") as found:
-        [sam_by_halves(model, optimizer, seed) for seed in range(12)]
-    assert [w.filename for w in found] == [backward.__code__.co_filename]  # the line of its scale_loss
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("make", [*MAKERS.values(), sam], ids=[*MAKERS, "SAM"])
-def test_closures_and_accumulation_move_nothing_past_step(level, make):
-    model, optimizer = start(level, make, loss_scale="dynamic")
-    for seed in range(12):
-        if make is sam:
-            amp_sam(model, optimizer, seed)
-        else:
-            optimizer.step(Calls(model, optimizer))
-    for seed in range(12):
-        backward(model, optimizer, seed)
-        if seed == 5:  # between the blocks of one step, once
-            with torch.no_grad():
-                for param in amp.master_params(optimizer):
-                    param.clamp_(-1, 1)
-
-
-def test_a_static_scale_has_no_overflow_to_miss():
-    model, optimizer = start("O1", sam, loss_scale=128.0)
-    for seed in range(12):
-        sam_by_halves(model, optimizer, seed)
-
-
 def test_a_thousand_blocks_before_a_step_keep_few_flags_and_lose_none(capsys):
     model, optimizer = start("O1", lambda m: torch.optim.SGD(m.parameters(), lr=0.1), num_losses=2)
     before = masters(optimizer)

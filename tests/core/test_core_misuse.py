@@ -94,23 +94,9 @@ def test_where_nothing_is_scaled_nothing_is_a_mistake(level, act):
 UNUSED = MISTAKES[backward_of_the_loss_in_the_block][1]
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_unused_scaled_loss_is_noticed_after_many_right_blocks_and_between_them(level):
-    model, optimizer = start(level, loss_scale=4.0)
-    assert warned(lambda: [train(model, optimizer) for _ in range(3 * misuse.WATCHED_EVERY)]) == []
-
-    def alternate():
-        for _ in range(misuse.WATCHED_EVERY):
-            train(model, optimizer)
-            backward_of_the_loss_in_the_block(model, optimizer)
-
-    (message,) = warned(alternate)
-    assert message.startswith(UNUSED)
-
-
 def test_each_loss_is_watched_from_its_first_block_on():
     model, optimizer = start("O1", num_losses=2)
-    for _ in range(3 * misuse.WATCHED_FIRST):
+    for _ in range(3 * misuse.WATCHED):
         train(model, optimizer)
 
     def second():
@@ -122,17 +108,16 @@ def test_each_loss_is_watched_from_its_first_block_on():
     assert message.startswith(UNUSED)
 
 
-def test_in_the_long_run_few_losses_carry_a_hook():
+def test_only_the_first_losses_carry_a_hook():
     """A hook costs a tenth of a millisecond of every backward pass."""
     model, optimizer = start("O1")
     hooks = []
-    for _ in range(misuse.WATCHED_FIRST + 4 * misuse.WATCHED_EVERY):
+    for _ in range(misuse.WATCHED + 20):
         with amp.scale_loss(loss_of(model), optimizer) as scaled:
             hooks.append(bool(scaled._backward_hooks))
             scaled.backward()
         optimizer.step()
-    assert all(hooks[: misuse.WATCHED_FIRST])
-    assert sum(hooks[misuse.WATCHED_FIRST :]) == 4
+    assert hooks == [True] * misuse.WATCHED + [False] * 20
 
 
 def clip_masters(model, optimizer):

@@ -70,7 +70,7 @@ def test_a_refused_call_leaves_the_state_alone(monkeypatch):
     optimizer.step()
     held = dict(optimizer.state)
 
-    def fail(self, models):
+    def fail(self):
         raise RuntimeError("no")
 
     from ampcompat.amp.session import Session

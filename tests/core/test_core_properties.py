@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from ampcompat.amp.arguments import read_properties
+from ampcompat.amp.properties import read_properties
 from ampcompat.amp.frontend import Properties
 
 TABLE = {

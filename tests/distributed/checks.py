@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ampcompat import amp, amp_C, apex_C, parallel
 from ampcompat._state import state
 from ampcompat._torch import TORCH
-from ampcompat.amp.master_index import masters_of
+from ampcompat.amp.masters import masters_of
 
 SHARDS_ON_CPU = Version("2.6") <= TORCH
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ampcompat import amp
-from ampcompat.amp import casts, gradients
-from ampcompat.amp.master_index import masters_of
+from ampcompat.amp import block
+from ampcompat.amp.autocast import save
+from ampcompat.amp.masters import masters_of
 from ampcompat.optimizers import FusedAdam, FusedSGD
 
 OPTIMIZERS = {
@@ -108,14 +109,14 @@ def test_out_of_memory_inside_backward(opt_level):
         with amp.scale_loss(model(torch.arange(5)).float().square().mean() * 0.01, optimizer) as scaled:
             scaled.backward()  # accumulated, and must survive
         if fails:
-            flags = casts.save(["cpu"])
+            flags = save(["cpu"])
             statistics = [b.clone() for b in model.buffers()]
             h = model.second(model.norm(NoMemory.apply(model.first(model.embedding(torch.arange(5))))))
             with pytest.raises((MemoryError, RuntimeError)), amp.scale_loss(h.float().sum(), optimizer) as scaled:
                 scaled.backward()
             for buffer, value in zip(model.buffers(), statistics, strict=True):
                 buffer.copy_(value)
-            assert casts.save(["cpu"]) == flags
+            assert save(["cpu"]) == flags
         train(model, optimizer)
         return [*amp.master_params(optimizer)], amp.state_dict()
 
@@ -125,44 +126,53 @@ def test_out_of_memory_inside_backward(opt_level):
 
 
 @pytest.mark.parametrize("accumulated", [False, True])
-def test_out_of_memory_at_the_exit_of_a_block(accumulated, monkeypatch):
-    """Where float32 gradients are made. The block is finished, at a second try; else undone, as nothing accumulated."""
+@pytest.mark.parametrize("at", [1, 3])
+def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, capsys):
+    """Where float32 gradients are made: all of them are cleared, the next step is skipped, and training goes on."""
 
-    def train_twice(fails):
+    def started():
         torch.manual_seed(0)
         model = Net("weight")
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        return model, optimizer
+
+    def backward(model, optimizer):
         loss = model(torch.arange(5)).float().square().mean() * 0.01
-        if accumulated:
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward(retain_graph=True)
-        if fails:
-            made = []
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
 
-            def to_float32(masters, fresh, real=gradients._to_float32):
-                made.append(1)
-                if len(made) == 3 or (len(made) > 3 and not accumulated):
-                    raise MemoryError
-                return real(masters, fresh)
+    made = []
 
-            with monkeypatch.context() as patch:
-                patch.setattr(gradients, "_to_float32", to_float32)
-                with pytest.raises(MemoryError), amp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward(retain_graph=True)
-        if not (fails and accumulated):
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
-        grads = [None if p.grad is None else p.grad.clone() for p in amp.master_params(optimizer)]
-        optimizer.step()
-        return grads, amp.state_dict()
+    def to_float32(masters, real=block._to_float32):
+        made.append(1)
+        if len(made) == at:
+            raise MemoryError
+        return real(masters)
 
-    monkeypatch.setattr(gradients, "CHUNK", 16)
-    (failed, scalers), (smooth, expected) = train_twice(True), train_twice(False)
-    for one, other in zip(failed, smooth, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)
-    assert scalers == expected
+    monkeypatch.setattr(block, "CHUNK", 16)
+    model, optimizer = started()
+    if accumulated:
+        backward(model, optimizer)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    with monkeypatch.context() as patch:
+        patch.setattr(block, "_to_float32", to_float32)
+        with pytest.raises(MemoryError):
+            backward(model, optimizer)
+    assert "its gradients are cleared, and the next step is skipped" in capsys.readouterr().out
+    assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
+    backward(model, optimizer)  # the rest of an accumulation
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert "Skipping step" in capsys.readouterr().out
+    assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
+    optimizer.zero_grad()
+    twin, twin_optimizer = started()
+    for one, its in ((model, optimizer), (twin, twin_optimizer)):
+        backward(one, its)
+        its.step()
+    for ours, its in zip(amp.master_params(optimizer), amp.master_params(twin_optimizer), strict=True):
+        assert torch.equal(ours, its)
 
 
 class Worker(torch.utils.data.Dataset):

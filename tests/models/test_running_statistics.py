@@ -71,24 +71,6 @@ def test_eval_keeps_the_low_bits_of_loaded_statistics():
     assert all(torch.equal(value, exact[name]) for name, value in statistics(model).items())
 
 
-def test_statistics_of_a_half_model_that_was_made_float32_go_on_moving():
-    model, optimizer = start("O3", "batch norm")
-    twin, twin_optimizer = start("O3", "batch norm")
-    model.float()
-    train(model, optimizer)
-    train(twin, twin_optimizer)
-    for name, value in rounded(twin).items():
-        torch.testing.assert_close(rounded(model)[name], value, rtol=1e-2, atol=1e-2)
-
-
-def test_statistics_of_a_functional_call_reach_its_tensors():
-    model, _ = start("O2", "batch norm")
-    tensors = {name: value.clone() for name, value in model.state_dict().items()}
-    before = tensors["1.running_mean"].clone()
-    torch.func.functional_call(model, tensors, (torch.ones(2, 4, 3),))
-    assert not torch.equal(tensors["1.running_mean"], before)
-
-
 def test_several_forwards_before_one_backward():
     model, optimizer = start("O2", "batch norm")
     model.state_dict()

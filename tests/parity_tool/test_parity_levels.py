@@ -1,7 +1,7 @@
 import pytest
 
 from ampcompat.amp import properties
-from ampcompat.amp.arguments import _DTYPE_NAMES
+from ampcompat.amp.properties import _DTYPE_NAMES
 from ampcompat.parity.levels import DTYPES, OPT_LEVELS, Level, read_levels
 
 

@@ -1,0 +1,306 @@
+"""Where casts are on: the ambient autocast of a process and what takes precedence over it.
+
+==========================================================  =====================================================
+code                                                        casts
+==========================================================  =====================================================
+device types that hold no params of an initialized model    off
+the forward of an initialized model                         those of the call that owns it, in any thread
+anywhere else in the thread that called ``initialize``      those of the latest ``initialize`` ("ambient")
+the autograd engine                                         off
+Python ``autograd.Function`` backward bodies                those of the forward
+``optimizer.step``                                          off; inside its closure as outside
+``disable_casts()``                                         off
+a user's own ``torch.autocast`` region                      the user's
+==========================================================  =====================================================
+
+Whether casts are on is always asked of autocast itself (``torch.is_autocast_enabled``); :class:`switched` is the one
+place that changes it for a time. Autocast's weight cache is fatal when it outlives its use (weights never update), so
+ambient code runs without it; it is on inside the outermost forward of an initialized model and dropped at its exit.
+
+While any call casts functions, three places of torch are patched, all with undo: the autograd engine, which must run
+with casts off (a float32 region's gradients would be halved by C++ backward formulas otherwise); bodies of Python
+``autograd.Function``s inside it, which get the casts of their forward again (old custom functions multiply half by
+float); and ``torch.autocast`` regions, which tell the forwards inside them that the user decides. apex had none of
+these: its patches of Python functions were on everywhere but in C++ (``apex/amp/amp.py: init``).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp import cpu_convolution, registry, rules
+
+T = TypeVar("T")
+
+
+class Casts(NamedTuple):
+    """What autocast shall do: nothing, or cast to ``dtype``."""
+
+    enabled: bool
+    dtype: torch.dtype
+
+    def same_as(self, other: Casts) -> bool:
+        """Whether both do the same; casts that are off have no dtype to compare."""
+        return self.enabled == other.enabled and (not self.enabled or self.dtype == other.dtype)
+
+
+OFF = Casts(False, torch.float16)
+
+
+class Saved(NamedTuple):
+    """Autocast's state in one thread."""
+
+    devices: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+
+
+def save(device_types: Iterable[str]) -> Saved:
+    """Autocast's state for ``device_types`` in this thread."""
+    devices: list[tuple[str, bool, torch.dtype]] = []
+    for device_type in device_types:
+        devices.append((device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)))
+    return Saved(tuple(devices), torch.is_autocast_cache_enabled())
+
+
+def restore(saved: Saved) -> None:
+    """Put back what :func:`save` read."""
+    for device_type, enabled, dtype in saved.devices:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(saved.cache)
+
+
+class switched:  # noqa: N801 - used as a context manager
+    """Context that changes this thread's casts for the time of a block, and puts them back.
+
+    Args:
+        casts: For every device type that has casts; or what :func:`save` read outside.
+        forward: The block is the forward of a model on this device type. The outermost casting forward owns the weight
+            cache; a forward of another dtype inside it must not find its casts.
+        disable: Forwards of initialized models inside stay uncast too (``disable_casts``).
+    """
+
+    __slots__ = ("before", "casts", "clears", "depths", "disable", "forward", "nested", "saved")
+
+    def __init__(self, casts: Casts | Saved, forward: str | None = None, disable: bool = False) -> None:
+        self.casts, self.forward, self.disable = casts, forward, disable
+
+    def __enter__(self) -> Saved:
+        room, casts, forward = state.casts, self.casts, self.forward
+        thread, types = room.thread, room.device_types
+        if forward is not None and forward not in types:
+            types = (*types, forward)
+        self.before = before = save(types)
+        self.depths = (thread.forwards, thread.off, thread.disabled)
+        # A forward that trains a part of its model: weights move, or are about to.
+        self.nested, self.clears = False, forward is None and thread.forwards > 0
+        if isinstance(casts, Saved):
+            restore(casts)
+            return before
+        cache = before.cache
+        if forward is None:
+            thread.off += 1
+            thread.disabled += self.disable
+        elif casts.enabled:
+            if not thread.forwards:
+                self.nested = self.clears = True
+                cache = not _torch.CACHES_WEIGHTS_ACROSS_GRAD_MODES
+                torch.autocast_increment_nesting()  # so that a torch.autocast region inside keeps the cache at its exit
+            elif torch.get_autocast_dtype(forward) != casts.dtype:
+                self.clears = True
+                torch.clear_autocast_cache()
+            thread.forwards += 1
+        for device_type in types:
+            torch.set_autocast_enabled(device_type, casts.enabled)
+            if casts.enabled:
+                torch.set_autocast_dtype(device_type, casts.dtype)
+        torch.set_autocast_cache_enabled(cache)
+        return before
+
+    def __exit__(self, *exc: object) -> None:
+        thread = state.casts.thread
+        thread.forwards, thread.off, thread.disabled = self.depths
+        if self.nested:
+            torch.autocast_decrement_nesting()
+        if self.clears:
+            torch.clear_autocast_cache()
+        restore(self.before)
+
+
+def disable_casts() -> switched:
+    """Return a context in which no function is cast, at any level; nests, and ends with exceptions too.
+
+    As in apex (``apex/amp/handle.py: disable_casts``), which switched one flag of its handle.
+    """
+    return switched(OFF, disable=True)
+
+
+# -- the ambience ------------------------------------------------------------------------------------------------------
+def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
+    """Make ``casts`` the ambient casts of this thread, on every device type in ``device_types`` and no other."""
+    room = state.casts
+    wanted = tuple(sorted(set(device_types)))
+    if room.found is None and casts.enabled:
+        room.found = _outside_regions(save(_torch.autocast_device_types()))
+        state.undo.callback(end_ambience)
+    for device_type in room.device_types:
+        if device_type not in wanted:
+            torch.set_autocast_enabled(device_type, False)
+    room.ambient, room.device_types = casts if casts.enabled else None, wanted
+    room.owner = threading.get_ident()
+    assert_ambience()
+
+
+def _outside_regions(now: Saved) -> Saved:
+    """What a thread inside ``torch.autocast`` regions has outside them: torch's own defaults."""
+    if not _torch.autocast_nesting():
+        return now
+    defaults = {"cpu": torch.bfloat16, "xla": torch.bfloat16}
+    return Saved(tuple((d, False, defaults.get(d, torch.float16)) for d, _, _ in now.devices), True)
+
+
+def assert_ambience() -> None:
+    """Set the ambient casts again, where nothing else is in force in this thread.
+
+    A ``torch.autocast`` region that was open while ``initialize`` ran puts back, at its exit, what it found at its
+    entry: the casts from before ``initialize``.
+    """
+    room = state.casts
+    if room.found is None or room.owner != threading.get_ident():
+        return
+    if room.thread.forwards or room.thread.off or _torch.autocast_nesting():
+        return
+    for device_type in room.device_types:
+        torch.set_autocast_enabled(device_type, room.ambient is not None)
+        if room.ambient is not None:
+            torch.set_autocast_dtype(device_type, room.ambient.dtype)
+    torch.set_autocast_cache_enabled(room.found.cache and room.ambient is None)
+
+
+def end_ambience() -> None:
+    """Leave autocast in this thread as it was before the first ``initialize``."""
+    room = state.casts
+    if room.found is not None:
+        torch.clear_autocast_cache()
+        restore(room.found)
+    room.found, room.ambient, room.device_types = None, None, ()
+
+
+def _in_forked_child() -> None:
+    """Switch casts off in a forked worker (DataLoader), which inherits this thread's but works beside the model."""
+    room = state.casts
+    if room.ambient is not None:
+        for device_type in room.device_types:
+            torch.set_autocast_enabled(device_type, False)
+
+
+_register_at_fork: Callable[..., None] | None = getattr(os, "register_at_fork", None)
+if _register_at_fork is not None:
+    _register_at_fork(after_in_child=_in_forked_child)
+
+
+# -- what casting needs of torch ---------------------------------------------------------------------------------------
+def cover(device_types: Iterable[str]) -> None:
+    """Install everything that casting needs on ``device_types``: patches, op rules, registered functions."""
+    device_types = list(device_types)
+    room = state.casts
+    if room.patches is None:
+        with ExitStack() as undo:
+            _torch.patch_engine(_engine, undo)
+            _torch.patch_function_bodies(_record_forward, _body, undo)
+            _patch_regions(undo)
+            room.patches = undo.pop_all()
+        state.undo.callback(uncover)
+    rules.acquire(device_types)
+    registry.activate()
+    if "cpu" in device_types:
+        cpu_convolution.acquire()
+
+
+def uncover() -> None:
+    """Undo :func:`cover` and the ambience: nobody casts functions any more. Idempotent."""
+    end_ambience()
+    room = state.casts
+    patches, room.patches = room.patches, None
+    if patches is not None:
+        patches.close()
+    registry.deactivate()
+    rules.release()
+    if not any(model.__dict__["_amp_policy"].half for model in state.models):
+        cpu_convolution.release()
+
+
+def _engine(original: Callable[..., T]) -> Callable[..., T]:
+    @functools.wraps(original)
+    def run(*args: Any, **kwargs: Any) -> T:
+        with switched(OFF):
+            return original(*args, **kwargs)
+
+    return run
+
+
+def _record_forward(ctx: Any) -> None:
+    """Remember on a Function's context the casts of its forward, where there are any."""
+    saved = save(state.casts.device_types)
+    if any([enabled for _, enabled, _ in saved.devices]):
+        ctx._amp_forward_casts = saved
+
+
+def _body(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(self: Any, *args: Any) -> Any:
+        forward: Saved | None = getattr(self, "_amp_forward_casts", None)
+        if forward is None or state.casts.thread.disabled:
+            return original(self, *args)
+        # Without the forward's weight cache: a weight may have changed since.
+        with switched(forward._replace(cache=False)):
+            return original(self, *args)
+
+    return apply
+
+
+def _patch_regions(undo: ExitStack) -> None:
+    """Count the user's ``torch.autocast`` regions per device type and thread.
+
+    The cache is cleared where a region changes the dtype: it is keyed by weight alone.
+    """
+    region: Any = torch.amp.autocast_mode.autocast
+    enter, leave = region.__enter__, region.__exit__
+
+    @functools.wraps(enter)
+    def counted_enter(self: Any) -> Any:
+        before = torch.get_autocast_dtype(self.device)
+        result = enter(self)
+        if not _torch.is_scripting():
+            regions = state.casts.thread.regions
+            regions[self.device] = regions.get(self.device, 0) + 1
+            self._amp_counted = getattr(self, "_amp_counted", 0) + 1
+            if torch.get_autocast_dtype(self.device) != before:
+                torch.clear_autocast_cache()
+        return result
+
+    @functools.wraps(leave)
+    def counted_exit(self: Any, *exc: Any) -> Any:
+        before = torch.get_autocast_dtype(self.device)
+        result = leave(self, *exc)
+        if not _torch.is_scripting():
+            if getattr(self, "_amp_counted", 0):  # else it was entered before the patch
+                regions = state.casts.thread.regions
+                regions[self.device] = max(0, regions.get(self.device, 0) - 1)
+                self._amp_counted -= 1
+            if torch.get_autocast_dtype(self.device) != before:
+                torch.clear_autocast_cache()
+            assert_ambience()
+        return result
+
+    _torch.replace(region, "__enter__", counted_enter, undo)
+    _torch.replace(region, "__exit__", counted_exit, undo)

@@ -1,0 +1,263 @@
+"""What amp keeps beside one optimizer, as ``optimizer._amp_stash``, and which tensors the optimizer holds.
+
+apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``); attributes with apex's names go on
+working, since scripts test for them.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ampcompat import _torch
+from ampcompat._log import say
+from ampcompat._state import state
+from ampcompat.amp.masters import Master, ensure_master, master_of, needs_look
+from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.session import Session
+
+
+class Gradients(Enum):
+    """What the blocks since the last step have left an optimizer; the table is at the head of ``block``."""
+
+    NONE = "no block"
+    EMPTY = "blocks that gave no gradient"
+    UNSCALED = "unscaled gradients"
+    LOST = "a block whose end failed"
+
+
+@dataclass(eq=False)
+class Pending:
+    """Scaled gradients in ``param.grad`` that a later block unscales, or the step.
+
+    Attributes:
+        scale: What they are scaled by (0-dim float32).
+        scalers: Scalers whose losses they stem from: the pass counts for each of them.
+        optimizers: Optimizers of the block that left them; what it left all of them is one backward pass.
+    """
+
+    scale: torch.Tensor
+    scalers: dict[LossScaler, None]
+    optimizers: list[weakref.ref[Any]]
+
+
+class Spent(NamedTuple):
+    """What tells new gradients from those that the next step must not use.
+
+    Attributes:
+        first: The first gradient that the last step has used.
+        blocks: Blocks of all optimizers until then: a later one of another leaves gradients that are still scaled.
+    """
+
+    first: TensorWeakRef | None
+    blocks: int
+
+
+@dataclass(eq=False)
+class AmpOptimizerState:
+    """Masters and gradients of one optimizer between blocks and steps.
+
+    Attributes:
+        session: The ``initialize`` call that the optimizer belongs to.
+        groups: The params of each group, as last looked up.
+        masters: Masters among them.
+        direct: Params without one.
+        block: The open ``scale_loss`` block of this optimizer.
+        gradients: What blocks have left since the last step.
+        aside: Unscaled gradients of ``direct``, while scaled ones take their place in ``param.grad``.
+        pending: Scaled gradients that a block has left, if any.
+        overflows: By scaler, overflow flags that the next step looks at (0-dim float32).
+        reports: By step that the device decided, on their way to the host: each flag, with the scale to name.
+        skipped: Whether the last step was skipped; None while only the device knows.
+        spent: What the last step left behind.
+    """
+
+    session: Session
+    groups: list[list[torch.Tensor]] = field(default_factory=list)
+    masters: list[Master] = field(default_factory=list)
+    direct: list[torch.Tensor] = field(default_factory=list)
+    block: weakref.ref[Any] | None = None
+    gradients: Gradients = Gradients.NONE
+    aside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    pending: Pending | None = None
+    overflows: list[tuple[LossScaler, torch.Tensor]] = field(default_factory=list)
+    reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
+    skipped: bool | None = False
+    spent: Spent = Spent(None, 0)
+
+    lazy_init_called = True  # masters exist from ``initialize`` on
+
+    @property
+    def in_block(self) -> bool:
+        """Whether a block of this optimizer is open."""
+        return self.block is not None and self.block() is not None
+
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether a ``delay_unscale`` block left scaled gradients behind."""
+        return self.pending is not None
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be skipped. Reads the device: one host sync per overflow flag."""
+        return self.gradients is Gradients.LOST or any([bool(found.item()) for _, found in self.overflows])
+
+    def leaves(self) -> list[torch.Tensor]:
+        """The tensors that a backward pass gives gradients to."""
+        return [*[master.half for master in self.masters], *self.direct]
+
+    def look_up(self, optimizer: Any) -> None:
+        """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
+        groups, known = optimizer.param_groups, self.groups
+        if len(groups) == len(known):
+            for group, params in zip(groups, known, strict=True):
+                held = group["params"]
+                if len(held) != len(params) or not all(map(operator.is_, held, params)):
+                    break
+            else:
+                return
+        adopt_masters(optimizer, self.session)
+        pairs = {id(p): (p, master_of(p)) for group in groups for p in group["params"]}.values()
+        self.masters = [master for _, master in pairs if master is not None]
+        self.direct = [param for param, master in pairs if master is None]
+        self.groups = [list(group["params"]) for group in groups]
+
+    def hand_out_masters(self, optimizer: Any) -> None:
+        """Expect writes to the masters, which are asked for where there is no gradient to clip."""
+        if self.in_block or self.gradients is not Gradients.NONE or self.pending is not None:
+            return
+        self.look_up(optimizer)
+        for master in self.masters:
+            if needs_look(master):
+                master.reconcile()
+            master.hand_out()
+
+    def report(self, wait: bool = True) -> None:
+        """Say which earlier steps the device skipped.
+
+        Args:
+            wait: Wait for flags that have not reached the host: a host sync.
+        """
+        while self.reports and (wait or all(copied.arrived() for _, copied in self.reports[0])):
+            overflowed = []
+            for scaler, copied in self.reports.pop(0):
+                found, scale = copied.read()
+                if found:
+                    overflowed.append((scaler, scale))
+            if not self.reports and self.skipped is None:
+                self.skipped = bool(overflowed)
+            announce(overflowed)
+
+    # -- the same, by apex's names -------------------------------------------------------------------------------------
+    @property
+    def all_fp16_params(self) -> list[torch.Tensor]:
+        """Half parameters of the model: those with masters, or all half ones where there are no masters."""
+        return [m.half for m in self.masters] or [p for p in self.direct if p.dtype != torch.float32]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
+        """Masters, in the order of :attr:`all_fp16_params`."""
+        return [m.value for m in self.masters]
+
+    @property
+    def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
+        """Parameters that were float32 all along."""
+        return [p for p in self.direct if p.dtype == torch.float32]
+
+    all_fp32_params = all_fp32_from_fp32_params
+
+    @property
+    def fp16_groups(self) -> list[list[torch.Tensor]]:
+        """:attr:`all_fp16_params` by param group."""
+        return [[m.half for m in map(master_of, params) if m is not None] for params in self.groups]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
+        """:attr:`all_fp32_from_fp16_params` by param group."""
+        return [[p for p in params if master_of(p) is not None] for params in self.groups]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
+        """:attr:`all_fp32_from_fp32_params` by param group."""
+        return [[p for p in params if master_of(p) is None and p.dtype == torch.float32] for params in self.groups]
+
+
+def announce(overflowed: list[tuple[LossScaler, float]]) -> None:
+    """Say of which scalers an overflow skipped a step, and the scale that follows, in apex's words."""
+    for scaler, scale in dict(overflowed).items():
+        say(f"Gradient overflow. Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}")
+
+
+# -- which tensors an optimizer holds ----------------------------------------------------------------------------------
+def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
+    """Bring the params in ``optimizer``'s groups in line with the model: masters where it has half weights.
+
+    With no ``session`` they are the model's own tensors. The groups and their lists keep their identity, and state that
+    exists for a parameter is carried over to its master (or back, where an earlier call had masters and this one has
+    none). apex swapped params in the same way (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
+    """
+    for group in optimizer.param_groups:
+        params = group["params"]
+        for index, param in enumerate(params):
+            new = _held_for(param, session)
+            if new is not param:
+                if param in optimizer.state:
+                    optimizer.state[new] = optimizer.state.pop(param)
+                params[index] = new
+
+
+def match_state(optimizer: Any) -> None:
+    """Give the state of every param the param's dtype, as ``Optimizer.load_state_dict`` does.
+
+    State that was loaded or gathered before ``initialize`` changed the dtype of the params would not fit them. An
+    optimizer with a ``load_state_dict`` of its own decides for itself which dtype its state has.
+    """
+    optimizer = getattr(optimizer, "optim", optimizer)  # LARC
+    if getattr(type(optimizer), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
+        return
+    for param, held in list(optimizer.state.items()):
+        if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
+            continue
+        wrong = {name for name, value in held.items() if name != "step" and _is_like(value, param)}
+        if wrong:
+            fit = {name: value.to(param.dtype) if name in wrong else value for name, value in held.items()}
+            optimizer.state[param] = fit
+
+
+def _is_like(value: Any, param: torch.Tensor) -> bool:
+    """Whether ``value`` is floating state of ``param`` in another dtype."""
+    is_state = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape
+    return is_state and value.dtype != param.dtype
+
+
+def _held_for(param: torch.Tensor, session: Session | None) -> torch.Tensor:
+    """What an optimizer of ``session`` holds in the place of ``param``."""
+    masters = session is not None and session.properties.master_weights
+    master = master_of(param)
+    if master is not None and master.value is param:
+        if master.half.dtype == torch.float32:  # an earlier call's master of a weight that is float32 again
+            return master.half
+        return param if masters else master.half
+    if not masters or param.dtype not in HALF_DTYPES:
+        return param
+    if master is None:
+        home = _home_of(param)
+        master = Master(param) if home is None else ensure_master(*home)
+    return master.value
+
+
+def _home_of(param: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
+    """The module of an initialized model that holds ``param``, and its name there."""
+    for model in state.models:
+        for module in model.modules():
+            for name, tensor in module._parameters.items():
+                if tensor is param:
+                    return module, name
+    return None

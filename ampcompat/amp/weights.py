@@ -1,0 +1,292 @@
+"""A model's weights in half: casting them in place and back, and what saving, loading and copying them does.
+
+``state_dict()`` of a half model is float32: the masters themselves, detached, where there are masters (a resumed run is
+then bitwise the uninterrupted one, and an in-place average over ``state_dict()`` values takes effect), copies at O3.
+``load_state_dict()`` puts the incoming float32 into the master and the rounded value into the model. Both are hooks on
+every module, so that ``model.backbone.load_state_dict`` works too; a module carries ``_amp_half``, its half dtype and
+whether there are masters, while its tensors are half.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ampcompat import _torch
+from ampcompat._log import warn_once
+from ampcompat._state import state
+from ampcompat.amp.masters import (
+    Master,
+    drop_masters,
+    ensure_master,
+    master_of,
+    own_tensors,
+    rebind,
+    restore_masters,
+)
+from ampcompat.amp.properties import HALF_DTYPES
+
+_CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
+
+
+def _stays_float32(module: torch.nn.Module, keep_batchnorm_fp32: bool) -> bool:
+    """Whether ``module``'s own tensors stay float32: affine batch norm, as in apex's ``convert_module``."""
+    return keep_batchnorm_fp32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
+
+
+def cast_weights(
+    models: Iterable[torch.nn.Module],
+    dtype: torch.dtype | None,
+    undo: ExitStack,
+    keep_batchnorm_fp32: bool = False,
+    master_weights: bool = False,
+    trained: set[int] = frozenset(),  # type: ignore[assignment] # never written
+    kept: frozenset[torch.nn.Module] = frozenset(),
+) -> None:
+    """Cast every floating parameter and buffer of ``models`` to ``dtype``, in place; complex tensors stay.
+
+    Parameters keep their identity, so optimizers and hooks that hold them go on holding the model's. Weights that an
+    earlier call had cast are restored from their masters first: going from one level to another loses no bit.
+
+    Args:
+        models: Modules; tied weights and nested models are cast once.
+        dtype: float16, bfloat16 or float32; None leaves alone what no earlier call had cast, and restores the rest.
+        undo: Takes the undo of every change.
+        keep_batchnorm_fp32: Affine batch norm goes to float32 instead.
+        master_weights: Half tensors get float32 masters, and ``state_dict`` hands those out.
+        trained: ids of the tensors that some optimizer holds: their masters are made now, from the float32 values,
+            the others' when first needed.
+        kept: Modules that go to float32 instead (``keep_fp32``).
+    """
+    for module in {id(m): m for model in models for m in model.modules()}.values():
+        before = module.__dict__.get("_amp_half")
+        target = dtype
+        if dtype is not None and (module in kept or _stays_float32(module, keep_batchnorm_fp32)):
+            target = torch.float32
+        elif dtype is None and before is not None:
+            target = torch.float32
+        if target is None:
+            continue
+        half = target != torch.float32
+        undo.callback(_put_back, module, before, dict(module.__dict__.get("_amp_masters", {})))
+        for name, tensor in own_tensors(module):
+            if tensor.dtype in _CASTABLE:
+                _cast(module, name, tensor, target, half and master_weights, trained, undo)
+        if half:
+            hook(module, target, master_weights)
+        else:
+            unhook(module)
+            drop_masters(module)
+
+
+def _cast(
+    module: torch.nn.Module,
+    name: str,
+    tensor: torch.Tensor,
+    target: torch.dtype,
+    master_weights: bool,
+    trained: set[int],
+    undo: ExitStack,
+) -> None:
+    master = module.__dict__.get("_amp_masters", {}).get(name) or master_of(tensor)
+    if master is not None:
+        master.register()
+        master.absorb()
+    alone = tensor.dtype == torch.float32 != target and master is None and _torch.owns_memory_alone(tensor)
+    exact = tensor.detach() if master is None else master.value.detach()
+    if tensor.dtype != target:
+        undo.callback(_put_data_back, tensor, tensor.data, tensor.grad, master)
+        # A gradient cannot have another dtype than its parameter, and an optimizer must not step with a stale one.
+        tensor.grad = None
+        tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
+        if master is not None and target != torch.float32:
+            master.dtype = target
+            master.push()
+        elif master is not None:
+            master.retire()
+    borrowed = master is not None and id(master.value) in trained
+    if master_weights and (borrowed or id(tensor) in trained):
+        if alone:  # the master takes the memory that the weight just left: no copy, no second peak
+            exact = torch.nn.Parameter(exact.data, tensor.requires_grad)
+        ensure_master(module, name, exact, adopt=alone)
+
+
+def _put_data_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, master: Master | None) -> None:
+    tensor.data = data
+    tensor.grad = grad
+    if master is not None:
+        master.dtype = data.dtype
+        master.register()
+        master.settle()
+
+
+def _put_back(module: torch.nn.Module, before: tuple[torch.dtype, bool] | None, held: dict[str, Master]) -> None:
+    """Restore the hooks and masters that ``module`` had."""
+    unhook(module)
+    if before is not None:
+        hook(module, *before)
+    restore_masters(module, held)
+
+
+# -- saving and loading ------------------------------------------------------------------------------------------------
+def hook(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -> None:
+    """Hook saving and loading of ``module``'s own tensors (not its children's)."""
+    object.__setattr__(module, "_amp_half", (half, master_weights))
+    if "_amp_state_hooks" not in module.__dict__:
+        hooks = _torch.register_state_dict_hooks(module, _hand_out, _take_in, _loaded)
+        object.__setattr__(module, "_amp_state_hooks", hooks)
+
+
+def unhook(module: torch.nn.Module) -> None:
+    """Undo :func:`hook`."""
+    for handle in module.__dict__.get("_amp_state_hooks", ()):
+        handle.remove()
+    module.__dict__.pop("_amp_state_hooks", None)
+    module.__dict__.pop("_amp_half", None)
+
+
+def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    half, master_weights = module.__dict__.get("_amp_half", (None, False))
+    for name, tensor in own_tensors(module):
+        handed = state_dict.get(prefix + name)
+        if half is None or not isinstance(handed, torch.Tensor) or tensor.dtype != half or handed.dtype != half:
+            continue
+        if not master_weights:
+            state_dict[prefix + name] = handed.float()
+            continue
+        master = ensure_master(module, name)
+        master.absorb()
+        keep_vars = handed is tensor
+        state_dict[prefix + name] = master.value if keep_vars else master.hand_out()
+
+
+@torch.no_grad()
+def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
+    half, master_weights = module.__dict__.get("_amp_half", (None, False))
+    for name, tensor in own_tensors(module):
+        incoming = state_dict.get(prefix + name)
+        if half is None or tensor.dtype != half or not isinstance(incoming, torch.Tensor):
+            continue
+        if incoming.shape != tensor.shape or not incoming.is_floating_point():
+            continue  # torch reports the mismatch
+        if incoming.layout != torch.strided or incoming.is_meta:
+            continue  # torch reports that it cannot be copied
+        if local_metadata.get("assign_to_params_buffers", False):
+            state_dict[prefix + name] = incoming.to(half)
+        if master_weights:
+            master = ensure_master(module, name)
+            address = incoming.data_ptr()  # 0 for a wrapper around other tensors
+            if not address or address != master.value.data_ptr():
+                master.value.copy_(incoming)
+
+
+def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
+    average: HalfAverage | None = module.__dict__.get("_amp_average")
+    if average is not None:
+        average.forgive()
+    for name, master in module.__dict__.get("_amp_masters", {}).items():
+        now = module._parameters.get(name, module._buffers.get(name))
+        if now is None:
+            continue
+        if now is not master.half:  # load_state_dict(assign=True)
+            rebind(master, now)
+        elif master.value._version != master.seen[1]:
+            master.push()
+
+
+# -- averages ----------------------------------------------------------------------------------------------------------
+#: Writes before the first look, elements looked at, and the least share of the way that a copy which follows has come.
+_WRITES, _SAMPLE, _FOLLOWS = 8, 256, 0.75
+
+
+class HalfAverage:
+    """Notices an average of weights that is kept in half, where it cannot move.
+
+    ``ema = copy.deepcopy(model)`` and then ``e.mul_(.9999).add_(p, alpha=.0001)`` over ``parameters()`` rounds to half
+    at every update at O2 and O3: steps below half a unit in the last place vanish, as they did under apex. Nothing
+    fails, so a warning says it. The module that holds a model's largest half weight carries such an object; that of a
+    deepcopy knows the original's weight and looks after steps. A copy that is written again and again by others than
+    amp, and yet stays far behind its original, is such an average; a teacher that is frozen, or copied whole from time
+    to time, is not.
+
+    Args:
+        param: The half weight.
+        original: What it was deep-copied from.
+    """
+
+    def __init__(self, param: torch.Tensor, original: torch.Tensor | None = None) -> None:
+        self.param = TensorWeakRef(param)
+        self.original = None if original is None else TensorWeakRef(original)
+        self.birth = None if original is None else _sample(param)
+        self.forgive()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HalfAverage | None:
+        param = self.param()
+        if param is None or not _torch.has_storage(param):
+            return None
+        copied = HalfAverage(copy.deepcopy(param, memo), param)
+        state.observers.append(copied)
+        return copied
+
+    def __reduce__(self) -> Any:
+        return _no_average, ()
+
+    def forgive(self) -> None:
+        """Take what was written so far for no average (``load_state_dict``)."""
+        param = self.param()
+        self.writes, self.next_look = 0, _WRITES
+        self.version = 0 if param is None else param._version
+
+    def on_step(self, optimizer: Any, skipped: bool | None) -> None:
+        """Count writes after a step; once there are enough, compare. Host sync: ever more rarely, when it compares."""
+        param, original = self.param(), None if self.original is None else self.original()
+        if param is None or original is None or self.birth is None or original.shape != param.shape:
+            state.observers[:] = [one for one in state.observers if one is not self]
+            return
+        master = master_of(param)
+        if master is None or master.before_writes is not None or param._version != master.seen[0]:
+            self.writes += param._version - self.version  # by others: amp's own writes come from the master
+        self.version = param._version
+        if self.writes < self.next_look:
+            return
+        self.next_look *= 2
+        birth = self.birth.to(param.device)
+        moved = (_sample(param) - birth).abs().sum()
+        gone = (_sample(original).to(birth.device) - birth).abs().sum()
+        if moved < _FOLLOWS * gone:
+            warn_once(
+                "half average",
+                f"A deepcopy of a model whose weights amp.initialize cast to {param.dtype} is being updated over"
+                " its parameters(), as a moving average is - in half small updates round to nothing (a decay of 0.9999"
+                " cannot move) - average over state_dict() values instead: at O2 these are the float32 masters.",
+            )
+
+
+def watch_averages(model: torch.nn.Module) -> None:
+    """Have deepcopies of ``model`` looked at: is one updated as a moving average, in half?"""
+    half = [
+        (param.numel(), module, param)
+        for module in model.modules()
+        for param in module._parameters.values()
+        if param is not None and param.dtype in HALF_DTYPES
+    ]
+    if half:
+        _, module, param = max(half, key=lambda entry: entry[0])
+        object.__setattr__(module, "_amp_average", HalfAverage(param))
+
+
+def _no_average() -> None:
+    """Unpickle to: what comes from a file is no copy of a running model."""
+
+
+def _sample(param: torch.Tensor) -> torch.Tensor:
+    flat = param.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE)].float()
+
+
+
