@@ -10,7 +10,7 @@ from ampcompat.amp.arguments import read_properties
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.kernels import allow_banned as _allow_banned
 from ampcompat.amp.policy import device_types_of, live_models
-from ampcompat.amp.registry import (
+from ampcompat.amp.functions import (
     float_function,
     half_function,
     promote_function,

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat._undo import on_undo
 
 Tensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -55,31 +55,38 @@ def _backward(native: Callable[..., Tensors], slow: frozenset[torch.dtype]) -> C
     return convolution_backward
 
 
+@dataclass
+class CpuConvolution:
+    """The registrations in force, by their undo; None while torch's own kernels are."""
+
+    undo: ExitStack | None = None
+
+
+def _room() -> CpuConvolution:
+    made: CpuConvolution = state.room("cpu_convolution", CpuConvolution)
+    return made
+
+
 def acquire() -> None:
     """Compute half convolutions on the CPU in float32 from here on, and no others. Idempotent."""
-    room = state.room("amp.cpu_convolution", dict)
-    if room:
+    room = _room()
+    if room.undo is not None:
         return
     slow = _torch.halves_without_cpu_convolution()
-    on_undo(state.undo, release)
     with ExitStack() as undo:
         registrations = _torch.Registrations()
-        on_undo(undo, registrations.close)
+        undo.callback(registrations.close)
         # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
         for name, make in (("_convolution", _forward), ("convolution_backward", _backward)):
             for op in _torch.aten_overloads(name):
                 registrations.add(op, make(_torch.composite(op), slow), "CPU")
-        room["undo"] = undo.pop_all()
-
-
-def on() -> bool:
-    """Whether :func:`acquire` is in force."""
-    return bool(state.room("amp.cpu_convolution", dict))
+        room.undo = undo.pop_all()
+        state.undo.callback(release)
 
 
 def release() -> None:
     """Give torch its own convolutions back. Idempotent."""
-    room = state.room("amp.cpu_convolution", dict)
-    if room:
-        room["undo"].close()
-        room.clear()
+    room = _room()
+    undo, room.undo = room.undo, None
+    if undo is not None:
+        undo.close()

@@ -17,7 +17,7 @@ import torch
 
 from ampcompat._log import say
 from ampcompat.amp import amp_model, master_index
-from ampcompat.amp.cast_tree import cast_tree, tensors_in
+from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.casts import OFF, Casts
 from ampcompat.amp.policy import ModelPolicy, live_models
 from ampcompat.amp.properties import HALF_DTYPES
@@ -38,7 +38,7 @@ class BorderPolicy(ModelPolicy):
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``forward`` on float32 inputs, casts off."""
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         given = [t.dtype for t in tensors if t.is_floating_point()]
         args, kwargs = cast_tree(args, torch.float32), cast_tree(kwargs, torch.float32)
         tensors = tensors or list(model.parameters())

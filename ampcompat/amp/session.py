@@ -11,7 +11,7 @@ import torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat._undo import on_undo
-from ampcompat.amp import casts, choke_points, cpu_convolution, ddp, registry, rules
+from ampcompat.amp import casts, choke_points, cpu_convolution, ddp, functions, rules
 from ampcompat.amp.casts import OFF, Casts
 from ampcompat.amp.policy import ModelPolicy, all_device_types_of, device_types_of, live_models
 from ampcompat.amp.properties import Properties
@@ -155,7 +155,7 @@ def release_casts() -> None:
         casts.end_ambience()
         choke_points.remove()
         rules.release()
-        registry.deactivate()
+        functions.deactivate()
         if not any(getattr(model, "_amp_policy", DISABLED.policy).half for model in live_models()):
             cpu_convolution.release()
 
@@ -165,7 +165,7 @@ def cover_device_types(device_types: Iterable[str]) -> None:
     device_types = list(device_types)
     choke_points.install()
     rules.acquire(device_types)
-    registry.activate()
+    functions.activate()
     if "cpu" in device_types:
         cpu_convolution.acquire()
 

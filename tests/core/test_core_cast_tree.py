@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ampcompat.amp._initialize import applier
-from ampcompat.amp.cast_tree import cast_tree
+from ampcompat.amp.trees import cast_tree
 
 Pair = collections.namedtuple("Pair", "x y")
 HALF = torch.float16
