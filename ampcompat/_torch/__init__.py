@@ -70,7 +70,7 @@ from ampcompat._torch.modules import (
     register_state_dict_hooks,
     uncompiled,
 )
-from ampcompat._torch.patch import replace
+from ampcompat._torch.patch import replace, wrap_everywhere
 from ampcompat._torch.version import (
     TORCH,
 )
@@ -135,4 +135,5 @@ __all__ = [
     "unscale_and_check_",
     "update_scale_",
     "without_grad",
+    "wrap_everywhere",
 ]

@@ -1,7 +1,10 @@
-"""Setting an attribute of torch, and setting it back."""
+"""Setting an attribute or the body of a function of torch, and setting it back."""
 
 from __future__ import annotations
 
+import inspect
+import types
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -20,3 +23,44 @@ def replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
 def _delete(owner: Any, name: str) -> None:
     if name in vars(owner):
         delattr(owner, name)
+
+
+def wrap_everywhere(
+    owner: Any, function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
+) -> None:
+    """Have ``wrap(original)`` run wherever ``function`` is called, by code that imported it earlier too.
+
+    A function written in Python keeps its identity: its body is exchanged for one that calls ``wrap(original)``, which
+    is a global of its module meanwhile. The new body says that it stands where the old one stood, so that
+    ``torch.jit.script`` and tracebacks read torch's own source. Any other callable is replaced in ``owner``.
+
+    Args:
+        owner: Module or class that holds ``function`` under its own name.
+        function: What to wrap.
+        wrap: Gets the original and returns what is called in its place, with the same arguments.
+        undo: Takes it back.
+    """
+    if not isinstance(function, types.FunctionType) or function.__closure__ or isinstance(owner, type):
+        replace(owner, function.__name__, wrap(function), undo)
+        return
+    code, name = function.__code__, f"_ampcompat_{function.__name__}"
+    original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    parameters = inspect.getfullargspec(function)
+    given = [*parameters.args, *([f"*{parameters.varargs}"] if parameters.varargs else [])]
+    keywords = [f"**{parameters.varkw}"] if parameters.varkw else []
+    named = [*(["*"] if parameters.kwonlyargs and not parameters.varargs else []), *parameters.kwonlyargs]
+    passed = [f"{keyword}={keyword}" for keyword in parameters.kwonlyargs]
+    made: dict[str, Any] = {}
+    # The defaults are the function's own, no part of its body.
+    exec(  # there is no other way to a body with given parameters
+        f"def body({', '.join([*given, *named, *keywords])}): return {name}({', '.join([*given, *passed, *keywords])})",
+        made,
+    )
+    body = made["body"].__code__.replace(
+        co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
+    )
+    undo.callback(function.__globals__.pop, name, None)
+    function.__globals__[name] = wrap(original)
+    undo.callback(setattr, function, "__code__", code)
+    function.__code__ = body

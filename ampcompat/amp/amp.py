@@ -7,9 +7,6 @@ from ampcompat._state import state
 from ampcompat.amp import casts, session
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.arguments import read_properties
-from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.kernels import allow_banned as _allow_banned
-from ampcompat.amp.policy import device_types_of, live_models
 from ampcompat.amp.functions import (
     float_function,
     half_function,
@@ -18,6 +15,9 @@ from ampcompat.amp.functions import (
     register_half_function,
     register_promote_function,
 )
+from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.policy import device_types_of, live_models
+from ampcompat.amp.rules import allow_banned as _allow_banned
 from ampcompat.amp.scaler import LossScaler
 
 __all__ = [

@@ -17,15 +17,10 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.trees import map_tree, tensors_in
+from ampcompat.amp.rules import Rule, cast_arguments
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-HALF: Final = "half"
-FLOAT: Final = "float"
-PROMOTE: Final = "promote"
-_HALVES: Final = (torch.float16, torch.bfloat16)
-_CASTABLE: Final = {HALF: (torch.float32, *_HALVES), FLOAT: _HALVES}  # float64 is left alone, as under apex
 #: Functions that torch itself makes; written in Python, they are recognised by their module.
 _BUILTIN: Final = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType),
@@ -37,7 +32,7 @@ _BUILTIN: Final = (
 class Functions:
     """What is registered, and the undo of what is wrapped now."""
 
-    registered: dict[tuple[int, str], tuple[Any, str, str]] = field(default_factory=dict)
+    registered: dict[tuple[int, str], tuple[Any, str, Rule]] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack)
     active: bool = False
 
@@ -47,38 +42,7 @@ def _functions() -> Functions:
     return made
 
 
-def cast_arguments(kind: str, args: Any, kwargs: Any) -> tuple[str | None, Any, Any]:
-    """Cast the floating tensors in ``args`` and ``kwargs``, nested ones included, if casts are on for their device.
-
-    Args:
-        kind: ``"half"``, ``"float"`` or ``"promote"`` (the widest dtype among the arguments).
-        args: Positional arguments of a call.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        The device type of the first floating tensor whose casts are on, or None, and the arguments.
-    """
-    tensors = [t for t in tensors_in((args, kwargs), objects=False) if t.is_floating_point()]
-    casting = [t.device.type for t in tensors if torch.is_autocast_enabled(t.device.type)]
-    if not casting:
-        return None, args, kwargs
-    if kind == HALF:
-        dtype = torch.get_autocast_dtype(casting[0])
-    elif kind == FLOAT:
-        dtype = torch.float32
-    else:
-        dtype = functools.reduce(torch.promote_types, [t.dtype for t in tensors])
-    castable = _CASTABLE.get(kind)
-
-    def cast(leaf: Any) -> Any:
-        if leaf.is_floating_point() and leaf.dtype != dtype and (castable is None or leaf.dtype in castable):
-            return leaf.to(dtype)
-        return leaf
-
-    return casting[0], map_tree(args, cast, objects=False), map_tree(kwargs, cast, objects=False)
-
-
-def make_wrapper(function: Any, kind: str, overrule: bool = False) -> Any:
+def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     """Wrap ``function`` so that its floating tensor arguments are cast, while casts are on for their device.
 
     Tensors are looked for in arguments and keywords, and in lists, tuples and mappings in these; everything else (self,
@@ -87,7 +51,7 @@ def make_wrapper(function: Any, kind: str, overrule: bool = False) -> Any:
 
     Args:
         function: Anything callable: a Python function, a C builtin, ``Function.apply``, a static or abstract method.
-        kind: ``"half"``, ``"float"`` or ``"promote"`` (the widest dtype among the arguments).
+        rule: HALF, FLOAT or PROMOTE.
         overrule: Whether inner ops run as they are given even where ``function`` is not torch's own.
 
     Returns:
@@ -99,7 +63,7 @@ def make_wrapper(function: Any, kind: str, overrule: bool = False) -> Any:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if "choke points" not in state.rooms:  # amp casts nothing in this process now
             return function(*args, **kwargs)
-        device_type, args, kwargs = cast_arguments(kind, args, kwargs)
+        device_type, args, kwargs = cast_arguments(rule, args, kwargs)
         if device_type is None or not overrule:
             return function(*args, **kwargs)
         with torch.autocast(device_type, enabled=False):
@@ -117,20 +81,20 @@ def is_torch_op(function: Any) -> bool:
     return module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
 
 
-def wrap_class(cls: type, kind: str) -> tuple[str, Any]:
+def wrap_class(cls: type, rule: Rule) -> tuple[str, Any]:
     """Wrap the method that stands for calling ``cls``; returns its name and the wrapper.
 
     The class keeps its identity (``isinstance`` goes on working): a module's ``forward`` is wrapped, an
     ``autograd.Function``'s ``apply``, any other class's ``__call__``.
     """
     if issubclass(cls, torch.autograd.Function):
-        return "apply", staticmethod(make_wrapper(cls.apply, kind))
+        return "apply", staticmethod(make_wrapper(cls.apply, rule))
     name = "forward" if issubclass(cls, torch.nn.Module) else "__call__"
     of_torch = cls.__module__.split(".")[0] == "torch"
-    return name, make_wrapper(getattr(cls, name), kind, overrule=kind == FLOAT and of_torch)
+    return name, make_wrapper(getattr(cls, name), rule, overrule=rule is Rule.FLOAT and of_torch)
 
 
-def _register(module: Any, name: str, kind: str) -> None:
+def _register(module: Any, name: str, rule: Rule) -> None:
     if not isinstance(name, str) or not hasattr(module, name):
         shown = getattr(module, "__name__", type(module).__name__)
         raise ValueError(
@@ -138,7 +102,7 @@ def _register(module: Any, name: str, kind: str) -> None:
             " and pass the module object with the function's name as a string."
         )
     functions = _functions()
-    functions.registered[id(module), name] = (module, name, kind)
+    functions.registered[id(module), name] = (module, name, rule)
     if functions.active:
         deactivate()
         activate()
@@ -154,12 +118,12 @@ def register_half_function(module: Any, name: str) -> None:
     Raises:
         ValueError: ``module`` has no such attribute.
     """
-    _register(module, name, HALF)
+    _register(module, name, Rule.HALF)
 
 
 def register_float_function(module: Any, name: str) -> None:
     """Have ``module.name`` cast its arguments to float32 while casts are on; see :func:`register_half_function`."""
-    _register(module, name, FLOAT)
+    _register(module, name, Rule.FLOAT)
 
 
 def register_promote_function(module: Any, name: str) -> None:
@@ -167,7 +131,7 @@ def register_promote_function(module: Any, name: str) -> None:
 
     See :func:`register_half_function`.
     """
-    _register(module, name, PROMOTE)
+    _register(module, name, Rule.PROMOTE)
 
 
 def activate() -> None:
@@ -177,15 +141,15 @@ def activate() -> None:
         return
     functions.active = True
     state.undo.callback(deactivate)
-    for module, name, kind in functions.registered.values():
+    for module, name, rule in functions.registered.values():
         target = getattr(module, name)
         if isinstance(target, type):
-            method, wrapper = wrap_class(target, kind)
+            method, wrapper = wrap_class(target, rule)
             _torch.replace(target, method, wrapper, functions.undo)
         else:
             # A function found on a class through staticmethod must not turn into a method.
             static = isinstance(getattr(module, "__dict__", {}).get(name), staticmethod)
-            wrapper = make_wrapper(target, kind)
+            wrapper = make_wrapper(target, rule)
             _torch.replace(module, name, staticmethod(wrapper) if static else wrapper, functions.undo)
 
 
@@ -196,14 +160,14 @@ def deactivate() -> None:
     functions.undo.close()
 
 
-def _decorated(function: Any, kind: str) -> Any:
+def _decorated(function: Any, rule: Rule) -> Any:
     if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(make_wrapper(function.__func__, kind))
+        return type(function)(make_wrapper(function.__func__, rule))
     if isinstance(function, type):
-        name, wrapper = wrap_class(function, kind)
+        name, wrapper = wrap_class(function, rule)
         setattr(function, name, wrapper)
         return function
-    return make_wrapper(function, kind)
+    return make_wrapper(function, rule)
 
 
 def half_function(fn: F) -> F:
@@ -212,13 +176,13 @@ def half_function(fn: F) -> F:
     Works on Python functions, C builtins, ``Function.apply``, methods of every kind and classes, at import time and
     before any ``initialize`` (``apex/amp/amp.py: half_function``).
     """
-    decorated: F = _decorated(fn, HALF)
+    decorated: F = _decorated(fn, Rule.HALF)
     return decorated
 
 
 def float_function(fn: F) -> F:
     """Decorator: while casts are on, ``fn`` gets its half arguments in float32; see :func:`half_function`."""
-    decorated: F = _decorated(fn, FLOAT)
+    decorated: F = _decorated(fn, Rule.FLOAT)
     return decorated
 
 
@@ -227,5 +191,5 @@ def promote_function(fn: F) -> F:
 
     See :func:`half_function`.
     """
-    decorated: F = _decorated(fn, PROMOTE)
+    decorated: F = _decorated(fn, Rule.PROMOTE)
     return decorated

@@ -17,10 +17,10 @@ import torch
 
 from ampcompat._log import say
 from ampcompat.amp import amp_model, master_index
-from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.casts import OFF, Casts
 from ampcompat.amp.policy import ModelPolicy, live_models
 from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.amp.trees import cast_tree, tensors_in
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 

@@ -13,10 +13,10 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import master_index, stray_weights
-from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.casts import OFF, Casts, cast_state, set_ambient
 from ampcompat.amp.forward_casts import casts_for_forward, run_forward
 from ampcompat.amp.observers import notify
+from ampcompat.amp.trees import cast_tree, tensors_in
 
 
 @dataclass(eq=False)

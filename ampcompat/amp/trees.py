@@ -20,8 +20,8 @@ _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.d
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with every floating tensor in it cast to ``dtype``; the structure is kept.
 
-    Reproduces what apex did to the inputs and outputs of an O2 model (``apex/amp/_initialize.py: applier``), dataclasses
-    and mappings of any kind included. Objects with a ``.to`` method (batches) are asked to cast themselves.
+    Reproduces what apex did to the inputs and outputs of an O2 model (``apex/amp/_initialize.py: applier``), for
+    dataclasses and mappings of any kind too. Objects with a ``.to`` method (batches) are asked to cast themselves.
 
     Args:
         value: Anything.
@@ -65,54 +65,53 @@ def map_tree(value: Any, function: Callable[[Any], Any], objects: bool = True) -
     Returns:
         The same structure; a container in which nothing changes is returned itself, never a copy.
     """
+    parts: Any
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, (list, tuple)):
-        items, changed = [], False
-        for item in value:
-            new = function(item) if isinstance(item, torch.Tensor) else map_tree(item, function, objects)
-            changed = changed or new is not item
-            items.append(new)
-        return _like_sequence(value, items) if changed else value
-    if isinstance(value, _LEAVES):
+        parts = value
+    elif isinstance(value, _LEAVES):
         return value
-    if isinstance(value, (dict, Mapping)):
-        pairs, changed = {}, False
-        for key, item in value.items():
-            new = map_tree(item, function, objects)
-            changed = changed or new is not item
-            pairs[key] = new
-        return _like_mapping(value, pairs) if changed else value
-    if not objects or isinstance(value, type):
+    elif isinstance(value, (dict, Mapping)):
+        parts = value.values()
+    elif not objects or isinstance(value, type):
         return value
-    if dataclasses.is_dataclass(value):
-        fields = {f.name: getattr(value, f.name, None) for f in dataclasses.fields(value)}
-        pairs = map_tree(fields, function)
-        return value if pairs is fields else _like_dataclass(value, pairs)
-    if type(value).__module__ != "numpy" and callable(getattr(value, "to", None)):
+    elif dataclasses.is_dataclass(value):
+        parts = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    elif type(value).__module__ != "numpy" and callable(getattr(value, "to", None)):
         return function(value)
-    return value
+    else:
+        return value
+    items, changed = [], False
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            item = function(part)
+        elif isinstance(part, _LEAVES):
+            item = part
+        else:
+            item = map_tree(part, function, objects)
+        changed = changed or item is not part
+        items.append(item)
+    return _rebuild(value, items) if changed else value
 
 
-def _like_sequence(value: Any, items: list[Any]) -> Any:
+def _rebuild(value: Any, items: list[Any]) -> Any:
+    """Make a container like ``value`` of ``items``, which are its own in their order, some replaced."""
     kind: Any = type(value)
-    return kind._make(items) if hasattr(kind, "_make") else kind(items)  # _make: namedtuples, PackedSequence among them
-
-
-def _like_mapping(value: Mapping[Any, Any], pairs: dict[Any, Any]) -> Any:
-    if type(value) is dict:
+    if isinstance(value, (list, tuple)):  # _make: namedtuples, PackedSequence among them
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    if not isinstance(value, Mapping):
+        clone = copy.copy(value)  # not dataclasses.replace: fields with init=False, __post_init__ must not run again
+        for field, item in zip(dataclasses.fields(value), items, strict=True):
+            if item is not getattr(value, field.name, None):
+                object.__setattr__(clone, field.name, item)
+        return clone
+    pairs = dict(zip(value, items, strict=True))
+    if kind is dict:
         return pairs
-    if isinstance(value, dict):  # OrderedDict, defaultdict, transformers' ModelOutput: keep type and attributes
-        new = copy.copy(value)
-        for key, item in pairs.items():
-            new[key] = item
-        return new
-    return type(value)(pairs)  # type: ignore[call-arg]
-
-
-def _like_dataclass(value: Any, pairs: dict[str, Any]) -> Any:
-    clone = copy.copy(value)  # not dataclasses.replace: fields with init=False and __post_init__ must not run again
-    for name, new in pairs.items():
-        if new is not getattr(value, name, None):
-            object.__setattr__(clone, name, new)
+    if not isinstance(value, dict):
+        return kind(pairs)
+    clone = copy.copy(value)  # OrderedDict, defaultdict, transformers' ModelOutput: keep type and attributes
+    for key, item in pairs.items():
+        clone[key] = item
     return clone

@@ -13,7 +13,7 @@ OURS = [
     "import ampcompat\nampcompat.install_as_apex()",
     "from ampcompat import amp\namp.report()\namp.unwrap(model)\namp.explain_overflows()",
     "from ampcompat import amp\namp.casts.set_ambient(x, y)",
-    "from ampcompat.amp import lists\nlists.HALF",
+    "from ampcompat.amp import lists\nlists.torch_overrides.CASTS",
     "from ampcompat.amp.masters import Master",
     "from ampcompat.amp import scaler\nscaler.LossScaler",
     "from ampcompat.testing import assert_opt_level_parity",
