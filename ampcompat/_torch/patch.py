@@ -43,24 +43,25 @@ def wrap_everywhere(
     if not isinstance(function, types.FunctionType) or function.__closure__ or isinstance(owner, type):
         replace(owner, function.__name__, wrap(function), undo)
         return
-    code, name = function.__code__, f"_ampcompat_{function.__name__}"
+    code, hook = function.__code__, f"_ampcompat_{function.__name__}"
     original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__
-    parameters = inspect.getfullargspec(function)
-    given = [*parameters.args, *([f"*{parameters.varargs}"] if parameters.varargs else [])]
-    keywords = [f"**{parameters.varkw}"] if parameters.varkw else []
-    named = [*(["*"] if parameters.kwonlyargs and not parameters.varargs else []), *parameters.kwonlyargs]
-    passed = [f"{keyword}={keyword}" for keyword in parameters.kwonlyargs]
+    takes = inspect.getfullargspec(function)
+    rest, options = [f"*{takes.varargs}"] if takes.varargs else [], [f"**{takes.varkw}"] if takes.varkw else []
+    star = ["*"] if takes.kwonlyargs and not rest else []
+    given = takes.args if rest else [f"{name}={name}" for name in takes.args]  # by name, where it can be
+    named = [f"{name}={name}" for name in takes.kwonlyargs]
     made: dict[str, Any] = {}
-    # The defaults are the function's own, no part of its body.
-    exec(  # there is no other way to a body with given parameters
-        f"def body({', '.join([*given, *named, *keywords])}): return {name}({', '.join([*given, *passed, *keywords])})",
+    # exec, since nothing else makes a body with given parameters. Their defaults belong to the function.
+    exec(
+        f"def body({', '.join([*takes.args, *rest, *star, *takes.kwonlyargs, *options])}):"
+        f" return {hook}({', '.join([*given, *rest, *named, *options])})",
         made,
     )
     body = made["body"].__code__.replace(
         co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
     )
-    undo.callback(function.__globals__.pop, name, None)
-    function.__globals__[name] = wrap(original)
+    undo.callback(function.__globals__.pop, hook, None)
+    function.__globals__[hook] = wrap(original)
     undo.callback(setattr, function, "__code__", code)
     function.__code__ = body

@@ -195,10 +195,11 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
 }
 
 #: Functions on the float list that the dispatcher cannot see whole: each would compute in half before or between the
-#: listed ops inside, or let two half gradients meet (``normalize``: they all but cancel). ``Tensor.cpu`` is no op.
+#: listed ops inside, or let two half gradients meet (``normalize``: they all but cancel). ``mse_loss`` and ``l1_loss``
+#: subtract by themselves where they are given weights. ``Tensor.cpu`` is no op.
 PYTHON: Final = (
     *("cpu", "normalize", "local_response_norm", "interpolate", "gaussian_nll_loss", "multilabel_soft_margin_loss"),
-    "triplet_margin_with_distance_loss",
+    *("triplet_margin_with_distance_loss", "mse_loss", "l1_loss"),
 )
 
 
@@ -399,12 +400,30 @@ def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
 
 
 def _casting(rule: Rule, function: Callable[..., Any]) -> Callable[..., Any]:
+    device_types = installed().plans
+
+    def widen(a: torch.Tensor) -> torch.Tensor:
+        if a.dtype in HALVES and a.device.type in device_types and torch.is_autocast_enabled(a.device.type):
+            return a.float()
+        return a
+
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def in_float(*args: Any, **kwargs: Any) -> Any:  # as below, for the functions we ship, whose arguments are flat
+        given = [*args]
+        for i, a in enumerate(args):
+            if isinstance(a, torch.Tensor):
+                given[i] = widen(a)
+        for name, a in kwargs.items():
+            if isinstance(a, torch.Tensor) and name != "out":
+                kwargs[name] = widen(a)
+        return function(*given, **kwargs)
+
+    @functools.wraps(function)
+    def cast(*args: Any, **kwargs: Any) -> Any:
         _, args, kwargs = cast_arguments(rule, args, kwargs)
         return function(*args, **kwargs)
 
-    return wrapper
+    return in_float if rule is Rule.FLOAT and function.__name__ in PYTHON else cast
 
 
 # -- In force ----------------------------------------------------------------------------------------------------------
