@@ -124,7 +124,7 @@ def rule_for(name: str, device_type: str) -> str:
 
 def enforced_by(name: str) -> str:
     """What does it for the listed ``name``: "native", "rule on CPU", "whole function", ..."""
-    if name in PYTHON and not ATEN.get(name):
+    if name in PYTHON and ATEN.get(name) == ():
         return "whole function"
     differs = [d for d in ("cpu", "cuda") if native_rule(name, d) != _WORDS[RULES[name]]]
     if not differs:

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import torch
 
@@ -144,8 +144,7 @@ def activate() -> None:
     for module, name, rule in functions.registered.values():
         target = getattr(module, name)
         if isinstance(target, type):
-            method, wrapper = wrap_class(target, rule)
-            _torch.replace(target, method, wrapper, functions.undo)
+            _torch.replace(target, *wrap_class(target, rule), functions.undo)
         else:
             # A function found on a class through staticmethod must not turn into a method.
             static = isinstance(getattr(module, "__dict__", {}).get(name), staticmethod)
@@ -164,8 +163,7 @@ def _decorated(function: Any, rule: Rule) -> Any:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(make_wrapper(function.__func__, rule))
     if isinstance(function, type):
-        name, wrapper = wrap_class(function, rule)
-        setattr(function, name, wrapper)
+        setattr(function, *wrap_class(function, rule))
         return function
     return make_wrapper(function, rule)
 
@@ -176,14 +174,12 @@ def half_function(fn: F) -> F:
     Works on Python functions, C builtins, ``Function.apply``, methods of every kind and classes, at import time and
     before any ``initialize`` (``apex/amp/amp.py: half_function``).
     """
-    decorated: F = _decorated(fn, Rule.HALF)
-    return decorated
+    return cast(F, _decorated(fn, Rule.HALF))
 
 
 def float_function(fn: F) -> F:
     """Decorator: while casts are on, ``fn`` gets its half arguments in float32; see :func:`half_function`."""
-    decorated: F = _decorated(fn, Rule.FLOAT)
-    return decorated
+    return cast(F, _decorated(fn, Rule.FLOAT))
 
 
 def promote_function(fn: F) -> F:
@@ -191,5 +187,4 @@ def promote_function(fn: F) -> F:
 
     See :func:`half_function`.
     """
-    decorated: F = _decorated(fn, Rule.PROMOTE)
-    return decorated
+    return cast(F, _decorated(fn, Rule.PROMOTE))

@@ -49,21 +49,13 @@ class Rule(Enum):
 
 @dataclass
 class Rules:
-    """What is in force.
+    """What is in force, and how to take it back."""
 
-    Attributes:
-        table: Rule by public name, as last read from the lists.
-        plans: Registered overloads by device type.
-        undo: Takes all of it back.
-        compiled: Undo of :func:`bind_compiled_code`.
-        allow_banned: Whether banned ops run in float32, as ``amp.init(allow_banned=True)`` asks.
-    """
-
-    table: dict[str, Rule] = field(default_factory=dict)
-    plans: dict[str, dict[torch._ops.OpOverload, tuple[str, Rule]]] = field(default_factory=dict)
+    table: dict[str, Rule] = field(default_factory=dict)  # by public name, as last read from the lists
+    plans: dict[str, dict[torch._ops.OpOverload, tuple[str, Rule]]] = field(default_factory=dict)  # by device type
     undo: ExitStack = field(default_factory=ExitStack)
-    compiled: ExitStack = field(default_factory=ExitStack)
-    allow_banned: bool = False
+    compiled: ExitStack = field(default_factory=ExitStack)  # undo of bind_compiled_code
+    allow_banned: bool = False  # amp.init(allow_banned=True): banned ops run in float32
 
 
 def installed() -> Rules:
@@ -89,14 +81,13 @@ _READ: Final = tuple(
 
 def _names(module: Any, list_name: str) -> set[str]:
     """The ops on a list by public name; ``__rpow__`` is ``pow``."""
-    found = set()
+    found, pairs = set(), list_name == "BANNED_FUNCS"
     for entry in getattr(module, list_name):
-        name = entry[0] if isinstance(entry, tuple) and len(entry) == 2 and list_name == "BANNED_FUNCS" else entry
-        if not isinstance(name, str) or (name is entry) == (list_name == "BANNED_FUNCS"):
+        name = entry[0] if pairs and isinstance(entry, tuple) and len(entry) == 2 else entry
+        if not isinstance(name, str) or isinstance(entry, str) is pairs:
             raise TypeError(
                 f"{module.__name__}.{list_name} holds {entry!r} - its entries are"
-                f" {'pairs of a name and a message' if list_name == 'BANNED_FUNCS' else 'names of ops'} - take it out,"
-                " or append an entry of that kind."
+                f" {'pairs of a name and a message' if pairs else 'names of ops'} - take it out or write it so."
             )
         if name.startswith("__"):
             name = name.strip("_").replace("truediv", "div")
@@ -118,21 +109,21 @@ def rules_by_name() -> dict[str, Rule]:
     Raises:
         TypeError: An entry is no name, or no pair of a name and a message.
     """
-    edits: dict[str, Rule] = {}
+    added: dict[str, Rule] = {}
     removed: set[str] = set()
     for (module, list_name, rule), shipped in zip(_READ, _SHIPPED_LISTS, strict=True):
         now = _names(module, list_name)
         removed |= shipped - now
         for name in sorted(now - shipped):
+            added.setdefault(name, rule)
             if name not in SHIPPED and not _overloads(name, True) and _python_function(name) is None:
                 warn_once(
                     f"no op {name}",
                     f"{module.__name__}.{list_name} holds {name!r}, which is no function of torch, torch.nn.functional"
                     " or torch.Tensor - it changes no cast - check its spelling.",
                 )
-            elif SHIPPED.get(name) is not rule:
-                edits.setdefault(name, rule)
-    edits = {**dict.fromkeys(sorted(removed - edits.keys()), Rule.UNCAST), **edits}
+    edits = {**dict.fromkeys(sorted(removed), Rule.UNCAST), **added}
+    edits = {name: rule for name, rule in edits.items() if SHIPPED.get(name) is not rule}
     table = {**edits, **{name: rule for name, rule in SHIPPED.items() if name not in edits}}
     in_place = {Rule.HALF: Rule.LEFT, Rule.FLOAT: Rule.INPLACE_BANNED}
     for name, rule in list(table.items()):
@@ -315,12 +306,6 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[Any, ...
                 pending.extend(a)
         return found
 
-    def half(args: tuple[Any, ...]) -> torch.dtype | None:
-        return torch.get_autocast_dtype(device_type)
-
-    def widest(args: tuple[Any, ...]) -> torch.dtype | None:
-        return torch.float32 if len(dtypes(args)) > 1 else None  # two different half dtypes meet in float32
-
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
         if rule is Rule.INPLACE_BANNED and dtype in HALVES and args[0].device.type == device_type:
@@ -330,17 +315,20 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[Any, ...
             )
         return dtype if dtype.is_floating_point else None
 
-    def as_given(args: tuple[Any, ...]) -> torch.dtype | None:
-        return None
-
     def banned(args: tuple[Any, ...]) -> torch.dtype | None:
         if not installed().allow_banned and not dtypes(args).isdisjoint(HALVES):
             raise NotImplementedError(message)
         return torch.float32
 
     message = dict(functional_overrides.BANNED_FUNCS).get(name)
-    choosers = {Rule.HALF: half, Rule.PROMOTE: widest, Rule.UNCAST: as_given, Rule.BANNED: banned}
-    return {**choosers, Rule.LEFT: left, Rule.INPLACE_BANNED: left}.get(rule)
+    choosers: dict[Rule, Callable[[tuple[Any, ...]], torch.dtype | None]] = {
+        Rule.HALF: lambda args: torch.get_autocast_dtype(device_type),
+        Rule.PROMOTE: lambda args: torch.float32 if len(dtypes(args)) > 1 else None,  # as float16 and bfloat16 do
+        Rule.UNCAST: lambda args: None,
+        Rule.BANNED: banned,
+        **dict.fromkeys((Rule.LEFT, Rule.INPLACE_BANNED), left),
+    }
+    return choosers.get(rule)
 
 
 def allow_banned(allowed: bool) -> None:

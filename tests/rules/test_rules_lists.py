@@ -162,3 +162,10 @@ def test_edits_reach_compiled_code_too(h):
     torch_overrides.FP16_FUNCS.append("exp")
     with casts_on():
         assert run(h.float()).dtype is HALF
+
+
+def test_a_name_moved_to_another_modules_list_of_the_same_kind_stays_what_it_is(h):
+    functional_overrides.FP32_FUNCS.remove("softmax")
+    torch_overrides.FP32_FUNCS.append("softmax")
+    with casts_on():
+        assert softmaxes(h) == {FLOAT}
