@@ -268,8 +268,8 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
     return kernel
 
 
-def _cast_list(tensors: Any, dtype: torch.dtype, device_type: str) -> list[torch.Tensor]:
-    return [t.to(dtype) if t.dtype in CASTABLE and t.device.type == device_type else t for t in tensors]
+def _cast_list(tensors: Any, dtype: torch.dtype, device_type: str) -> list[Any]:
+    return [t if t is None or t.dtype not in CASTABLE or t.device.type != device_type else t.to(dtype) for t in tensors]
 
 
 def _softmax(op: torch._ops.OpOverload, x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
