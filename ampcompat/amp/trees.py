@@ -92,7 +92,9 @@ def map_tree(value: Any, function: Callable[[Any], Any], objects: bool = True) -
             item = map_tree(part, function, objects)
         changed = changed or item is not part
         items.append(item)
-    return _rebuild(value, items) if changed else value
+    if not changed:
+        return value
+    return tuple(items) if type(value) is tuple else _rebuild(value, items)  # a forward's arguments: spare a call
 
 
 def _rebuild(value: Any, items: list[Any]) -> Any:
