@@ -38,7 +38,7 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
             return leaf
         return leaf.to(dtype)
 
-    return map_tree(value, cast)
+    return _map(value, cast, True)[0]
 
 
 def tensors_in(value: Any, objects: bool = True) -> list[torch.Tensor]:
@@ -50,7 +50,7 @@ def tensors_in(value: Any, objects: bool = True) -> list[torch.Tensor]:
             found.append(leaf)
         return leaf
 
-    map_tree(value, collect, objects)
+    _map(value, collect, objects)
     return found
 
 
@@ -65,36 +65,44 @@ def map_tree(value: Any, function: Callable[[Any], Any], objects: bool = True) -
     Returns:
         The same structure; a container in which nothing changes is returned itself, never a copy.
     """
+    return _map(value, function, objects)[0]
+
+
+def _map(value: Any, function: Callable[[Any], Any], objects: bool) -> tuple[Any, bool]:
+    """As :func:`map_tree`; says whether anything changed: torch 2.4 compiles ``is`` of two lists as ``==``."""
     parts: Any
-    if isinstance(value, torch.Tensor):
-        return function(value)
     if isinstance(value, (list, tuple)):
         parts = value
+    elif isinstance(value, torch.Tensor):
+        new = function(value)
+        return new, new is not value
     elif isinstance(value, _LEAVES):
-        return value
+        return value, False
     elif isinstance(value, (dict, Mapping)):
         parts = value.values()
     elif not objects or isinstance(value, type):
-        return value
+        return value, False
     elif dataclasses.is_dataclass(value):
         parts = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
     elif type(value).__module__ != "numpy" and callable(getattr(value, "to", None)):
-        return function(value)
+        new = function(value)
+        return new, new is not value
     else:
-        return value
+        return value, False
     items, changed = [], False
     for part in parts:
         if isinstance(part, torch.Tensor):
             item = function(part)
+            changed = changed or item is not part
         elif isinstance(part, _LEAVES):
             item = part
         else:
-            item = map_tree(part, function, objects)
-        changed = changed or item is not part
+            item, inside = _map(part, function, objects)
+            changed = changed or inside
         items.append(item)
     if not changed:
-        return value
-    return tuple(items) if type(value) is tuple else _rebuild(value, items)  # a forward's arguments: spare a call
+        return value, False
+    return tuple(items) if type(value) is tuple else _rebuild(value, items), True  # spares a forward's arguments a call
 
 
 def _rebuild(value: Any, items: list[Any]) -> Any:

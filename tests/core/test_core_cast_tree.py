@@ -151,3 +151,15 @@ def test_objects_are_left_alone_where_they_may_be_self():
     assert got[:2] == value[:2]
     assert got[0] is value[0]
     assert got[2][0].dtype == HALF
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: (x, [x, {"a": [x]}]), lambda x: {"k": (x, None, "s")}, lambda x: {"a": [x]}]
+)
+def test_compiled_code_goes_through_in_one_graph(make):
+    torch._dynamo.reset()
+    value = make(ones())
+    found = torch.compile(lambda v: (cast_tree(v, HALF), tensors_in(v)), backend="eager", fullgraph=True)(value)
+    assert [t.dtype for t in tensors(found[0])] == [HALF] * len(tensors(value))
+    assert len(found[1]) == len(tensors(value))
+    torch._dynamo.reset()
