@@ -49,6 +49,7 @@ class CastState:
         owner: The thread that they hold in, the one that called ``initialize`` last.
         found: Autocast's state before the first change, for undo; None while nobody casts.
         patches: Undo of the patches that casting needs; None while they are not installed.
+        cpu_convolution: Undo of the CPU's own half convolutions; None while torch's are in force.
         thread: What the current thread is in the middle of.
     """
 
@@ -57,6 +58,7 @@ class CastState:
     owner: int = 0
     found: Saved | None = None
     patches: ExitStack | None = None
+    cpu_convolution: ExitStack | None = None
     thread: ThreadCasts = field(default_factory=ThreadCasts)
 
 
@@ -76,6 +78,19 @@ class MasterIndex:
         default_factory=weakref.WeakKeyDictionary
     )
     generation: int = 0
+
+
+@dataclass(eq=False)
+class ModelIndex:
+    """Models of calls of ``initialize``, and what is built around them, as long as they are alive.
+
+    Attributes:
+        live: Models under amp.
+        ddp: Every ``DistributedDataParallel`` made since the first ``initialize``; None before.
+    """
+
+    live: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    ddp: weakref.WeakSet[Any] | None = None
 
 
 @dataclass(eq=False)
@@ -105,13 +120,13 @@ class State:
         view: What ``amp._amp_state`` shows.
         session: The latest call of ``initialize``.
         loaded_scalers: Scale and clean passes that were loaded before any ``initialize``.
-        models: Initialized models that are still alive.
-        optimizers: Optimizers that are still alive.
-        masters: The index of masters.
+        models: Models under amp.
+        optimizers: Optimizers under amp.
+        masters: The way from a tensor to its master.
         casts: The ambient casts.
-        rules: The op rules that are on the dispatcher, and registered functions.
+        rules: The op rules that are on the dispatcher.
+        functions: Functions that users registered.
         observers: Tools that are told of losses, gradients and steps.
-        ddp: Every ``DistributedDataParallel`` made since the first ``initialize``.
     """
 
     undo: ExitStack = field(default_factory=ExitStack)
@@ -119,19 +134,13 @@ class State:
     view: dict[str, Any] = field(default_factory=dict)
     session: Session | None = None
     loaded_scalers: list[tuple[float, int]] | None = None
-    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
+    models: ModelIndex = field(default_factory=ModelIndex)
     optimizers: OptimizerIndex = field(default_factory=OptimizerIndex)
     masters: MasterIndex = field(default_factory=MasterIndex)
     casts: CastState = field(default_factory=CastState)
     rules: Rules | None = None
+    functions: Functions | None = None
     observers: list[Any] = field(default_factory=list)
-    ddp: weakref.WeakSet[Any] | None = None
-    rooms: dict[str, Any] = field(default_factory=dict)
-
-    def room(self, name: str, make: Any) -> Any:
-        if name not in self.rooms:
-            self.rooms[name] = make()
-        return self.rooms[name]
 
     def reset(self) -> None:
         """Undo every change to torch and forget everything; live models and optimizers keep what they carry."""

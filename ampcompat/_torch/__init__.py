@@ -68,7 +68,7 @@ from ampcompat._torch.modules import (
     register_state_dict_hooks,
     uncompiled,
 )
-from ampcompat._torch.patch import replace
+from ampcompat._torch.patch import replace, wrap_everywhere
 from ampcompat._torch.version import (
     TORCH,
 )
@@ -131,4 +131,5 @@ __all__ = [
     "uncompiled",
     "unscale_and_check_",
     "update_scale_",
+    "wrap_everywhere",
 ]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 
-
 def in_fake_mode() -> bool:
     """Whether operations run on stand-ins without values, as where torch 2.4's compiler tries a module out."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None

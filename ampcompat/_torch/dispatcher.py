@@ -46,6 +46,8 @@ def aten_overloads(name: str) -> list[torch._ops.OpOverload]:
         return []
     if wanted == "*":
         names = [n for n in packet.overloads() if "out" not in n.split("_") and "dimname" not in n.lower()]
+        # TorchScript's own overloads, on strings and lists, are no ops of the dispatcher.
+        names = [n for n in names if torch._C._dispatch_has_kernel(op_name(getattr(packet, n)))]
     else:
         names = [n for n in packet.overloads() if n == (wanted or "default")]
     return [getattr(packet, n) for n in names]

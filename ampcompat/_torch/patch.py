@@ -1,10 +1,12 @@
-"""Setting an attribute of torch, and setting it back."""
+"""Setting an attribute or the body of a function of torch, and setting it back."""
 
 from __future__ import annotations
 
+import inspect
+import types
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
-
 
 
 def replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
@@ -19,3 +21,45 @@ def replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
 def _delete(owner: Any, name: str) -> None:
     if name in vars(owner):
         delattr(owner, name)
+
+
+def wrap_everywhere(
+    owner: Any, function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
+) -> None:
+    """Have ``wrap(original)`` run wherever ``function`` is called, by code that imported it earlier too.
+
+    A function written in Python keeps its identity: its body is exchanged for one that calls ``wrap(original)``, which
+    is a global of its module meanwhile. The new body says that it stands where the old one stood, so that
+    ``torch.jit.script`` and tracebacks read torch's own source. Any other callable is replaced in ``owner``.
+
+    Args:
+        owner: Module or class that holds ``function`` under its own name.
+        function: What to wrap.
+        wrap: Gets the original and returns what is called in its place, with the same arguments.
+        undo: Takes it back.
+    """
+    if not isinstance(function, types.FunctionType) or function.__closure__ or isinstance(owner, type):
+        replace(owner, function.__name__, wrap(function), undo)
+        return
+    code, hook = function.__code__, f"_ampcompat_{function.__name__}"
+    original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
+    takes = inspect.getfullargspec(function)
+    rest, options = [f"*{takes.varargs}"] if takes.varargs else [], [f"**{takes.varkw}"] if takes.varkw else []
+    star = ["*"] if takes.kwonlyargs and not rest else []
+    given = takes.args if rest else [f"{name}={name}" for name in takes.args]  # by name, where it can be
+    named = [f"{name}={name}" for name in takes.kwonlyargs]
+    made: dict[str, Any] = {}
+    # exec, since nothing else makes a body with given parameters. Their defaults belong to the function.
+    exec(
+        f"def body({', '.join([*takes.args, *rest, *star, *takes.kwonlyargs, *options])}):"
+        f" return {hook}({', '.join([*given, *rest, *named, *options])})",
+        made,
+    )
+    body = made["body"].__code__.replace(
+        co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
+    )
+    undo.callback(function.__globals__.pop, hook, None)
+    function.__globals__[hook] = wrap(original)
+    undo.callback(setattr, function, "__code__", code)
+    function.__code__ = body

@@ -7,10 +7,7 @@ from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.amp_model import device_types_of
 from ampcompat.amp.autocast import cover, set_ambient
-from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.kernels import allow_banned as _allow_banned
-from ampcompat.amp.properties import read_properties
-from ampcompat.amp.registry import (
+from ampcompat.amp.functions import (
     float_function,
     half_function,
     promote_function,
@@ -18,6 +15,9 @@ from ampcompat.amp.registry import (
     register_half_function,
     register_promote_function,
 )
+from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.properties import read_properties
+from ampcompat.amp.rules import allow_banned as _allow_banned
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
@@ -69,10 +69,10 @@ def init(
         half = initialized.half
     made = Session(properties, half, scalers=[LossScaler(properties.loss_scale)], by_init=True)
     _allow_banned(allow_banned)
-    held = device_types_of(state.models) & set(_torch.autocast_device_types())
+    held = device_types_of(state.models.live) & set(_torch.autocast_device_types())
     device_types = {*held, _torch.accelerator()}
     cover(device_types)
-    made.cast_inside(state.models)
+    made.cast_inside(state.models.live)
     set_ambient(made.policy.casts, device_types)
     handle = AmpHandle(made, verbose=verbose)
     if initialized is None:

@@ -23,9 +23,9 @@ from ampcompat import _torch
 from ampcompat._log import add_note
 from ampcompat._state import state
 from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched
-from ampcompat.amp.cast_tree import cast_tree, tensors_in
 from ampcompat.amp.masters import reconcile_model
 from ampcompat.amp.observers import notify
+from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.weights import cast_weights, watch_averages
 
 Forward = Callable[..., Any]
@@ -159,7 +159,7 @@ class ModelPolicy:
 
 
 def _explain_float32_weights(model: torch.nn.Module, error: RuntimeError) -> None:
-    """Add a note to torch's own error where a half model has float32 weights (``functional_call``, ``model.float()``)."""
+    """Add a note to torch's own error where a half model has float32 weights (``functional_call``)."""
     for module in model.modules():
         half, _ = module.__dict__.get("_amp_half", (None, None))
         for name, tensor in module._parameters.items():
@@ -183,7 +183,8 @@ def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
 
 def _device_type(model: torch.nn.Module) -> str:
     """Where ``model`` is. A model moved since ``initialize`` moves the ambient casts along."""
-    room, first = state.casts, None
+    room = state.casts
+    first: torch.Tensor | None = None
     for module in model.modules():  # not parameters(), whose nested generators are slower
         first = next(filter(_IS_THERE, module._parameters.values()), None)
         if first is not None:
@@ -194,7 +195,7 @@ def _device_type(model: torch.nn.Module) -> str:
         return room.device_types[0] if room.device_types else "cpu"
     device_type = str(first.device.type)
     if device_type not in room.device_types and room.found is not None:
-        wanted = device_types_of(state.models) & set(_torch.autocast_device_types())
+        wanted = device_types_of(state.models.live) & set(_torch.autocast_device_types())
         cover(wanted)
         set_ambient(room.ambient or OFF, wanted)
     return device_type
@@ -236,7 +237,7 @@ def attach(model: torch.nn.Module, policy: ModelPolicy) -> None:
     if own is not None and not isinstance(own, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own))
     watch_averages(model)
-    state.models.add(model)
+    state.models.live.add(model)
 
 
 def detach(model: torch.nn.Module) -> None:
@@ -249,7 +250,7 @@ def detach(model: torch.nn.Module) -> None:
         model.__class__ = plain_class(type(model))
     for module in model.modules():
         module.__dict__.pop("_amp_average", None)
-    state.models.discard(model)
+    state.models.live.discard(model)
 
 
 def put_back(model: torch.nn.Module, policy: ModelPolicy | None) -> None:

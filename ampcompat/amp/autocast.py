@@ -37,7 +37,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import cpu_convolution, registry, rules
+from ampcompat.amp import cpu_convolution, functions, rules
 
 T = TypeVar("T")
 
@@ -79,7 +79,7 @@ def restore(saved: Saved) -> None:
     torch.set_autocast_cache_enabled(saved.cache)
 
 
-class switched:  # noqa: N801 - used as a context manager
+class switched:
     """Context that changes this thread's casts for the time of a block, and puts them back.
 
     Args:
@@ -221,7 +221,7 @@ def cover(device_types: Iterable[str]) -> None:
             room.patches = undo.pop_all()
         state.undo.callback(uncover)
     rules.acquire(device_types)
-    registry.activate()
+    functions.activate()
     if "cpu" in device_types:
         cpu_convolution.acquire()
 
@@ -233,9 +233,9 @@ def uncover() -> None:
     patches, room.patches = room.patches, None
     if patches is not None:
         patches.close()
-    registry.deactivate()
+    functions.deactivate()
     rules.release()
-    if not any(model.__dict__["_amp_policy"].half for model in state.models):
+    if not any(model.__dict__["_amp_policy"].half for model in state.models.live):
         cpu_convolution.release()
 
 
@@ -251,7 +251,7 @@ def _engine(original: Callable[..., T]) -> Callable[..., T]:
 def _record_forward(ctx: Any) -> None:
     """Remember on a Function's context the casts of its forward, where there are any."""
     saved = save(state.casts.device_types)
-    if any([enabled for _, enabled, _ in saved.devices]):
+    if any(enabled for _, enabled, _ in saved.devices):
         ctx._amp_forward_casts = saved
 
 

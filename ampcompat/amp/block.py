@@ -1,6 +1,6 @@
 """``scale_loss``: one backward pass, from a scaled loss to unscaled gradients.
 
-The gradients of one optimizer are in one of three states (``stash.gradients``, ``stash.pending``). What each event does:
+The gradients of one optimizer are in one of three states (``stash.gradients``, ``stash.pending``). Each event:
 
 ===========================  ============================  ============================  ===============================
 event                        NONE                          UNSCALED                      PENDING (scaled, in p.grad)
@@ -13,8 +13,7 @@ block raises                 as before the block           as before the block  
 end of the block raises      LOST                          LOST                          LOST
 ends with ``delay_unscale``  PENDING                       PENDING, the others aside     PENDING
 ends in DDP's ``no_sync``    PENDING                       PENDING, the others aside     PENDING
-``step``                     moves nothing (O2, but for a  steps or skips: NONE          unscaled first, then as UNSCALED
-                             plain ``backward()``)
+``step``                     moves no masters              steps or skips: NONE          unscaled first: UNSCALED
 ``zero_grad``                NONE                          NONE                          NONE
 ``p.grad`` cleared           NONE                          the master's is cleared too   what is left is unscaled
 ``load_state_dict``          NONE                          UNSCALED                      PENDING
@@ -181,7 +180,7 @@ class Block:
                 one._amp_stash.gradients = Gradients.UNSCALED
         else:
             try:
-                if self.delay or (state.ddp and self._is_held_back()):
+                if self.delay or (state.models.ddp and self._is_held_back()):
                     self._leave_pending()
                     return
                 reached = self.end(self.check)
@@ -258,7 +257,7 @@ class Block:
     def _give_up(self) -> None:
         """Undo the block: it raised. Pending gradients stay where no backward pass has added to them."""
         self.scaler._found_inf = {}
-        stay = all([p.grad is grad and (grad is None or grad._version == version) for p, grad, version in self.marks])
+        stay = all(p.grad is grad and (grad is None or grad._version == version) for p, grad, version in self.marks)
         for one in self.optimizers:
             stash: AmpOptimizerState = one._amp_stash
             if stash.block is not None and stash.block() is self:
@@ -329,7 +328,7 @@ def unscale_pending(optimizer: Any) -> None:
     pending: Pending = optimizer._amp_stash.pending
     found = [one for one in [ref() for ref in pending.optimizers] if one is not None]
     together = [one for one in found if "_amp_stash" in vars(one) and one._amp_stash.pending is pending]
-    block = Block(None, together, list(pending.scalers)[0], scale=pending.scale)
+    block = Block(None, together, next(iter(pending.scalers)), scale=pending.scale)
     try:
         block.end()
     except BaseException:

@@ -16,7 +16,6 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat._undo import on_undo
 
 Tensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -57,29 +56,22 @@ def _backward(native: Callable[..., Tensors], slow: frozenset[torch.dtype]) -> C
 
 def acquire() -> None:
     """Compute half convolutions on the CPU in float32 from here on, and no others. Idempotent."""
-    room = state.room("amp.cpu_convolution", dict)
-    if room:
+    if state.casts.cpu_convolution is not None:
         return
     slow = _torch.halves_without_cpu_convolution()
-    on_undo(state.undo, release)
     with ExitStack() as undo:
         registrations = _torch.Registrations()
-        on_undo(undo, registrations.close)
+        undo.callback(registrations.close)
         # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
         for name, make in (("_convolution", _forward), ("convolution_backward", _backward)):
             for op in _torch.aten_overloads(name):
                 registrations.add(op, make(_torch.composite(op), slow), "CPU")
-        room["undo"] = undo.pop_all()
-
-
-def on() -> bool:
-    """Whether :func:`acquire` is in force."""
-    return bool(state.room("amp.cpu_convolution", dict))
+        state.casts.cpu_convolution = undo.pop_all()
+        state.undo.callback(release)
 
 
 def release() -> None:
     """Give torch its own convolutions back. Idempotent."""
-    room = state.room("amp.cpu_convolution", dict)
-    if room:
-        room["undo"].close()
-        room.clear()
+    undo, state.casts.cpu_convolution = state.casts.cpu_convolution, None
+    if undo is not None:
+        undo.close()

@@ -22,14 +22,14 @@ from ampcompat.amp.properties import HALF_DTYPES
 
 def install() -> None:
     """Hear of every DDP that is made from now on; the undo goes on ``state.undo``."""
-    if state.ddp is None and dist.is_available():
-        state.ddp = weakref.WeakSet()
+    if state.models.ddp is None and dist.is_available():
+        state.models.ddp = weakref.WeakSet()
         _torch.patch_ddp_constructor(_made, state.undo)
 
 
 def _made(wrapper: Any, synchronised: bool) -> None:
-    if state.ddp is not None:
-        state.ddp.add(wrapper)
+    if state.models.ddp is not None:
+        state.models.ddp.add(wrapper)
     if synchronised:
         broadcast_masters(wrapper.module, wrapper.process_group, set(wrapper.parameters_to_ignore))
 
@@ -53,7 +53,7 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) ->
 
 def holds_back(params: Iterable[torch.Tensor]) -> bool:
     """Whether a DDP in ``no_sync`` keeps the gradients of any of ``params`` on their rank."""
-    silent = [wrapper for wrapper in state.ddp or () if not wrapper.require_backward_grad_sync]
+    silent = [wrapper for wrapper in state.models.ddp or () if not wrapper.require_backward_grad_sync]
     if not silent:
         return False
     held = {id(param) for param in params}

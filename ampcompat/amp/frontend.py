@@ -166,7 +166,7 @@ def _disable(models: Any, optimizers: Any) -> None:
     given = models if isinstance(models, (list, tuple)) else [models]
     roots = [_torch.uncompiled(model) for model in given if isinstance(model, torch.nn.Module)]
     optimizer_list = properties.as_optimizers(optimizers)
-    under = list({id(m): m for root in roots for m in root.modules() if m in state.models}.values())
+    under = list({id(m): m for root in roots for m in root.modules() if m in state.models.live}.values())
     with_stash = [one for one in optimizer_list if "_amp_stash" in vars(one)]
     _refuse_to_leave(under, optimizer_list, DISABLED.policy)
     with ExitStack() as undo:

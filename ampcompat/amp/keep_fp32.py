@@ -20,9 +20,9 @@ from ampcompat._state import state
 from ampcompat.amp import amp_model
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.autocast import OFF, Casts
-from ampcompat.amp.cast_tree import cast_tree, tensors_in
 from ampcompat.amp.masters import own_tensors
 from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.amp.trees import cast_tree, tensors_in
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
@@ -40,7 +40,7 @@ class BorderPolicy(ModelPolicy):
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """``forward`` on float32 inputs, casts off."""
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         given = [t.dtype for t in tensors if t.is_floating_point()]
         args, kwargs = cast_tree(args, torch.float32), cast_tree(kwargs, torch.float32)
         tensors = tensors or list(model.parameters())
@@ -181,7 +181,7 @@ def _set(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
         del module._forward_pre_hooks[key]
     amp_model.put_back(module, policy)
     if border:
-        state.models.discard(module)
+        state.models.live.discard(module)
         if _pass not in module._forward_pre_hooks.values():
             # torch's fused encoder layer reads its parts' weights past their forward, but not where a part has hooks.
             module.register_forward_pre_hook(_pass)

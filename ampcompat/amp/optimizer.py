@@ -148,9 +148,7 @@ def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tup
     return bound if rest else step, first
 
 
-def _step_uncast(
-    optimizer: Any, original: Callable[..., Any], stash: AmpOptimizerState, kwargs: dict[str, Any]
-) -> Any:
+def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimizerState, kwargs: dict[str, Any]) -> Any:
     if stash.gradients is Gradients.UNSCALED and not (stash.overflows or stash.reports or stash.masters):
         result = original(**kwargs)  # fast path: scale one, no masters
         stash.gradients, stash.skipped = Gradients.NONE, False
@@ -448,7 +446,5 @@ _OWN = ("_amp_stash", "_amp_wrapped", "step", "zero_grad", "add_param_group", *_
 
 
 def held_params(optimizers: list[Any]) -> set[int]:
-    """ids of the tensors in the groups of ``optimizers``."""
+    """Ids of the tensors in the groups of ``optimizers``."""
     return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
-
-

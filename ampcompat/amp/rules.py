@@ -1,79 +1,482 @@
-"""Installs the rules on the dispatcher's autocast keys, once for all calls of ``amp.initialize``, with one undo."""
+"""The op lists at work: casts on the dispatcher's autocast keys, for what native autocast does not do by itself.
+
+A listed name stands for one or more aten overloads. An op made of other ops needs a rule only where its own arithmetic
+would run in the wrong dtype; a rule on the innermost op serves all ways in, ``torch.func.vmap`` included, which takes
+composite ops apart before any rule sees them. Functions that the dispatcher cannot see whole, because torch wrote them
+in Python over other ops, have their bodies replaced.
+
+A kernel runs only while autocast is on for its device type, since its dispatch key is excluded otherwise, and reads the
+half dtype from autocast when it is called. So users' own autocast regions, checkpoint recomputation and threads get
+what they ask for, and nothing is paid while casts are off. Like native autocast, kernels cast float16, bfloat16 and
+float32 tensors on their own device type and leave every other argument alone, float64 included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+import hashlib
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final
 
 import torch
+import torch.nn.functional as F
 
-from ampcompat import _torch
+from ampcompat import __version__, _torch
+from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat._undo import on_undo
-from ampcompat.amp import compiled, wrappers
-from ampcompat.amp.kernels import make_kernel
-from ampcompat.amp.overloads import Rule, planned
+from ampcompat.amp import lists
+from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from ampcompat.amp.trees import map_tree, tensors_in
+
+HALVES: Final = (torch.float16, torch.bfloat16)
+CASTABLE: Final = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class Rule(Enum):
+    """What an op does with its floating-point arguments; float64 is left alone by each, as in torch."""
+
+    HALF = "half"
+    FLOAT = "float32"
+    PROMOTE = "widest argument"
+    LEFT = "left side"
+    UNCAST = "as given"
+    BANNED = "half refused"
+    INPLACE_BANNED = "half left side refused"
 
 
 @dataclass
-class Installed:
-    """What is in force, by device type."""
+class Rules:
+    """What is in force, and how to take it back."""
 
-    plans: dict[str, dict[torch._ops.OpOverload, Rule]] = field(default_factory=dict)
+    table: dict[str, Rule] = field(default_factory=dict)  # by public name, as last read from the lists
+    plans: dict[str, dict[torch._ops.OpOverload, tuple[str, Rule]]] = field(default_factory=dict)  # by device type
     undo: ExitStack = field(default_factory=ExitStack)
-
-    def lines(self) -> list[str]:
-        """The rules in words, one a line."""
-        return [f"{d} {_torch.op_name(op)} {rule.value}" for d, plan in self.plans.items() for op, rule in plan.items()]
+    compiled: ExitStack = field(default_factory=ExitStack)  # undo of bind_compiled_code
+    allow_banned: bool = False  # amp.init(allow_banned=True): banned ops run in float32
 
 
-def installed() -> Installed:
+def installed() -> Rules:
     """The rules that are on the dispatcher now."""
-    made: Installed = state.room("amp.rules", Installed)
-    return made
+    if state.rules is None:
+        state.rules = Rules()
+    return state.rules
+
+
+# -- From lists to names -----------------------------------------------------------------------------------------------
+
+#: The lists that are read, the rule of each. Earlier ones win where users add a name to several, as apex's wrappers
+#: nested: half, which casts last there, before float32.
+_READ: Final = tuple(
+    (module, name, rule)
+    for name, rule in (
+        *(("FP16_FUNCS", Rule.HALF), ("FP32_FUNCS", Rule.FLOAT), ("CASTS", Rule.PROMOTE)),
+        *(("SEQUENCE_CASTS", Rule.PROMOTE), ("BANNED_FUNCS", Rule.BANNED), ("UNCAST", Rule.UNCAST)),
+    )
+    for module in (functional_overrides, torch_overrides, tensor_overrides, lists)
+    if hasattr(module, name)
+)
+
+
+def _names(module: Any, list_name: str) -> set[str]:
+    """The ops on a list by public name; ``__rpow__`` is ``pow``."""
+    found, pairs = set(), list_name == "BANNED_FUNCS"
+    for entry in getattr(module, list_name):
+        name = entry[0] if pairs and isinstance(entry, tuple) and len(entry) == 2 else entry
+        if not isinstance(name, str) or isinstance(entry, str) is pairs:
+            raise TypeError(
+                f"{module.__name__}.{list_name} holds {entry!r} - its entries are"
+                f" {'pairs of a name and a message' if pairs else 'names of ops'} - take it out or write it so."
+            )
+        if name.startswith("__"):
+            name = name.strip("_").replace("truediv", "div")
+            name = name[1:] if name[0] in "ir" and hasattr(torch, name[1:]) else name
+        found.add(name)
+    return found
+
+
+_SHIPPED_LISTS: Final = tuple(frozenset(_names(module, name)) for module, name, _ in _READ)
+#: Rule by name before users edit the lists.
+SHIPPED: Final = {
+    name: rule for (_, _, rule), names in zip(_READ, _SHIPPED_LISTS, strict=True) for name in sorted(names)
+}
+
+
+def rules_by_name() -> dict[str, Rule]:
+    """Read the lists: the rule of every name on them, users' edits first; see :mod:`ampcompat.amp.lists`.
+
+    Raises:
+        TypeError: An entry is no name, or no pair of a name and a message.
+    """
+    added: dict[str, Rule] = {}
+    removed: set[str] = set()
+    for (module, list_name, rule), shipped in zip(_READ, _SHIPPED_LISTS, strict=True):
+        now = _names(module, list_name)
+        removed |= shipped - now
+        for name in sorted(now - shipped):
+            added.setdefault(name, rule)
+            if name not in SHIPPED and not _overloads(name, True) and _python_function(name) is None:
+                warn_once(
+                    f"no op {name}",
+                    f"{module.__name__}.{list_name} holds {name!r}, which is no function of torch, torch.nn.functional"
+                    " or torch.Tensor - it changes no cast - check its spelling.",
+                )
+    edits = {**dict.fromkeys(sorted(removed), Rule.UNCAST), **added}
+    edits = {name: rule for name, rule in edits.items() if SHIPPED.get(name) is not rule}
+    table = {**edits, **{name: rule for name, rule in SHIPPED.items() if name not in edits}}
+    in_place = {Rule.HALF: Rule.LEFT, Rule.FLOAT: Rule.INPLACE_BANNED}
+    for name, rule in list(table.items()):
+        if rule in in_place and hasattr(torch.Tensor, f"{name}_"):
+            table[f"{name}_"] = in_place[rule]
+    return table
+
+
+# -- From names to ops -------------------------------------------------------------------------------------------------
+
+_LAYERS: Final = ("rnn_tanh", "rnn_relu", "gru", "lstm")
+_CELLS: Final = ("rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm_cell")
+
+# Public name -> aten overloads, where they are not simply aten::name. Names with nothing here to register are made of
+# other listed ops (softmin), or written in Python (see PYTHON).
+ATEN: Final[dict[str, tuple[str, ...]]] = {
+    **{name: (name, "convolution") for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d")},
+    "conv_transpose2d": ("conv_transpose2d.input", "convolution"),
+    "conv_transpose3d": ("conv_transpose3d.input", "convolution"),
+    "prelu": ("prelu", "_prelu_kernel"),
+    **{layer: (f"{layer}.input", f"{layer}.data") for layer in _LAYERS},
+    "pow": ("pow.Tensor_Tensor", "pow.Scalar", "pow.Tensor_Scalar"),
+    "norm": (
+        *("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype"),
+        *("norm.ScalarOpt_dim_dtype", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
+        *("linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
+    ),
+    "prod": ("prod", "prod.dim_int"),
+    "sum": ("sum", "sum.dim_IntList"),
+    "std": ("std.correction",),
+    "var": ("var.correction",),
+    "softmax": ("softmax.int", "_softmax"),
+    "log_softmax": ("log_softmax.int", "_log_softmax"),
+    "softmin": (),
+    "layer_norm": ("layer_norm", "native_layer_norm"),
+    "group_norm": ("group_norm", "native_group_norm"),
+    "local_response_norm": (),
+    "normalize": (),
+    "interpolate": (
+        *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d"),
+        *("_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d"),
+        *("upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+    ),
+    "grid_sample": ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
+    "cross_entropy": ("nll_loss_forward", "nll_loss2d_forward"),
+    "nll_loss": ("nll_loss", "nll_loss2d"),
+    "ctc_loss": ("ctc_loss.IntList", "ctc_loss.Tensor"),
+    "gaussian_nll_loss": (),
+    "multilabel_soft_margin_loss": (),
+    "triplet_margin_with_distance_loss": (),
+    "cpu": (),
+    "bilinear": ("bilinear", "_trilinear"),
+    "cross": ("cross", "linalg_cross"),
+    # torch promotes these itself. It lets a 0-dim tensor widen nothing, where apex did; a rule that only cures this
+    # would cost every addition of a model 5 microseconds and more.
+    **dict.fromkeys(("add", "div", "mul", "sub", "eq", "ge", "gt", "le", "lt", "ne"), ()),
+    "equal": (),
+    "cat": (),
+    "stack": (),
+}
+
+#: Functions on the float list that the dispatcher cannot see whole: each would compute in half before or between the
+#: listed ops inside, or let two half gradients meet (``normalize``: they all but cancel). ``mse_loss`` and ``l1_loss``
+#: subtract by themselves where they are given weights. ``Tensor.cpu`` is no op.
+PYTHON: Final = (
+    *("cpu", "normalize", "local_response_norm", "interpolate", "gaussian_nll_loss", "multilabel_soft_margin_loss"),
+    *("triplet_margin_with_distance_loss", "mse_loss", "l1_loss"),
+)
+
+
+def _overloads(name: str, edited: bool) -> list[torch._ops.OpOverload]:
+    """The overloads that ``name`` stands for: those of the table, all of ``aten::name`` for a name that users added."""
+    if name.endswith("_"):
+        wanted: tuple[str, ...] = (f"{name}.*",)
+    elif edited:
+        wanted = ATEN.get(name) or (f"{name}.*",)
+    else:
+        wanted = ATEN.get(name, (name,))
+    return [op for aten in wanted for op in _torch.aten_overloads(aten)]
+
+
+def _native_is_enough(name: str, rule: Rule, op: torch._ops.OpOverload, device_type: str, key: str) -> bool:
+    """Whether native autocast on ``device_type`` already treats ``op``, reached by the public ``name``, as listed."""
+    if rule in (Rule.BANNED, Rule.UNCAST):
+        return False  # native runs binary_cross_entropy in float32 (CPU) or refuses float32 too (CUDA)
+    if name == "grid_sample" and device_type != "cpu":
+        return False  # native promotes
+    if name in _LAYERS and device_type == "cuda":
+        return True  # cast together with cuDNN's flat weight buffer, inside _cudnn_rnn
+    return _torch.has_kernel(op, key)
+
+
+def planned(
+    device_type: str, key: str, table: dict[str, Rule] | None = None
+) -> dict[torch._ops.OpOverload, tuple[str, Rule]]:
+    """The public name and rule of each overload that needs a kernel of ours on ``device_type``."""
+    plan = {}
+    for name, rule in (rules_by_name() if table is None else table).items():
+        edited = not name.endswith("_") and SHIPPED.get(name) is not rule
+        if edited and rule is Rule.UNCAST and ATEN.get(name) == ():
+            continue  # torch promotes by itself, or casts nothing
+        for op in _overloads(name, edited):
+            if edited or not _native_is_enough(name, rule, op, device_type, key):
+                plan[op] = name, rule
+    return plan
+
+
+# -- Kernels -----------------------------------------------------------------------------------------------------------
+
+
+def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: str, key: str) -> Callable[..., Any]:
+    """Make the kernel that applies ``rule`` to ``op`` at the autocast ``key`` of ``device_type``.
+
+    It casts the positional arguments and dispatches again below autocast. No listed op takes a tensor as a keyword-only
+    argument, so keywords (``dtype``, ``alpha``...) pass through.
+    """
+    if name in _CELLS and rule is Rule.HALF:
+        return _cell_kernel(op, device_type)
+    call = functools.partial(_softmax, op) if _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax") else op
+    below, target = _torch.keys_excluded(key), _target(name, rule, device_type)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        # One loop and no helper: this is the price of every listed op.
+        if target is not None:
+            dtype = target(args)
+        else:  # float32; as they are where the caller asks for a half result, as in native autocast
+            dtype = None if kwargs and kwargs.get("dtype") in HALVES else torch.float32
+        with below():
+            if dtype is None:
+                return call(*args, **kwargs)
+            given = []
+            for a in args:
+                if isinstance(a, torch.Tensor):
+                    now = a.dtype
+                    if now is not dtype and now in CASTABLE and a.device.type == device_type:
+                        a = a.to(dtype)
+                elif isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor):
+                    a = _cast_list(a, dtype, device_type)
+                given.append(a)
+            return call(*given, **kwargs)
+
+    return kernel
+
+
+def _cast_list(tensors: Any, dtype: torch.dtype, device_type: str) -> list[Any]:
+    return [t if t is None or t.dtype not in CASTABLE or t.device.type != device_type else t.to(dtype) for t in tensors]
+
+
+def _softmax(op: torch._ops.OpOverload, x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
+    """``_softmax(input, dim, half_to_float)``: an input that is float32 by now is no half to be widened inside."""
+    return op(x, dim, half_to_float and x.dtype is not torch.float32)
+
+
+def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
+    """A recurrent cell: input and states in half here, weights by the ``linear`` inside, which keeps its casts.
+
+    An unrolled cell casts the same weights at every step, and only native kernels reach autocast's weight cache.
+    """
+    inner = _torch.composite(op)
+
+    def kernel(x: torch.Tensor, hidden: Any, *weights: Any) -> Any:
+        dtype = torch.get_autocast_dtype(device_type)
+        states = hidden if isinstance(hidden, (list, tuple)) else (hidden,)
+        x, *states = _cast_list((x, *states), dtype, device_type)
+        return inner(x, states if isinstance(hidden, (list, tuple)) else states[0], *weights)
+
+    return kernel
+
+
+def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[Any, ...]], torch.dtype | None] | None:
+    """What chooses the dtype that arguments are cast to, of these arguments; None leaves them. No chooser: float32."""
+
+    def dtypes(args: tuple[Any, ...]) -> set[torch.dtype]:
+        found, pending = set(), list(args)
+        for a in pending:
+            if isinstance(a, torch.Tensor):
+                if a.dtype in CASTABLE and a.device.type == device_type:
+                    found.add(a.dtype)
+            elif isinstance(a, (list, tuple)):
+                pending.extend(a)
+        return found
+
+    def left(args: tuple[Any, ...]) -> torch.dtype | None:
+        dtype: torch.dtype = args[0].dtype
+        if rule is Rule.INPLACE_BANNED and dtype in HALVES and args[0].device.type == device_type:
+            raise NotImplementedError(
+                f"In-place {name} on a {dtype} tensor: amp runs {name[:-1]} in float32, and a half tensor cannot hold"
+                f" the result in place. Use the out-of-place form, x = x.{name[:-1]}(...), or x.float() before it."
+            )
+        return dtype if dtype.is_floating_point else None
+
+    def banned(args: tuple[Any, ...]) -> torch.dtype | None:
+        if not installed().allow_banned and not dtypes(args).isdisjoint(HALVES):
+            raise NotImplementedError(message)
+        return torch.float32
+
+    message = dict(functional_overrides.BANNED_FUNCS).get(name)
+    choosers: dict[Rule, Callable[[tuple[Any, ...]], torch.dtype | None]] = {
+        Rule.HALF: lambda args: torch.get_autocast_dtype(device_type),
+        Rule.PROMOTE: lambda args: torch.float32 if len(dtypes(args)) > 1 else None,  # as float16 and bfloat16 do
+        Rule.UNCAST: lambda args: None,
+        Rule.BANNED: banned,
+        **dict.fromkeys((Rule.LEFT, Rule.INPLACE_BANNED), left),
+    }
+    return choosers.get(rule)
+
+
+def allow_banned(allowed: bool) -> None:
+    """Let banned ops run in float32 (True), as ``amp.init(allow_banned=True)`` asks, or refuse half again (False)."""
+    installed().allow_banned = allowed
+
+
+# -- Functions written in Python ---------------------------------------------------------------------------------------
+
+
+def cast_arguments(rule: Rule, args: Any, kwargs: Any) -> tuple[str | None, Any, Any]:
+    """Cast the floating tensors in ``args`` and ``kwargs``, nested ones included, if casts are on for their device.
+
+    Args:
+        rule: HALF, FLOAT or PROMOTE.
+        args: Positional arguments of a call.
+        kwargs: Its keyword arguments; ``out``, which is written to, is never cast.
+
+    Returns:
+        The device type of the first floating tensor whose casts are on, or None, and the arguments.
+    """
+    device_types, casting, out = installed().plans, [], kwargs.get("out")
+    widest = None
+    if rule is Rule.PROMOTE:
+        dtypes = [t.dtype for t in tensors_in((args, kwargs), objects=False) if t.is_floating_point()]
+        widest = functools.reduce(torch.promote_types, dtypes) if dtypes else None
+
+    def cast(t: torch.Tensor) -> torch.Tensor:
+        now, device_type = t.dtype, t.device.type
+        if not now.is_floating_point or device_type not in device_types or not torch.is_autocast_enabled(device_type):
+            return t
+        casting.append(device_type)
+        if t is out or (now not in CASTABLE and widest is None):
+            return t
+        dtype = widest or (torch.float32 if rule is Rule.FLOAT else torch.get_autocast_dtype(device_type))
+        return t if now == dtype else t.to(dtype)
+
+    args, kwargs = map_tree(args, cast, objects=False), kwargs and map_tree(kwargs, cast, objects=False)
+    return casting[0] if casting else None, args, kwargs
+
+
+def _python_function(name: str) -> tuple[Any, Callable[..., Any]] | None:
+    """The function called ``name`` and where it is, for names without an op of their own."""
+    for owner in (F, torch, torch.Tensor):
+        if callable(getattr(owner, name, None)):
+            return owner, getattr(owner, name)
+    return None
+
+
+def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
+    """Cast the arguments of the functions in :data:`PYTHON`, and of those that users added and no op stands for."""
+    for name, rule in table.items():
+        edited = SHIPPED.get(name) is not rule
+        found = _python_function(name) if name in PYTHON or (edited and not _overloads(name, True)) else None
+        if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
+            _torch.wrap_everywhere(*found, functools.partial(_casting, rule), undo)
+
+
+def _casting(rule: Rule, function: Callable[..., Any]) -> Callable[..., Any]:
+    device_types = installed().plans
+
+    def widen(a: torch.Tensor) -> torch.Tensor:
+        if a.dtype in HALVES and a.device.type in device_types and torch.is_autocast_enabled(a.device.type):
+            return a.float()
+        return a
+
+    @functools.wraps(function)
+    def in_float(*args: Any, **kwargs: Any) -> Any:  # as below, for the functions we ship, whose arguments are flat
+        given = [*args]
+        for i, a in enumerate(args):
+            if isinstance(a, torch.Tensor):
+                given[i] = widen(a)
+        for name, a in kwargs.items():
+            if isinstance(a, torch.Tensor) and name != "out":
+                kwargs[name] = widen(a)
+        return function(*given, **kwargs)
+
+    @functools.wraps(function)
+    def cast(*args: Any, **kwargs: Any) -> Any:
+        _, args, kwargs = cast_arguments(rule, args, kwargs)
+        return function(*args, **kwargs)
+
+    return in_float if rule is Rule.FLOAT and function.__name__ in PYTHON else cast
+
+
+# -- In force ----------------------------------------------------------------------------------------------------------
 
 
 def acquire(device_types: Iterable[str]) -> None:
-    """Install the rules for ``device_types``, as far as they are not installed and native autocast lacks them.
+    """Put the lists, as they are now, in force for ``device_types``, where they are not yet or lists were edited since.
 
-    Idempotent for each device type. A device type that this torch cannot autocast is passed over. The rules act only
-    where autocast is on. Nothing is installed if any registration fails.
+    The rules act only where autocast is on. A device type that this torch cannot autocast is passed over. Nothing is
+    installed if any registration fails.
 
     Args:
         device_types: As in ``torch.device(...).type``.
+
+    Raises:
+        TypeError: A list holds an entry of the wrong kind.
     """
-    rules = installed()
-    missing = [
-        (d, key) for d in dict.fromkeys(device_types) if d not in rules.plans and (key := _torch.autocast_key(d))
-    ]
+    rules, table = installed(), rules_by_name()
+    wanted = dict.fromkeys([*rules.plans, *device_types])
+    if rules.plans and table != rules.table:
+        release()
+    missing = [(d, key) for d in wanted if d not in rules.plans and (key := _torch.autocast_key(d))]
     if not missing:
         return
-    first = not rules.plans
     with ExitStack() as undo:
         plans = {}
         for device_type, key in missing:
-            plans[device_type] = planned(device_type, key)
+            plans[device_type] = planned(device_type, key, table)
             registrations = _torch.Registrations()
-            on_undo(undo, registrations.close)
-            for op, rule in plans[device_type].items():
-                registrations.add(op, make_kernel(rule, op, device_type, key), key)
-        if first:
-            wrappers.install(undo)
-            on_undo(state.undo, release)
-        before = rules.lines()
-        on_undo(undo, compiled.bind, before)
-        compiled.bind([*before, *Installed(plans).lines()])
-        on_undo(undo, _forget, rules, plans)
-        rules.plans.update(plans)
+            undo.callback(registrations.close)
+            for op, (name, rule) in plans[device_type].items():
+                registrations.add(op, make_kernel(op, name, rule, device_type, key), key)
+        if not rules.plans:
+            _wrap_functions(table, undo)
+            state.undo.callback(release)
+        bind_compiled_code([*rules.plans, *plans, *(f"{name} {rule.value}" for name, rule in table.items())])
         rules.undo.push(undo.pop_all())
+    rules.plans.update(plans)
+    rules.table = table
 
 
 def release() -> None:
     """Take all rules off again. Idempotent."""
-    installed().undo.close()
+    rules = installed()
+    rules.plans.clear()
+    rules.undo.close()
+    bind_compiled_code([])
 
 
-def _forget(rules: Installed, plans: Iterable[str]) -> None:
-    for device_type in plans:
-        rules.plans.pop(device_type, None)
+def bind_compiled_code(lines: Iterable[str]) -> None:
+    """Keep compiled code in step with the rules, in this process and in those that share its on-disk cache.
+
+    torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a plain
+    process's cache, would ignore them, and ours would serve a plain program. Caches are keyed to ``lines`` from here
+    on, older graphs dropped, and backward graphs compiled without casts.
+
+    Args:
+        lines: One for each thing that compiled code takes over, in any order. None at all means plain torch again.
+    """
+    undo, lines = installed().compiled, sorted(lines)
+    undo.close()
+    if lines:
+        digest = hashlib.sha256("\n".join([__version__, *lines]).encode()).hexdigest()[:16]
+        undo.callback(_torch.forget_compiled_graphs)
+        _torch.tag_compile_caches(f"ampcompat-{digest}", undo)
+        _torch.compile_backward_without_autocast(undo)
+        _torch.forget_compiled_graphs()

@@ -65,7 +65,7 @@ class Session:
     def begin_casts(self, models: Iterable[torch.nn.Module] = ()) -> None:
         """Make this call's casts the ambient ones, on the devices of every live model and of ``models``."""
         ddp.install()
-        models = {*state.models, *models}
+        models = {*state.models.live, *models}
         held = device_types_of(models)
         known = held & set(_torch.autocast_device_types())
         if self.policy.casts.enabled:
@@ -105,7 +105,7 @@ class Session:
 
 def release_casts() -> None:
     """Take all patches off torch if no model and no ``amp.init`` casts functions any more."""
-    policies = [model.__dict__["_amp_policy"] for model in state.models]
+    policies = [model.__dict__["_amp_policy"] for model in state.models.live]
     if state.session is not None:
         policies.append(state.session.policy)
     if not any(policy.casts.enabled for policy in policies):

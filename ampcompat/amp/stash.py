@@ -90,7 +90,7 @@ class AmpOptimizerState:
     overflows: list[tuple[LossScaler, torch.Tensor]] = field(default_factory=list)
     reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
     skipped: bool | None = False
-    spent: Spent = Spent(None, 0)
+    spent: Spent = field(default_factory=lambda: Spent(None, 0))
 
     lazy_init_called = True  # masters exist from ``initialize`` on
 
@@ -107,7 +107,7 @@ class AmpOptimizerState:
     @property
     def already_patched(self) -> bool:
         """Whether the next step will be skipped. Reads the device: one host sync per overflow flag."""
-        return self.gradients is Gradients.LOST or any([bool(found.item()) for _, found in self.overflows])
+        return self.gradients is Gradients.LOST or any(found.item() for _, found in self.overflows)
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors that a backward pass gives gradients to."""
@@ -255,7 +255,7 @@ def _held_for(param: torch.Tensor, session: Session | None) -> torch.Tensor:
 
 def _home_of(param: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
     """The module of an initialized model that holds ``param``, and its name there."""
-    for model in state.models:
+    for model in state.models.live:
         for module in model.modules():
             for name, tensor in module._parameters.items():
                 if tensor is param:

@@ -65,11 +65,8 @@ def cast_weights(
     """
     for module in {id(m): m for model in models for m in model.modules()}.values():
         before = module.__dict__.get("_amp_half")
-        target = dtype
-        if dtype is not None and (module in kept or _stays_float32(module, keep_batchnorm_fp32)):
-            target = torch.float32
-        elif dtype is None and before is not None:
-            target = torch.float32
+        wide = module in kept or _stays_float32(module, keep_batchnorm_fp32)
+        target = torch.float32 if (before is not None if dtype is None else wide) else dtype
         if target is None:
             continue
         half = target != torch.float32
@@ -287,6 +284,3 @@ def _no_average() -> None:
 def _sample(param: torch.Tensor) -> torch.Tensor:
     flat = param.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _SAMPLE)].float()
-
-
-

@@ -28,6 +28,10 @@ MODULES = frozenset(
         "apex.amp._initialize",
         "apex.amp.frontend",
         "apex.amp.handle",
+        "apex.amp.lists",
+        "apex.amp.lists.functional_overrides",
+        "apex.amp.lists.tensor_overrides",
+        "apex.amp.lists.torch_overrides",
         "apex.amp.opt",
         "apex.amp.scaler",
         "apex.fp16_utils",
@@ -70,7 +74,10 @@ SYMBOLS: dict[str, Symbol] = {
     ),
     "apex.amp.rnn_compat": Symbol(UNSUPPORTED, "recurrent layers are cast by native autocast; drop the call"),
     "apex.amp.compat": Symbol(UNSUPPORTED, "checks for old torch versions; drop the call"),
-    "apex.amp.lists": Symbol(UNSUPPORTED, "use amp.register_half_function or amp.register_float_function"),
+    **_works("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides"),
+    **_works("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS FP32_FUNCS BANNED_FUNCS"),
+    **_works("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
+    **_works("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
     "apex.amp.utils": Symbol(UNSUPPORTED, "internal helpers of apex; use torch.is_floating_point and Tensor.to"),
     "apex.parallel.DistributedDataParallel": Symbol(
         DIFFERS, "torch's DistributedDataParallel underneath; message_size and delay_allreduce only tune its buckets"

@@ -19,7 +19,7 @@ class Models:
 
     def look(self) -> None:
         """Note the models that live now, if any do. No host sync."""
-        models = list(state.models)
+        models = list(state.models.live)
         if not models:
             return
         tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()}

@@ -82,7 +82,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
         if id(module) not in self.names:
-            models = list(state.models)
+            models = list(state.models.live)
             for model in models:
                 root = f"{type(model).__name__}" if len(models) > 1 else ""
                 for name, inner in model.named_modules():

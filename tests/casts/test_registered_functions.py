@@ -347,3 +347,32 @@ def test_compiled():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: torch.sigmoid(torch.mm(x, x)), backend="aot_eager", fullgraph=True)
     assert compiled(ones()).dtype == FLOAT
+
+
+def test_mappings_of_every_kind_are_followed_and_objects_are_not():
+    class Loss:
+        """A ``.to`` of its own, and a method that is decorated."""
+
+        def to(self, dtype):
+            raise AssertionError("self is no argument")
+
+        @amp.half_function
+        def forward(self, batch):
+            return batch["x"].dtype
+
+    begin()
+    assert Loss().forward(collections.OrderedDict(x=ones())) == HALF
+    assert in_half(types.MappingProxyType({"x": ones()}))[0][0]["x"].dtype == HALF
+
+
+def test_tensors_of_devices_without_casts_pass():
+    begin()
+    assert in_half(torch.ones(2, device="meta"), ones())[0][0].dtype == FLOAT
+
+
+def test_out_is_written_to():
+    amp.register_float_function(torch, "mm")
+    begin()
+    out = torch.zeros(2, 2)
+    assert torch.mm(ones(HALF), ones(HALF), out=out) is out
+    assert out.eq(2).all()

@@ -12,9 +12,8 @@ from ampcompat.check.symbols import MODULES, SYMBOLS
 CLAIMED = [s for s in SYMBOLS if SYMBOLS[s].verdict != "unsupported" and s.startswith("apex.")]
 WORKING = {s: s.replace("apex", "ampcompat", 1) for s in CLAIMED}
 REFUSED = [s for s in SYMBOLS if SYMBOLS[s].verdict == "unsupported"]
-# Packages that only import, so that a probe finds them; and a home of lists that are not apex's.
+# Packages that only import, so that a probe finds them.
 EMPTY = {"apex.RNN", "apex.fused_dense", "apex.reparameterization", "apex.transformer", "apex.pyprof", "apex.contrib"}
-EMPTY |= {"apex.amp.lists"}
 
 
 @pytest.mark.parametrize("symbol", sorted(set(REFUSED) - EMPTY))

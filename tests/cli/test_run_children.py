@@ -9,8 +9,7 @@ import pytest
 
 import ampcompat
 from ampcompat._distribution import SHIM
-from ampcompat.amp.properties import _DTYPE_NAMES
-from ampcompat.amp.properties import LEVELS
+from ampcompat.amp.properties import _DTYPE_NAMES, LEVELS
 from ampcompat.cli import run
 
 ROOT = Path(__file__).parents[2]

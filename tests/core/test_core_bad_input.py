@@ -523,7 +523,7 @@ def check(call, error, message, scene, capsys, torch_state):
 @pytest.mark.parametrize("name", BEFORE)
 def test_refused_before_anything_was_initialized(name, capsys, torch_state):
     check(*BEFORE[name], Scene(), capsys, torch_state)
-    assert not state.rooms.get("latest session")
+    assert state.session is None
 
 
 @pytest.mark.parametrize("name", [name for name in (*BEFORE, *AFTER) if name != "block before initialize"])

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ampcompat.amp._initialize import applier
-from ampcompat.amp.cast_tree import cast_tree
+from ampcompat.amp.trees import cast_tree, map_tree, tensors_in
 
 Pair = collections.namedtuple("Pair", "x y")
 HALF = torch.float16
@@ -134,3 +134,32 @@ def test_applier_is_the_same_with_any_function():
     assert torch.equal(got["a"][0], ones() + 1)
     assert got["a"][1] == "s"
     assert torch.equal(got["b"].x, ones() + 1)
+
+
+def test_tensors_in_finds_what_cast_tree_casts():
+    x, y, z, w = ones(), ones(), ones(), torch.arange(2)
+    nested = [x, (Pair(y, "s"), collections.OrderedDict(a=Batch(z, "n"))), {"k": MyList([w, None, 1.5])}]
+    found = tensors_in(nested)
+    assert [id(t) for t in found] == [id(t) for t in (x, y, z, w)]
+    assert [id(t) for t in tensors_in(nested, objects=False)] == [id(t) for t in (x, y, w)]
+    assert tensors_in(Movable(x)) == tensors_in("text") == []
+
+
+def test_objects_are_left_alone_where_they_may_be_self():
+    value = (Batch(ones(), "n"), Movable(ones()), [ones()])
+    got = map_tree(value, lambda t: t.half(), objects=False)
+    assert got[:2] == value[:2]
+    assert got[0] is value[0]
+    assert got[2][0].dtype == HALF
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: (x, [x, {"a": [x]}]), lambda x: {"k": (x, None, "s")}, lambda x: {"a": [x]}]
+)
+def test_compiled_code_goes_through_in_one_graph(make):
+    torch._dynamo.reset()
+    value = make(ones())
+    found = torch.compile(lambda v: (cast_tree(v, HALF), tensors_in(v)), backend="eager", fullgraph=True)(value)
+    assert [t.dtype for t in tensors(found[0])] == [HALF] * len(tensors(value))
+    assert len(found[1]) == len(tensors(value))
+    torch._dynamo.reset()

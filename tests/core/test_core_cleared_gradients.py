@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 import torch
-from torch.utils.weak import TensorWeakRef
 from core_kit import backward, loss_of, masters, net, same, sgd, start, train
+from torch.utils.weak import TensorWeakRef
 
 from ampcompat import amp
 

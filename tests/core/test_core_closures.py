@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from core_kit import Net, assert_tied, backward, batch, loss_of, masters, net, same, start
+from core_kit import Net, assert_tied, batch, loss_of, masters, net, same, start
 
 from ampcompat import amp
 

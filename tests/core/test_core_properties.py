@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from ampcompat.amp.properties import read_properties
 from ampcompat.amp.frontend import Properties
+from ampcompat.amp.properties import read_properties
 
 TABLE = {
     "O0": (torch.float32, False, None, False, 1.0),

@@ -8,8 +8,7 @@ import torch
 from core_kit import Net, backward, start, train
 
 from ampcompat import amp
-from ampcompat.amp.scaler import FLOOR
-from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.scaler import FLOOR, LossScaler
 
 
 @dataclasses.dataclass

@@ -34,7 +34,7 @@ def whole_picture(models, optimizers):
     for number, optimizer in enumerate(optimizers):
         params = [p for group in optimizer.param_groups for p in group["params"]]
         seen[f"optimizer {number} params"] = [(names.get(id(p), "a master"), plain(p), plain(p.grad)) for p in params]
-        seen[f"optimizer {number} methods"] = sorted(name for name in vars(optimizer) if callable(vars(optimizer)[name]))
+        seen[f"optimizer {number} methods"] = sorted(name for name, value in vars(optimizer).items() if callable(value))
         for index, param in enumerate(params):
             held = optimizer.state.get(param, {})
             seen[f"optimizer {number} state of {index}"] = {name: plain(value) for name, value in held.items()}

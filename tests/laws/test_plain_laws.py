@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ampcompat import amp
 from ampcompat._state import state
-from ampcompat.amp.cast_tree import cast_tree
+from ampcompat.amp.trees import cast_tree
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

@@ -80,11 +80,11 @@ def live_tensors():
 def sizes():
     """How many things every container in ampcompat's state holds."""
     found = {}
-    for name, room in state.rooms.items():
-        if hasattr(room, "__len__"):
-            found[name] = len(room)
-        elif hasattr(room, "__dict__"):
-            found.update({f"{name}.{k}": len(v) for k, v in vars(room).items() if hasattr(v, "__len__")})
+    for name, held in vars(state).items():
+        if hasattr(held, "__len__"):
+            found[name] = len(held)
+        elif hasattr(held, "__dict__"):
+            found.update({f"{name}.{k}": len(v) for k, v in vars(held).items() if hasattr(v, "__len__")})
     return found
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import cpu_convolution
 
@@ -52,6 +53,8 @@ def test_forward_and_backward_are_float32s_rounded_once(acquired, dim, transpose
 @pytest.mark.parametrize(("dim", "transposed"), [(d, t) for d, t in KINDS if d > 1])
 def test_strides_are_those_of_torchs_own_kernels(dim, transposed, monkeypatch):
     """Compiled graphs rely on them."""
+    if dim == 3 and torch.float16 not in _torch.halves_without_cpu_convolution():
+        pytest.skip("oneDNN computes half convolutions on this processor, and in 3-d keeps other strides")
     monkeypatch.setattr("ampcompat._torch.halves_without_cpu_convolution", lambda: frozenset(HALVES))
     for layout, dilation in itertools.product((None, LAYOUTS[dim + 2]), (1, 2)):
         args = arguments(dim, 1, torch.float16, layout)

@@ -7,7 +7,7 @@ from o1_casts import casts_on, engine_without_casts
 from torch import nn
 
 from ampcompat import _torch
-from ampcompat.amp import compiled, rules
+from ampcompat.amp import rules
 
 # dynamo itself instantiates autograd Functions
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -162,12 +162,12 @@ def test_the_cache_tag_follows_the_rules_and_keeps_the_users_own():
     try:
         tags = []
         for lines in (["a"], ["a", "b"], ["b", "a"], []):
-            compiled.bind(lines)
+            rules.bind_compiled_code(lines)
             tags.append(config.cache_key_tag)
         assert tags[3] == "mine"
         assert tags[1] == tags[2]
         assert len(set(tags)) == 3
         assert all(tag.startswith("mine") for tag in tags)
     finally:
-        compiled.unbind()
+        rules.bind_compiled_code([])
         config.cache_key_tag = ""

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import rules, wrappers
+from ampcompat.amp import rules
 
 
 def registrations():
@@ -19,6 +19,13 @@ def registrations():
     return every, [torch._C._dispatch_dump(name) for name in names]
 
 
+def functions():
+    """The functions that are wrapped, by identity and body, and the globals beside them."""
+    found = [(name, vars(F).get(name)) for name in rules.PYTHON]
+    bodies = [(name, f.__code__, f.__defaults__) for name, f in found if f is not None]
+    return found, bodies, sorted(vars(F)), torch.Tensor.__dict__.get("cpu")
+
+
 def settings():
     import torch._functorch.config as functorch
 
@@ -27,15 +34,13 @@ def settings():
 
 
 def test_release_leaves_nothing_on_the_dispatcher_in_torch_or_its_settings():
-    functions = [getattr(owner, name) for owner, name in wrappers.WRAPPED]
-    before = registrations(), settings()
+    before = registrations(), settings(), functions()
     for _ in range(3):
         rules.acquire(_torch.autocast_device_types())
-        assert (registrations(), settings()) != before
-        assert [getattr(owner, name) for owner, name in wrappers.WRAPPED] != functions
+        assert (registrations(), settings()) != before[:2]
+        assert functions() != before[2]
         rules.release()
-        assert (registrations(), settings()) == before
-        assert [getattr(owner, name) for owner, name in wrappers.WRAPPED] == functions
+        assert (registrations(), settings(), functions()) == before
 
 
 def test_reset_releases():
@@ -65,7 +70,7 @@ def test_a_device_type_without_autocast_is_passed_over():
 
 
 def test_a_failing_registration_leaves_torch_as_it_was(monkeypatch):
-    before, local_response_norm = registrations(), F.local_response_norm
+    before = registrations(), functions()
     planned, add = len(rules.planned("cpu", "AutocastCPU")), _torch.Registrations.add
     calls = []
 
@@ -78,8 +83,7 @@ def test_a_failing_registration_leaves_torch_as_it_was(monkeypatch):
     monkeypatch.setattr(_torch.Registrations, "add", failing)
     with pytest.raises(RuntimeError, match="no more"):
         rules.acquire(["cpu", "cuda"])
-    assert registrations() == before
-    assert F.local_response_norm is local_response_norm
+    assert (registrations(), functions()) == before
     assert not rules.installed().plans
 
 

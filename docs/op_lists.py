@@ -1,22 +1,21 @@
-"""The rule in force for an op on a device, and the page of them.
-
-``python -m ampcompat.amp.op_table > docs/op_lists.md`` writes the page.
-"""
+"""Writes docs/op_lists.md from the lists in ampcompat/amp/lists: ``python docs/op_lists.py``."""
 
 from __future__ import annotations
 
-import sys
+from pathlib import Path
 from typing import Final
 
 from ampcompat import _torch
-from ampcompat.amp import lists, wrappers
-from ampcompat.amp.overloads import ATEN, LEFT, RULES, Rule
+from ampcompat.amp.lists import UNCAST, torch_overrides
+from ampcompat.amp.rules import ATEN, PYTHON, Rule, rules_by_name
+
+PAGE: Final = Path(__file__).with_suffix(".md")
+RULES: Final = rules_by_name()
 
 UNLISTED: Final = "as native autocast"
 
 _WORDS: Final = {
     Rule.HALF: "half",
-    Rule.STATES: "half",
     Rule.FLOAT: "float32",
     Rule.PROMOTE: "widest argument",
     Rule.UNCAST: "as given",
@@ -41,24 +40,31 @@ _NATIVE: Final = {
 
 # torch's own type promotion does this, with or without autocast.
 _BY_TORCH: Final = frozenset(
-    ("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne", *lists.SEQUENCE_PROMOTE)
+    ("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne", *torch_overrides.SEQUENCE_CASTS)
 )
 
+
+def names(rule: Rule) -> list[str]:
+    """The names with ``rule``, in alphabetical order."""
+    return sorted(name for name, found in RULES.items() if found is rule)
+
+
+_SEQUENCES: Final = torch_overrides.SEQUENCE_CASTS
 _SECTIONS: Final = (
-    ("Half", lists.HALF),
-    ("Float32", lists.FLOAT),
-    ("Widest dtype among the arguments", lists.PROMOTE),
-    ("Widest dtype in the sequence", lists.SEQUENCE_PROMOTE),
-    ("Refused in half", lists.BANNED),
-    ("In place, refused on a half tensor", lists.INPLACE_BANNED),
-    ("In place, the arguments take the dtype of the left side", LEFT),
-    ("On no list of apex", (*lists.UNCAST, *lists.SHIELDED)),
+    ("Half", names(Rule.HALF)),
+    ("Float32", names(Rule.FLOAT)),
+    ("Widest dtype among the arguments", [name for name in names(Rule.PROMOTE) if name not in _SEQUENCES]),
+    ("Widest dtype in the sequence", _SEQUENCES),
+    ("Refused in half", names(Rule.BANNED)),
+    ("In place, refused on a half tensor", names(Rule.INPLACE_BANNED)),
+    ("In place, the arguments take the dtype of the left side", names(Rule.LEFT)),
+    ("On no list of apex", UNCAST),
 )
 
 _HEAD: Final = """\
 # Op lists
 
-What each op does at O1. `python -m ampcompat.amp.op_table` writes this page from the lists in `ampcompat/amp/lists.py`.
+What each op does at O1. `python docs/op_lists.py` writes this page from the lists in `ampcompat/amp/lists`.
 
 A name stands for the op however it is reached: `softmax` is `torch.softmax`, `Tensor.softmax`,
 `torch.nn.functional.softmax` and what `nn.Softmax` calls. "half" is float16 unless bfloat16 was asked for. "as given"
@@ -67,7 +73,21 @@ float64 and integers are left alone (apex cast float64 too). In-place forms that
 left side. Ops on no list follow native autocast: `einsum` and `scaled_dot_product_attention` run in half.
 
 The last column also says who does it: torch's native autocast or type promotion on both devices, or a rule of ampcompat
-on those named; "wrapper" is a Python wrapper on the public function, which an earlier `from ... import` escapes.
+on those named; "whole function" casts the arguments of a function that torch wrote in Python over other ops.
+
+The lists are `FP16_FUNCS`, `FP32_FUNCS`, `CASTS`, `SEQUENCE_CASTS` and `BANNED_FUNCS` of
+`amp.lists.functional_overrides`, `torch_overrides` and `tensor_overrides`, under apex's names, and scripts edit them
+before `amp.initialize`:
+
+```python
+amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
+amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
+```
+
+An edit counts for the op however it is reached. A name that was added leaves the list it shipped on; added to several,
+half beats float32 beats the widest dtype. A name that was removed and added nowhere runs as given. A name of no
+function of torch gets a warning.
+
 Under `torch.func.vmap` a batch of `dot` is a matrix product, in half.
 A 0-dim tensor widens nothing in `add`, `div`, `mul`, `sub` and the comparisons, as in torch; apex counted it.
 """
@@ -103,9 +123,9 @@ def rule_for(name: str, device_type: str) -> str:
 
 
 def enforced_by(name: str) -> str:
-    """Who sees to the rule for the listed ``name``: "native", "rule on CPU", "rule on CPU, CUDA", "wrapper", ..."""
-    if name in {wrapped for _, wrapped in wrappers.WRAPPED} and name != "interpolate":
-        return "wrapper"
+    """What does it for the listed ``name``: "native", "rule on CPU", "whole function", ..."""
+    if name in PYTHON and ATEN.get(name) == ():
+        return "whole function"
     differs = [d for d in ("cpu", "cuda") if native_rule(name, d) != _WORDS[RULES[name]]]
     if not differs:
         return "native"
@@ -128,4 +148,4 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(page())
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,191 @@
+"""Functions whose arguments are cast as their author or user said, while casts are on.
+
+Users register functions by module and name, or decorate their own. What is registered is wrapped where it lives by the
+next ``initialize`` whose casts are on, and unwrapped when they end; the registrations stay.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, cast
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp.rules import Rule, cast_arguments
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: Functions that torch itself makes; written in Python, they are recognised by their module.
+_BUILTIN: Final = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType),
+    *(types.MethodWrapperType, types.WrapperDescriptorType),
+)
+
+
+@dataclass
+class Functions:
+    """What is registered, and the undo of what is wrapped now."""
+
+    registered: dict[tuple[int, str], tuple[Any, str, Rule]] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack)
+    active: bool = False
+
+
+def _functions() -> Functions:
+    if state.functions is None:
+        state.functions = Functions()
+    return state.functions
+
+
+def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
+    """Wrap ``function`` so that its floating tensor arguments are cast, while casts are on for their device.
+
+    Tensors are looked for in arguments and keywords, and in lists, tuples and mappings in these; everything else (self,
+    ctx, other objects) passes. Inner ops of a Python function still follow the lists; for a function of torch's own the
+    user's word beats the list, so that ``register_float_function(torch, "matmul")`` multiplies in float32.
+
+    Args:
+        function: Anything callable: a Python function, a C builtin, ``Function.apply``, a static or abstract method.
+        rule: HALF, FLOAT or PROMOTE.
+        overrule: Whether inner ops run as they are given even where ``function`` is not torch's own.
+
+    Returns:
+        A plain function, so that it binds as a method.
+    """
+    overrule = overrule or is_torch_op(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if state.casts.patches is None:  # amp casts nothing in this process now
+            return function(*args, **kwargs)
+        device_type, args, kwargs = cast_arguments(rule, args, kwargs)
+        if device_type is None or not overrule:
+            return function(*args, **kwargs)
+        with torch.autocast(device_type, enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def is_torch_op(function: Any) -> bool:
+    """Whether ``function`` is an op of torch, on which the lists have a word."""
+    module = str(getattr(function, "__module__", None) or "")
+    if isinstance(function, _BUILTIN):  # methods of Tensor name a class, functions of torch.* a bound type object
+        owners = (getattr(function, "__objclass__", None), type(getattr(function, "__self__", None)))
+        return "torch" in (module.split(".")[0], *(getattr(owner, "__module__", "").split(".")[0] for owner in owners))
+    return module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
+
+
+def wrap_class(cls: type, rule: Rule) -> tuple[str, Any]:
+    """Wrap the method that stands for calling ``cls``; returns its name and the wrapper.
+
+    The class keeps its identity (``isinstance`` goes on working): a module's ``forward`` is wrapped, an
+    ``autograd.Function``'s ``apply``, any other class's ``__call__``.
+    """
+    if issubclass(cls, torch.autograd.Function):
+        return "apply", staticmethod(make_wrapper(cls.apply, rule))
+    name = "forward" if issubclass(cls, torch.nn.Module) else "__call__"
+    of_torch = cls.__module__.split(".")[0] == "torch"
+    return name, make_wrapper(getattr(cls, name), rule, overrule=rule is Rule.FLOAT and of_torch)
+
+
+def _register(module: Any, name: str, rule: Rule) -> None:
+    if not isinstance(name, str) or not hasattr(module, name):
+        shown = getattr(module, "__name__", type(module).__name__)
+        raise ValueError(
+            f"No function named {name!r} in module {shown} - it must exist when it is registered - check the spelling,"
+            " and pass the module object with the function's name as a string."
+        )
+    functions = _functions()
+    functions.registered[id(module), name] = (module, name, rule)
+    if functions.active:
+        deactivate()
+        activate()
+
+
+def register_half_function(module: Any, name: str) -> None:
+    """Have ``module.name`` cast its arguments to half while casts are on (``apex/amp/amp.py: register_half_function``).
+
+    Args:
+        module: Module, class or namespace object that holds the function.
+        name: Its attribute name; a class found there keeps its identity, its forward is wrapped.
+
+    Raises:
+        ValueError: ``module`` has no such attribute.
+    """
+    _register(module, name, Rule.HALF)
+
+
+def register_float_function(module: Any, name: str) -> None:
+    """Have ``module.name`` cast its arguments to float32 while casts are on; see :func:`register_half_function`."""
+    _register(module, name, Rule.FLOAT)
+
+
+def register_promote_function(module: Any, name: str) -> None:
+    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
+
+    See :func:`register_half_function`.
+    """
+    _register(module, name, Rule.PROMOTE)
+
+
+def activate() -> None:
+    """Wrap everything registered. Idempotent."""
+    functions = _functions()
+    if functions.active:
+        return
+    functions.active = True
+    state.undo.callback(deactivate)
+    for module, name, rule in functions.registered.values():
+        target = getattr(module, name)
+        if isinstance(target, type):
+            _torch.replace(target, *wrap_class(target, rule), functions.undo)
+        else:
+            # A function found on a class through staticmethod must not turn into a method.
+            static = isinstance(getattr(module, "__dict__", {}).get(name), staticmethod)
+            wrapper = make_wrapper(target, rule)
+            _torch.replace(module, name, staticmethod(wrapper) if static else wrapper, functions.undo)
+
+
+def deactivate() -> None:
+    """Undo :func:`activate`; the registrations stay for the next time. Idempotent."""
+    functions = _functions()
+    functions.active = False
+    functions.undo.close()
+
+
+def _decorated(function: Any, rule: Rule) -> Any:
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(make_wrapper(function.__func__, rule))
+    if isinstance(function, type):
+        setattr(function, *wrap_class(function, rule))
+        return function
+    return make_wrapper(function, rule)
+
+
+def half_function(fn: F) -> F:
+    """Decorator: while casts are on, ``fn`` gets its floating tensor arguments in half.
+
+    Works on Python functions, C builtins, ``Function.apply``, methods of every kind and classes, at import time and
+    before any ``initialize`` (``apex/amp/amp.py: half_function``).
+    """
+    return cast(F, _decorated(fn, Rule.HALF))
+
+
+def float_function(fn: F) -> F:
+    """Decorator: while casts are on, ``fn`` gets its half arguments in float32; see :func:`half_function`."""
+    return cast(F, _decorated(fn, Rule.FLOAT))
+
+
+def promote_function(fn: F) -> F:
+    """Decorator: while casts are on, ``fn`` gets its arguments in the widest dtype among them.
+
+    See :func:`half_function`.
+    """
+    return cast(F, _decorated(fn, Rule.PROMOTE))

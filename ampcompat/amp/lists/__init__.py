@@ -1,0 +1,27 @@
+"""The op lists: which ops run in which dtype at O1, by public torch name, in apex's own three modules.
+
+Scripts edit the lists before ``amp.initialize``, as under apex
+(``amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")``), and every ``initialize`` reads them. A name stands
+for the op however it is reached: ``softmax`` is ``torch.softmax``, ``Tensor.softmax`` and what ``nn.Softmax`` calls;
+``matmul`` is also ``@``, ``pow`` also ``**``. An edit counts for all of these, whichever module's list it was made in:
+
+* a name added to a list leaves the list it shipped on; on several lists, half beats float32 beats the widest dtype, as
+  apex's wrappers nested;
+* a name removed and added nowhere runs in the dtype it is given;
+* a name on no list from the start follows native autocast.
+
+In-place forms follow from the lists: those of float32 ops (``exp_``) refuse a half left side, which cannot hold the
+result; those of half ops (``addmm_``) cast the other arguments to the dtype of the left side.
+:mod:`ampcompat.amp.rules` maps the names to the ops that torch dispatches.
+"""
+
+from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+
+__all__ = ["UNCAST", "functional_overrides", "tensor_overrides", "torch_overrides"]
+
+UNCAST = [
+    "log1p",  # recorded so from apex; native CUDA autocast casts it
+    # made inside torch of in-place steps that the lists forbid or widen
+    *("logsumexp", "matrix_exp"),
+]
+"""On no list of apex: run whole, in the dtype they are given."""

@@ -1,0 +1,127 @@
+"""The walker of nested data: arguments of a forward, its outputs, the arguments of a registered function.
+
+Followed are lists, tuples, namedtuples, dicts and other mappings, their subclasses, and dataclasses. Compiled code goes
+through it, so it stays within what dynamo traces.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+#: Never looked into: they hold no tensors, and some of them have a ``.to`` of their own.
+_LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.nn.Module)
+
+
+def cast_tree(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with every floating tensor in it cast to ``dtype``; the structure is kept.
+
+    Reproduces what apex did to the inputs and outputs of an O2 model (``apex/amp/_initialize.py: applier``), for
+    dataclasses and mappings of any kind too. Objects with a ``.to`` method (batches) are asked to cast themselves.
+
+    Args:
+        value: Anything.
+        dtype: Floating dtype.
+
+    Returns:
+        The same structure. Strings, numbers, integer and boolean tensors, numpy arrays and modules come back as they
+        are, and so does a container in which nothing changes: a forward that writes into its argument still writes
+        into the caller's.
+    """
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and (leaf.dtype == dtype or not leaf.is_floating_point()):
+            return leaf
+        return leaf.to(dtype)
+
+    return _map(value, cast, True)[0]
+
+
+def tensors_in(value: Any, objects: bool = True) -> list[torch.Tensor]:
+    """List the tensors in ``value``, in order; see :func:`map_tree`. Objects with ``.to`` are not looked into."""
+    found: list[torch.Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+        return leaf
+
+    _map(value, collect, objects)
+    return found
+
+
+def map_tree(value: Any, function: Callable[[Any], Any], objects: bool = True) -> Any:
+    """Replace every tensor in ``value``, and every object that has ``.to``, by ``function`` of it.
+
+    Args:
+        value: Anything.
+        function: Gets a tensor or an object with ``.to`` and returns its replacement, or the same object.
+        objects: Whether to follow dataclasses and objects with ``.to``. A method's own ``self`` may be one.
+
+    Returns:
+        The same structure; a container in which nothing changes is returned itself, never a copy.
+    """
+    return _map(value, function, objects)[0]
+
+
+def _map(value: Any, function: Callable[[Any], Any], objects: bool) -> tuple[Any, bool]:
+    """As :func:`map_tree`; says whether anything changed: torch 2.4 compiles ``is`` of two lists as ``==``."""
+    parts: Any
+    if isinstance(value, (list, tuple)):
+        parts = value
+    elif isinstance(value, torch.Tensor):
+        new = function(value)
+        return new, new is not value
+    elif isinstance(value, _LEAVES):
+        return value, False
+    elif isinstance(value, (dict, Mapping)):
+        parts = value.values()
+    elif not objects or isinstance(value, type):
+        return value, False
+    elif dataclasses.is_dataclass(value):
+        parts = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
+    elif type(value).__module__ != "numpy" and callable(getattr(value, "to", None)):
+        new = function(value)
+        return new, new is not value
+    else:
+        return value, False
+    items, changed = [], False
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            item = function(part)
+            changed = changed or item is not part
+        elif isinstance(part, _LEAVES):
+            item = part
+        else:
+            item, inside = _map(part, function, objects)
+            changed = changed or inside
+        items.append(item)
+    if not changed:
+        return value, False
+    return tuple(items) if type(value) is tuple else _rebuild(value, items), True  # spares a forward's arguments a call
+
+
+def _rebuild(value: Any, items: list[Any]) -> Any:
+    """Make a container like ``value`` of ``items``, which are its own in their order, some replaced."""
+    kind: Any = type(value)
+    if isinstance(value, (list, tuple)):  # _make: namedtuples, PackedSequence among them
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    if not isinstance(value, Mapping):
+        clone = copy.copy(value)  # not dataclasses.replace: fields with init=False, __post_init__ must not run again
+        for field, item in zip(dataclasses.fields(value), items, strict=True):
+            if item is not getattr(value, field.name, None):
+                object.__setattr__(clone, field.name, item)
+        return clone
+    pairs = dict(zip(value, items, strict=True))
+    if kind is dict:
+        return pairs
+    if not isinstance(value, dict):
+        return kind(pairs)
+    clone = copy.copy(value)  # OrderedDict, defaultdict, transformers' ModelOutput: keep type and attributes
+    for key, item in pairs.items():
+        clone[key] = item
+    return clone
