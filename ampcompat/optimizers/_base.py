@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ampcompat import _torch
 from ampcompat.optimizers._rules import Hyper, Tensors, usable
 from ampcompat.optimizers._steps import StepCounts
 from ampcompat.optimizers._working import WorkingCopies, math_dtype
@@ -26,6 +27,13 @@ class Scaling:
 
     found_inf: Tensor | None = None
     grad_scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, found_inf: Tensor | None, grad_scale: Tensor | None) -> Scaling:
+        """Make 1 of a sum of the flags of several devices: torch's fused kernels skip at exactly 1."""
+        if found_inf is not None:
+            found_inf = (found_inf != 0).to(torch.float32).reshape(())
+        return cls(found_inf, grad_scale)
 
     def on(self, device: torch.device) -> Scaling:
         """Return the same as float32 on ``device``; no host sync."""
@@ -172,11 +180,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _scaling(self) -> Scaling:
         # Set and deleted around a step; torch's GradScaler takes a standing None for a scale to multiply by.
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
-        if found_inf is not None:
-            # torch sums the flags of several devices; its fused kernels skip at exactly 1.
-            found_inf = (found_inf != 0).to(torch.float32).reshape(())
-        return Scaling(found_inf, getattr(self, "grad_scale", None))
+        return Scaling.of(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
 
     def _buckets(self, group: dict[str, Any], scaling: Scaling) -> Iterator[tuple[Bucket, WorkingCopies]]:
         names = self._names(group)
@@ -217,16 +221,22 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _working_params(self, owners: list[Tensor], copies: WorkingCopies) -> list[Tensor]:
         working = copies.params(owners)
+        old: list[Tensor] = []
+        values: list[Tensor] = []
         for param, copy in zip(owners, working, strict=True):
             if not self._keeps_master(param):
                 continue
-            master = self.state[param].get("master_param")
-            if master is None:
-                master = self.state[param]["master_param"] = torch.empty_like(copy)
+            state = self.state[param]
+            if state.get("master_param") is None:
+                state["master_param"] = torch.empty_like(copy)
             else:
+                master = state["master_param"]
+                old.append(copy)
                 # Where somebody else wrote the param its value counts, elsewhere the master's low bits are kept.
-                copy.copy_(torch.where(master.to(param.dtype) == param, master, copy))
-            copies.save(copy, to=master)
+                values.append(torch.where(master.to(param.dtype) == param, master, copy))
+            copies.save(copy, to=state["master_param"])
+        if old:
+            _torch.foreach_copy_(old, values)
         return working
 
     # --- the rest of torch.optim.Optimizer ----------------------------------------------------------------------------
