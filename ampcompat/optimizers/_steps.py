@@ -88,7 +88,8 @@ class StepCounts:
         self._report = None
         counts = list(self._counts.values())
         if counts:
-            for count, value in zip(counts, torch.stack([count.value for count in counts]).tolist(), strict=True):
+            held = torch.stack([count.value for count in counts]).to("cpu").tolist()
+            for count, value in zip(counts, held, strict=True):
                 count.show(int(value))
 
     def _ask(self) -> None:
