@@ -164,9 +164,13 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _refuse_what_no_kernel_takes(self) -> None:
         name = type(self).__name__
-        refuse_sparse_gradients(self.param_groups, name, "please consider torch.optim.SparseAdam for it, or ")
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            if param.grad is not None and not param.is_floating_point():
+            grad = param.grad
+            if grad is None:
+                continue
+            if grad.is_sparse:
+                raise sparse_gradient(name, param, "please consider torch.optim.SparseAdam for it, or ")
+            if not param.is_floating_point():
                 raise RuntimeError(
                     f"{name} only supports floating-point params, and one of shape {tuple(param.shape)} is "
                     f"{param.dtype}: leave it to an optimizer of torch.optim."
@@ -283,20 +287,9 @@ def evaluated(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def refuse_sparse_gradients(groups: list[dict[str, Any]], name: str, advice: str = "") -> None:
-    """Raise if a param of ``groups`` has a sparse gradient.
-
-    Args:
-        groups: Param groups.
-        name: Name of the optimizer, for the message.
-        advice: What else may be done than building the embedding with dense gradients.
-
-    Raises:
-        RuntimeError: One has.
-    """
-    for param in chain.from_iterable(group["params"] for group in groups):
-        if param.grad is not None and param.grad.is_sparse:
-            raise RuntimeError(
-                f"{name} does not support sparse gradients, and a param of shape {tuple(param.shape)} has one: "
-                f"{advice}build its embedding with sparse=False."
-            )
+def sparse_gradient(name: str, param: Tensor, advice: str = "") -> RuntimeError:
+    """Return the error that optimizer ``name`` raises for a param with a sparse gradient; ``advice`` goes first."""
+    return RuntimeError(
+        f"{name} does not support sparse gradients, and a param of shape {tuple(param.shape)} has one: "
+        f"{advice}build its embedding with sparse=False."
+    )

@@ -95,10 +95,10 @@ class FusedSGD(FusedOptimizer):
         return self.wd_after_momentum
 
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
-        undamped = replace(bucket.hyper, dampening=0.0)
         if not group["momentum"] or not group["dampening"]:
-            self._apply(bucket, range(len(bucket.params)), undamped)
+            self._apply(bucket, range(len(bucket.params)), bucket.hyper)
             return
+        undamped = replace(bucket.hyper, dampening=0.0)
         self._apply(bucket, [i for i, new in enumerate(bucket.is_new) if new], undamped)
         self._apply(bucket, [i for i, new in enumerate(bucket.is_new) if not new], bucket.hyper)
 

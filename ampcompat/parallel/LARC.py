@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ampcompat.optimizers._base import evaluated, refuse_sparse_gradients
+from ampcompat.optimizers._base import evaluated, sparse_gradient
 
 
 class LARC(torch.optim.Optimizer):
@@ -70,7 +70,9 @@ class LARC(torch.optim.Optimizer):
         """
         loss = evaluated(closure)
         groups = self.optim.param_groups
-        refuse_sparse_gradients(groups, "LARC")
+        for param in (p for group in groups for p in group["params"]):
+            if param.grad is not None and param.grad.is_sparse:
+                raise sparse_gradient("LARC", param)
         decays = [group.get("weight_decay") for group in groups]
         try:
             for group, decay in zip(groups, decays, strict=True):
