@@ -10,6 +10,8 @@ from ampcompat.multi_tensor_apply.updates import (
     multi_tensor_adagrad,
     multi_tensor_adam,
     multi_tensor_lamb,
+    multi_tensor_lamb_stage1_cuda,
+    multi_tensor_lamb_stage2_cuda,
     multi_tensor_novograd,
     multi_tensor_sgd,
 )
@@ -20,6 +22,8 @@ __all__ = [
     "multi_tensor_axpby",
     "multi_tensor_l2norm",
     "multi_tensor_lamb",
+    "multi_tensor_lamb_stage1_cuda",
+    "multi_tensor_lamb_stage2_cuda",
     "multi_tensor_novograd",
     "multi_tensor_scale",
     "multi_tensor_sgd",

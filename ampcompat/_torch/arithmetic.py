@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -85,3 +85,24 @@ def host_value(number: torch.Tensor) -> float | None:
     if type(number) is not torch.Tensor or not number.is_cpu:  # a fake tensor has no data
         return None
     return ctypes.c_float.from_address(number.data_ptr()).value
+
+
+def found_inf_and_scale(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return what ``scaler`` knows of the gradients of ``optimizer``, for a ``step`` that takes a ``grad_scaler``.
+
+    Returns:
+        The overflow flag (0-dim float32, not 0 after an overflow) and the scale that the gradients still have, None
+        where they are unscaled. Both are None of a scaler that is not enabled. No host sync.
+    """
+    if not scaler.is_enabled():
+        return None, None
+    state = scaler._per_optimizer_states[id(optimizer)]
+    is_unscaled = state["stage"].name == "UNSCALED"
+    if not is_unscaled:
+        scaler._check_inf_per_device(optimizer)
+    scale = cast(torch.Tensor, scaler._get_scale_async())
+    flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
+    found_inf = torch.stack(flags).amax() if flags else torch.zeros((), device=scale.device)
+    return found_inf, None if is_unscaled else scale

@@ -24,8 +24,8 @@ deepcopy, pickle                           copied                              c
 
 "Elements that differ" are those where ``value`` does not round to what ``half`` holds: every element that nobody else
 wrote keeps its low bits. Writers are found by version counters and data pointers. Writes past both
-(``p.data.clamp_()``, collectives on ``p.data``) are found by comparing values: in the first rounds and steps of a master's life, from then on
-wherever they were seen once, and whenever a master is saved or copied.
+(``p.data.clamp_()``, collectives on ``p.data``) are found by comparing values: in the first rounds and steps of a
+master's life, from then on wherever they were seen once, and whenever a master is saved or copied.
 """
 
 from __future__ import annotations

@@ -88,8 +88,10 @@ SYMBOLS: dict[str, Symbol] = {
     "apex.parallel.LARC": Symbol(WORKS),
     "apex.parallel.LARC.LARC": Symbol(WORKS),
     **_works("apex.parallel.distributed", "DistributedDataParallel flat_dist_call"),
-    **_works("apex.optimizers", "FusedAdam FusedSGD FusedLAMB FusedNovoGrad FusedAdagrad FP16_Optimizer"),
-    "apex.optimizers.FusedMixedPrecisionLamb": Symbol(UNSUPPORTED, "use FusedLAMB with amp.initialize at O2"),
+    **_works(
+        "apex.optimizers",
+        "FusedAdam FusedSGD FusedLAMB FusedMixedPrecisionLamb FusedNovoGrad FusedAdagrad FP16_Optimizer",
+    ),
     **_works(
         "apex.normalization",
         "FusedLayerNorm MixedFusedLayerNorm FusedRMSNorm MixedFusedRMSNorm",
@@ -109,7 +111,7 @@ SYMBOLS: dict[str, Symbol] = {
     **_works(
         "amp_C",
         "multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_lamb multi_tensor_adam "
-        "multi_tensor_sgd",
+        "multi_tensor_sgd multi_tensor_lamb_stage1_cuda multi_tensor_lamb_stage2_cuda",
     ),
     **_works("apex_C", "flatten unflatten"),
     "apex.reparameterization": Symbol(UNSUPPORTED, "use torch.nn.utils.parametrizations.weight_norm"),

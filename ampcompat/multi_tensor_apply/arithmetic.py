@@ -35,7 +35,10 @@ def _flag(noop_flag: Tensor, tensors: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, scale: float) -> None:
-    """``out = in * scale`` for the lists ``[in, out]``; flags what is not finite in ``in``."""
+    """Set ``out = in * scale`` for the lists ``[in, out]``; flag what is not finite in ``in``.
+
+    Reproduces ``csrc/multi_tensor_scale_kernel.cu: multi_tensor_scale_cuda``.
+    """
     check(tensor_lists, 2, "multi_tensor_scale")
     sources, targets = (list(tensors) for tensors in tensor_lists)
     if not sources:
@@ -50,7 +53,10 @@ def multi_tensor_scale(chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, 
 def multi_tensor_axpby(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, a: float, b: float, arg_to_check: int = -1
 ) -> None:
-    """``out = a * x + b * y`` for the lists ``[x, y, out]``; flags what is not finite in x (0), y (1) or both (-1)."""
+    """Set ``out = a * x + b * y`` for the lists ``[x, y, out]``; flag what is not finite in x (0), y (1) or both (-1).
+
+    Reproduces ``csrc/multi_tensor_axpby_kernel.cu: multi_tensor_axpby_cuda``.
+    """
     check(tensor_lists, 3, "multi_tensor_axpby")
     xs, ys, outs = (list(tensors) for tensors in tensor_lists)
     if not xs:
@@ -66,7 +72,10 @@ def multi_tensor_axpby(
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """L2 norm over all tensors of the one list, float32 ``[1]``, and with ``per_tensor`` those of each, ``[n]``."""
+    """Return the L2 norm over all tensors of the list, float32 ``[1]``; with ``per_tensor`` those of each, ``[n]``.
+
+    Reproduces ``csrc/multi_tensor_l2norm_kernel.cu: multi_tensor_l2norm_cuda``.
+    """
     check(tensor_lists, 1, "multi_tensor_l2norm")
     tensors = list(tensor_lists[0])
     if not tensors:

@@ -9,7 +9,9 @@ from torch import Tensor
 
 
 class MultiTensorApply:
-    """Calls ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``, as apex's did.
+    """Call ``op(chunk_size, noop_flag_buffer, tensor_lists, *args)``.
+
+    Reproduces ``apex/multi_tensor_apply/multi_tensor_apply.py: MultiTensorApply``.
 
     Args:
         chunk_size: Elements a CUDA block took in apex; torch's kernels choose for themselves.
@@ -25,7 +27,7 @@ class MultiTensorApply:
         self.chunk_size = chunk_size
 
     def check_avail(self) -> None:
-        """Nothing to check: nothing was built that might be missing."""
+        """Do nothing: there is no extension that might be missing."""
 
     def __call__(
         self,

@@ -9,13 +9,22 @@ from typing import TYPE_CHECKING, Any
 from ampcompat.optimizers.fused_adagrad import FusedAdagrad
 from ampcompat.optimizers.fused_adam import FusedAdam
 from ampcompat.optimizers.fused_lamb import FusedLAMB
+from ampcompat.optimizers.fused_mixed_precision_lamb import FusedMixedPrecisionLamb
 from ampcompat.optimizers.fused_novograd import FusedNovoGrad
 from ampcompat.optimizers.fused_sgd import FusedSGD
 
 if TYPE_CHECKING:
     from ampcompat.optimizers.fp16_optimizer import FP16_Optimizer
 
-__all__ = ["FP16_Optimizer", "FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedNovoGrad", "FusedSGD"]
+__all__ = [
+    "FP16_Optimizer",
+    "FusedAdagrad",
+    "FusedAdam",
+    "FusedLAMB",
+    "FusedMixedPrecisionLamb",
+    "FusedNovoGrad",
+    "FusedSGD",
+]
 
 
 def __getattr__(name: str) -> Any:

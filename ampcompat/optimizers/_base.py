@@ -1,4 +1,4 @@
-"""What the five optimizers share: apex's ``step``, ``zero_grad`` and checkpoints around an update rule."""
+"""What the fused optimizers share: apex's ``step``, ``zero_grad`` and checkpoints around an update rule."""
 
 from __future__ import annotations
 
@@ -10,8 +10,38 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ampcompat.optimizers._rules import Tensors, usable
+from ampcompat import _torch
+from ampcompat.optimizers._rules import Hyper, Tensors, usable
+from ampcompat.optimizers._steps import StepCounts
 from ampcompat.optimizers._working import WorkingCopies, math_dtype
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What a scaler says of the gradients of a step.
+
+    Attributes:
+        found_inf: 0-dim float32, 1 after an overflow, or None.
+        grad_scale: 0-dim, what the gradients are still multiplied by, or None.
+    """
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, found_inf: Tensor | None, grad_scale: Tensor | None) -> Scaling:
+        """Make 1 of a sum of the flags of several devices: torch's fused kernels skip at exactly 1."""
+        if found_inf is not None:
+            found_inf = (found_inf != 0).to(torch.float32).reshape(())
+        return cls(found_inf, grad_scale)
+
+    def on(self, device: torch.device) -> Scaling:
+        """Return the same as float32 on ``device``; no host sync."""
+
+        def moved(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.to(device, torch.float32, non_blocking=True).reshape(())
+
+        return Scaling(moved(self.found_inf), moved(self.grad_scale))
 
 
 @dataclass
@@ -19,65 +49,88 @@ class Bucket:
     """Params of one group, device and math dtype that have gradients, ready for an update rule.
 
     Attributes:
-        params, grads, state: Working copies, or the tensors themselves where they will do.
+        params, grads, state: Working copies, or the tensors themselves where they will do; state by its names.
+        hyper: Hyperparameters of the group, for this step.
+        dtypes: Dtypes of the params as the caller holds them.
         is_new: Which params take their first step.
-        copies: Where the working copies go back.
-        found_inf, grad_scale: 0-dim float32 on the device of the bucket, or None.
+        grad_scale: 0-dim float32 on the device of the bucket, or None.
     """
 
     params: list[Tensor]
     grads: Tensors
+    hyper: Hyper
+    dtypes: list[torch.dtype]
     is_new: list[bool]
-    copies: WorkingCopies
-    found_inf: Tensor | None
     grad_scale: Tensor | None
     state: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def make_usable(self) -> None:
         """Take the scale out of the gradients, and the overflow, for rules that leave both to us."""
-        self.grads = usable(self.grads, self.grad_scale, self.found_inf)
+        self.grads = usable(self.grads, self.grad_scale, self.hyper.found_inf)
         self.grad_scale = None
 
 
 class FusedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` whose params are updated in a few launches, computed in float32 for half params.
 
-    State is float32 (float64 for float64 params) whatever the dtype of the params, in checkpoints too. ``step`` makes
-    no host synchronisation. It honours ``found_inf`` and ``grad_scale`` as torch's ``fused=True`` does: 0-dim float32
-    tensors set on the optimizer; gradients are divided by ``grad_scale``, and where ``found_inf`` is not 0 the step
-    changes nothing, the step count included. The count lives in ``group["step"]``, as in apex: an int, on the device
-    as a tensor once ``found_inf`` was used, an int again in ``state_dict()`` (which then synchronises).
+    Params and state are rounded once, where they are stored, in the dtypes that apex stored them in: state has the
+    dtype of its param (``torch.zeros_like(p)``) where a subclass does not say otherwise. ``step`` makes no host
+    synchronisation. It honours ``found_inf`` and ``grad_scale`` as torch's ``fused=True`` does: 0-dim float32 tensors
+    set on the optimizer; gradients are divided by ``grad_scale``, and where ``found_inf`` is not 0 the step changes
+    nothing, the step count included. The count is an int in ``group["step"]``, as in apex
+    (:class:`~ampcompat.optimizers._steps.StepCounts`).
     """
 
     _step_supports_amp_scaling: Any = True
 
     capturable = False
     _state_names: ClassVar[tuple[str, ...]]
+    _state_of_layers: ClassVar[frozenset[str]] = frozenset()
+    """State that is one float32 number a param."""
     _kept: ClassVar[tuple[str, ...]] = ("set_grad_none",)
     """Attributes that a copy or a pickle carries beyond ``torch.optim.Optimizer``'s own."""
     _counts_steps: ClassVar[bool] = True
-    _state_is_like_params: ClassVar[bool] = True
     _rule_unscales: ClassVar[bool] = False
 
-    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
+        if amsgrad:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support the AMSGrad variant (amsgrad=True): leave the argument out, "
+                "or use torch.optim.AdamW(..., amsgrad=True, fused=True)."
+            )
         self.set_grad_none = set_grad_none
+        self._steps = StepCounts()
         super().__init__(params, defaults)
 
     # --- what a subclass says -----------------------------------------------------------------------------------------
 
+    @property
+    def _decoupled(self) -> bool:
+        """Whether the weight decay is added to the update instead of to the gradient."""
+        return False
+
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the state that params of ``group`` need."""
+        """Name the state that params of ``group`` need."""
         return self._state_names
 
-    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """State of a param before its first step, by apex's names: zeros like the param, unless a subclass differs."""
-        return {name: torch.zeros_like(param, dtype=math_dtype(param.dtype)) for name in self._state_names}
+    def _state_dtype(self, name: str, param: Tensor) -> torch.dtype:
+        """Return the dtype in which state of ``param`` is stored, in checkpoints too."""
+        of_master = name == "master_param" or self._keeps_master(param)
+        return math_dtype(param.dtype) if of_master or name in self._state_of_layers else param.dtype
+
+    def _new_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return state of a param before its first step: zeros."""
+        return torch.zeros_like(param, dtype=self._state_dtype(name, param))
+
+    def _keeps_master(self, param: Tensor) -> bool:
+        """Return whether a float32 master of ``param`` is kept in ``state[param]["master_param"]``."""
+        return False
 
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         """Apply the rule to a bucket."""
         raise NotImplementedError
 
-    def _before_updates(self) -> None:
+    def _before_updates(self, scaling: Scaling) -> None:
         """Look at the gradients of all groups before the first update."""
 
     # --- step ---------------------------------------------------------------------------------------------------------
@@ -95,58 +148,45 @@ class FusedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: A gradient is sparse, or a param is complex; nothing has been changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._refuse_what_no_kernel_takes()
-        for group in self.param_groups:
-            if self._counts_steps and group["params"]:
-                self._count(group)
-        self._before_updates()
-        for group in self.param_groups:
-            for bucket in self._buckets(group):
-                self._update(group, bucket)
-                bucket.copies.write_back()
+        loss = evaluated(closure)
+        self._make_step(self._scaling())
         return loss
+
+    def _make_step(self, scaling: Scaling) -> None:
+        self._refuse_what_no_kernel_takes()
+        if self._counts_steps:
+            self._count_step(scaling.found_inf)
+        self._before_updates(scaling)
+        for group in self.param_groups:
+            for bucket, copies in self._buckets(group, scaling):
+                self._update(group, bucket)
+                copies.write_back()
 
     def _refuse_what_no_kernel_takes(self) -> None:
         name = type(self).__name__
         for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            if param.grad is None:
+            grad = param.grad
+            if grad is None:
                 continue
-            if param.grad.is_sparse:
-                raise RuntimeError(
-                    f"{name} does not support sparse gradients, and a param of shape {tuple(param.shape)} has one: "
-                    "please consider torch.optim.SparseAdam for it, or build its embedding with sparse=False."
-                )
+            if grad.is_sparse:
+                raise sparse_gradient(name, param, "please consider torch.optim.SparseAdam for it, or ")
             if not param.is_floating_point():
                 raise RuntimeError(
                     f"{name} only supports floating-point params, and one of shape {tuple(param.shape)} is "
                     f"{param.dtype}: leave it to an optimizer of torch.optim."
                 )
 
-    def _count(self, group: dict[str, Any]) -> None:
-        step, found_inf = group.get("step", 0), self._from_scaler("found_inf")
-        device = group["params"][0].device
-        if found_inf is not None or self.capturable or isinstance(step, Tensor):
-            if not isinstance(step, Tensor):  # as a tensor of the host it would have to be copied: a host sync
-                step = torch.full((), float(step), dtype=torch.float32, device=device)
-            step = step.to(device, torch.float32)
-            step.add_(1.0 if found_inf is None else 1.0 - found_inf.to(device).reshape(()))
-            group["step"] = step
-        else:
-            group["step"] = step + 1
+    def _count_step(self, found_inf: Tensor | None) -> None:
+        self._steps.advance(self.param_groups, found_inf, self.capturable)
 
-    def _from_scaler(self, name: str) -> Tensor | None:
+    def _step_of(self, group: dict[str, Any], device: torch.device) -> int | Tensor:
+        return self._steps.of(group, device)
+
+    def _scaling(self) -> Scaling:
         # Set and deleted around a step; torch's GradScaler takes a standing None for a scale to multiply by.
-        value: Tensor | None = getattr(self, name, None)
-        if value is not None and name == "found_inf":
-            # torch sums the flags of several devices; its fused kernels skip at exactly 1.
-            value = (value != 0).to(torch.float32)
-        return value
+        return Scaling.of(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
 
-    def _buckets(self, group: dict[str, Any]) -> Iterator[Bucket]:
+    def _buckets(self, group: dict[str, Any], scaling: Scaling) -> Iterator[tuple[Bucket, WorkingCopies]]:
         names = self._names(group)
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in group["params"]:
@@ -156,30 +196,52 @@ class FusedOptimizer(torch.optim.Optimizer):
             is_new: list[bool] = []
             for param in owners:
                 state = self.state[param]
-                is_new.append(any(state.get(name) is None for name in names))
-                if is_new[-1]:
-                    state.update({k: v for k, v in self._new_state(param, group).items() if state.get(k) is None})
+                missing = [name for name in names if state.get(name) is None]
+                is_new.append(bool(missing))
+                for name in missing:
+                    state[name] = self._new_state(name, param, group)
             copies = WorkingCopies()
             params = self._working_params(owners, copies)
+            scaled = scaling.on(device)
+            hyper = Hyper.of(
+                group, step=self._step_of(group, device), decoupled=self._decoupled, found_inf=scaled.found_inf
+            )
             bucket = Bucket(
                 params=params,
                 grads=copies.lend([param.grad for param in owners if param.grad is not None], like=params),
+                hyper=hyper,
+                dtypes=[param.dtype for param in owners],
                 is_new=is_new,
-                copies=copies,
-                found_inf=_on(device, self._from_scaler("found_inf")),
-                grad_scale=_on(device, self._from_scaler("grad_scale")),
+                grad_scale=scaled.grad_scale,
             )
             for name in names:
                 kept = [self.state[param][name] for param in owners]
-                if self._state_is_like_params:
+                if name not in self._state_of_layers:
                     kept = copies.lend(kept, like=params, changes=True)
                 bucket.state[name] = kept
             if not self._rule_unscales:
                 bucket.make_usable()
-            yield bucket
+            yield bucket, copies
 
     def _working_params(self, owners: list[Tensor], copies: WorkingCopies) -> list[Tensor]:
-        return copies.params(owners)
+        working = copies.params(owners)
+        old: list[Tensor] = []
+        values: list[Tensor] = []
+        for param, copy in zip(owners, working, strict=True):
+            if not self._keeps_master(param):
+                continue
+            state = self.state[param]
+            if state.get("master_param") is None:
+                state["master_param"] = torch.empty_like(copy)
+            else:
+                master = state["master_param"]
+                old.append(copy)
+                # Where somebody else wrote the param its value counts, elsewhere the master's low bits are kept.
+                values.append(torch.where(master.to(param.dtype) == param, master, copy))
+            copies.save(copy, to=state["master_param"])
+        if old:
+            _torch.foreach_copy_(old, values)
+        return working
 
     # --- the rest of torch.optim.Optimizer ----------------------------------------------------------------------------
 
@@ -188,26 +250,46 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; ``step`` of each group is an int (a host synchronisation a group if counted on the device)."""
-        saved = super().state_dict()
-        for group in saved["param_groups"]:
-            if isinstance(group.get("step"), Tensor):
-                group["step"] = int(group["step"].item())
-        return saved
+        """Return what torch's does, with exact step counts: a host synchronisation if the device counts them."""
+        self._steps.settle()
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but state of half params stays float32, where torch rounds it to the dtype of the param."""
+        """Load as torch's does, but keep float32 state of half params, where torch rounds it to their dtype."""
         super().load_state_dict(state_dict)
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, param in zip(keys, params, strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
-                    self.state[param][name] = value.to(param.device, math_dtype(param.dtype), copy=True)
+                    self.state[param][name] = value.to(param.device, self._state_dtype(name, param), copy=True)
+        for group in self.param_groups:
+            self._load_group(group)
+
+    def _load_group(self, group: dict[str, Any]) -> None:
+        if "step" in group:  # a tensor in checkpoints of apex's FusedAdam(capturable=True)
+            group["step"] = int(group["step"])
 
     def __getstate__(self) -> dict[str, Any]:
+        self._steps.settle()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._kept}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._steps = StepCounts()
+        super().__setstate__(state)
 
-def _on(device: torch.device, value: Tensor | None) -> Tensor | None:
-    return None if value is None else value.to(device, torch.float32, non_blocking=True).reshape(())
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """Return what ``closure`` returns, called with gradients enabled; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def sparse_gradient(name: str, param: Tensor, advice: str = "") -> RuntimeError:
+    """Return the error that optimizer ``name`` raises for a param with a sparse gradient; ``advice`` goes first."""
+    return RuntimeError(
+        f"{name} does not support sparse gradients, and a param of shape {tuple(param.shape)} has one: "
+        f"{advice}build its embedding with sparse=False."
+    )

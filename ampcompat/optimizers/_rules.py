@@ -8,7 +8,9 @@ host: each coefficient is replaced by the one that changes nothing, and the grad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,17 +20,69 @@ from ampcompat import _torch
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
+@dataclass(frozen=True)
+class Hyper:
+    """Hyperparameters of one update, by their names in apex's param groups; each rule reads those that it has.
+
+    Attributes:
+        step: The count with this step in it: an int, or 0-dim float32 on the device of the params.
+        decoupled: Add the weight decay to the update; False adds it to the gradient (L2). apex's ``adam_w_mode``,
+            ``adagrad_w_mode`` and ``wd_after_momentum``, and the opposite of ``reg_inside_moment``.
+        found_inf: 0-dim float32, 1 after an overflow; or None.
+    """
+
+    lr: float | Tensor
+    weight_decay: float = 0.0
+    eps: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    step: int | Tensor = 1
+    bias_correction: bool = True
+    grad_averaging: bool = True
+    momentum: float = 0.0
+    dampening: float = 0.0
+    nesterov: bool = False
+    decoupled: bool = False
+    found_inf: Tensor | None = None
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], **more: Any) -> Hyper:
+        """Take the hyperparameters of a param group; ``more`` wins."""
+        return cls(**{**{name: group[name] for name in _NAMES if name in group}, **more})
+
+    @property
+    def new_weight(self) -> float:
+        """Weight of the gradient in the first moment."""
+        return 1.0 - self.betas[0] if self.grad_averaging else 1.0
+
+    def biases(self) -> tuple[float | Tensor, float | Tensor]:
+        """What corrects both moments for their start at zero: ``1 - beta ** step``, or 1 without a correction."""
+        if not self.bias_correction:
+            return 1.0, 1.0
+        return bias(self.betas[0], self.step), bias(self.betas[1], self.step)
+
+    def decayed_grads(self, grads: Tensors, params: Tensors) -> Tensors:
+        """Add the weight decay to ``grads``, where it belongs there."""
+        return grads if self.decoupled else decayed(grads, params, self.weight_decay)
+
+    def decayed_update(self, update: Tensors, params: Tensors) -> Tensors:
+        """Add the weight decay to ``update``, where it belongs there."""
+        return decayed(update, params, self.weight_decay) if self.decoupled else update
+
+
+_NAMES = frozenset(field.name for field in fields(Hyper))
+
+
 def gated(value: float | Tensor, no_op: float, found_inf: Tensor | None) -> float | Tensor:
-    """``value``, or ``no_op`` after an overflow."""
+    """Return ``value``, or ``no_op`` after an overflow."""
     if found_inf is None:
         return value
-    if not isinstance(value, Tensor):  # as_tensor would copy it to the device, which the host waits for
+    if not isinstance(value, Tensor):  # as_tensor would copy it to the device: a host sync
         value = torch.full((), value, dtype=torch.float32, device=found_inf.device)
     return torch.where(found_inf != 0, no_op, value)
 
 
 def usable(grads: Tensors, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensors:
-    """The gradients divided by ``grad_scale``, zeros after an overflow."""
+    """Return the gradients divided by ``grad_scale``, zeros after an overflow."""
     if grad_scale is not None:
         grads = _torch.foreach_div(grads, grad_scale.to(grads[0].dtype))
     if found_inf is not None:
@@ -37,7 +91,7 @@ def usable(grads: Tensors, grad_scale: Tensor | None, found_inf: Tensor | None) 
 
 
 def bias(beta: float, step: int | Tensor) -> float | Tensor:
-    """``1 - beta ** step`` for ``step`` counted from 1; on the device when ``step`` is there.
+    """Return ``1 - beta ** step`` for ``step`` counted from 1; on the device when ``step`` is there.
 
     ``expm1`` because in float32 the subtraction loses five of seven digits at beta 0.999. After a skipped first step
     the result is 0, and what is divided by it is thrown away by :func:`descend_`.
@@ -50,43 +104,48 @@ def bias(beta: float, step: int | Tensor) -> float | Tensor:
 
 
 def root(value: float | Tensor) -> float | Tensor:
-    """Square root of a number on the host or on the device."""
+    """Return the square root of a number on the host or on the device."""
     return value.sqrt() if isinstance(value, Tensor) else math.sqrt(value)
 
 
 def blend_(average: Tensors, new: Tensors, decay: float, weight: float, found_inf: Tensor | None) -> None:
-    """``average = decay * average + weight * new``."""
+    """Set ``average`` to ``decay * average + weight * new``."""
     _torch.foreach_mul_(average, gated(decay, 1.0, found_inf))
     _torch.foreach_add_(average, _torch.foreach_mul(new, gated(weight, 0.0, found_inf)))
 
 
 def descend_(params: Tensors, update: Tensors, lr: float | Tensor, found_inf: Tensor | None) -> None:
-    """``params -= lr * update``."""
+    """Subtract ``lr * update`` from ``params``."""
     if found_inf is not None:
         update = [torch.where(found_inf != 0, 0.0, each) for each in update]
     _torch.foreach_sub_(params, _torch.foreach_mul(update, lr))
 
 
 def decayed(update: Tensors, params: Tensors, weight_decay: float) -> Tensors:
-    """``update + weight_decay * params``."""
+    """Return ``update + weight_decay * params``."""
     return _torch.foreach_add(update, params, alpha=weight_decay) if weight_decay else update
 
 
-def adam_direction(
-    exp_avgs: Tensors, exp_avg_sqs: Tensors, eps: float, bias1: float | Tensor, bias2: float | Tensor, inside: bool
+def adam_update_(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, hyper: Hyper, inside: bool = False
 ) -> Tensors:
-    """``m / bias1 / (sqrt(v / bias2) + eps)``; with ``inside`` the root is that of ``(v + eps) / bias2``."""
-    if inside:
-        denominator = _torch.foreach_add(exp_avg_sqs, eps)
-        _torch.foreach_div_(denominator, bias2)
-        _torch.foreach_sqrt_(denominator)
-    else:
-        denominator = _torch.foreach_div(exp_avg_sqs, bias2)
-        _torch.foreach_sqrt_(denominator)
-        _torch.foreach_add_(denominator, eps)
-    direction = _torch.foreach_div(exp_avgs, bias1)
-    _torch.foreach_div_(direction, denominator)
-    return direction
+    """Update both moments and return what ``lr`` is to be multiplied by, weight decay included.
+
+    That is ``m / bias1 / (sqrt(v / bias2) + eps)``; with ``inside`` the root is that of ``(v + eps) / bias2``.
+    """
+    grads = hyper.decayed_grads(grads, params)
+    beta1, beta2 = hyper.betas
+    blend_(exp_avgs, grads, beta1, hyper.new_weight, hyper.found_inf)
+    blend_(exp_avg_sqs, _torch.foreach_mul(grads, grads), beta2, 1.0 - beta2, hyper.found_inf)
+    bias1, bias2 = hyper.biases()
+    denominator = _torch.foreach_add(exp_avg_sqs, hyper.eps) if inside else exp_avg_sqs
+    denominator = _torch.foreach_div(denominator, bias2)
+    _torch.foreach_sqrt_(denominator)
+    if not inside:
+        _torch.foreach_add_(denominator, hyper.eps)
+    update = _torch.foreach_div(exp_avgs, bias1)
+    _torch.foreach_div_(update, denominator)
+    return hyper.decayed_update(update, params)
 
 
 def adam_(
@@ -94,25 +153,20 @@ def adam_(
     grads: Tensors,
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
+    hyper: Hyper,
     *,
-    lr: float | Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    step: int | Tensor,
-    bias_correction: bool,
-    weight_decay: float,
-    adam_w_mode: bool,
     eps_inside_sqrt: bool = False,
     grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
 ) -> None:
-    """Adam (weight decay added to the gradient) or, with ``adam_w_mode``, AdamW, by torch's fused kernel."""
-    beta1, beta2 = betas
+    """Apply Adam or, with decoupled decay, AdamW, by torch's fused kernel.
+
+    Reproduces ``csrc/multi_tensor_adam.cu: AdamFunctor``.
+    """
     device = params[0].device
     if _torch.has_fused_kernels(device) and not eps_inside_sqrt:
-        kernel: Callable[..., None] = _torch.fused_adamw_ if adam_w_mode else _torch.fused_adam_
+        kernel: Callable[..., None] = _torch.fused_adamw_ if hyper.decoupled else _torch.fused_adam_
         # The kernel always corrects the bias; after infinitely many steps there is none.
-        count = step if bias_correction else math.inf
+        count = hyper.step if hyper.bias_correction else math.inf
         if not isinstance(count, Tensor):
             count = torch.full((), count, dtype=torch.float32, device=device)
         kernel(
@@ -122,86 +176,62 @@ def adam_(
             exp_avg_sqs,
             [],
             [count] * len(params),
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
+            lr=hyper.lr,
+            beta1=hyper.betas[0],
+            beta2=hyper.betas[1],
+            weight_decay=hyper.weight_decay,
+            eps=hyper.eps,
             amsgrad=False,
             maximize=False,
             grad_scale=grad_scale,
-            found_inf=found_inf,
+            found_inf=hyper.found_inf,
         )
         return
-    grads = usable(grads, grad_scale, found_inf)
-    if not adam_w_mode:
-        grads = decayed(grads, params, weight_decay)
-    blend_(exp_avgs, grads, beta1, 1.0 - beta1, found_inf)
-    blend_(exp_avg_sqs, _torch.foreach_mul(grads, grads), beta2, 1.0 - beta2, found_inf)
-    bias1, bias2 = (bias(beta1, step), bias(beta2, step)) if bias_correction else (1.0, 1.0)
-    update = adam_direction(exp_avgs, exp_avg_sqs, eps, bias1, bias2, eps_inside_sqrt)
-    descend_(params, decayed(update, params, weight_decay if adam_w_mode else 0.0), lr, found_inf)
+    grads = usable(grads, grad_scale, hyper.found_inf)
+    update = adam_update_(params, grads, exp_avgs, exp_avg_sqs, hyper, eps_inside_sqrt)
+    descend_(params, update, hyper.lr, hyper.found_inf)
 
 
 def sgd_(
-    params: Tensors,
-    grads: Tensors,
-    momentum_buffers: Tensors,
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    wd_after_momentum: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
+    params: Tensors, grads: Tensors, momentum_buffers: Tensors, hyper: Hyper, *, grad_scale: Tensor | None = None
 ) -> None:
-    """SGD with momentum; ``momentum_buffers`` is empty without. By torch's fused kernel, whose rule is this one.
+    """Apply SGD with momentum, by torch's fused kernel; ``momentum_buffers`` is empty without.
 
-    ``wd_after_momentum`` adds the decay to the update instead of to the gradient. The first step of a param, whose
-    buffer holds zeros, is one without dampening.
+    The first step of a param, whose buffer holds zeros, is one without dampening.
+    Reproduces ``csrc/multi_tensor_sgd_kernel.cu: SGDFunctor``.
     """
-    if _torch.has_fused_kernels(params[0].device) and not (wd_after_momentum and weight_decay):
+    if _torch.has_fused_kernels(params[0].device) and not (hyper.decoupled and hyper.weight_decay):
         _torch.fused_sgd_(
             params,
             grads,
             momentum_buffers,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            lr=lr,
-            dampening=dampening,
-            nesterov=nesterov,
+            weight_decay=hyper.weight_decay,
+            momentum=hyper.momentum,
+            lr=hyper.lr,
+            dampening=hyper.dampening,
+            nesterov=bool(hyper.nesterov),
             maximize=False,
             is_first_step=False,
             grad_scale=grad_scale,
-            found_inf=found_inf,
+            found_inf=hyper.found_inf,
         )
         return
-    grads = usable(grads, grad_scale, found_inf)
-    update = decayed(grads, params, 0.0 if wd_after_momentum else weight_decay)
+    update = hyper.decayed_grads(usable(grads, grad_scale, hyper.found_inf), params)
+    momentum = hyper.momentum
     if momentum:
-        blend_(momentum_buffers, update, momentum, 1.0 - dampening, found_inf)
-        update = _torch.foreach_add(update, momentum_buffers, alpha=momentum) if nesterov else momentum_buffers
-    descend_(params, decayed(update, params, weight_decay if wd_after_momentum else 0.0), lr, found_inf)
+        blend_(momentum_buffers, update, momentum, 1.0 - hyper.dampening, hyper.found_inf)
+        update = _torch.foreach_add(update, momentum_buffers, alpha=momentum) if hyper.nesterov else momentum_buffers
+    descend_(params, hyper.decayed_update(update, params), hyper.lr, hyper.found_inf)
 
 
-def adagrad_(
-    params: Tensors,
-    grads: Tensors,
-    sums: Tensors,
-    *,
-    lr: float | Tensor,
-    eps: float,
-    weight_decay: float,
-    adagrad_w_mode: bool,
-    found_inf: Tensor | None = None,
-) -> None:
-    """Adagrad; with ``adagrad_w_mode`` the weight decay is decoupled. Gradients come from :func:`usable`."""
-    if not adagrad_w_mode:
-        grads = decayed(grads, params, weight_decay)
-    blend_(sums, _torch.foreach_mul(grads, grads), 1.0, 1.0, found_inf)
+def adagrad_(params: Tensors, grads: Tensors, sums: Tensors, hyper: Hyper) -> None:
+    """Apply Adagrad to gradients that :func:`usable` gave.
+
+    Reproduces ``csrc/multi_tensor_adagrad.cu: AdagradFunctor``.
+    """
+    grads = hyper.decayed_grads(grads, params)
+    blend_(sums, _torch.foreach_mul(grads, grads), 1.0, 1.0, hyper.found_inf)
     denominator = _torch.foreach_sqrt(sums)
-    _torch.foreach_add_(denominator, eps)
+    _torch.foreach_add_(denominator, hyper.eps)
     update = _torch.foreach_div(grads, denominator)
-    descend_(params, decayed(update, params, weight_decay if adagrad_w_mode else 0.0), lr, found_inf)
+    descend_(params, hyper.decayed_update(update, params), hyper.lr, hyper.found_inf)

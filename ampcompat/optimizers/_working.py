@@ -15,12 +15,12 @@ from ampcompat import _torch
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that updates of a param of ``dtype`` are computed in."""
+    """Return the dtype that updates of a param of ``dtype`` are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one block of memory (an expanded tensor, or a column of a matrix, does not)."""
+    """Return whether the elements fill one block of memory (an expanded tensor, or a column of a matrix, does not)."""
     return tensor.is_contiguous() or torch.empty_like(tensor).stride() == tensor.stride()
 
 
@@ -35,12 +35,12 @@ class WorkingCopies:
         self._changed: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     def params(self, params: Sequence[Tensor]) -> list[Tensor]:
-        """``params`` to be changed in place: dense, in their math dtype."""
+        """Lend ``params`` to be changed in place: dense, in their math dtype."""
         models = [p if _is_ready(p) else torch.empty_like(p, dtype=math_dtype(p.dtype), device="meta") for p in params]
         return self.lend(params, models, changes=True)
 
     def lend(self, tensors: Sequence[Tensor], like: Sequence[Tensor], changes: bool = False) -> list[Tensor]:
-        """``tensors`` with the dtypes and strides of ``like``.
+        """Lend ``tensors`` with the dtypes and strides of ``like``.
 
         Args:
             tensors: What the caller owns.
@@ -61,6 +61,11 @@ class WorkingCopies:
             self._changed[0].extend(originals)
             self._changed[1].extend(copies)
         return lent
+
+    def save(self, copy: Tensor, to: Tensor) -> None:
+        """Have :meth:`write_back` copy what was lent as ``copy`` to a tensor more, ``to``."""
+        self._changed[0].append(to)
+        self._changed[1].append(copy)
 
     def write_back(self) -> None:
         """Round what was changed to the caller's dtype, into the caller's tensors."""

@@ -11,7 +11,9 @@ from ampcompat.optimizers._rules import adagrad_
 
 
 class FusedAdagrad(FusedOptimizer):
-    """Adagrad, apex's rule on torch's foreach kernels.
+    """Run Adagrad on torch's foreach kernels.
+
+    Reproduces ``apex/optimizers/fused_adagrad.py: FusedAdagrad``.
 
     Args:
         params: Params or groups.
@@ -21,7 +23,8 @@ class FusedAdagrad(FusedOptimizer):
         set_grad_none: ``zero_grad()`` sets gradients to None.
         adagrad_w_mode: Decoupled weight decay; False adds it to the gradient (L2).
 
-    State: ``sum`` a param.
+    State: ``sum`` a param, in the dtype of the param, as in apex: sums of half params stop growing where the next
+    square is less than half an ulp of them.
     """
 
     _kept = (*FusedOptimizer._kept, "adagrad_w_mode")
@@ -40,14 +43,9 @@ class FusedAdagrad(FusedOptimizer):
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
         super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none)
 
+    @property
+    def _decoupled(self) -> bool:
+        return bool(self.adagrad_w_mode)
+
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
-        adagrad_(
-            bucket.params,
-            bucket.grads,
-            bucket.state["sum"],
-            lr=group["lr"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            adagrad_w_mode=bool(self.adagrad_w_mode),
-            found_inf=bucket.found_inf,
-        )
+        adagrad_(bucket.params, bucket.grads, bucket.state["sum"], bucket.hyper)

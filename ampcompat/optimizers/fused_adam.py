@@ -11,11 +11,14 @@ from torch import Tensor
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._layerwise import clipped, grad_norm
 from ampcompat.optimizers._rules import adam_
-from ampcompat.optimizers._working import WorkingCopies
+from ampcompat.optimizers._working import math_dtype
 
 
 class FusedAdam(FusedOptimizer):
-    """Adam and AdamW, apex's rule on torch's fused kernel.
+    """Run Adam or AdamW on torch's fused kernel.
+
+    Reproduces ``apex/optimizers/fused_adam.py: FusedAdam``; takes the keywords of
+    ``apex/contrib/optimizers/fused_adam.py: FusedAdam``.
 
     Args:
         params: Params or groups.
@@ -34,7 +37,7 @@ class FusedAdam(FusedOptimizer):
         use_mt: Of the same, without effect: many tensors are always updated at once.
         amp_scale_adjustment: Of the same, without effect: the loss scale is amp's.
 
-    State: ``exp_avg``, ``exp_avg_sq`` a param; ``step`` a group.
+    State: ``exp_avg``, ``exp_avg_sq`` a param, float32 for half params too; ``step`` a group.
 
     Raises:
         RuntimeError: ``amsgrad=True``.
@@ -63,11 +66,6 @@ class FusedAdam(FusedOptimizer):
         use_mt: bool = False,
         amp_scale_adjustment: float = 1.0,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError(
-                "FusedAdam does not support the AMSGrad variant (amsgrad=True): "
-                "use torch.optim.AdamW(..., amsgrad=True, fused=True)."
-            )
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.capturable = capturable
         self.master_weights = master_weights
@@ -80,7 +78,7 @@ class FusedAdam(FusedOptimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, amsgrad)
 
     def step(
         self,
@@ -104,19 +102,15 @@ class FusedAdam(FusedOptimizer):
             )
         return super().step(closure)
 
-    def _working_params(self, owners: list[Tensor], copies: WorkingCopies) -> list[Tensor]:
-        working = copies.params(owners)
-        if not self.master_weights:
-            return working
-        for param, copy in zip(owners, working, strict=True):
-            if param.dtype == copy.dtype:
-                continue
-            master = self.state[param].get("master_param")
-            if master is not None:
-                # Where somebody else wrote the param its value counts, elsewhere the master's low bits are kept.
-                copy.copy_(torch.where(master.to(param.dtype) == param, master, copy))
-            self.state[param]["master_param"] = copy
-        return working
+    @property
+    def _decoupled(self) -> bool:
+        return bool(self.adam_w_mode)
+
+    def _state_dtype(self, name: str, param: Tensor) -> torch.dtype:
+        return math_dtype(param.dtype)
+
+    def _keeps_master(self, param: Tensor) -> bool:
+        return self.master_weights and param.dtype != math_dtype(param.dtype)
 
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         if self.max_grad_norm > 0:
@@ -128,14 +122,7 @@ class FusedAdam(FusedOptimizer):
             bucket.grads,
             bucket.state["exp_avg"],
             bucket.state["exp_avg_sq"],
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            step=group["step"],
-            bias_correction=bool(group["bias_correction"]),
-            weight_decay=group["weight_decay"],
-            adam_w_mode=bool(self.adam_w_mode),
+            bucket.hyper,
             eps_inside_sqrt=self.eps_inside_sqrt,
             grad_scale=bucket.grad_scale,
-            found_inf=bucket.found_inf,
         )

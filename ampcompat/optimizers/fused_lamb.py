@@ -7,12 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ampcompat.optimizers._base import Bucket, FusedOptimizer
+from ampcompat.optimizers._base import Bucket, FusedOptimizer, Scaling
 from ampcompat.optimizers._layerwise import grad_norm, lamb_
 
 
 class FusedLAMB(FusedOptimizer):
-    """LAMB, apex's rule on torch's foreach kernels.
+    """Run LAMB on torch's foreach kernels.
+
+    Reproduces ``apex/optimizers/fused_lamb.py: FusedLAMB``.
 
     Args:
         params: Params or groups.
@@ -29,7 +31,8 @@ class FusedLAMB(FusedOptimizer):
             constructor's: a value in a group has no effect, as in apex.
         use_nvlamb: Scale by the trust ratio in groups without weight decay, too.
 
-    State: ``exp_avg``, ``exp_avg_sq`` a param; ``step`` a group.
+    State: ``exp_avg``, ``exp_avg_sq`` a param, in the dtype of the param; ``step`` a group. In half without masters the
+    second moment underflows, as it did in apex: use it under amp at O2, or :class:`FusedMixedPrecisionLamb`.
 
     Raises:
         RuntimeError: ``amsgrad=True``.
@@ -53,8 +56,6 @@ class FusedLAMB(FusedOptimizer):
         max_grad_norm: float = 1.0,
         use_nvlamb: bool = False,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError("FusedLAMB does not support the AMSGrad variant (amsgrad=True): leave the argument out.")
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
         defaults = {
@@ -66,11 +67,15 @@ class FusedLAMB(FusedOptimizer):
             "grad_averaging": grad_averaging,
             "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, amsgrad)
 
-    def _before_updates(self) -> None:
+    @property
+    def _decoupled(self) -> bool:
+        return bool(self.adam_w_mode)
+
+    def _before_updates(self, scaling: Scaling) -> None:
         params = chain.from_iterable(group["params"] for group in self.param_groups)
-        self._global_grad_norm = grad_norm(params, self._from_scaler("grad_scale"))
+        self._global_grad_norm = grad_norm(params, scaling.grad_scale)
 
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         lamb_(
@@ -78,16 +83,9 @@ class FusedLAMB(FusedOptimizer):
             bucket.grads,
             bucket.state["exp_avg"],
             bucket.state["exp_avg_sq"],
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            step=group["step"],
-            bias_correction=bool(group["bias_correction"]),
-            weight_decay=group["weight_decay"],
-            grad_averaging=bool(group["grad_averaging"]),
-            adam_w_mode=bool(self.adam_w_mode),
+            bucket.hyper,
             global_grad_norm=self._global_grad_norm,
             max_grad_norm=self.defaults["max_grad_norm"],
             use_nvlamb=self.use_nvlamb,
-            found_inf=bucket.found_inf,
+            update_dtypes=bucket.dtypes,
         )

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._layerwise import NOT_YET, novograd_
-from ampcompat.optimizers._working import math_dtype
 
 
 class FusedNovoGrad(FusedOptimizer):
-    """NovoGrad, apex's rule on torch's foreach kernels.
+    """Run NovoGrad on torch's foreach kernels.
+
+    Reproduces ``apex/optimizers/fused_novograd.py: FusedNovoGrad``.
 
     Args:
         params: Params or groups.
@@ -29,9 +30,9 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: Start the second moment at 0 instead of at the norm of the first gradient.
         set_grad_none: ``zero_grad()`` sets gradients to None.
 
-    State: ``exp_avg`` and ``exp_avg_sq`` (the running norm itself, 0-dim) a param; ``step`` a group. apex kept the
-    norms in the group as ``exp_avg_sq`` = [float16 params, float32 params], by position among the params that had
-    gradients; such checkpoints load where every param had one.
+    State: ``exp_avg`` (in the dtype of the param) and ``exp_avg_sq`` (the running norm itself, 0-dim float32) a param;
+    ``step`` a group. apex kept the norms in the group as ``exp_avg_sq`` = [float16 params, float32 params], by position
+    among the params that had gradients; such checkpoints load where every param had one.
 
     Raises:
         RuntimeError: ``amsgrad=True``, or another ``norm_type``.
@@ -39,7 +40,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     _kept = (*FusedOptimizer._kept, "moment_mode")
     _state_names = ("exp_avg", "exp_avg_sq")
-    _state_is_like_params = False
+    _state_of_layers = frozenset({"exp_avg_sq"})
 
     def __init__(
         self,
@@ -56,10 +57,6 @@ class FusedNovoGrad(FusedOptimizer):
         init_zero: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        if amsgrad:
-            raise RuntimeError(
-                "FusedNovoGrad does not support the AMSGrad variant (amsgrad=True): leave the argument out."
-            )
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad only supports l2/inf norm, not norm_type={norm_type!r}: pass 2 or 0.")
         self.moment_mode = 0 if reg_inside_moment else 1
@@ -73,15 +70,17 @@ class FusedNovoGrad(FusedOptimizer):
             "norm_type": norm_type,
             "init_zero": init_zero,
         }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(params, defaults, set_grad_none, amsgrad)
 
-    def _new_state(self, param: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        dtype = math_dtype(param.dtype)
+    @property
+    def _decoupled(self) -> bool:
+        return self.moment_mode == 1
+
+    def _new_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
+        if name not in self._state_of_layers:
+            return super()._new_state(name, param, group)
         start = 0.0 if group["init_zero"] else NOT_YET
-        return {
-            "exp_avg": torch.zeros_like(param, dtype=dtype),
-            "exp_avg_sq": torch.full((), start, dtype=dtype, device=param.device),
-        }
+        return torch.full((), start, dtype=self._state_dtype(name, param), device=param.device)
 
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         novograd_(
@@ -89,20 +88,12 @@ class FusedNovoGrad(FusedOptimizer):
             bucket.grads,
             bucket.state["exp_avg"],
             bucket.state["exp_avg_sq"],
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            step=group["step"],
-            bias_correction=bool(group["bias_correction"]),
-            weight_decay=group["weight_decay"],
-            grad_averaging=bool(group["grad_averaging"]),
-            reg_inside_moment=self.moment_mode == 0,
+            bucket.hyper,
             norm_type=group["norm_type"],
-            found_inf=bucket.found_inf,
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As :meth:`FusedOptimizer.load_state_dict`; checkpoints of apex, with norms in the groups, too."""
+        """Load as :meth:`FusedOptimizer.load_state_dict` does; checkpoints of apex, with norms in the groups, too."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:
             by_precision = group.pop("exp_avg_sq", None)
@@ -114,4 +105,5 @@ class FusedNovoGrad(FusedOptimizer):
                 if running is None or len(running) != len(params):
                     continue
                 for param, norm in zip(params, running.unbind(), strict=True):
-                    self.state[param]["exp_avg_sq"] = norm.to(param.device, math_dtype(param.dtype), copy=True)
+                    dtype = self._state_dtype("exp_avg_sq", param)
+                    self.state[param]["exp_avg_sq"] = norm.to(param.device, dtype, copy=True)

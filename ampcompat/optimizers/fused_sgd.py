@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.optim.optimizer import required
 
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
-from ampcompat.optimizers._rules import sgd_
+from ampcompat.optimizers._rules import Hyper, sgd_
 
 
 class FusedSGD(FusedOptimizer):
-    """SGD with momentum, apex's rule on torch's fused kernel.
+    """Run SGD with momentum on torch's fused kernel.
+
+    Reproduces ``apex/optimizers/fused_sgd.py: FusedSGD``.
 
     Args:
         params: Params or groups.
@@ -25,7 +28,7 @@ class FusedSGD(FusedOptimizer):
         materialize_master_grads: Without effect: under amp the optimizer always reads float32 master gradients.
         set_grad_none: ``zero_grad()`` sets gradients to None.
 
-    State: ``momentum_buffer`` a param, where there is a momentum.
+    State: ``momentum_buffer`` a param, in the dtype of the param, where there is a momentum.
 
     Raises:
         ValueError: ``lr`` is missing or negative, ``momentum`` or ``weight_decay`` is negative, or ``nesterov`` goes
@@ -81,22 +84,25 @@ class FusedSGD(FusedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Not with dampening: which step is a param's first is then known to the host alone."""
+        """Decline with dampening: which step is a param's first is then known to the host alone."""
         return not any(group["momentum"] and group["dampening"] for group in self.param_groups)
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names if group["momentum"] else ()
 
+    @property
+    def _decoupled(self) -> bool:
+        return self.wd_after_momentum
+
     def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
         if not group["momentum"] or not group["dampening"]:
-            self._apply(group, bucket, range(len(bucket.params)), 0.0)
+            self._apply(bucket, range(len(bucket.params)), bucket.hyper)
             return
-        first = [i for i, new in enumerate(bucket.is_new) if new]
-        later = [i for i, new in enumerate(bucket.is_new) if not new]
-        self._apply(group, bucket, first, 0.0)
-        self._apply(group, bucket, later, group["dampening"])
+        undamped = replace(bucket.hyper, dampening=0.0)
+        self._apply(bucket, [i for i, new in enumerate(bucket.is_new) if new], undamped)
+        self._apply(bucket, [i for i, new in enumerate(bucket.is_new) if not new], bucket.hyper)
 
-    def _apply(self, group: dict[str, Any], bucket: Bucket, chosen: Sequence[int], dampening: float) -> None:
+    def _apply(self, bucket: Bucket, chosen: Sequence[int], hyper: Hyper) -> None:
         if not chosen:
             return
         buffers = bucket.state.get("momentum_buffer")
@@ -104,12 +110,6 @@ class FusedSGD(FusedOptimizer):
             [bucket.params[i] for i in chosen],
             [bucket.grads[i] for i in chosen],
             [buffers[i] for i in chosen] if buffers else [],
-            lr=group["lr"],
-            momentum=group["momentum"],
-            dampening=dampening,
-            weight_decay=group["weight_decay"],
-            nesterov=bool(group["nesterov"]),
-            wd_after_momentum=self.wd_after_momentum,
+            hyper,
             grad_scale=bucket.grad_scale,
-            found_inf=bucket.found_inf,
         )

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ampcompat.optimizers._base import evaluated, sparse_gradient
+
 
 class LARC(torch.optim.Optimizer):
-    """Scales each param's gradient by ``trust_coefficient * norm(param) / norm(grad)``, then steps ``optimizer``.
+    """Scale each param's gradient by ``trust_coefficient * norm(param) / norm(grad)``, then step ``optimizer``.
 
-    With ``clip`` the resulting rate is ``min(local rate, lr)``, without it (LARS) ``local rate * lr``. The weight decay
-    of ``optimizer`` is applied here, inside the scaled gradient; a param whose weights or gradient are all zero is left
-    to ``optimizer`` without decay. Gradients are changed in place, as in apex. No host synchronisation of its own.
+    Reproduces ``apex/parallel/LARC.py: LARC``. With ``clip`` the resulting rate is ``min(local rate, lr)``, without it
+    (LARS) ``local rate * lr``. The weight decay of ``optimizer`` is applied here, inside the scaled gradient; a param
+    whose weights or gradient are all zero is left to ``optimizer`` without decay. Gradients are changed in place, as in
+    apex. No host synchronisation of its own.
 
     It shares ``param_groups``, ``state`` and everything else with ``optimizer``, so either may be given to a
     learning-rate scheduler; give this one to ``amp.initialize`` and ``amp.scale_loss``.
@@ -65,17 +68,11 @@ class LARC(torch.optim.Optimizer):
         Raises:
             RuntimeError: A gradient is sparse; nothing has been changed then.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = evaluated(closure)
         groups = self.optim.param_groups
         for param in (p for group in groups for p in group["params"]):
             if param.grad is not None and param.grad.is_sparse:
-                raise RuntimeError(
-                    f"LARC does not support sparse gradients, and a param of shape {tuple(param.shape)} has one: "
-                    "build its embedding with sparse=False."
-                )
+                raise sparse_gradient("LARC", param)
         decays = [group.get("weight_decay") for group in groups]
         try:
             for group, decay in zip(groups, decays, strict=True):
@@ -105,7 +102,7 @@ class LARC(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the wrapped optimizer."""
+        """Return the groups of the wrapped optimizer."""
         return self.optim.param_groups
 
     @param_groups.setter
@@ -114,7 +111,7 @@ class LARC(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of the wrapped optimizer."""
+        """Return the state of the wrapped optimizer."""
         return self.optim.state
 
     @state.setter
@@ -136,22 +133,22 @@ class LARC(torch.optim.Optimizer):
         return getattr(self.optim, name)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """As the wrapped optimizer's; left out, its own default applies."""
+        """Clear gradients as the wrapped optimizer does; left out, its own default applies."""
         if set_to_none is None:
             self.optim.zero_grad()
         else:
             self.optim.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer's."""
+        """Add a group to the wrapped optimizer."""
         self.optim.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """As the wrapped optimizer's, which it may be loaded into."""
+        """Return the wrapped optimizer's, which it may be loaded into."""
         return self.optim.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the wrapped optimizer's."""
+        """Load into the wrapped optimizer."""
         self.optim.load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -110,6 +110,8 @@ def test_no_tensors_at_all():
         (amp_C.multi_tensor_adam, [[], [], [], []], (0.1, 0.9, 0.99, 1e-8, 1, 1, 1, 0.0)),
         (amp_C.multi_tensor_sgd, [[], [], []], (0.0, 0.9, 0.0, 0.1, False, True, False, 1.0)),
         (amp_C.multi_tensor_adagrad, [[], [], []], (0.1, 1e-8, 0, 0.0)),
+        (amp_C.multi_tensor_lamb_stage1_cuda, [[], [], [], [], []], (torch.zeros(0), 0, 0.9, 0.99, 1e-6, 1.0, 1.0)),
+        (amp_C.multi_tensor_lamb_stage2_cuda, [[], []], (torch.zeros(0), torch.zeros(0), 0.1)),
     ):
         multi_tensor_applier(op, flag(), lists, *args)
     norm, each = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [[]], True)
@@ -150,8 +152,8 @@ class Twin:
         assert all(torch.equal(p, b) for p, b in zip(self.params, self.bare))
 
 
-def zeros():
-    return [torch.zeros(shape) for shape in SHAPES]
+def zeros(dtype=torch.float32):
+    return [torch.zeros(shape, dtype=dtype) for shape in SHAPES]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -169,7 +171,7 @@ def test_adam_is_the_optimizers_rule(mode, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lamb_is_the_optimizers_rule(dtype):
     twin = Twin(FusedLAMB, dtype, lr=0.1)
-    m, v = zeros(), zeros()
+    m, v = zeros(dtype), zeros(dtype)
     for step in (1, 2, 3):
         grads = twin.grads(step)
         norm = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [grads], False)[0]
@@ -179,11 +181,61 @@ def test_lamb_is_the_optimizers_rule(dtype):
     twin.check()
 
 
+def norms_of(tensors):
+    return multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [tensors], True)[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("decay", "nvlamb"), [(0.01, False), (0.0, False), (0.0, True)])
+def test_the_two_stages_of_lamb_are_the_optimizers_rule(decay, nvlamb, dtype):
+    """As the first ``FusedLAMB`` called them: updates in lists of their own, a decay per tensor, a step from 0."""
+    twin = Twin(FusedLAMB, dtype, lr=0.1, weight_decay=decay, use_nvlamb=nvlamb)
+    m, v, updates = zeros(dtype), zeros(dtype), zeros(dtype)
+    for step in (0, 1, 2):
+        grads = twin.grads(step)
+        norm = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag(), [grads], False)[0]
+        lists = [grads, twin.bare, m, v, updates]
+        arguments = (torch.full((3,), decay), step, 0.9, 0.999, 1e-6, norm if step else norm.item(), 1.0)
+        multi_tensor_applier(amp_C.multi_tensor_lamb_stage1_cuda, flag(), lists, *arguments)
+        norms = norms_of(twin.bare), norms_of(updates)
+        lists = [twin.bare, updates]
+        multi_tensor_applier(amp_C.multi_tensor_lamb_stage2_cuda, flag(), lists, *norms, 0.1, decay, nvlamb)
+        twin.optimizer.step()
+    twin.check()
+
+
+def test_stage_1_of_lamb_by_hand_decays_each_tensor_and_propagates_infs():
+    p, g, m, v, u = ([torch.tensor([x]), torch.tensor([x])] for x in (2.0, 3.0, 0.0, 0.0, 9.0))
+    arguments = (torch.tensor([0.0, 0.5]), 0, 0.9, 0.99, 0.0, 6.0, 2.0)  # clipped to a third; m/bias1 = 1, v/bias2 = 1
+    multi_tensor_applier(amp_C.multi_tensor_lamb_stage1_cuda, flag() + 1, [g, p, m, v, u], *arguments)
+    torch.testing.assert_close(torch.cat(u), torch.tensor([1.0, 2.0]))
+    torch.testing.assert_close(torch.cat([*m, *v]), torch.tensor([0.1, 0.1, 0.01, 0.01]))
+    assert [t.item() for t in (*p, *g)] == [2.0, 2.0, 3.0, 3.0]
+    g[0].fill_(float("inf"))
+    multi_tensor_applier(amp_C.multi_tensor_lamb_stage1_cuda, flag(), [g, p, m, v, u], *arguments)
+    assert not u[0].isfinite()
+    assert u[1].isfinite()
+
+
+def test_stage_2_of_lamb_by_hand():
+    for arguments, wanted in (
+        ((), [2.0 - 0.1 * 2 / 4 * 4, 0.0 - 0.4]),  # callers from before the weight decay was an argument
+        ((0.0, False), [2.0 - 0.4, -0.4]),
+        ((0.0, True), [2.0 - 0.1 * 2 / 4 * 4, -0.4]),
+        ((0.1, None), [2.0 - 0.1 * 2 / 4 * 4, -0.4]),
+    ):
+        p, u = [torch.tensor([2.0]), torch.zeros(1)], [torch.tensor([4.0]), torch.tensor([4.0])]
+        norms = torch.tensor([2.0, 0.0]), torch.tensor([4.0, 4.0])
+        multi_tensor_applier(amp_C.multi_tensor_lamb_stage2_cuda, flag(), [p, u], *norms, 0.1, *arguments)
+        torch.testing.assert_close(torch.cat(p), torch.tensor(wanted))
+        assert torch.equal(torch.cat(u), torch.tensor([4.0, 4.0]))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mode", [0, 1])
 def test_adagrad_is_the_optimizers_rule(mode, dtype):
     twin = Twin(FusedAdagrad, dtype, lr=0.1, weight_decay=0.1, adagrad_w_mode=bool(mode))
-    h = zeros()
+    h = zeros(dtype)
     for step in (1, 2, 3):
         multi_tensor_applier(
             amp_C.multi_tensor_adagrad, flag(), [twin.grads(step), twin.bare, h], 0.1, 1e-10, mode, 0.1
@@ -210,7 +262,7 @@ def test_novograd_is_the_optimizers_rule(norm_type):
 def test_sgd_is_the_optimizers_rule(after, dtype):
     options = {"lr": 0.1, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1, "wd_after_momentum": after}
     twin = Twin(FusedSGD, dtype, **options)
-    buffers = [torch.full(shape, float("nan")) for shape in SHAPES]  # a first run does not read them
+    buffers = [torch.full(shape, float("nan"), dtype=dtype) for shape in SHAPES]  # a first run does not read them
     for step in (1, 2, 3):
         lists = [[g * 4 for g in twin.grads(step)], twin.bare, buffers]
         multi_tensor_applier(

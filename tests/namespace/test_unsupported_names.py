@@ -1,3 +1,4 @@
+import copy
 import importlib
 import importlib.util
 import sys
@@ -97,3 +98,30 @@ def test_mlp_is_linear_layers():
     torch.testing.assert_close(layer(x), (hidden @ layer.weight_1.T + layer.bias_1).relu())
     with pytest.raises(TypeError, match="gelu"):
         MLP([3, 2], activation="gelu")
+
+
+def test_mlp_lists_its_weights_and_biases():
+    from ampcompat.mlp import MLP
+
+    layer = MLP([3, 5, 2])
+    assert [w is getattr(layer, f"weight_{i}") for i, w in enumerate(layer.weights)] == [True, True]
+    assert [b is getattr(layer, f"bias_{i}") for i, b in enumerate(layer.biases)] == [True, True]
+    assert len(list(layer.parameters())) == 4
+    copied = copy.deepcopy(layer).half()
+    assert [w.dtype for w in [*copied.weights, *copied.biases]] == [torch.float16] * 4
+    assert [w.dtype for w in [*layer.weights, *layer.biases]] == [torch.float32] * 4
+    layer.weight_1 = torch.nn.Parameter(torch.zeros(2, 5))
+    assert layer.weights[1] is layer.weight_1, "replaced parameters count"
+    bare = MLP([3, 5, 2], bias=False)
+    assert bare.biases == []
+    assert bare.bias is False
+    assert list(bare.state_dict()) == ["weight_0", "weight_1"]
+
+
+@pytest.mark.parametrize(("relu", "activation"), [(True, "relu"), (False, "none")])
+def test_mlp_takes_the_argument_of_before_activation(relu, activation):
+    from ampcompat.mlp import MLP
+
+    assert MLP([3, 2], relu=relu).activation == MLP([3, 2], True, relu).activation == activation
+    with pytest.raises(TypeError, match="both"):
+        MLP([3, 2], activation="sigmoid", relu=relu)

@@ -68,7 +68,8 @@ def lamb(p: Vector, g: Vector, s: State, step: int, o: dict[str, Any]) -> None:
         m[i] = b1 * m[i] + b3 * grad
         v[i] = b2 * v[i] + (1 - b2) * grad * grad
         u = m[i] / c1 / (math.sqrt(v[i] / c2) + o["eps"])
-        update.append(u + o["weight_decay"] * p[i] if o["adam_w_mode"] else u)
+        # apex's kernel kept the update in the memory of the gradient.
+        update.append(o["rounded"](u + o["weight_decay"] * p[i] if o["adam_w_mode"] else u))
     ratio = 1.0
     if (o["use_nvlamb"] or o["weight_decay"] != 0) and l2(p) != 0 and l2(update) != 0:
         ratio = l2(p) / l2(update)

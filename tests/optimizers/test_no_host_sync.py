@@ -5,13 +5,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ampcompat import _torch
-from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from ampcompat.parallel.LARC import LARC
 
 MAKERS = {
     "FusedAdam": lambda params: FusedAdam(params, weight_decay=0.1, max_grad_norm=1.0),
     "FusedSGD": lambda params: FusedSGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, wd_after_momentum=True),
     "FusedLAMB": FusedLAMB,
+    "FusedMixedPrecisionLamb": lambda params: FusedMixedPrecisionLamb(params, reduced_precision_dtype=torch.float16),
     "FusedNovoGrad": FusedNovoGrad,
     "FusedAdagrad": FusedAdagrad,
 }

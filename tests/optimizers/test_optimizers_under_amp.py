@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ampcompat import amp
-from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 from ampcompat.parallel.LARC import LARC
 
 MAKERS = {
@@ -14,6 +14,7 @@ MAKERS = {
     "FusedSGD": lambda params: FusedSGD(params, lr=0.02, momentum=0.9, weight_decay=0.001),
     "FusedSGD damped": lambda params: FusedSGD(params, lr=0.05, momentum=0.9, dampening=0.5),
     "FusedLAMB": lambda params: FusedLAMB(params, lr=0.02),
+    "FusedMixedPrecisionLamb": lambda params: FusedMixedPrecisionLamb(params, lr=0.02),
     "FusedNovoGrad": lambda params: FusedNovoGrad(params, lr=0.05),
     "FusedAdagrad": lambda params: FusedAdagrad(params, lr=0.05),
     "LARC": lambda params: LARC(FusedSGD(params, lr=0.1, momentum=0.9), trust_coefficient=0.05),

@@ -1,0 +1,199 @@
+"""``group["step"]`` of the optimizers that count: an int whenever a script looks, and the exact one where it can be."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+
+from ampcompat import _torch, amp
+from ampcompat.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad
+
+MAKERS = {
+    "FusedAdam": FusedAdam,
+    "FusedAdam capturable": lambda params: FusedAdam(params, capturable=True),
+    "FusedLAMB": FusedLAMB,
+    "FusedNovoGrad": FusedNovoGrad,
+}
+makers = pytest.mark.parametrize("maker", MAKERS.values(), ids=MAKERS.keys())
+
+
+def params_with_grads():
+    params = [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    return params
+
+
+def two_groups(maker):
+    first, second = params_with_grads()
+    return maker([{"params": [first]}, {"params": [second]}])
+
+
+def take(optimizer, skips=()):
+    """One step for each flag, as a scaler makes it."""
+    for skip in skips:
+        optimizer.found_inf = torch.tensor(float(skip))
+        optimizer.step()
+        del optimizer.found_inf
+        assert all(type(group["step"]) is int for group in optimizer.param_groups)
+
+
+def shown(optimizer):
+    assert all(type(group["step"]) is int for group in optimizer.param_groups)
+    return [group["step"] for group in optimizer.param_groups]
+
+
+class SlowCopy:
+    """A copy to the host that arrives when the test says so."""
+
+    made = []
+
+    def __init__(self, values):
+        self.values, self.here = [value.item() for value in values], False
+        SlowCopy.made.append(self)
+
+    def arrived(self):
+        return self.here
+
+    def read(self):
+        assert self.here, "a host sync"
+        return self.values
+
+
+@pytest.fixture
+def far_device(monkeypatch):
+    """The host cannot read numbers of the device; copies arrive late."""
+    SlowCopy.made = []
+    monkeypatch.setattr(_torch, "host_value", lambda number: None)
+    monkeypatch.setattr(_torch, "HostCopy", SlowCopy)
+    return SlowCopy.made
+
+
+@makers
+def test_is_an_int_that_counts_steps(maker):
+    optimizer = two_groups(maker)
+    for want in (1, 2, 3):
+        optimizer.step()
+        assert shown(optimizer) == [want, want]
+    assert json.loads(json.dumps([group["step"] for group in optimizer.state_dict()["param_groups"]])) == [3, 3]
+
+
+@makers
+def test_leaves_out_skipped_steps(maker):
+    optimizer = two_groups(maker)
+    take(optimizer, [True, False, True, False, False])
+    assert shown(optimizer) == [3, 3]
+    optimizer.step()
+    assert shown(optimizer) == [4, 4]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@makers
+def test_is_an_int_under_amp_right_after_the_step(maker, level):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    model, optimizer = amp.initialize(
+        model, maker(model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0
+    )
+    counted = []
+    for factor in (1.0, float("inf"), 1.0):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(4, 3)).float().square().mean() * factor, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        counted += shown(optimizer)
+    assert counted == [1, 1, 2]
+
+
+@makers
+def test_a_skip_that_the_host_hears_of_late_is_taken_back(maker, far_device):
+    optimizer = two_groups(maker)
+    take(optimizer, [False, True])
+    assert shown(optimizer) == [2, 2], "nobody has told the host yet"
+    take(optimizer, [False])
+    assert len(far_device) == 1, "one copy at a time"
+    far_device[0].here = True  # it tells of the first step alone
+    take(optimizer, [False])
+    assert shown(optimizer) == [4, 4]
+    far_device[1].here = True  # and this one of all four
+    take(optimizer, [True])
+    assert shown(optimizer) == [4, 4], "three made, and one more of which nothing is known"
+    far_device[2].here = True
+    take(optimizer, [False])
+    assert shown(optimizer) == [4, 4]
+
+
+@makers
+def test_state_dict_and_copies_are_exact(maker, far_device):
+    optimizer = two_groups(maker)
+    take(optimizer, [True, False, True])
+    for through in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        twin = through(optimizer)
+        assert shown(twin) == [1, 1]
+        take(twin, [False])
+        assert [group["step"] for group in twin.state_dict()["param_groups"]] == [2, 2]
+    assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == [1, 1]
+    assert shown(optimizer) == [1, 1]
+
+
+@makers
+def test_what_the_script_writes_counts(maker, far_device):
+    optimizer, plain = two_groups(maker), two_groups(maker)
+    take(optimizer, [True, False])
+    optimizer.param_groups[0]["step"] = 100
+    far_device[0].here = True
+    take(optimizer, [False])
+    assert shown(optimizer)[0] == 101
+    optimizer.param_groups[0]["step"] = 200
+    assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == [200, 2]
+    # The update rules count on from it, too.
+    plain.load_state_dict(optimizer.state_dict())
+    for p, q in zip(plain.param_groups, optimizer.param_groups):
+        p["params"][0].data.copy_(q["params"][0])
+    take(optimizer, [False])
+    take(plain, [False])
+    for p, q in zip(plain.param_groups, optimizer.param_groups):
+        assert torch.equal(p["params"][0], q["params"][0])
+
+
+@makers
+def test_load_state_dict_takes_ints_and_tensors(maker):
+    saved = two_groups(maker)
+    take(saved, [False, True, False])
+    saved = saved.state_dict()
+    for group in saved["param_groups"]:
+        group["step"] = torch.tensor([group["step"]], dtype=torch.int)  # as apex's capturable FusedAdam saved it
+    optimizer = two_groups(maker)
+    take(optimizer, [True, True, False])
+    optimizer.load_state_dict(saved)
+    assert shown(optimizer) == [2, 2]
+    take(optimizer, [True, False])
+    assert shown(optimizer) == [3, 3]
+
+
+@makers
+def test_groups_come_and_go(maker):
+    optimizer = two_groups(maker)
+    take(optimizer, [False, True])
+    optimizer.add_param_group({"params": params_with_grads()})
+    take(optimizer, [False])
+    assert shown(optimizer) == [2, 2, 1]
+    del optimizer.state[optimizer.param_groups.pop(0)["params"][0]]
+    take(optimizer, [True, False])
+    assert shown(optimizer) == [3, 2]
+    assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == [3, 2]
+
+
+def test_replays_of_a_graph_are_counted_where_the_optimizer_is_saved(far_device, monkeypatch):
+    optimizer = two_groups(MAKERS["FusedAdam capturable"])
+    optimizer.step()
+    monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+    optimizer.step()
+    monkeypatch.setattr(_torch, "is_capturing", lambda: False)
+    for count in optimizer._steps._counts.values():
+        count.value.add_(5.0)  # what five replays do
+    assert shown(optimizer) == [2, 2]
+    assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == [7, 7]
+    assert shown(optimizer) == [7, 7]
