@@ -106,3 +106,55 @@ def found_inf_and_scale(
     flags = [flag.to(scale.device, non_blocking=True) for flag in state["found_inf_per_device"].values()]
     found_inf = torch.stack(flags).amax() if flags else torch.zeros((), device=scale.device)
     return found_inf, None if is_unscaled else scale
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View ``tensor`` as integers: NaN equals itself, and 0.0 is not -0.0."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number, on the device, that changes when ``tensor`` does."""
+    data = tensor.detach()
+    if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
+        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``.
+        return data.view(-1).view(torch.int64).sum()
+    return bits(data).sum(dtype=torch.int64)
+
+
+def is_window(grad: torch.Tensor) -> bool:
+    """Whether ``grad`` is a part of another tensor's memory, as in DDP's buckets."""
+    if grad.layout != torch.strided:
+        return False
+    return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
+
+
+def _sparse(
+    indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool | None = None
+) -> torch.Tensor:
+    # The parts come from a sparse tensor: no checks. Saying so keeps torch from warning that there are none.
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
+
+
+def widened(grad: torch.Tensor) -> torch.Tensor:
+    """The sparse ``grad`` in float32, each index once."""
+    return _sparse(grad._indices(), grad._values().float(), grad.shape).coalesce()
+
+
+def coalesced(grad: torch.Tensor) -> torch.Tensor:
+    """The sparse ``grad`` with each index once. Half entries are summed in float32: their half sum may overflow."""
+    if grad.dtype in (torch.float16, torch.bfloat16):
+        wide = widened(grad)
+        return _sparse(wide.indices(), wide.values().to(grad.dtype), wide.shape, True)
+    return grad.coalesce()
+
+
+def sum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket. Either may be sparse."""
+    if a.is_sparse and b.is_sparse:
+        # Joined and coalesced, not added: the CPU adds no half sparse tensors.
+        indices, values = (torch.cat([a._indices(), b._indices()], 1), torch.cat([a._values(), b._values()]))
+        return coalesced(_sparse(indices, values, a.shape))
+    if a.is_sparse or b.is_sparse:
+        return b + a if a.is_sparse else a + b
+    return a.add_(b)

@@ -23,7 +23,7 @@ from ampcompat import _torch
 from ampcompat._log import add_note
 from ampcompat._state import state
 from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched
-from ampcompat.amp.masters import reconcile_model
+from ampcompat.amp.masters import masters_of, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.weights import cast_weights, watch_averages
@@ -80,7 +80,7 @@ class ModelPolicy:
 
     def _run_half(self, model: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
         if self.master_weights:
-            reconcile_model(model)
+            reconcile(masters_of(model))
         running = state.casts.thread.running
         around = running[-1] if running else None
         running.append(model)
@@ -228,8 +228,11 @@ class InstanceForward:
         return policy.run(self.model, self.inner, args, kwargs)
 
 
-def attach(model: torch.nn.Module, policy: ModelPolicy) -> None:
-    """Make ``model`` run under ``policy``; a model that has one already gets the new one."""
+def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
+    """Make ``model`` run under ``policy``, or as a plain module of its own class again."""
+    if policy is None:
+        detach(model)
+        return
     if not isinstance(model, AmpModel):
         model.__class__ = amp_class(type(model))
     object.__setattr__(model, "_amp_policy", policy)
@@ -241,29 +244,16 @@ def attach(model: torch.nn.Module, policy: ModelPolicy) -> None:
 
 
 def detach(model: torch.nn.Module) -> None:
-    """Undo :func:`attach`: ``model`` is a plain module of its own class again."""
+    """Make ``model`` a plain module of its own class again."""
     if isinstance(model, AmpModel):
         own = model.__dict__.get("forward")
         if isinstance(own, InstanceForward):
             object.__setattr__(model, "forward", own.inner)
         model.__dict__.pop("_amp_policy", None)
-        model.__class__ = plain_class(type(model))
+        model.__class__ = type(model).__mro__[2]
     for module in model.modules():
         module.__dict__.pop("_amp_average", None)
     state.models.live.discard(model)
-
-
-def put_back(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
-    """Restore the policy that ``model`` had."""
-    if policy is None:
-        detach(model)
-    else:
-        attach(model, policy)
-
-
-def plain_class(cls: type) -> Any:
-    """The user's class behind a dynamic subclass."""
-    return cls.__mro__[2] if issubclass(cls, AmpModel) else cls
 
 
 def amp_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
@@ -292,7 +282,7 @@ def _make_class(cls: Any) -> Any:
 
     def _replicate_for_data_parallel(self: Any) -> Any:
         if self._amp_policy is not None and self._amp_policy.master_weights:
-            reconcile_model(self)  # here and not in the replicas, which run in threads
+            reconcile(masters_of(self))  # here and not in the replicas, which run in threads
         replica = super(made, self)._replicate_for_data_parallel()
         if self._amp_policy is not None:
             replica.__dict__["_amp_stamp"] = self._amp_policy.stamp(self)

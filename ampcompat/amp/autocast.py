@@ -82,14 +82,10 @@ def restore(saved: Saved) -> None:
 class switched:
     """Context that changes this thread's casts for the time of a block, and puts them back.
 
-    Args:
-        casts: For every device type that has casts; or what :func:`save` read outside.
-        forward: The block is the forward of a model on this device type. The outermost casting forward owns the weight
-            cache; a forward of another dtype inside it must not find its casts.
-        disable: Forwards of initialized models inside stay uncast too (``disable_casts``).
+    To ``casts`` on every device type that has casts, or to what :func:`save` read outside. With ``forward`` the block
+    is the forward of a model on that device type: the outermost casting forward owns the weight cache, and a forward of
+    another dtype inside it must not find its casts. ``disable`` keeps forwards of models inside uncast too.
     """
-
-    __slots__ = ("before", "casts", "clears", "depths", "disable", "forward", "nested", "saved")
 
     def __init__(self, casts: Casts | Saved, forward: str | None = None, disable: bool = False) -> None:
         self.casts, self.forward, self.disable = casts, forward, disable
@@ -150,7 +146,12 @@ def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
     room = state.casts
     wanted = tuple(sorted(set(device_types)))
     if room.found is None and casts.enabled:
-        room.found = _outside_regions(save(_torch.autocast_device_types()))
+        room.found = save(_torch.autocast_device_types())
+        if _torch.autocast_nesting():  # outside the user's regions it is as torch begins
+            defaults = {"cpu": torch.bfloat16, "xla": torch.bfloat16}
+            room.found = Saved(
+                tuple((d, False, defaults.get(d, torch.float16)) for d, _, _ in room.found.devices), True
+            )
         state.undo.callback(end_ambience)
     for device_type in room.device_types:
         if device_type not in wanted:
@@ -158,14 +159,6 @@ def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
     room.ambient, room.device_types = casts if casts.enabled else None, wanted
     room.owner = threading.get_ident()
     assert_ambience()
-
-
-def _outside_regions(now: Saved) -> Saved:
-    """What a thread inside ``torch.autocast`` regions has outside them: torch's own defaults."""
-    if not _torch.autocast_nesting():
-        return now
-    defaults = {"cpu": torch.bfloat16, "xla": torch.bfloat16}
-    return Saved(tuple((d, False, defaults.get(d, torch.float16)) for d, _, _ in now.devices), True)
 
 
 def assert_ambience() -> None:

@@ -104,18 +104,7 @@ def scale_loss(
 
 
 class Block:
-    """One ``scale_loss`` block: idle, then open, then done.
-
-    Args:
-        loss: What to scale.
-        optimizers: Optimizers under amp, each once.
-        scaler: The loss scaler.
-        delay_unscale: Leave gradients scaled.
-        delay_overflow_check: Leave the scale alone.
-        scale: What gradients are scaled by, where no loss is.
-    """
-
-    __slots__ = ("__weakref__", "check", "delay", "loss", "marks", "optimizers", "plain", "scale", "scaler", "used")
+    """One ``scale_loss`` block: idle, then open, then done. With no ``loss``, gradients are scaled by ``scale``."""
 
     def __init__(
         self,
@@ -145,6 +134,8 @@ class Block:
                     "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be"
                     " told apart - close the first block, or add the losses up."
                 )
+            if stash.block is not None:  # dropped without its exit
+                abandon(one, stash)
             if stash.session.policy.master_weights or stash.pending is not None or stash.overflows:
                 self.plain = False
         if state.observers:
@@ -156,8 +147,8 @@ class Block:
         try:
             for one in self.optimizers:
                 stash = one._amp_stash
-                begin(one, stash, scaler)
                 stash.block = weakref.ref(self)
+                begin(one, stash, scaler)
                 if stash.pending is not None:
                     self.marks += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in stash.leaves()]
             scaled = scaler.scale_loss(loss)
@@ -170,7 +161,6 @@ class Block:
         return scaled
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
-        reached = False
         if kind is not None:
             if not self.plain:
                 self._give_up()
@@ -180,15 +170,15 @@ class Block:
                 one._amp_stash.gradients = Gradients.UNSCALED
         else:
             try:
-                if self.delay or (state.models.ddp and self._is_held_back()):
+                if self.delay or (state.models.ddp and any(holds_back(s._amp_stash.leaves()) for s in self.optimizers)):
                     self._leave_pending()
                     return
                 reached = self.end(self.check)
             except BaseException:
                 self._lose()
                 raise
-        if reached and self.used is not None and not self.used:
-            misuse.warn_of_unused_loss()
+            if reached and self.used is not None and not self.used:
+                misuse.warn_of_unused_loss()
         if state.observers:
             notify("on_gradients", self.scaler, self.optimizers)
 
@@ -196,14 +186,10 @@ class Block:
     def end(self, check: bool = True, by_hand: bool = False) -> bool:
         """Unscale new gradients, add them to accumulated ones, and make the scaler's transition. No host sync.
 
-        Args:
-            check: False leaves the scale alone; the next transition counts the overflow.
-            by_hand: The caller updates the scaler itself, and decides about the step.
-
-        Returns:
-            Whether there were new gradients.
+        Without ``check`` the next transition counts the overflow; ``by_hand``, the caller updates the scaler itself and
+        decides about the step. Returns whether there were new gradients.
         """
-        scaler, seen, reached, pending = self.scaler, set[int](), False, False
+        scaler, seen, reached, others = self.scaler, set[int](), False, dict[LossScaler, None]()
         for one in self.optimizers:
             stash: AmpOptimizerState = one._amp_stash
             stash.look_up(one)
@@ -212,36 +198,24 @@ class Block:
                 masters = [m for m in masters if id(m) not in seen]
                 direct = [p for p in direct if id(p) not in seen]
                 seen.update(map(id, (*masters, *direct)))
-            reached |= _unscale(masters, direct, scaler, self.scale)
-            pending |= stash.pending is not None
+            reached |= unscale(masters, direct, scaler, self.scale)
+            if stash.pending is not None:
+                others.update(stash.pending.scalers)
             for param, old in stash.aside:
-                param.grad = old if param.grad is None else _sum(param.grad, old)
-        flags: list[tuple[LossScaler, torch.Tensor]] = []
-        if not by_hand:
-            found = scaler.adjust(put_off=not check)
-            if found is not None:
-                flags.append((scaler, found))
-            if pending:
-                self._count_for_others(flags)
+                param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
+        flags = [] if by_hand else [(scaler, scaler.adjust(put_off=not check))]
+        for other in others:  # the loss of any of them may have overflowed: the pass counts for each
+            if other is not scaler:
+                flags.append((other, other.adjust(scaler._last_found)))
+        noted = [(owner, found) for owner, found in flags if found is not None] if flags else []
         for one in self.optimizers:
             stash = one._amp_stash
             settle(one, stash)
             if stash.gradients is not Gradients.LOST and (reached or stash.gradients is Gradients.NONE):
                 stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
-            stash.overflows = _join(stash.overflows, flags) if stash.overflows else flags
+            stash.overflows = _join([*stash.overflows, *noted]) if stash.overflows else noted
         state.optimizers.blocks += 1
         return reached
-
-    def _count_for_others(self, flags: list[tuple[LossScaler, torch.Tensor]]) -> None:
-        """Count the pass for every scaler whose loss is in gradients that were pending: any may have overflowed."""
-        pending = [one._amp_stash.pending for one in self.optimizers if one._amp_stash.pending is not None]
-        for other in {scaler: None for one in pending for scaler in one.scalers if scaler is not self.scaler}:
-            found = other.adjust(self.scaler._last_found)
-            if found is not None:
-                flags.append((other, found))
-
-    def _is_held_back(self) -> bool:
-        return any(holds_back(one._amp_stash.leaves()) for one in self.optimizers)
 
     def _leave_pending(self) -> None:
         refuse_shared(self.optimizers, among_themselves=True)
@@ -286,8 +260,6 @@ def begin(optimizer: Any, stash: AmpOptimizerState, scaler: LossScaler) -> None:
     stash.look_up(optimizer)
     if stash.reports:
         stash.report(wait=False)
-    if stash.block is not None:  # dropped without its exit
-        abandon(optimizer, stash)
     if stash.pending is not None:
         stash.pending = _rescaled(stash, stash.pending, scaler)
         return
@@ -300,7 +272,7 @@ def begin(optimizer: Any, stash: AmpOptimizerState, scaler: LossScaler) -> None:
         grad = param.grad
         if grad is not None:
             # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
-            stash.aside.append((param, grad.clone() if _is_window(grad) else grad))
+            stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
             param.grad = None
 
 
@@ -336,17 +308,10 @@ def unscale_pending(optimizer: Any) -> None:
         raise
 
 
-@torch.no_grad()
-def take_unscaled(masters: list[Master]) -> None:
-    """Give half gradients of a plain ``backward()``, outside any block, to the masters as they are."""
-    _unscale(masters, (), None, None)
-
-
 def heed_cleared(masters: list[Master]) -> bool:
     """Clear the masters' gradients where the model's were cleared since a block, by None or by zeros.
 
-    Returns:
-        Whether a half gradient was edited or replaced instead. One host sync per half gradient that was written.
+    Returns whether a half gradient was edited or replaced instead. One host sync per half gradient that was written.
     """
     edited = False
     for master in [
@@ -362,26 +327,10 @@ def heed_cleared(masters: list[Master]) -> bool:
     return edited
 
 
-def first_gradient(masters: Sequence[Master], direct: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The first gradient that there is."""
-    for master in masters:
-        if master.half.grad is not None:
-            return master.half.grad
-    for param in direct:
-        if param.grad is not None:
-            return param.grad
-    return None
-
-
 def refuse_shared(optimizers: Sequence[Any], among_themselves: bool = False) -> None:
     """Refuse scaled gradients pending in a tensor that two optimizers hold: it would be unscaled twice, or not at all.
 
-    Args:
-        optimizers: Of a block or step.
-        among_themselves: They are about to be pending.
-
-    Raises:
-        RuntimeError: Two share a tensor in which gradients are pending.
+    ``among_themselves``: those of ``optimizers`` are about to be pending.
     """
     others = [one for one in state.optimizers.pending if not any(one is mine for mine in optimizers)]
     held: dict[int, Any] = {}
@@ -410,16 +359,20 @@ def _rescaled(stash: AmpOptimizerState, pending: Pending, scaler: LossScaler) ->
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-def _unscale(
+@torch.no_grad()
+def unscale(
     masters: Sequence[Master], direct: Sequence[torch.Tensor], scaler: LossScaler | None, scale: torch.Tensor | None
 ) -> bool:
-    """Unscale the gradients of ``direct`` in place, and half ones into their masters'; whether there were any."""
+    """Unscale the gradients of ``direct`` in place, and half ones into their masters'; returns whether there were any.
+
+    With no ``scaler`` they are taken as they are: those of a plain ``backward()``.
+    """
     fresh: list[torch.Tensor] = []
     for param in direct:
         grad = param.grad
         if grad is not None:
             if grad.is_sparse:
-                grad = param.grad = _coalesced(grad)
+                grad = param.grad = _torch.coalesced(grad)
                 grad = grad._values()
             fresh.append(grad)
     reached = bool(fresh)
@@ -458,7 +411,7 @@ def _to_float32(masters: list[Master]) -> list[torch.Tensor]:
     grads: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # chunks have only those
     if any([grad.is_sparse for grad in grads]):  # noqa: C419 - faster
         # Sum duplicate entries in float32: their half sum may overflow.
-        return [_widened(grad) if grad.is_sparse else grad.float() for grad in grads]
+        return [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in grads]
     wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
     _torch.foreach_copy_(wide, grads)
     return wide
@@ -474,7 +427,7 @@ def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
         if before is None:
             master.value.grad = grad
         elif before.is_sparse or grad.is_sparse:
-            master.value.grad = _sum(before, grad) if before.is_sparse else before + grad
+            master.value.grad = _torch.sum_of(before, grad)
         else:
             old.append(before)
             new.append(grad)
@@ -483,61 +436,16 @@ def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
         _torch.foreach_add_(old, new)
 
 
-def _is_window(grad: torch.Tensor) -> bool:
-    if grad.layout != torch.strided:
-        return False
-    return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
-
-
-def _sparse(
-    indices: torch.Tensor, values: torch.Tensor, shape: torch.Size, coalesced: bool | None = None
-) -> torch.Tensor:
-    # The parts come from a sparse tensor: no checks. Saying so keeps torch from warning that there are none.
-    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=coalesced, check_invariants=False)
-
-
-def _widened(grad: torch.Tensor) -> torch.Tensor:
-    """The sparse ``grad`` in float32, each index once."""
-    return _sparse(grad._indices(), grad._values().float(), grad.shape).coalesce()
-
-
-def _coalesced(grad: torch.Tensor) -> torch.Tensor:
-    """``grad`` with each index once. Half entries are summed in float32: their half sum may overflow."""
-    if grad.dtype in (torch.float16, torch.bfloat16):
-        wide = _widened(grad)
-        return _sparse(wide.indices(), wide.values().to(grad.dtype), wide.shape, True)
-    return grad.coalesce()
-
-
-def _sum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket."""
-    if a.is_sparse and not b.is_sparse:
-        return b + a
-    if a.is_sparse:
-        # Joined and coalesced, not added: the CPU adds no half sparse tensors.
-        indices, values = (torch.cat([a._indices(), b._indices()], 1), torch.cat([a._values(), b._values()]))
-        return _coalesced(_sparse(indices, values, a.shape))
-    return a.add_(b)
-
-
-def _join(
-    noted: list[tuple[LossScaler, torch.Tensor]], more: list[tuple[LossScaler, torch.Tensor]]
-) -> list[tuple[LossScaler, torch.Tensor]]:
-    """Overflow flags of earlier blocks and of one more, of bounded number; no host sync."""
-    # An overflow that was put off is one tensor for all blocks, which ``update_scale`` may clear.
-    flags = [*noted, *[flag for flag in more if not any(flag[1] is found for _, found in noted)]]
+def _join(flags: list[tuple[LossScaler, torch.Tensor]]) -> list[tuple[LossScaler, torch.Tensor]]:
+    """Overflow flags of the blocks since the last step, of bounded number; no host sync."""
     if len(flags) <= MANY:
         return flags
-    by_scaler: dict[LossScaler, torch.Tensor] = {}
-    kept = []
+    joined: dict[tuple[LossScaler, bool], torch.Tensor] = {}
     for scaler, found in flags:
-        if found is scaler._put_off:
-            kept.append((scaler, found))
-        elif scaler in by_scaler:
-            by_scaler[scaler] = torch.maximum(by_scaler[scaler].to(found.device), found)
-        else:
-            by_scaler[scaler] = found
-    return [*by_scaler.items(), *kept]
+        # An overflow that was put off stays the tensor that it is, which ``update_scale`` may clear.
+        key = (scaler, found is scaler._put_off)
+        joined[key] = found if key not in joined or key[1] else torch.maximum(joined[key].to(found.device), found)
+    return [(scaler, found) for (scaler, _), found in joined.items()]
 
 
 # -- whose block -------------------------------------------------------------------------------------------------------
@@ -546,13 +454,32 @@ def _find(optimizers: Any) -> tuple[list[Any], Session]:
     stash = getattr(optimizers, "_amp_stash", None)
     if stash is not None and state.session is not None:  # fast path: one optimizer under amp
         return [optimizers], stash.session
+    latest = state.session
+    if latest is None:
+        raise RuntimeError(
+            "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
+            " amp.initialize(model, optimizer, opt_level=...)` must come first."
+        )
     found = [optimizers] if is_optimizer(optimizers) else optimizers
     if isinstance(found, (ValuesView, Set, Iterator)):  # apex took any iterable
         found = list(found)
-    if isinstance(found, (list, tuple)):
-        found = [known(one) for one in found]
-    owner = _find_owner(found)
-    return list({id(one): one for one in found}.values()) if owner.enabled else [], owner
+    if not isinstance(found, (list, tuple)) or not all(is_optimizer(known(one)) for one in found):
+        if not latest.enabled:
+            return [], latest
+        raise TypeError(
+            f"scale_loss got {type(found).__name__} as optimizers - it takes an optimizer or a list of them -"
+            " pass what amp.initialize returned."
+        )
+    unique = {id(one): one for one in map(known, found)}
+    for one in unique.values():
+        if "_amp_stash" not in vars(one):
+            if not latest.enabled or one in state.optimizers.disabled:
+                return [], DISABLED
+            raise RuntimeError(
+                f"scale_loss got a {type(one).__name__} that was not given to amp.initialize - its parameters would not"
+                " be unscaled - pass the optimizer to amp.initialize (in a list with the others)."
+            )
+    return list(unique.values()), next((one._amp_stash.session for one in unique.values()), latest)
 
 
 def known(optimizer: Any) -> Any:
@@ -561,36 +488,6 @@ def known(optimizer: Any) -> Any:
     if inner is None or hasattr(optimizer, "_amp_stash"):
         return optimizer
     return inner if hasattr(inner, "_amp_stash") or inner in state.optimizers.disabled else optimizer
-
-
-def _find_owner(optimizers: Any) -> Session:
-    """The ``initialize`` call that a block on ``optimizers`` belongs to."""
-    latest = state.session
-    if latest is None:
-        raise RuntimeError(
-            "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
-            " amp.initialize(model, optimizer, opt_level=...)` must come first."
-        )
-    if not isinstance(optimizers, (list, tuple)) or not all(is_optimizer(one) for one in optimizers):
-        if not latest.enabled:
-            return latest
-        raise TypeError(
-            f"scale_loss got {type(optimizers).__name__} as optimizers - it takes an optimizer or a list of them -"
-            " pass what amp.initialize returned."
-        )
-    owners = []
-    for one in optimizers:
-        stash = getattr(one, "_amp_stash", None)
-        if stash is not None:
-            owners.append(stash.session)
-        elif one in state.optimizers.disabled or not latest.enabled:
-            return latest if not latest.enabled else DISABLED
-        else:
-            raise RuntimeError(
-                f"scale_loss got a {type(one).__name__} that was not given to amp.initialize - its parameters would not"
-                " be unscaled - pass the optimizer to amp.initialize (in a list with the others)."
-            )
-    return owners[0] if owners else latest
 
 
 def _find_scaler(owner: Session, loss_id: int) -> LossScaler:

@@ -108,15 +108,14 @@ def initialize(
     session = Session(options, half, cast_model_outputs, scalers)
     modules = _castable(model_list)
     _refuse_to_leave(modules, optimizer_list, session.policy)
+    if loudness > 0:
+        _describe(options)
+    if len(modules) < len(model_list):
+        say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
     with ExitStack() as undo:
-        _keep_view(undo)
-        _amp_state.verbosity = loudness
-        if loudness > 0:
-            _describe(options)
-        if len(modules) < len(model_list):
-            say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
         _take_over(session, modules, optimizer_list, kept, undo)
         undo.pop_all()
+    _amp_state.verbosity = loudness
     shown: Any = model_list if isinstance(models, (list, tuple)) else models
     if optimizers is None:
         return shown
@@ -134,7 +133,7 @@ def _take_over(
     options, policy = session.properties, session.policy
     undo.callback(session.undo_casts, state.casts.ambient, state.casts.device_types)
     for model in modules:
-        undo.callback(amp_model.put_back, model, model.__dict__.get("_amp_policy"))
+        undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
     cast_weights(
         modules,
         policy.input_dtype,
@@ -146,14 +145,14 @@ def _take_over(
     )
     keep_fp32_.build_borders(modules, kept, policy, undo)
     for model in modules:
-        amp_model.attach(model, policy)
+        amp_model.set_policy(model, policy)
     for one in optimizers:
         undo.callback(optimizer.remember(one))
         optimizer.attach(one, session)
     session.begin_casts()
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
     checkpoint.apply_loaded(session.scalers, undo)
-    _show(session, {"opt_properties": options, "loss_scalers": session.scalers, "handle": handle})
+    _show(session, {"opt_properties": options, "loss_scalers": session.scalers, "handle": handle}, undo)
 
 
 def _disable(models: Any, optimizers: Any) -> None:
@@ -170,12 +169,11 @@ def _disable(models: Any, optimizers: Any) -> None:
     with_stash = [one for one in optimizer_list if "_amp_stash" in vars(one)]
     _refuse_to_leave(under, optimizer_list, DISABLED.policy)
     with ExitStack() as undo:
-        _keep_view(undo)
         if under:
             keep_fp32_.build_borders(under, [], DISABLED.policy, undo)
             cast_weights(under, None, undo)
         for model in under:
-            undo.callback(amp_model.put_back, model, model.__dict__["_amp_policy"])
+            undo.callback(amp_model.set_policy, model, model.__dict__["_amp_policy"])
             amp_model.detach(model)
         for one in optimizer_list:
             undo.callback(optimizer.remember(one))
@@ -185,7 +183,7 @@ def _disable(models: Any, optimizers: Any) -> None:
         values: dict[str, Any] = {"opt_properties": options, "loss_scalers": []}
         if under or with_stash:
             values["handle"] = NoOpHandle()
-        _show(Session(options), values)
+        _show(Session(options), values, undo)
         undo.pop_all()
     if under:
         release_casts()  # ambient casts stay while other models need them for their losses
@@ -201,26 +199,22 @@ def _refuse_to_leave(models: Iterable[torch.nn.Module], given: list[Any], policy
         RuntimeError: There is such an optimizer.
     """
 
-    def left() -> list[Any]:
+    def left() -> Iterable[Any]:
         going = {id(param) for model in models for param in model.parameters()}
-        found = []
         for one in list(state.optimizers.live):
-            stash = one._amp_stash
-            if not any(one is other for other in given) and not stash.session.policy.alike(policy):
-                stash.look_up(one)
-                if not going.isdisjoint(map(id, stash.leaves())):
-                    found.append(one)
-        return found
+            if not any(one is other for other in given) and not one._amp_stash.session.policy.alike(policy):
+                one._amp_stash.look_up(one)
+                if not going.isdisjoint(map(id, one._amp_stash.leaves())):
+                    yield one
 
-    if left():
-        gc.collect()  # an optimizer that nobody uses any more is part of a cycle: its methods are bound to it
+    if any(True for _ in left()):
+        gc.collect()  # an optimizer that is not used any more is part of a cycle: its methods are bound to it
         for one in left():
-            before, after = one._amp_stash.session.properties.opt_level, policy.opt_level
+            before, after = one._amp_stash.session.properties.opt_level, policy.opt_level or "out of amp"
             raise RuntimeError(
-                f"amp.initialize got a model without its {type(one).__name__}, which an earlier call put under amp"
-                f" {f'at {before} and this one would leave there' if after is None else f'at {before}, not {after}'} -"
-                " an optimizer steps weights of the level that it was initialized at - pass it too, with all of its"
-                " models, or drop it (del optimizer) before."
+                f"amp.initialize got a model without its {type(one).__name__}, which an earlier call put under amp at"
+                f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
+                " it too, with all of its models, or drop it (del optimizer) before."
             )
 
 
@@ -230,22 +224,18 @@ def _castable(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
     return [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
 
 
-def _show(session: Session, values: dict[str, Any]) -> None:
+def _show(session: Session, values: dict[str, Any], undo: ExitStack) -> None:
     """Make ``session`` the one that the module-level views show."""
-    _amp_state._values().update(values)
-    state.session = session
-
-
-def _keep_view(undo: ExitStack) -> None:
-    """Have ``undo`` show again what is shown now."""
-    values, latest = dict(_amp_state._values()), state.session
+    before, latest = dict(state.view), state.session
 
     def show_again() -> None:
         state.view.clear()
-        state.view.update(values)
+        state.view.update(before)
         state.session = latest
 
     undo.callback(show_again)
+    _amp_state._values().update(values)
+    state.session = session
 
 
 def _describe(properties: Properties) -> None:

@@ -179,7 +179,7 @@ def _set(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
     border = isinstance(policy, BorderPolicy)
     for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _pass and not border]:
         del module._forward_pre_hooks[key]
-    amp_model.put_back(module, policy)
+    amp_model.set_policy(module, policy)
     if border:
         state.models.live.discard(module)
         if _pass not in module._forward_pre_hooks.values():

@@ -57,15 +57,10 @@ class Home(NamedTuple):
 
 @dataclass
 class Watch:
-    """What comparing a master by value needs.
+    """What comparing a master by value needs."""
 
-    Attributes:
-        fingerprint: Of the half tensor, when both sides were last equal: tells which side was written.
-        steps: Steps after which there will be more comparisons.
-    """
-
-    fingerprint: torch.Tensor
-    steps: int = EARLY_STEPS
+    fingerprint: torch.Tensor  # of the half tensor, when both sides were last equal: tells which side was written
+    steps: int = EARLY_STEPS  # after which there will be more comparisons
 
 
 class Master:
@@ -83,25 +78,8 @@ class Master:
         handed_out: Copy of ``half`` at the time when ``value`` was handed out, to be written perhaps.
         before_writes: ``value`` before others wrote ``half``, until the next step.
 
-    Args:
-        half: The model's parameter or buffer.
-        value: What the master starts from; None for ``half`` itself.
-        adopt: Make ``value`` itself the master, without a copy.
+    A master starts from ``value``, or from ``half``; ``adopt`` makes ``value`` itself the master, without a copy.
     """
-
-    __slots__ = (
-        "__weakref__",
-        "before_writes",
-        "dtype",
-        "folded",
-        "half",
-        "handed_out",
-        "homes",
-        "rounds",
-        "seen",
-        "value",
-        "watch",
-    )
 
     def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None, adopt: bool = False) -> None:
         self.half, self.dtype = half, half.dtype
@@ -112,7 +90,7 @@ class Master:
         self.before_writes: torch.Tensor | None = None
         # A buffer is brought up to date when it is saved or copied; forwards read its half side alone.
         self.rounds: float = EARLY_ROUNDS if self.is_parameter else 0
-        self.watch = Watch(_fingerprint(half)) if self.rounds else None
+        self.watch = Watch(_torch.fingerprint(half)) if self.rounds else None
         self.settle()
         self.register()
 
@@ -135,7 +113,7 @@ class Master:
         self.seen = (self.half._version, self.value._version, self.half.data_ptr())
         self.handed_out = None
         if self.watch is not None:
-            self.watch.fingerprint = _fingerprint(self.half)
+            self.watch.fingerprint = _torch.fingerprint(self.half)
 
     def hand_out(self) -> torch.Tensor:
         """Return the master for a state dict or ``master_params``: what is written into it moves the model.
@@ -175,15 +153,10 @@ class Master:
 
     @torch.no_grad()
     def reconcile(self, stepping: bool = False) -> bool:
-        """Restore the invariant.
+        """Restore the invariant; returns whether either side had been written.
 
-        Args:
-            stepping: A step follows, so writes cannot be taken back any more.
-
-        Returns:
-            Whether either side had been written.
-
-        Host syncs: one where values are compared, or where the master was handed out and no step follows.
+        After ``stepping`` writes cannot be taken back any more. Host syncs: one where values are compared, or where the
+        master was handed out and no step follows.
         """
         if self.value.device != self.half.device:
             self._follow_device()
@@ -200,12 +173,12 @@ class Master:
         elif half_moved:
             self._pull(stepping)
         else:
-            return self.rounds > 0 and not _without_values() and self._compare(stepping)
+            return self.rounds > 0 and self._compare(stepping)
         return True
 
     def _merge(self, snapshot: torch.Tensor, half_moved: bool, value_moved: bool, stepping: bool) -> None:
         """Take half's elements where half moved since ``snapshot``, and the master's elsewhere."""
-        still = _bits(self.half.detach()) == _bits(snapshot)
+        still = _torch.bits(self.half.detach()) == _torch.bits(snapshot)
         half_written = half_moved
         if not (stepping or half_moved or value_moved or _torch.in_fake_mode()):
             half_written = not bool(still.all())
@@ -218,16 +191,18 @@ class Master:
 
     def _catch(self) -> None:
         """Compare by value for ever: a writer moves no version counter."""
-        self.rounds, self.watch = math.inf, self.watch or Watch(_fingerprint(self.half))
+        self.rounds, self.watch = math.inf, self.watch or Watch(_torch.fingerprint(self.half))
 
     def _compare(self, stepping: bool) -> bool:
         """Restore the invariant where values alone show that it broke. Reads the device: one host sync."""
+        if torch.compiler.is_compiling() or _torch.in_fake_mode():
+            return False
         watch, self.rounds = self.watch, max(0, self.rounds - 1)
         if watch is not None and not (self.rounds or watch.steps):
             self.watch = None
-        if torch.equal(_bits(self.value.to(self.half.dtype)), _bits(self.half.detach())):
+        if torch.equal(_torch.bits(self.value.to(self.half.dtype)), _torch.bits(self.half.detach())):
             return False
-        written = watch is None or not torch.equal(_fingerprint(self.half), watch.fingerprint)
+        written = watch is None or not torch.equal(_torch.fingerprint(self.half), watch.fingerprint)
         self._catch()
         if written:
             self._pull(stepping)
@@ -243,9 +218,7 @@ class Master:
         """
         if needs_look(self):
             return self.reconcile()
-        if _without_values():
-            return False
-        if self.is_parameter:
+        if self.is_parameter or torch.compiler.is_compiling() or _torch.in_fake_mode():
             return self._compare(stepping=False)
         same = self.value.to(self.half.dtype) == self.half
         self.value.copy_(torch.where(same, self.value, self.half.float()))
@@ -271,8 +244,8 @@ class Master:
             ) from error
         if self.value.grad is not None:
             self.value.grad = self.value.grad.to(self.half.device)
-        half_version, value_version, address = self.seen
-        self.seen = (half_version, self.value._version if value_version == version else value_version, address)
+        if self.seen[1] == version:
+            self.seen = (self.seen[0], self.value._version, self.seen[2])
 
     def _keep_dtype(self) -> None:
         """Undo ``model.float()``: at O2 amp decides about the dtype of the model."""
@@ -321,24 +294,6 @@ def _new_value(half: torch.Tensor, value: torch.Tensor | None) -> torch.nn.Param
     return torch.nn.Parameter(exact, requires_grad=half.requires_grad)
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View ``tensor`` as integers: NaN equals itself, and 0.0 is not -0.0."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-
-
-def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number, on the device, that changes when ``tensor`` does."""
-    data = tensor.detach()
-    if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
-        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``.
-        return data.view(-1).view(torch.int64).sum()
-    return _bits(data).sum(dtype=torch.int64)
-
-
-def _without_values() -> bool:
-    return torch.compiler.is_compiling() or _torch.in_fake_mode()
-
-
 # -- find --------------------------------------------------------------------------------------------------------------
 def master_of(tensor: torch.Tensor) -> Master | None:
     """The master whose half or float32 side is ``tensor``, if there is one."""
@@ -374,14 +329,7 @@ def own_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 
 # -- own ---------------------------------------------------------------------------------------------------------------
 def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
-    """Return the master of ``module``'s half tensor ``name``; made if missing, of ``value`` or else of the half.
-
-    Args:
-        module: Holds the tensor itself.
-        name: Of the parameter or buffer.
-        value: What a new master starts from.
-        adopt: As for :class:`Master`.
-    """
+    """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
     held = masters_in(module)
     tensors: Any = module._parameters if name in module._parameters else module._buffers
     half: torch.Tensor | None = tensors.get(name)
@@ -397,18 +345,12 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
     return master
 
 
-def drop_masters(module: torch.nn.Module) -> None:
-    """Forget the masters of ``module``'s own tensors: they are float32 again."""
-    if module.__dict__.pop("_amp_masters", None):
-        state.masters.generation += 1
-
-
-def restore_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
-    """Put back the masters that ``module`` had."""
-    drop_masters(module)
+def set_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
+    """Make ``held`` the masters of ``module``'s own tensors; none where they are float32 again."""
+    module.__dict__.pop("_amp_masters", None)
     if held:
         masters_in(module).update(held)
-        state.masters.generation += 1
+    state.masters.generation += 1
 
 
 # -- reconcile ---------------------------------------------------------------------------------------------------------
@@ -421,12 +363,8 @@ def needs_look(master: Master) -> bool:
 def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
     """Restore the invariant for every one of ``masters``.
 
-    Args:
-        masters: Those of a model or an optimizer.
-        stepping: A step follows.
-
-    No host sync, except in the first few rounds of a master's life, where somebody was caught writing a model tensor
-    past the version counters and, unless ``stepping``, for masters that were handed out.
+    No host sync, except in the first few rounds of a master's life, where a write past the version counters was seen
+    and, unless ``stepping``, for masters that were handed out.
     """
     # One inline pass: models have thousands of masters, and nearly always none was written by others.
     suspects = [
@@ -437,19 +375,9 @@ def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
         or m.rounds
         or (m.homes and m.homes[0].tensors.get(m.homes[0].name) is not m.half)
     ]
-    if suspects:
-        _torch.run_untraced(_reconcile, suspects, stepping)
-
-
-def _reconcile(suspects: list[Master], stepping: bool) -> None:
     for master in suspects:
-        _follow_replacement(master)
-        master.reconcile(stepping)
-
-
-def reconcile_model(model: torch.nn.Module) -> None:
-    """Restore the invariant for every master in ``model``."""
-    reconcile(masters_of(model))
+        _torch.run_untraced(_follow_replacement, master)
+        _torch.run_untraced(master.reconcile, stepping)
 
 
 def _follow_replacement(master: Master) -> None:

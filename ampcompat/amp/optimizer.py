@@ -160,8 +160,10 @@ def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimiz
     skip, lent, result = _prepare(optimizer, stash, on_device), False, None
     if not skip:
         lent = on_device and bool(stash.overflows)
-        if lent:
-            _lend_found_inf(optimizer, stash.overflows)
+        if lent:  # the message follows when the flags have reached the host
+            device = stash.overflows[0][1].device
+            flags = [found.to(device, non_blocking=True) for _, found in stash.overflows]
+            optimizer.grad_scale, optimizer.found_inf = None, torch.stack(flags).amax()
         try:
             result = original(**kwargs)
         finally:
@@ -206,14 +208,14 @@ def _heed_missing_block(stash: AmpOptimizerState) -> None:
     if stash.gradients is Gradients.EMPTY:
         misuse.warn_of_empty_blocks()
     elif stash.gradients is Gradients.NONE:
-        first, (spent, blocks) = block.first_gradient(stash.masters, () if stash.masters else stash.direct), stash.spent
+        first, (spent, blocks) = stash.first_gradient(), stash.spent
         if first is None or (spent is not None and spent() is first):
             return
         if state.optimizers.blocks != blocks:
             misuse.warn_of_stray_gradients()
         else:
             misuse.warn_of_plain_backward()
-            block.take_unscaled(stash.masters)
+            block.unscale(stash.masters, (), None, None)
 
 
 def _end(optimizer: Any, stash: AmpOptimizerState, skip: bool) -> None:
@@ -230,7 +232,7 @@ def _end(optimizer: Any, stash: AmpOptimizerState, skip: bool) -> None:
                 master.value.grad = None
     if stash.gradients is Gradients.LOST:
         say("Gradients of a scale_loss block were lost.  Skipping step")
-    first = block.first_gradient(masters, stash.direct)
+    first = stash.first_gradient()
     stash.spent = Spent(None if first is None else TensorWeakRef(first), state.optimizers.blocks)
     stash.overflows, stash.gradients, stash.skipped = [], Gradients.NONE, skip
     if skip:
@@ -254,14 +256,6 @@ def _overflowed(stash: AmpOptimizerState) -> bool:
         overflowed += [scaler for (scaler, _), flag in zip(entries, flags, strict=True) if flag]
     announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
     return bool(overflowed)
-
-
-def _lend_found_inf(optimizer: Any, noted: list[tuple[LossScaler, torch.Tensor]]) -> None:
-    """Let the optimizer decide on the device; the message follows when the flags have reached the host."""
-    device = noted[0][1].device
-    flags = [found.to(device, non_blocking=True) for _, found in noted]
-    optimizer.grad_scale = None
-    optimizer.found_inf = torch.stack(flags).amax() if len(flags) > 1 else flags[0]
 
 
 def step_was_skipped(optimizer: Any) -> bool:
@@ -320,40 +314,30 @@ def _step_with_closure(
                 return losses[-1]
         raise _Abandon
 
-    if _asks_first(optimizer):
+    # torch's optimizers and ours call the closure before they do anything, and once, LBFGS aside.
+    asks_first = type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
+    if asks_first:
         skip = evaluate()
     else:  # SAM steps with the gradients that it finds, and asks in the middle
         skip = (stash.gradients is not Gradients.NONE or stash.pending is not None) and overflowed()
         if skip:
             evaluate()  # for the loss to return
-    snapshot = None
-    dynamic = any([scaler.dynamic for scaler in stash.session.scalers])  # noqa: C419 - as elsewhere
-    if not skip and dynamic and _evaluates_again(optimizer):
+    snapshot, dynamic = None, any(scaler.dynamic for scaler in stash.session.scalers)
+    if not skip and dynamic and (not asks_first or type(optimizer).__name__ == "LBFGS"):
         snapshot = _snapshot(optimizer)
     pending, result = losses[:], None
     if not skip:
         try:
             result = original(asked, **kwargs)
-        except _Abandon:
-            _restore(optimizer, stash, snapshot)
-            skip = True
-        except BaseException:
+        except BaseException as error:
             _restore(optimizer, stash, snapshot)  # LBFGS cannot go on from the middle of its search
-            raise
+            skip = isinstance(error, _Abandon)
+            if not skip:
+                raise
     _end(optimizer, stash, skip)
     if state.observers:
         notify("on_step", optimizer, stash.skipped)
     return losses[0] if skip else result
-
-
-def _asks_first(optimizer: Any) -> bool:
-    """Whether the optimizer calls its closure before it does anything: torch's and ours do."""
-    return type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
-
-
-def _evaluates_again(optimizer: Any) -> bool:
-    """Whether the optimizer may call its closure more than once, or too late; torch's and ours do not, LBFGS aside."""
-    return not _asks_first(optimizer) or type(optimizer).__name__ == "LBFGS"
 
 
 def _snapshot(optimizer: Any) -> Any:
@@ -423,8 +407,7 @@ def _masters_to_model(optimizer: Any) -> None:
 
 def _prepare_backward(optimizer: Any) -> None:
     """Begin a block by hand; the scaler is not known before its end."""
-    stash: AmpOptimizerState = optimizer._amp_stash
-    block.begin(optimizer, stash, stash.session.scalers[0])
+    block.begin(optimizer, optimizer._amp_stash, optimizer._amp_stash.session.scalers[0])
 
 
 def _post_backward(optimizer: Any, scaler: LossScaler) -> None:
@@ -432,7 +415,6 @@ def _post_backward(optimizer: Any, scaler: LossScaler) -> None:
     Block(None, [optimizer], scaler, scale=scaler._scale).end(by_hand=True)
 
 
-#: Methods that legacy code calls on the optimizer by their private names.
 _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
     "_amp_lazy_init": _lazy_init,
     "_lazy_init_maybe_master_weights": _lazy_init,

@@ -98,13 +98,7 @@ class LossScaler(torch.amp.GradScaler):
         """Whether the scale is 1 and nobody has written it: then blocks need not touch gradients. No host sync."""
         return not self.dynamic and self._scale is None and self._init_scale == 1.0
 
-    @property
-    def _scale_seq_len(self) -> int:
-        return self._growth_interval
-
-    @_scale_seq_len.setter
-    def _scale_seq_len(self, value: int) -> None:
-        self._growth_interval = int(value)
+    _scale_seq_len = property(attrgetter("_growth_interval"), lambda self, value: self.set_growth_interval(int(value)))
 
     @property
     def _has_overflow(self) -> bool:
@@ -186,12 +180,9 @@ class LossScaler(torch.amp.GradScaler):
         The scale becomes a new tensor: a block that holds the old one still unscales by what it scaled by. While a CUDA
         graph is captured it moves in place instead, since each replay begins with the tensor of the capture.
 
-        Args:
-            found: 0-dim float32 tensor, non-zero where there was an overflow; None for what :meth:`unscale_` found.
-            put_off: Leave the scale alone, and let the next transition count this overflow too.
-
-        Returns:
-            ``found``, for the step that must be skipped; None for a static scaler, which never skips.
+        ``found`` (0-dim float32, non-zero where there was an overflow) is what :meth:`unscale_` found, if None;
+        ``put_off`` leaves the scale alone, and lets the next transition count this overflow too. Returns the flag for
+        the step that must be skipped; None for a static scaler, which never skips.
         """
         if found is None and self._found_inf:
             found, *others = self._found_inf.values()

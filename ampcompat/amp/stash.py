@@ -113,6 +113,11 @@ class AmpOptimizerState:
         """The tensors that a backward pass gives gradients to."""
         return [*[master.half for master in self.masters], *self.direct]
 
+    def first_gradient(self) -> torch.Tensor | None:
+        """The first gradient that there is: of half params, where there are any with masters."""
+        tensors = [master.half for master in self.masters] or self.direct
+        return next((tensor.grad for tensor in tensors if tensor.grad is not None), None)
+
     def look_up(self, optimizer: Any) -> None:
         """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
         groups, known = optimizer.param_groups, self.groups
@@ -140,11 +145,7 @@ class AmpOptimizerState:
             master.hand_out()
 
     def report(self, wait: bool = True) -> None:
-        """Say which earlier steps the device skipped.
-
-        Args:
-            wait: Wait for flags that have not reached the host: a host sync.
-        """
+        """Say which earlier steps the device skipped; ``wait`` for flags not on the host yet: a host sync."""
         while self.reports and (wait or all(copied.arrived() for _, copied in self.reports[0])):
             overflowed = []
             for scaler, copied in self.reports.pop(0):
@@ -225,16 +226,10 @@ def match_state(optimizer: Any) -> None:
     for param, held in list(optimizer.state.items()):
         if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
             continue
-        wrong = {name for name, value in held.items() if name != "step" and _is_like(value, param)}
-        if wrong:
-            fit = {name: value.to(param.dtype) if name in wrong else value for name, value in held.items()}
-            optimizer.state[param] = fit
-
-
-def _is_like(value: Any, param: torch.Tensor) -> bool:
-    """Whether ``value`` is floating state of ``param`` in another dtype."""
-    is_state = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape
-    return is_state and value.dtype != param.dtype
+        for name, value in held.items():
+            is_state = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape
+            if is_state and name != "step" and value.dtype != param.dtype:
+                optimizer.state[param] = {**optimizer.state[param], name: value.to(param.dtype)}
 
 
 def _held_for(param: torch.Tensor, session: Session | None) -> torch.Tensor:

@@ -22,21 +22,15 @@ from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp.masters import (
     Master,
-    drop_masters,
     ensure_master,
     master_of,
     own_tensors,
     rebind,
-    restore_masters,
+    set_masters,
 )
 from ampcompat.amp.properties import HALF_DTYPES
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
-
-
-def _stays_float32(module: torch.nn.Module, keep_batchnorm_fp32: bool) -> bool:
-    """Whether ``module``'s own tensors stay float32: affine batch norm, as in apex's ``convert_module``."""
-    return keep_batchnorm_fp32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
 
 
 def cast_weights(
@@ -57,15 +51,15 @@ def cast_weights(
         models: Modules; tied weights and nested models are cast once.
         dtype: float16, bfloat16 or float32; None leaves alone what no earlier call had cast, and restores the rest.
         undo: Takes the undo of every change.
-        keep_batchnorm_fp32: Affine batch norm goes to float32 instead.
+        keep_batchnorm_fp32: Affine batch norm goes to float32 instead, as in apex's ``convert_module``.
         master_weights: Half tensors get float32 masters, and ``state_dict`` hands those out.
-        trained: ids of the tensors that some optimizer holds: their masters are made now, from the float32 values,
-            the others' when first needed.
+        trained: ids of the tensors that some optimizer holds: their masters are made now, the others' when needed.
         kept: Modules that go to float32 instead (``keep_fp32``).
     """
     for module in {id(m): m for model in models for m in model.modules()}.values():
         before = module.__dict__.get("_amp_half")
-        wide = module in kept or _stays_float32(module, keep_batchnorm_fp32)
+        norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
+        wide = module in kept or (keep_batchnorm_fp32 and norm)
         target = torch.float32 if (before is not None if dtype is None else wide) else dtype
         if target is None:
             continue
@@ -78,7 +72,7 @@ def cast_weights(
             hook(module, target, master_weights)
         else:
             unhook(module)
-            drop_masters(module)
+            set_masters(module, {})
 
 
 def _cast(
@@ -127,7 +121,7 @@ def _put_back(module: torch.nn.Module, before: tuple[torch.dtype, bool] | None, 
     unhook(module)
     if before is not None:
         hook(module, *before)
-    restore_masters(module, held)
+    set_masters(module, held)
 
 
 # -- saving and loading ------------------------------------------------------------------------------------------------
@@ -205,21 +199,15 @@ class HalfAverage:
     """Notices an average of weights that is kept in half, where it cannot move.
 
     ``ema = copy.deepcopy(model)`` and then ``e.mul_(.9999).add_(p, alpha=.0001)`` over ``parameters()`` rounds to half
-    at every update at O2 and O3: steps below half a unit in the last place vanish, as they did under apex. Nothing
-    fails, so a warning says it. The module that holds a model's largest half weight carries such an object; that of a
-    deepcopy knows the original's weight and looks after steps. A copy that is written again and again by others than
-    amp, and yet stays far behind its original, is such an average; a teacher that is frozen, or copied whole from time
-    to time, is not.
-
-    Args:
-        param: The half weight.
-        original: What it was deep-copied from.
+    at every update at O2 and O3: steps below half a unit in the last place vanish, as they did under apex. The module
+    that holds a model's largest half weight carries such an object; that of a deepcopy knows the original's weight and
+    looks after steps. A copy that is written again and again by others than amp, and yet stays far behind its original,
+    is such an average; a teacher that is frozen, or copied whole from time to time, is not.
     """
 
     def __init__(self, param: torch.Tensor, original: torch.Tensor | None = None) -> None:
-        self.param = TensorWeakRef(param)
-        self.original = None if original is None else TensorWeakRef(original)
-        self.birth = None if original is None else _sample(param)
+        self.param, self.original = TensorWeakRef(param), TensorWeakRef(param if original is None else original)
+        self.birth = _sample(param)
         self.forgive()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HalfAverage | None:
@@ -231,18 +219,17 @@ class HalfAverage:
         return copied
 
     def __reduce__(self) -> Any:
-        return _no_average, ()
+        return type(None), ()  # what comes from a file is no copy of a running model
 
     def forgive(self) -> None:
         """Take what was written so far for no average (``load_state_dict``)."""
         param = self.param()
-        self.writes, self.next_look = 0, _WRITES
-        self.version = 0 if param is None else param._version
+        self.writes, self.next_look, self.version = 0, _WRITES, 0 if param is None else param._version
 
     def on_step(self, optimizer: Any, skipped: bool | None) -> None:
         """Count writes after a step; once there are enough, compare. Host sync: ever more rarely, when it compares."""
-        param, original = self.param(), None if self.original is None else self.original()
-        if param is None or original is None or self.birth is None or original.shape != param.shape:
+        param, original = self.param(), self.original()
+        if param is None or original is None or original.shape != param.shape:
             state.observers[:] = [one for one in state.observers if one is not self]
             return
         master = master_of(param)
@@ -253,8 +240,7 @@ class HalfAverage:
             return
         self.next_look *= 2
         birth = self.birth.to(param.device)
-        moved = (_sample(param) - birth).abs().sum()
-        gone = (_sample(original).to(birth.device) - birth).abs().sum()
+        moved, gone = (_sample(param) - birth).abs().sum(), (_sample(original).to(birth.device) - birth).abs().sum()
         if moved < _FOLLOWS * gone:
             warn_once(
                 "half average",
@@ -275,10 +261,6 @@ def watch_averages(model: torch.nn.Module) -> None:
     if half:
         _, module, param = max(half, key=lambda entry: entry[0])
         object.__setattr__(module, "_amp_average", HalfAverage(param))
-
-
-def _no_average() -> None:
-    """Unpickle to: what comes from a file is no copy of a running model."""
 
 
 def _sample(param: torch.Tensor) -> torch.Tensor:

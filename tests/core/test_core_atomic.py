@@ -9,7 +9,7 @@ from ampcompat.amp import amp_model, checkpoint, optimizer
 from ampcompat.amp.session import Session
 
 PLACES = {
-    "attaching the model": (amp_model, "attach"),
+    "attaching the model": (amp_model, "set_policy"),
     "attaching the optimizer": (optimizer, "match_state"),
     "beginning the casts": (Session, "begin_casts"),
     "restoring scalers": (checkpoint, "apply_loaded"),
