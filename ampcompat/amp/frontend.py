@@ -23,9 +23,21 @@ from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import DISABLED, Session, release_casts
 from ampcompat.amp.weights import cast_weights
 
-__all__ = ["Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
+__all__ = ["O0", "O1", "O2", "O3", "Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
 
-opt_levels = LEVELS
+
+class _Level:
+    """apex's form of a level: an instance fills the ``Properties`` it is called with."""
+
+    name, brief, more = "", "", ""
+
+    def __call__(self, properties: Properties) -> Properties:
+        properties._update_options_dict({"enabled": True, "opt_level": self.name, **LEVELS[self.name]})
+        return properties
+
+
+O0, O1, O2, O3 = (type(name, (_Level,), {"name": name, "brief": BRIEFS[name]}) for name in ("O0", "O1", "O2", "O3"))
+opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3)}
 
 
 def initialize(
@@ -81,9 +93,14 @@ def initialize(
     Raises:
         RuntimeError: Unknown level, an override that the level does not allow, a half or already wrapped model, a model
             at another level than before without the optimizer that steps it.
-        TypeError: Something is not a model, an optimizer or a dtype.
+        TypeError: Something is not a model, an optimizer or a dtype, or a string is in the place of ``enabled``.
         ValueError: A flag, scale or count cannot be read. Nothing is changed by a call that raises.
     """
+    if isinstance(enabled, str):  # type: ignore[unreachable] # scripts write it
+        raise TypeError(
+            f"amp.initialize got {enabled!r} as its third argument, which is enabled - it must be True or False - pass"
+            f" the level by name: amp.initialize(model, optimizer, opt_level={enabled!r})."
+        )
     if not enabled:
         _disable(models, optimizers)
         return models if optimizers is None else (models, optimizers)
@@ -107,6 +124,7 @@ def initialize(
     ]
     session = Session(options, half, cast_model_outputs, scalers)
     modules = _castable(model_list)
+    _refuse_scripted_parts(modules, session.policy)
     _refuse_to_leave(modules, optimizer_list, session.policy)
     if loudness > 0:
         _describe(options)
@@ -215,6 +233,17 @@ def _refuse_to_leave(models: Iterable[torch.nn.Module], given: list[Any], policy
                 f"amp.initialize got a model without its {type(one).__name__}, which an earlier call put under amp at"
                 f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
                 " it too, with all of its models, or drop it (del optimizer) before."
+            )
+
+
+def _refuse_scripted_parts(models: Iterable[torch.nn.Module], policy: ModelPolicy) -> None:
+    """Refuse to cast a ScriptModule inside a model: its parameters and hooks belong to TorchScript."""
+    for name, part in [named for model in models for named in model.named_modules() if policy.half is not None]:
+        if isinstance(part, torch.jit.ScriptModule):
+            raise RuntimeError(
+                f"amp.initialize got a model with the scripted submodule {name!r} at opt_level={policy.opt_level!r} -"
+                " the weights of a ScriptModule cannot be cast in place - script it after amp.initialize, or use"
+                " opt_level='O1'."
             )
 
 

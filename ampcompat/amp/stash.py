@@ -16,12 +16,13 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from ampcompat import _torch
-from ampcompat._log import say
 from ampcompat._state import state
+from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, ensure_master, master_of, needs_look
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
+from ampcompat.amp.weights import hook
 
 
 class Gradients(Enum):
@@ -191,9 +192,9 @@ class AmpOptimizerState:
 
 
 def announce(overflowed: list[tuple[LossScaler, float]]) -> None:
-    """Say of which scalers an overflow skipped a step, and the scale that follows, in apex's words."""
+    """Say of which scalers an overflow skipped a step, in apex's words (``apex/amp/handle.py: scale_loss``)."""
     for scaler, scale in dict(overflowed).items():
-        say(f"Gradient overflow. Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}")
+        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}")
 
 
 # -- which tensors an optimizer holds ----------------------------------------------------------------------------------
@@ -234,16 +235,20 @@ def match_state(optimizer: Any) -> None:
 
 def _held_for(param: torch.Tensor, session: Session | None) -> torch.Tensor:
     """What an optimizer of ``session`` holds in the place of ``param``."""
-    masters = session is not None and session.properties.master_weights
+    masters = session is not None and session.policy.master_weights
     master = master_of(param)
     if master is not None and master.value is param:
         if master.half.dtype == torch.float32:  # an earlier call's master of a weight that is float32 again
             return master.half
         return param if masters else master.half
-    if not masters or param.dtype not in HALF_DTYPES:
+    if session is None or param.dtype not in HALF_DTYPES or (master is None and session.policy.half is None):
+        return param
+    home = _home_of(param) if master is None else None
+    if home is not None and "_amp_half" not in home[0].__dict__:  # of a module that was added after initialize
+        hook(home[0], param.dtype, masters)
+    if not masters:
         return param
     if master is None:
-        home = _home_of(param)
         master = Master(param) if home is None else ensure_master(*home)
     return master.value
 

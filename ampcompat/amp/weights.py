@@ -56,7 +56,11 @@ def cast_weights(
         trained: ids of the tensors that some optimizer holds: their masters are made now, the others' when needed.
         kept: Modules that go to float32 instead (``keep_fp32``).
     """
-    for module in {id(m): m for model in models for m in model.modules()}.values():
+    modules = {id(m): m for model in models for m in model.modules()}.values()
+    for module in modules:
+        if "_amp_half" in module.__dict__:
+            hook_new(module, *module.__dict__["_amp_half"])
+    for module in modules:
         before = module.__dict__.get("_amp_half")
         norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
         wide = module in kept or (keep_batchnorm_fp32 and norm)
@@ -133,6 +137,18 @@ def hook(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -> No
         object.__setattr__(module, "_amp_state_hooks", hooks)
 
 
+def hook_new(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -> list[tuple[str, torch.nn.Module]]:
+    """Hook what was added below ``module`` after ``initialize`` and is half; returns these modules by name."""
+    found = [
+        (name, part)
+        for name, part in module.named_modules()
+        if "_amp_half" not in part.__dict__ and any(tensor.dtype == half for _, tensor in own_tensors(part))
+    ]
+    for _, part in found:
+        hook(part, half, master_weights)
+    return found
+
+
 def unhook(module: torch.nn.Module) -> None:
     """Undo :func:`hook`."""
     for handle in module.__dict__.get("_amp_state_hooks", ()):
@@ -143,6 +159,8 @@ def unhook(module: torch.nn.Module) -> None:
 
 def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     half, master_weights = module.__dict__.get("_amp_half", (None, False))
+    for name, part in hook_new(module, half, master_weights) if half is not None else ():
+        _hand_out(part, state_dict, f"{prefix}{name}.", local_metadata)
     for name, tensor in own_tensors(module):
         handed = state_dict.get(prefix + name)
         if half is None or not isinstance(handed, torch.Tensor) or tensor.dtype != half or handed.dtype != half:
@@ -159,6 +177,8 @@ def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, 
 @torch.no_grad()
 def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
     half, master_weights = module.__dict__.get("_amp_half", (None, False))
+    if half is not None:
+        hook_new(module, half, master_weights)  # in time: torch loads children after their parent
     for name, tensor in own_tensors(module):
         incoming = state_dict.get(prefix + name)
         if half is None or tensor.dtype != half or not isinstance(incoming, torch.Tensor):

@@ -37,9 +37,11 @@ def sgd(model, lr=0.1, **kwargs):
 
 
 def start(opt_level="O2", make_optimizer=sgd, model=None, **kwargs):
-    """A model and its optimizer, initialized."""
+    """A model and its optimizer, initialized in silence; what comes later is said."""
     model = net() if model is None else model
-    return amp.initialize(model, make_optimizer(model), opt_level=opt_level, verbosity=0, **kwargs)
+    found = amp.initialize(model, make_optimizer(model), opt_level=opt_level, verbosity=0, **kwargs)
+    amp._amp_state.verbosity = 1
+    return found
 
 
 def backward(model, optimizer, seed=0, times=1.0, **kwargs):

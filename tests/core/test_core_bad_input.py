@@ -542,3 +542,31 @@ def test_refused_beside_a_running_model(name, capsys, torch_state):
 
 def test_there_are_enough_of_them():
     assert len(BEFORE) + len(AFTER) >= 40
+
+
+def test_a_level_in_the_place_of_enabled_is_named():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"got 'O2' as its third argument, which is enabled - .*opt_level='O2'"):
+        amp.initialize(model, optimizer, "O2")
+    assert type(model) is torch.nn.Linear
+    assert state.session is None
+
+
+class Scripted(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.inner = torch.nn.Linear(2, 2), torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 2)))
+
+    def forward(self, x):
+        return self.inner(self.a(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_scripted_submodule_is_named_at_levels_that_cast_weights(level):
+    model = Scripted()
+    with pytest.raises(RuntimeError, match=f"the scripted submodule 'inner.0' at opt_level='{level}' - .* - script it"):
+        amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    assert type(model) is Scripted
+    assert {p.dtype for p in model.parameters()} == {torch.float32}

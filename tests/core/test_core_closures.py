@@ -84,7 +84,9 @@ def test_an_overflow_in_the_first_evaluation_skips_the_step(level, kind, capsys)
     assert amp.step_was_skipped(optimizer)
     assert same(before, masters(optimizer))
     assert not optimizer.state_dict()["state"]
-    assert capsys.readouterr().out == "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    assert (
+        capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+    )
     optimizer.step(closure)
     assert not amp.step_was_skipped(optimizer)
     assert not same(before, masters(optimizer))

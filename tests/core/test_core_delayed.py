@@ -110,6 +110,7 @@ def test_the_step_unscales_with_the_scale_of_the_delayed_block(level, move):
 def test_an_overflow_in_the_delayed_block_still_skips(level, move, capsys):
     models = [net(0), net(1)]
     models, optimizers = amp.initialize(models, [sgd(m) for m in models], opt_level=level, verbosity=0)
+    amp._amp_state.verbosity = 1
     scaler = amp._amp_state.loss_scalers[0]
     backward(models[0], optimizers[0], 1, times=INF, delay_unscale=True)
     move(scaler, (models[1], optimizers[1]))
@@ -119,7 +120,7 @@ def test_an_overflow_in_the_delayed_block_still_skips(level, move, capsys):
     optimizers[0].step()
     assert amp.step_was_skipped(optimizers[0])
     assert same(before, [p.detach() for p in amp.master_params(optimizers[0])])
-    assert capsys.readouterr().out.startswith("Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to")
+    assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -145,19 +146,20 @@ def test_a_delayed_overflow_check_says_the_scale_that_will_be(capsys):
     backward(model, optimizer, 2)
     scale = amp.state_dict()["loss_scaler0"]["loss_scale"]
     assert scale == 2.0**15
-    assert said == f"Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to {scale}\n"
+    assert said == f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {scale}\n"
 
 
 def test_so_it_does_where_the_optimizer_skips_on_the_device(capsys):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", min_loss_scale=2.0**15.5, verbosity=0)
+    amp._amp_state.verbosity = 1
     backward(model, optimizer, 1, times=INF, delay_overflow_check=True)
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     scale = float(torch.tensor(2.0**15.5))  # the floor, as float32 holds it
     said = capsys.readouterr().out
-    assert said == f"Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to {scale}\n"
+    assert said == f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {scale}\n"
     backward(model, optimizer, 2)
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
 
@@ -214,6 +216,7 @@ def test_two_optimizers_that_step_after_a_delayed_block(level, order, blocks):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_of_a_delayed_block_moves_the_scale_once_and_skips_all_its_optimizers(level, capsys):
     model, optimizers = halves_of_one_model(level, shared=False)
+    amp._amp_state.verbosity = 1
     before = [p.detach().clone() for p in model.parameters()]
     with amp.scale_loss(loss_of(model) * INF, optimizers, delay_unscale=True) as scaled:
         scaled.backward()

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ampcompat import _torch, amp
 
 INF = float("inf")
-SAID = "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to {}\n"
+SAID = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {}\n"
 
 
 class TakesFoundInf(torch.optim.SGD):

@@ -8,7 +8,7 @@ from core_kit import backward, batch, loss_of, masters, net, same, sgd, start, t
 from ampcompat import amp
 
 INF = float("inf")
-OVERFLOW = "Gradient overflow. Skipping step, loss scaler {} reducing loss scale to {}\n"
+OVERFLOW = "Gradient overflow.  Skipping step, loss scaler {} reducing loss scale to {}\n"
 
 
 def scales():
@@ -147,6 +147,7 @@ def test_one_loss_for_two_optimizers(level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_skips_every_optimizer_of_its_block_and_no_other(level, capsys):
     models, optimizers = two_of_each(level, num_losses=2)
+    amp._amp_state.verbosity = 1
     backward(models[0], optimizers[0], times=INF, loss_id=0)
     backward(models[1], optimizers[1], loss_id=1)
     before = [masters(o) for o in optimizers]

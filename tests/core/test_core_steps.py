@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 import torch
-from core_kit import assert_tied, backward, masters, net, same, sgd, start, train
+from core_kit import assert_tied, backward, batch, masters, net, same, sgd, start, train
 from torch.optim import lr_scheduler
 
 from ampcompat import amp
 
 INF = float("inf")
-SAID = "Gradient overflow. Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
+SAID = "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
 SCHEDULERS = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 1, 0.5),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=9),
@@ -237,3 +237,82 @@ def test_a_step_without_a_closure_among_its_arguments(level):
     before = masters(optimizer)
     assert optimizer.step(0.5) == (None, 0.5, None)
     assert not same(masters(optimizer), before)
+
+
+@pytest.mark.parametrize("verbosity", [0, False])
+def test_at_verbosity_0_a_skipped_step_is_not_said(verbosity, capsys):
+    model, optimizer = start("O2")
+    amp._amp_state.verbosity = verbosity
+    backward(model, optimizer, times=INF)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_has_overflow_tells_of_the_last_block(level):
+    model, optimizer = start(level)
+    for times in (1.0, INF, 1.0):
+        backward(model, optimizer, times=times)
+        assert amp._amp_state.loss_scalers[0]._has_overflow is (times == INF)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_the_models_gradients_outlive_the_step_and_the_masters_do_not(level):
+    model, optimizer = start(level)
+    backward(model, optimizer)
+    norms = [p.grad.float().norm() for p in model.parameters()]
+    optimizer.step()
+    assert same(norms, [p.grad.float().norm() for p in model.parameters()])
+    if level in ("O2", "O5"):
+        assert all(p.grad is None for p in optimizer._amp_stash.all_fp32_from_fp16_params)
+
+
+@pytest.mark.parametrize("clear", ["nothing", "model", "each", "zeros"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_second_step_without_a_block_moves_nothing(level, clear):
+    model, optimizer = start(level)
+    train(model, optimizer, 2)
+    backward(model, optimizer)
+    optimizer.step()
+    before = [p.detach().clone() for p in optimizer._amp_stash.all_fp32_from_fp16_params]
+    if clear == "each":
+        for param in model.parameters():
+            param.grad = None
+    elif clear != "nothing":
+        model.zero_grad(set_to_none=clear == "model")
+    optimizer.step()
+    assert same(before, optimizer._amp_stash.all_fp32_from_fp16_params)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_the_block_of_one_optimizer_does_not_move_what_another_steps(level):
+    """A GAN: the generator's loss leaves scaled gradients on the discriminator."""
+    models = [net(0), net(1)]
+    models, (first, second) = amp.initialize(
+        models, [sgd(m) for m in models], opt_level=level, loss_scale=2.0**16, verbosity=0
+    )
+    before = [p.detach().clone() for p in amp.master_params(second)]
+    x, _ = batch()
+    with amp.scale_loss((models[0](x).float().mean() + models[1](x).float().mean()), first) as scaled:
+        scaled.backward()
+    first.step()
+    with pytest.warns(UserWarning, match="without a scale_loss block of this optimizer, .* still multiplied"):
+        second.step()
+    halves = {id(p) for p in second._amp_stash.all_fp32_from_fp16_params}
+    for old, new in zip(before, amp.master_params(second), strict=True):
+        assert torch.equal(old, new) or id(new) not in halves
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("zero", [lambda p: p.grad.zero_(), lambda p: setattr(p, "grad", torch.zeros_like(p))])
+def test_zeroed_gradients_of_the_model_reach_the_masters(level, zero):
+    model, optimizer = start(level)
+    backward(model, optimizer)
+    before = masters(optimizer)
+    for param in model.parameters():
+        zero(param)
+    optimizer.step()
+    assert same(before, masters(optimizer))

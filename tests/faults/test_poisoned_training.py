@@ -75,7 +75,7 @@ def test_one_bad_gradient_skips_one_step(kind, name, opt_level, value, capsys):
     train(model, optimizer)
     hook.remove()
     assert amp.step_was_skipped(optimizer)
-    assert "Gradient overflow.  Skipping step" in capsys.readouterr().out.replace("overflow. ", "overflow.  ")
+    assert "Gradient overflow.  Skipping step" in capsys.readouterr().out
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 0}
     after = list(amp.master_params(optimizer))
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))

@@ -32,4 +32,4 @@ def test_run_with_both(script, level, half_share, tmp_path):
     else:
         assert found["half_flops_share"] == 0
         assert found["sentences"], "nothing ran in half, and nobody said so"
-    assert found["skipped"] == (done.stdout + done.stderr).count("Gradient overflow. Skipping step")
+    assert found["skipped"] == (done.stdout + done.stderr).count("Gradient overflow.  Skipping step")

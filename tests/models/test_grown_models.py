@@ -1,0 +1,89 @@
+"""Modules that are added or replaced after ``initialize``: progressive growing, a new head."""
+
+import copy
+
+import pytest
+import torch
+from nets import Net, batch, masters_agree
+
+from ampcompat import amp
+
+HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
+
+
+def started(level):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def grow(model, optimizer, level, trained=True):
+    torch.manual_seed(1)
+    model.head = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)).to(HALF[level])
+    if trained:
+        params = optimizer.param_groups[0]["params"]
+        for old in params[-2:]:
+            optimizer.state.pop(old, None)
+        del params[-2:]
+        optimizer.add_param_group({"params": model.head.parameters(), "lr": 0.05})
+
+
+def train(model, optimizer, seeds):
+    for seed in seeds:
+        with amp.scale_loss(model(batch(seed)).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("level", HALF)
+def test_a_new_head_is_saved_and_unwrapped_in_float32(level, trained):
+    model, optimizer = started(level)
+    train(model, optimizer, range(2))
+    grow(model, optimizer, level, trained)
+    if trained:
+        train(model, optimizer, range(2, 6))
+    for found in (model.state_dict(), model.head.state_dict(prefix="head."), amp.unwrap(model).state_dict()):
+        assert all(value.dtype == torch.float32 for value in found.values() if value.is_floating_point())
+    head = {name: value for name, value in model.state_dict().items() if name.startswith("head")}
+    assert len(head) == 4
+    if trained and level != "O3":
+        held = {id(p) for p in amp.master_params(optimizer)}
+        masters = [m.value for part in model.head for m in getattr(part, "_amp_masters", {}).values()]
+        assert len(masters) == 4
+        assert all(id(m) in held for m in masters)
+        assert any(not torch.equal(value, value.to(HALF[level]).float()) for value in head.values())  # low bits
+        masters_agree(model)
+    for name, value in amp.unwrap(model).state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_run_that_grew_resumes_to_the_bit(level):
+    model, optimizer = started(level)
+    train(model, optimizer, range(2))
+    grow(model, optimizer, level)
+    train(model, optimizer, range(2, 5))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    train(model, optimizer, range(5, 8))
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = started(level)
+    grow(model, optimizer, level)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    train(model, optimizer, range(5, 8))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want[name]), name
+
+
+def test_loading_float32_into_a_new_head_reaches_its_masters():
+    model, optimizer = started("O2")
+    grow(model, optimizer, "O2")
+    incoming = {name: torch.rand_like(value) for name, value in model.state_dict().items() if name.startswith("head")}
+    model.load_state_dict(incoming, strict=False)
+    for name, value in incoming.items():
+        assert torch.equal(model.state_dict()[name], value)
+    masters_agree(model)
