@@ -32,28 +32,10 @@ from ampcompat.amp.optimizer import step_was_skipped
 if TYPE_CHECKING:
     from ampcompat.report import Receipt
 
-__all__ = [
-    "__version__",
-    "_amp_state",
-    "disable_casts",
-    "explain_overflows",
-    "float_function",
-    "half_function",
-    "init",
-    "initialize",
-    "load_state_dict",
-    "master_params",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-    "report",
-    "scale_loss",
-    "state_dict",
-    "step_was_skipped",
-    "sync_masters",
-    "unwrap",
-]
+__all__ = ["__version__", "_amp_state", "disable_casts", "explain_overflows", "float_function", "half_function", "init"]
+__all__ += ["initialize", "load_state_dict", "master_params", "promote_function", "register_float_function"]
+__all__ += ["register_half_function", "register_promote_function", "report", "scale_loss", "state_dict"]
+__all__ += ["step_was_skipped", "sync_masters", "unwrap"]
 
 
 def explain_overflows(limit: int = 3) -> None:

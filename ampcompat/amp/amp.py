@@ -21,15 +21,8 @@ from ampcompat.amp.rules import allow_banned as _allow_banned
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
-__all__ = [
-    "float_function",
-    "half_function",
-    "init",
-    "promote_function",
-    "register_float_function",
-    "register_half_function",
-    "register_promote_function",
-]
+__all__ = ["float_function", "half_function", "init", "promote_function"]
+__all__ += ["register_float_function", "register_half_function", "register_promote_function"]
 
 
 def init(
@@ -39,7 +32,7 @@ def init(
     verbose: bool = False,
     allow_banned: bool = False,
 ) -> AmpHandle | NoOpHandle:
-    """Cast functions as at O1, knowing no model: on the accelerator that torch reports, else on the CPU.
+    """Cast functions as at O1, without a model, on the accelerator or else the CPU (``apex/amp/amp.py: init``).
 
     After ``initialize`` the forwards of its models cast functions too, whatever their level (espnet wants that at O2);
     its scalers and ``_amp_state`` stay what they are.
@@ -58,19 +51,15 @@ def init(
         ValueError: ``loss_scale`` cannot be read.
     """
     if not enabled:
-        handle: AmpHandle | NoOpHandle = NoOpHandle()
-        _amp_state.handle = handle
-        return handle
+        nothing = _amp_state.handle = NoOpHandle()
+        return nothing
     properties, half = read_properties("O1", {"loss_scale": loss_scale})
-    initialized = state.session
-    if initialized is not None and initialized.by_init:
-        initialized = None
+    initialized = None if state.session is None or state.session.by_init else state.session
     if initialized is not None:
         half = initialized.half
     made = Session(properties, half, scalers=[LossScaler(properties.loss_scale)], by_init=True)
     _allow_banned(allow_banned)
-    held = device_types_of(state.models.live) & set(_torch.autocast_device_types())
-    device_types = {*held, _torch.accelerator()}
+    device_types = device_types_of(state.models.live) & set(_torch.autocast_device_types()) | {_torch.accelerator()}
     cover(device_types)
     made.cast_inside(state.models.live)
     set_ambient(made.policy.casts, device_types)

@@ -19,7 +19,7 @@ Entry = tuple[float, int]
 
 
 def state_dict(destination: Any = None) -> Any:
-    """Scale and clean passes of every loss scaler, as apex saved them.
+    """Return scale and clean passes of every loss scaler (``apex/amp/frontend.py: state_dict``).
 
     Args:
         destination: Dict to fill; None makes a new one.
@@ -30,23 +30,20 @@ def state_dict(destination: Any = None) -> Any:
         per scaler.
     """
     if destination is not None and not isinstance(destination, MutableMapping):
-        raise TypeError(
-            f"amp.state_dict got {type(destination).__name__} as destination - it must be a dict or None - leave it out"
-            " to get a new dict."
-        )
+        got = type(destination).__name__
+        raise TypeError(f"amp.state_dict got {got} as destination - it must be a dict or None - leave it out.")
     found = {} if destination is None else destination
-    session = state.session
-    for index, scaler in enumerate(session.scalers if session is not None else ()):
+    for index, scaler in enumerate(() if state.session is None else state.session.scalers):
         found[f"{_PREFIX}{index}"] = scaler.amp_state()
     return found
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Restore what :func:`state_dict` saved, here or under apex.
+    """Restore what :func:`state_dict` saved, here or under apex (``apex/amp/frontend.py: load_state_dict``).
 
-    Before ``initialize`` it is kept and restored by the next call: the order of ``initialize`` and the loads does not
-    matter. A native ``GradScaler.state_dict()`` goes into the first scaler; the way back is
-    ``GradScaler.load_state_dict(amp._amp_state.loss_scalers[0].state_dict())``. Says what was restored.
+    Before ``initialize`` it is kept for the next call; under apex ``initialize`` had to come first. A
+    ``GradScaler.state_dict()`` goes into the first scaler; the way back is
+    ``GradScaler.load_state_dict(amp._amp_state.loss_scalers[0].state_dict())``. Prints what was restored.
 
     Args:
         state_dict: From ``amp.state_dict()``. With another number of scalers, what fits is loaded, with a message.
@@ -56,22 +53,18 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         RuntimeError: A key that is none of a loss scaler.
         ValueError: A scale or count that cannot be one. Nothing is loaded by a call that raises.
     """
-    entries = _read(state_dict)
-    session = state.session
-    if session is None:
-        if entries:
-            state.loaded_scalers = entries
-            say("amp.load_state_dict before amp.initialize: the next amp.initialize restores the loss scalers.")
-        return
-    if not session.enabled:
-        if entries:
-            warn_once("load disabled", "amp.load_state_dict after amp.initialize(enabled=False): nothing to restore.")
-        return
-    _apply(entries, session.scalers)
+    entries, session = _read(state_dict), state.session
+    if session is not None and session.enabled:
+        _apply(entries, session.scalers)
+    elif session is not None and entries:
+        warn_once("load disabled", "amp.load_state_dict after amp.initialize(enabled=False): nothing to restore.")
+    elif entries:
+        state.loaded_scalers = entries
+        say("amp.load_state_dict before amp.initialize: the next amp.initialize restores the loss scalers.")
 
 
 def apply_loaded(scalers: list[LossScaler], undo: ExitStack) -> None:
-    """Restore into the scalers of a new call what was loaded before it; ``undo`` keeps it for the next call."""
+    """Restore into a new call's scalers what was loaded before it, unless ``undo`` runs."""
     entries = state.loaded_scalers
     if entries is not None:
         _apply(entries, scalers)
@@ -87,10 +80,8 @@ def _apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
         )
     for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
         scaler._loss_scale, scaler._unskipped = scale, unskipped
-        maybe_print(
-            f"amp.load_state_dict: restored loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}.",
-            True,
-        )
+        what = f"loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}"
+        maybe_print(f"amp.load_state_dict: restored {what}.", True)
 
 
 def _read(saved: object) -> list[Entry]:

@@ -1,9 +1,9 @@
 """Half-precision convolutions on the CPU, at float32's speed.
 
 torch's own kernels for them are tens of times slower than float32's where the processor has no half-precision
-arithmetic. Here their inputs are widened, float32 does the work, and the result is rounded once: what tensor cores
-compute as well. The rules sit below autograd, on the CPU's own dispatch key, so they serve the half model of O2 and O3
-as well as the casts of O1, forward, backward and double backward, eager and compiled.
+arithmetic. Here float32 does the work and the result is rounded once, as on tensor cores. The kernels are registered
+below autograd, on the CPU's own dispatch key: they serve the half model of O2 and O3 as well as the casts of O1,
+forward, backward and double backward, eager and compiled.
 """
 
 from __future__ import annotations
@@ -17,41 +17,28 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 
-Tensors = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
+def _in_float(native: Callable[..., Any], slow: frozenset[torch.dtype]) -> Callable[..., Any]:
+    """Make a kernel that computes ``native`` in float32 where the tensors are of a ``slow`` dtype.
 
-def _rounded(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``result`` in ``dtype`` and the strides of torch's half kernels (3-d: contiguous), as compiled graphs expect."""
-    layout = torch.contiguous_format if result.dim() == 5 else torch.preserve_format
-    return result.to(dtype, memory_format=layout)
+    The leading three arguments are tensors: input, weight and bias (or None), or gradient, input and weight.
+    """
 
+    def rounded(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        # The strides of torch's half kernels, as compiled graphs expect.
+        layout = torch.contiguous_format if result.dim() == 5 else torch.preserve_format
+        return result.to(dtype, memory_format=layout)
 
-def _forward(native: Callable[..., torch.Tensor], slow: frozenset[torch.dtype]) -> Callable[..., torch.Tensor]:
-    def convolution(
-        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *settings: Any, **named: Any
-    ) -> torch.Tensor:
-        dtype = x.dtype
-        if dtype not in slow or weight.dtype is not dtype:  # mixed dtypes: torch's own error
-            return native(x, weight, bias, *settings, **named)
-        wide_bias = None if bias is None else bias.float()
-        y = native(x.float(), weight.float(), wide_bias, *settings, **named)
-        return _rounded(y, dtype)
+    def kernel(*args: Any, **settings: Any) -> Any:
+        tensors, dtype = args[:3], args[0].dtype
+        if dtype not in slow or any(t is not None and t.dtype is not dtype for t in tensors):
+            return native(*args, **settings)  # mixed dtypes: torch's own error
+        wide = native(*(None if t is None else t.float() for t in tensors), *args[3:], **settings)
+        if isinstance(wide, torch.Tensor):
+            return rounded(wide, dtype)
+        return tuple(None if g is None else rounded(g, dtype) for g in wide)
 
-    return convolution
-
-
-def _backward(native: Callable[..., Tensors], slow: frozenset[torch.dtype]) -> Callable[..., Tensors]:
-    def convolution_backward(
-        grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *settings: Any, **named: Any
-    ) -> Tensors:
-        dtype = x.dtype
-        if dtype not in slow or weight.dtype is not dtype or grad.dtype is not dtype:
-            return native(grad, x, weight, *settings, **named)
-        wide = native(grad.float(), x.float(), weight.float(), *settings, **named)
-        dx, dweight, dbias = (None if g is None else _rounded(g, dtype) for g in wide)
-        return dx, dweight, dbias
-
-    return convolution_backward
+    return kernel
 
 
 def acquire() -> None:
@@ -63,9 +50,8 @@ def acquire() -> None:
         registrations = _torch.Registrations()
         undo.callback(registrations.close)
         # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
-        for name, make in (("_convolution", _forward), ("convolution_backward", _backward)):
-            for op in _torch.aten_overloads(name):
-                registrations.add(op, make(_torch.composite(op), slow), "CPU")
+        for op in (*_torch.aten_overloads("_convolution"), *_torch.aten_overloads("convolution_backward")):
+            registrations.add(op, _in_float(_torch.composite(op), slow), "CPU")
         state.casts.cpu_convolution = undo.pop_all()
         state.undo.callback(release)
 

@@ -1,8 +1,8 @@
-"""What ``DistributedDataParallel`` around an initialized model needs.
+"""Keep masters and gradients right under ``DistributedDataParallel``.
 
 Its constructor broadcasts rank 0's weights: half ones at O2. Masters must become rank 0's as well, low bits included,
-or ranks that started from different seeds drift apart. And under ``no_sync`` gradients stay on their rank until a later
-backward pass averages what has accumulated in ``param.grad``: they must still be there, scaled, when it comes.
+or ranks that started from different seeds drift apart. Under ``no_sync``, gradients must stay in ``param.grad``, still
+scaled, until a later backward pass averages them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ampcompat.amp.properties import HALF_DTYPES
 
 
 def install() -> None:
-    """Hear of every DDP that is made from now on; the undo goes on ``state.undo``."""
+    """Patch DDP's constructor to tell us of every wrapper made from now on."""
     if state.models.ddp is None and dist.is_available():
         state.models.ddp = weakref.WeakSet()
         _torch.patch_ddp_constructor(_made, state.undo)
@@ -37,8 +37,7 @@ def _made(wrapper: Any, synchronised: bool) -> None:
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) -> None:
     """Give every rank rank 0's master of every half parameter in ``module``.
 
-    All half parameters take part, whether this rank has made a master or not: ranks need not agree on that (rank 0
-    alone saves checkpoints).
+    Parameters without a master take part: rank 0 alone makes more of them when it saves checkpoints.
     """
     source = dist.get_global_rank(group, 0)
     for name, param in module.named_parameters():
@@ -54,7 +53,5 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) ->
 def holds_back(params: Iterable[torch.Tensor]) -> bool:
     """Whether a DDP in ``no_sync`` keeps the gradients of any of ``params`` on their rank."""
     silent = [wrapper for wrapper in state.models.ddp or () if not wrapper.require_backward_grad_sync]
-    if not silent:
-        return False
-    held = {id(param) for param in params}
+    held = {id(param) for param in params} if silent else ()
     return any(id(param) in held for wrapper in silent for param in wrapper.module.parameters())

@@ -1,7 +1,7 @@
-"""Functions whose arguments are cast as their author or user said, while casts are on.
+"""Functions whose arguments are cast as their user said, while casts are on.
 
-Users register functions by module and name, or decorate their own. What is registered is wrapped where it lives by the
-next ``initialize`` whose casts are on, and unwrapped when they end; the registrations stay.
+Users register functions by module and name, or decorate their own. The next ``initialize`` whose casts are on replaces
+registered ones in their module; they are put back when casts end, and the registrations stay.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ampcompat.amp.rules import Rule, cast_arguments
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-#: Functions that torch itself makes; written in Python, they are recognised by their module.
 _BUILTIN: Final = (
     *(types.BuiltinFunctionType, types.MethodDescriptorType),
     *(types.MethodWrapperType, types.WrapperDescriptorType),
@@ -30,7 +29,7 @@ _BUILTIN: Final = (
 
 @dataclass
 class Functions:
-    """What is registered, and the undo of what is wrapped now."""
+    """What is registered, by module and name, and the undo of what is wrapped now."""
 
     registered: dict[tuple[int, str], tuple[Any, str, Rule]] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack)
@@ -46,9 +45,9 @@ def _functions() -> Functions:
 def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     """Wrap ``function`` so that its floating tensor arguments are cast, while casts are on for their device.
 
-    Tensors are looked for in arguments and keywords, and in lists, tuples and mappings in these; everything else (self,
-    ctx, other objects) passes. Inner ops of a Python function still follow the lists; for a function of torch's own the
-    user's word beats the list, so that ``register_float_function(torch, "matmul")`` multiplies in float32.
+    Tensors are cast in arguments and keywords, and in lists, tuples and mappings in these. Inner ops of a Python
+    function still follow the lists; for a function of torch's own the user's word beats the list:
+    ``register_float_function(torch, "matmul")`` multiplies in float32.
 
     Args:
         function: Anything callable: a Python function, a C builtin, ``Function.apply``, a static or abstract method.
@@ -58,7 +57,7 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     Returns:
         A plain function, so that it binds as a method.
     """
-    overrule = overrule or is_torch_op(function)
+    overrule = overrule or _is_torch_op(function)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -73,8 +72,7 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     return wrapper
 
 
-def is_torch_op(function: Any) -> bool:
-    """Whether ``function`` is an op of torch, on which the lists have a word."""
+def _is_torch_op(function: Any) -> bool:
     module = str(getattr(function, "__module__", None) or "")
     if isinstance(function, _BUILTIN):  # methods of Tensor name a class, functions of torch.* a bound type object
         owners = (getattr(function, "__objclass__", None), type(getattr(function, "__self__", None)))
@@ -82,12 +80,8 @@ def is_torch_op(function: Any) -> bool:
     return module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
 
 
-def wrap_class(cls: type, rule: Rule) -> tuple[str, Any]:
-    """Wrap the method that stands for calling ``cls``; returns its name and the wrapper.
-
-    The class keeps its identity (``isinstance`` goes on working): a module's ``forward`` is wrapped, an
-    ``autograd.Function``'s ``apply``, any other class's ``__call__``.
-    """
+def _wrap_class(cls: type, rule: Rule) -> tuple[str, Any]:
+    """Wrap the method that stands for calling ``cls``, which keeps its identity; return its name and the wrapper."""
     if issubclass(cls, torch.autograd.Function):
         return "apply", staticmethod(make_wrapper(cls.apply, rule))
     name = "forward" if issubclass(cls, torch.nn.Module) else "__call__"
@@ -100,7 +94,7 @@ def _register(module: Any, name: str, rule: Rule) -> None:
         shown = getattr(module, "__name__", type(module).__name__)
         raise ValueError(
             f"No function named {name!r} in module {shown} - it must exist when it is registered - check the spelling,"
-            " and pass the module object with the function's name as a string."
+            " and pass the function's name as a string."
         )
     functions = _functions()
     functions.registered[id(module), name] = (module, name, rule)
@@ -114,7 +108,8 @@ def register_half_function(module: Any, name: str) -> None:
 
     Args:
         module: Module, class or namespace object that holds the function.
-        name: Its attribute name; a class found there keeps its identity, its forward is wrapped.
+        name: Its attribute name. A class found there keeps its identity: a module's ``forward`` is wrapped, an
+            ``autograd.Function``'s ``apply``, any other class's ``__call__``.
 
     Raises:
         ValueError: ``module`` has no such attribute.
@@ -128,10 +123,7 @@ def register_float_function(module: Any, name: str) -> None:
 
 
 def register_promote_function(module: Any, name: str) -> None:
-    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
-
-    See :func:`register_half_function`.
-    """
+    """Have ``module.name`` cast its arguments to the widest dtype among them; see :func:`register_half_function`."""
     _register(module, name, Rule.PROMOTE)
 
 
@@ -145,7 +137,7 @@ def activate() -> None:
     for module, name, rule in functions.registered.values():
         target = getattr(module, name)
         if isinstance(target, type):
-            _torch.replace(target, *wrap_class(target, rule), functions.undo)
+            _torch.replace(target, *_wrap_class(target, rule), functions.undo)
         else:
             # A function found on a class through staticmethod must not turn into a method.
             static = isinstance(getattr(module, "__dict__", {}).get(name), staticmethod)
@@ -164,28 +156,25 @@ def _decorated(function: Any, rule: Rule) -> Any:
     if isinstance(function, (staticmethod, classmethod)):
         return type(function)(make_wrapper(function.__func__, rule))
     if isinstance(function, type):
-        setattr(function, *wrap_class(function, rule))
+        setattr(function, *_wrap_class(function, rule))
         return function
     return make_wrapper(function, rule)
 
 
 def half_function(fn: F) -> F:
-    """Decorator: while casts are on, ``fn`` gets its floating tensor arguments in half.
+    """Decorate ``fn`` to get its floating tensor arguments in half while casts are on.
 
-    Works on Python functions, C builtins, ``Function.apply``, methods of every kind and classes, at import time and
-    before any ``initialize`` (``apex/amp/amp.py: half_function``).
+    Works on Python functions, C builtins, ``Function.apply``, methods of every kind and classes, before or after any
+    ``initialize`` (``apex/amp/amp.py: half_function``).
     """
     return cast(F, _decorated(fn, Rule.HALF))
 
 
 def float_function(fn: F) -> F:
-    """Decorator: while casts are on, ``fn`` gets its half arguments in float32; see :func:`half_function`."""
+    """Decorate ``fn`` to get its half arguments in float32 while casts are on; see :func:`half_function`."""
     return cast(F, _decorated(fn, Rule.FLOAT))
 
 
 def promote_function(fn: F) -> F:
-    """Decorator: while casts are on, ``fn`` gets its arguments in the widest dtype among them.
-
-    See :func:`half_function`.
-    """
+    """Decorate ``fn`` to get its arguments in the widest dtype among them; see :func:`half_function`."""
     return cast(F, _decorated(fn, Rule.PROMOTE))

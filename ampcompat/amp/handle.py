@@ -1,9 +1,8 @@
-"""The handle objects of apex, and ``disable_casts``."""
+"""The API of before 2019: the handle that ``amp.init`` returns, and optimizers that scale their own losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,15 +10,68 @@ import torch
 from ampcompat.amp import optimizer as _optimizer
 from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.block import scale_loss
-from ampcompat.amp.opt import OptimWrapper, PlainOptimWrapper
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 
+class _Wrapper:
+    """An optimizer whose attributes show through."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+
+class PlainOptimWrapper(_Wrapper):
+    """What ``wrap_optimizer`` returns where amp is disabled (before 2019, ``NoOpHandle`` returned the like)."""
+
+    def scale_loss(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """Yield ``loss`` as it is."""
+        return nullcontext(loss)
+
+
+class OptimWrapper(_Wrapper):
+    """An optimizer that picks its scalers itself: the n-th block of a step gets the n-th (``apex/amp/opt.py``).
+
+    Args:
+        optimizer: Any torch optimizer; its attributes show through.
+        amp_handle: What ``amp.init`` returned.
+        num_loss: Losses per step.
+    """
+
+    def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
+        super().__init__(optimizer)
+        self._num_loss, self._next = num_loss, 0
+        amp_handle._adopt(optimizer, num_loss)
+
+    def scale_loss(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+        """Open a ``scale_loss`` block for this optimizer.
+
+        Raises:
+            RuntimeError: More blocks since the last step than ``num_loss``.
+        """
+        if self._next >= self._num_loss:
+            raise RuntimeError(
+                f"scale_loss was called {self._next + 1} times before a step - wrap_optimizer(num_loss="
+                f"{self._num_loss}) said how many losses there are - pass a larger num_loss."
+            )
+        self._next += 1
+        return scale_loss(loss, self._optimizer, loss_id=self._next - 1)
+
+    def step(self, closure: Any = None) -> Any:
+        """Step the optimizer, unless a gradient overflowed."""
+        self._next = 0
+        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+
+
 class AmpHandle:
-    """What ``amp._amp_state.handle`` is while functions are cast."""
+    """What ``amp._amp_state.handle`` is while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
 
     def __init__(self, owner: Session, verbose: bool = False) -> None:
         self._session, self._verbose = owner, verbose
@@ -28,9 +80,7 @@ class AmpHandle:
         """Whether this call's casts are in force."""
         return self._session.policy.casts.enabled
 
-    @property
-    def _is_active(self) -> bool:
-        return self.is_active()
+    _is_active = property(is_active)
 
     @property
     def _default_scaler(self) -> LossScaler:
@@ -38,57 +88,54 @@ class AmpHandle:
 
     @property
     def verbose(self) -> bool:
-        """Whether casts are logged; apex's word, of no effect here."""
+        """What ``amp.init(verbose=...)`` was given; no cast is logged."""
         return self._verbose
 
     def has_cache(self) -> bool:
         """Whether there may be cached casts of weights."""
         return self.is_active() and torch.is_autocast_cache_enabled()
 
-    def _clear_cache(self) -> None:
-        torch.clear_autocast_cache()
-
     def remove_cache(self, param: Any) -> None:
         """Drop cached casts; autocast can only drop all of them."""
         torch.clear_autocast_cache()
 
-    def _disable_casts(self) -> AbstractContextManager[Any]:
-        return disable_casts()
+    _clear_cache = staticmethod(torch.clear_autocast_cache)
+    _disable_casts = staticmethod(disable_casts)
 
     def _deactivate(self) -> None:
-        """End this call's casts for good; the last active call takes every patch off torch."""
         self._session.end_casts()
 
     def _adopt(self, optimizer: Any, num_loss: int = 1) -> None:
-        """Take an optimizer that no ``initialize`` was given."""
-        while len(self._session.scalers) < num_loss:
-            loss_id = len(self._session.scalers)
-            self._session.scalers.append(LossScaler(self._session.properties.loss_scale, loss_id=loss_id))
+        """Put under amp an optimizer that no ``initialize`` was given."""
+        scalers = self._session.scalers
+        while len(scalers) < num_loss:
+            scalers.append(LossScaler(self._session.properties.loss_scale, loss_id=len(scalers)))
         if "_amp_stash" not in vars(optimizer):
             _optimizer.attach(optimizer, self._session)
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
-        """The way to scale a loss before 2019: ``optimizer`` need not be known yet."""
+        """Open a ``scale_loss`` block; ``optimizer`` need not be known yet."""
         self._adopt(optimizer)
         return scale_loss(loss, optimizer)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """An optimizer with a ``scale_loss(loss)`` of its own, for ``num_loss`` losses per step."""
+        """Wrap ``optimizer`` so that it scales its own losses, ``num_loss`` of them per step."""
         return OptimWrapper(optimizer, self, num_loss)
 
 
 class NoOpHandle:
-    """What ``amp._amp_state.handle`` is where no function is cast."""
+    """What ``amp._amp_state.handle`` is where no function is cast (``apex/amp/handle.py: NoOpHandle``)."""
 
     verbose = False
     _is_active = False
+    _disable_casts = staticmethod(disable_casts)
 
     def is_active(self) -> bool:
-        """Always False."""
+        """Return False."""
         return False
 
     def has_cache(self) -> bool:
-        """Always False."""
+        """Return False."""
         return False
 
     def _clear_cache(self) -> None:
@@ -97,14 +144,10 @@ class NoOpHandle:
     def _deactivate(self) -> None:
         pass
 
-    def _disable_casts(self) -> AbstractContextManager[Any]:
-        return disable_casts()
-
-    @contextmanager
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any = None) -> Iterator[torch.Tensor]:
-        """Yields ``loss`` as it is."""
-        yield loss
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any = None) -> AbstractContextManager[torch.Tensor]:
+        """Yield ``loss`` as it is."""
+        return nullcontext(loss)
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> PlainOptimWrapper:
-        """``optimizer`` with a ``scale_loss`` that does nothing."""
+        """Give ``optimizer`` a ``scale_loss`` that does nothing."""
         return PlainOptimWrapper(optimizer)

@@ -1,16 +1,16 @@
 """Modules that stay float32 inside a model that runs in half: ``initialize(keep_fp32=...)``.
 
-Around a kept module stands a border: its forward gets float32 inputs and runs with casts off; where the model's weights
-are half, its outputs go back to half. The border is the same dynamic subclass that makes a model run under amp, so that
+A kept module gets a border: its forward has float32 inputs and runs with casts off; where the model's weights are half,
+its outputs go back to half. The border is a policy of the dynamic subclass that makes a model run under amp, so that
 deepcopy, pickle, DataParallel, a direct ``module.forward(x)`` and ``torch.compile`` go through it too.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import os
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.trees import cast_tree, tensors_in
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+Names = dict[torch.nn.Module, str]
 
 
 class BorderPolicy(ModelPolicy):
@@ -39,16 +40,14 @@ class BorderPolicy(ModelPolicy):
         super().__init__(opt_level, OFF, torch.float32, outside, None, False)
 
     def run(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """``forward`` on float32 inputs, casts off."""
+        """Run ``forward`` on float32 inputs, casts off."""
         tensors = tensors_in((args, kwargs))
         given = [t.dtype for t in tensors if t.is_floating_point()]
         args, kwargs = cast_tree(args, torch.float32), cast_tree(kwargs, torch.float32)
         tensors = tensors or list(model.parameters())
         device_type = tensors[0].device.type if tensors else "cpu"
-        if torch.is_autocast_enabled(device_type):
-            with torch.autocast(device_type, enabled=False):
-                output = forward(*args, **kwargs)
-        else:
+        casting = torch.is_autocast_enabled(device_type)
+        with torch.autocast(device_type, enabled=False) if casting else nullcontext():
             output = forward(*args, **kwargs)
         # Integer inputs (an embedding's) come from a half model as well; float32 ones from float32 code.
         if self.output_dtype is None or (given and not any(dtype in HALF_DTYPES for dtype in given)):
@@ -56,12 +55,12 @@ class BorderPolicy(ModelPolicy):
         return cast_tree(output, self.output_dtype)
 
     def stamp(self, model: torch.nn.Module) -> tuple[Casts | None, str]:
-        """A replica decides as its module does."""
+        """Let a replica decide as its module does."""
         return None, ""
 
 
 def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Module]:
-    """The modules that ``keep_fp32`` and ``AMPCOMPAT_KEEP_FP32`` name, the outermost ones only.
+    """List the modules that ``keep_fp32`` and ``AMPCOMPAT_KEEP_FP32`` name, the outermost ones only.
 
     Modules that share a tensor with a kept one are kept as well, with a message: a tied weight has one dtype.
 
@@ -69,17 +68,13 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
         TypeError: Something is no module, module type or pattern.
         ValueError: A module is not in the models, nothing matches, or what matches cannot be kept.
     """
-    if keep_fp32 is None:
-        wanted = []
-    elif isinstance(keep_fp32, (list, tuple, set, frozenset)):
-        wanted = list(keep_fp32)
-    else:
-        wanted = [keep_fp32]
-    patterns = [p.strip() for p in os.environ.get("AMPCOMPAT_KEEP_FP32", "").split(",")]
-    if not wanted and not any(patterns):
+    several = isinstance(keep_fp32, (list, tuple, set, frozenset))
+    wanted = [] if keep_fp32 is None else list(keep_fp32) if several else [keep_fp32]
+    patterns = [p.strip() for p in os.environ.get("AMPCOMPAT_KEEP_FP32", "").split(",") if p.strip()]
+    if not wanted and not patterns:
         return []
     names = {module: name for model in reversed(models) for name, module in model.named_modules()}
-    found: dict[torch.nn.Module, None] = {}
+    found: Names = {}
     for one in wanted:
         matches = _matches(one, names)
         if not matches:
@@ -87,16 +82,14 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
                 f"keep_fp32={_show(one)} - it matches no module of the model - modules are named {_list(names)};"
                 " patterns are shell patterns over these names or over class names."
             )
-        found.update(dict.fromkeys(matches))
-    for pattern in filter(None, patterns):
+        found.update(matches)
+    for pattern in patterns:  # a script may initialize its models one by one: each need not match in each of them
         matches = _matches(pattern, names)
-        # A script may initialize its models one by one: each pattern need not match in each of them.
-        say(
-            f"AMPCOMPAT_KEEP_FP32: {pattern!r} keeps {_list({m: names[m] for m in matches})} in float32."
-            if matches
-            else f"AMPCOMPAT_KEEP_FP32: {pattern!r} matches no module of this model, which has {_list(names)}."
-        )
-        found.update(dict.fromkeys(matches))
+        if matches:
+            say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} keeps {_list(matches)} in float32.")
+        else:
+            say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} matches no module of this model, which has {_list(names)}.")
+        found.update(matches)
     kept = _with_tied(_forwarding(found), names)
     for module in kept:
         _check(module, models, names)
@@ -104,17 +97,13 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
     return [module for module in kept if module not in inner]
 
 
-def _matches(one: Any, names: dict[torch.nn.Module, str]) -> list[torch.nn.Module]:
+def _matches(one: Any, names: Names) -> Names:
     if isinstance(one, torch.nn.Module):
-        return [one] if one in names else []
+        return {one: names[one]} if one in names else {}
     if isinstance(one, type) and issubclass(one, torch.nn.Module):
-        return [module for module in names if isinstance(module, one)]
+        return {module: name for module, name in names.items() if isinstance(module, one)}
     if isinstance(one, str):
-        return [
-            module
-            for module, name in names.items()
-            if name and (fnmatch.fnmatchcase(name, one) or fnmatch.fnmatchcase(type(module).__name__, one))
-        ]
+        return {m: n for m, n in names.items() if n and (fnmatchcase(n, one) or fnmatchcase(type(m).__name__, one))}
     raise TypeError(
         f"keep_fp32 got {_show(one)} - it takes modules, module types and name patterns, or a list of these - pass"
         " keep_fp32=['encoder.*.wo'] for instance."
@@ -122,14 +111,14 @@ def _matches(one: Any, names: dict[torch.nn.Module, str]) -> list[torch.nn.Modul
 
 
 def _forwarding(found: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, None]:
-    """``found`` with containers, which have no forward, replaced by what they contain."""
+    """Replace containers, which have no forward, by what they contain."""
     flat: dict[torch.nn.Module, None] = {}
     for module in found:
         flat.update(_forwarding(module.children()) if isinstance(module, _CONTAINERS) else {module: None})
     return flat
 
 
-def _with_tied(kept: dict[torch.nn.Module, None], names: dict[torch.nn.Module, str]) -> dict[torch.nn.Module, None]:
+def _with_tied(kept: dict[torch.nn.Module, None], names: Names) -> dict[torch.nn.Module, None]:
     while True:
         covered = {module for one in kept for module in one.modules()}
         shared = {id(t): module for module in covered for _, t in own_tensors(module)}
@@ -143,9 +132,9 @@ def _with_tied(kept: dict[torch.nn.Module, None], names: dict[torch.nn.Module, s
             return kept
 
 
-def _check(module: torch.nn.Module, models: list[torch.nn.Module], names: dict[torch.nn.Module, str]) -> None:
-    name = names[module]
-    if any(model in set(module.modules()) for model in models):
+def _check(module: torch.nn.Module, models: list[torch.nn.Module], names: Names) -> None:
+    name, inside = names[module], set(module.modules())
+    if any(model in inside for model in models):
         raise ValueError(
             f"keep_fp32 keeps a whole model ({type(module).__name__}) - it keeps modules inside of one - initialize"
             " this model with opt_level='O0', or name modules in it."
@@ -166,25 +155,20 @@ def build_borders(
     """Put borders around ``kept`` and take those of earlier calls off every other module under ``modules``."""
     for module in {m for model in modules for m in model.modules()} - set(modules):
         before = module.__dict__.get("_amp_policy")
-        if module not in kept and not isinstance(before, BorderPolicy):
-            continue
-        undo.callback(_set, module, before)
-        if module in kept:
-            _set(module, BorderPolicy(policy.opt_level, policy.half))
-        else:
-            _set(module, None)
+        if module in kept or isinstance(before, BorderPolicy):
+            undo.callback(_set, module, before)
+            _set(module, BorderPolicy(policy.opt_level, policy.half) if module in kept else None)
 
 
 def _set(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
-    border = isinstance(policy, BorderPolicy)
-    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is _pass and not border]:
-        del module._forward_pre_hooks[key]
+    hooks = module._forward_pre_hooks
+    for key in [key for key, hook in hooks.items() if hook is _pass]:
+        del hooks[key]
     amp_model.set_policy(module, policy)
-    if border:
+    if isinstance(policy, BorderPolicy):
         state.models.live.discard(module)
-        if _pass not in module._forward_pre_hooks.values():
-            # torch's fused encoder layer reads its parts' weights past their forward, but not where a part has hooks.
-            module.register_forward_pre_hook(_pass)
+        # torch's fused encoder layer reads its parts' weights past their forward, but not where a part has hooks.
+        module.register_forward_pre_hook(_pass)
 
 
 def _pass(module: torch.nn.Module, args: Any) -> None:
@@ -195,6 +179,6 @@ def _show(one: Any) -> str:
     return type(one).__name__ if isinstance(one, torch.nn.Module) else repr(one)
 
 
-def _list(names: dict[torch.nn.Module, str]) -> str:
+def _list(names: Names) -> str:
     shown = sorted(name for name in names.values() if name)
     return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")

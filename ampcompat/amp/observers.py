@@ -1,7 +1,6 @@
-"""Observers of a run: the tools that record or explain what happens at ``scale_loss`` and ``step``.
+"""Tell observers, the tools that record or explain a run, what happens at ``scale_loss`` and ``step``.
 
-An observer is an object with any of these methods; they are called in the thread of the script, and what they raise
-goes through to it:
+An observer is an object with any of these methods, called in the thread of the script; what they raise reaches it:
 
 * ``on_initialize()``: a call of ``initialize`` has returned.
 * ``on_forward(model, args, kwargs)`` and ``on_output(model, output)``: the forward of an initialized model, eager.
@@ -22,13 +21,13 @@ from ampcompat._state import state
 
 
 def observers() -> list[Any]:
-    """The observers in force, in the order in which they are called; ``state.reset()`` forgets them."""
+    """Return the observers in force, in the order in which they are called."""
     return state.observers
 
 
 @contextmanager
 def observing(observer: Any) -> Iterator[None]:
-    """Tell ``observer`` of everything that happens inside."""
+    """Tell ``observer`` of what happens inside."""
     state.observers.append(observer)
     try:
         yield
@@ -37,7 +36,7 @@ def observing(observer: Any) -> Iterator[None]:
 
 
 def notify(event: str, *args: Any) -> None:
-    """Call the method ``event`` of every observer that has it. Ask ``state.observers`` first where it is hot."""
+    """Call the method ``event`` of every observer that has it. Check ``state.observers`` first on hot paths."""
     for observer in list(state.observers):
         method = getattr(observer, event, None)
         if method is not None:

@@ -1,23 +1,13 @@
 """Optimization levels, what may be overridden in them, and every check of what ``initialize`` is given.
 
 apex kept the same in ``apex/amp/frontend.py``: ``Properties`` and the classes ``O0`` to ``O3``.
-
-========================  ========  =========  =========  =========  ========  =========
-option                    O0        O1         O2         O3         O4        O5
-========================  ========  =========  =========  =========  ========  =========
-cast_model_type           float32   None       float16    float16    None      bfloat16
-patch_torch_functions     False     True       False      False      True      False
-keep_batchnorm_fp32       None      None       True       False      None      True
-master_weights            False     None       True       False      None      True
-loss_scale                1.0       "dynamic"  "dynamic"  1.0        1.0       1.0
-========================  ========  =========  =========  =========  ========  =========
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -49,81 +39,21 @@ BRIEFS: Mapping[str, str] = {
     "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
 }
 CASTING_LEVELS = ("O1", "O4")
+_DTYPE_NAMES: Mapping[str, torch.dtype] = {
+    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
+    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
+}
 
 
 def checked_level(level: object) -> str:
-    """Return ``level`` if it names an optimization level.
-
-    Raises:
-        RuntimeError: It does not; apex raised the same type.
-    """
+    """Return ``level`` if it names an optimization level, else raise a RuntimeError, as apex did."""
     if isinstance(level, str) and level in LEVELS:
         return level
-    hint = ""
-    if isinstance(level, str) and level[:1] == "0":
-        hint = " Its first character is the digit zero; the prefix is the letter O (as in Optimization)."
+    hint = " Its prefix is the letter O (as in Optimization), not a zero." if str(level).startswith("0") else ""
     raise RuntimeError(
         f"Unexpected optimization level {level!r} - options are 'O0', 'O1', 'O2', 'O3' (and 'O4', 'O5' for bfloat16)."
         f"{hint} Pass one of these as opt_level."
     )
-
-
-def _flag(name: str, value: object) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    if value in ("True", "False"):
-        return value == "True"
-    raise ValueError(f"{name}={value!r} - it must be True, False, 'True', 'False' or None - pass one of these.")
-
-
-def _loss_scale(value: object) -> float | str | None:
-    if value is None or value == "dynamic":
-        return value
-    try:
-        scale = float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        scale = math.nan
-    if isinstance(value, bool) or not (math.isfinite(scale) and scale > 0):
-        raise ValueError(
-            f"loss_scale={value!r} - it must be 'dynamic' or a positive number (or such a number as a string)"
-            " - pass loss_scale='dynamic' if unsure."
-        )
-    return scale
-
-
-def _cast_type(name: str, value: object) -> Any:
-    if value is None or value is False or (isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)):
-        return value
-    raise TypeError(
-        f"{name}={value!r} - it must be torch.float16, torch.bfloat16, torch.float32, False (no cast) or None"
-        " - pass the dtype object itself."
-    )
-
-
-def refusal(level: str, name: str, value: object) -> str | None:
-    """Why ``level`` does not allow ``name=value``, or None where it does (apex's rules)."""
-    if level in CASTING_LEVELS:
-        if name == "cast_model_type" and value not in (None, False, torch.float32):
-            return (
-                f"cast_model_type={value!r} at {level} - {level} inserts casts around functions and keeps the weights"
-                " in float32 - use opt_level='O2' or 'O3' to cast the model."
-            )
-        if name == "keep_batchnorm_fp32" and value is not None:
-            return (
-                f"keep_batchnorm_fp32={value!r} at {level} - with {level} the weights, batch norm's among them, stay in"
-                " float32, so keep_batchnorm_fp32 must be None - leave it out, or use opt_level='O2'."
-            )
-        if name == "master_weights" and value is not None:
-            return (
-                f"master_weights={value!r} at {level} - with {level} the model's weights are float32 already, so there"
-                " is nothing to keep masters of - leave it out, or use opt_level='O2'."
-            )
-    elif name == "patch_torch_functions" and value:
-        return (
-            f"patch_torch_functions={value!r} at {level} - only O1 (O4) inserts casts around functions"
-            " - select opt_level='O1' instead."
-        )
-    return None
 
 
 def checked_option(name: str, value: object) -> Any:
@@ -133,11 +63,57 @@ def checked_option(name: str, value: object) -> Any:
         TypeError: ``cast_model_type`` is not a dtype.
         ValueError: A flag or a loss scale cannot be read.
     """
+    if value is None:
+        return None
     if name == "cast_model_type":
-        return _cast_type(name, value)
+        if value is False or (isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)):
+            return value
+        raise TypeError(
+            f"{name}={value!r} - it must be torch.float16, torch.bfloat16, torch.float32, False (no cast) or None"
+            " - pass the dtype object itself."
+        )
     if name == "loss_scale":
-        return _loss_scale(value)
-    return _flag(name, value)
+        if value == "dynamic":
+            return value
+        try:
+            scale = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            scale = math.nan
+        if _is_positive(scale):
+            return scale
+        raise ValueError(
+            f"loss_scale={value!r} - it must be 'dynamic' or a positive number (or such a number as a string)"
+            " - pass loss_scale='dynamic' if unsure."
+        )
+    if isinstance(value, bool):
+        return value
+    if value in ("True", "False"):
+        return value == "True"
+    raise ValueError(f"{name}={value!r} - it must be True, False, 'True', 'False' or None - pass one of these.")
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+#: Why O1 and O4, which cast around functions and leave the weights in float32, do not take an option.
+_NOT_AT_O1: Mapping[str, str] = {
+    "cast_model_type": "the weights stay float32 - use opt_level='O2' or 'O3' to cast the model.",
+    "keep_batchnorm_fp32": "all weights stay float32, so it must be None - leave it out, or use opt_level='O2'.",
+    "master_weights": "the model's weights are their own masters - leave it out, or use opt_level='O2'.",
+}
+
+
+def refusal(level: str, name: str, value: object) -> str | None:
+    """Say why ``level`` does not allow ``name=value``, or None where it does; apex allowed and refused the same."""
+    if level in CASTING_LEVELS:
+        no_cast = name == "cast_model_type" and value in (False, torch.float32)
+        reason = None if value is None or no_cast else _NOT_AT_O1.get(name)
+    elif name == "patch_torch_functions" and value:
+        reason = "only O1 (O4) inserts casts around functions - select opt_level='O1' instead."
+    else:
+        reason = None
+    return reason and f"{name}={value!r} at {level} - {reason}"
 
 
 class Properties:
@@ -147,8 +123,7 @@ class Properties:
     """
 
     def __init__(self) -> None:
-        options: dict[str, Any] = dict.fromkeys(("opt_level", *_OPTIONS))
-        self.__dict__["options"] = {"enabled": False, **options}
+        self.__dict__["options"] = {"enabled": False, **dict.fromkeys(("opt_level", *_OPTIONS))}
 
     def _update_options_dict(self, new_options: Mapping[str, Any]) -> None:
         unknown = sorted(set(new_options) - set(self.options))
@@ -163,36 +138,22 @@ class Properties:
         raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.options:
-            self.__dict__[name] = value
-        elif name in _OPTIONS:
+        if name in _OPTIONS:
             value = checked_option(name, value)
             reason = refusal(self.options["opt_level"] or "O0", name, value)
             if reason:
                 raise RuntimeError(reason)
-            self.options[name] = value
-        else:
-            self.options[name] = value
+        (self.options if name in self.options else self.__dict__)[name] = value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options})"
 
 
-# -- reading and checking arguments ------------------------------------------------------------------------------------
-_DTYPE_NAMES: Mapping[str, torch.dtype] = {
-    "float16": torch.float16,
-    "fp16": torch.float16,
-    "half": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-}
-
-
 def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple[Properties, torch.dtype]:
-    """Options of a call: those of its level, overridden by keywords and by the environment.
+    """Read the options of a call: those of its level, overridden by keywords and by the environment.
 
-    ``AMPCOMPAT_OPT_LEVEL`` and ``AMPCOMPAT_DTYPE`` change a script from outside; a keyword that the level from outside
-    does not allow is dropped. Both say so.
+    ``AMPCOMPAT_OPT_LEVEL`` and ``AMPCOMPAT_DTYPE`` change a script from outside, and a message says so. A keyword that
+    the level from outside does not allow is dropped.
 
     Returns:
         The properties, and the half dtype in force (float16 unless bfloat16 was asked for).
@@ -203,13 +164,16 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     """
     outside = os.environ.get("AMPCOMPAT_OPT_LEVEL") or None
     level = checked_level(outside or opt_level)
-    dtype = _dtype_from_environment()
+    dtype_name = os.environ.get("AMPCOMPAT_DTYPE") or None
+    if dtype_name not in (None, *_DTYPE_NAMES):
+        raise ValueError(
+            f"AMPCOMPAT_DTYPE={dtype_name!r} - it must be one of {sorted(_DTYPE_NAMES)} - set one of these."
+        )
+    dtype = _DTYPE_NAMES.get(dtype_name or "")
     half = dtype or (torch.bfloat16 if level in ("O4", "O5") else torch.float16)
     options = dict(LEVELS[level])
     if options["cast_model_type"] in HALF_DTYPES:
         options["cast_model_type"] = half
-    if half == torch.bfloat16 and options["loss_scale"] == "dynamic":
-        options["loss_scale"] = 1.0  # bfloat16 has float32's range: nothing to scale
     for name, value in overrides.items():
         checked = checked_option(name, value)
         if checked is None:
@@ -222,9 +186,9 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
             warn_or_err(reason)
         if name == "cast_model_type" and checked in HALF_DTYPES:
             checked = half = dtype or checked
-            if half == torch.bfloat16 and overrides.get("loss_scale") is None:
-                options["loss_scale"] = 1.0
         options[name] = checked
+    if half == torch.bfloat16 and overrides.get("loss_scale") is None and options["loss_scale"] == "dynamic":
+        options["loss_scale"] = 1.0  # bfloat16 has float32's range: nothing to scale
     properties = Properties()
     properties._update_options_dict({"enabled": True, "opt_level": level, **options})
     if outside and outside != opt_level:
@@ -234,89 +198,78 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     return properties, half
 
 
-def _dtype_from_environment() -> torch.dtype | None:
-    name = os.environ.get("AMPCOMPAT_DTYPE") or None
-    if name is None:
-        return None
-    if name not in _DTYPE_NAMES:
-        raise ValueError(f"AMPCOMPAT_DTYPE={name!r} - it must be one of {sorted(_DTYPE_NAMES)} - set one of these.")
-    return _DTYPE_NAMES[name]
-
-
 def as_models(models: object) -> list[torch.nn.Module]:
-    """``models`` as a list, each checked to be a module that may be initialized now."""
-    found: list[Any] = list(models) if isinstance(models, (list, tuple)) else [models]
+    """Return ``models`` as a list, each checked to be a module that may be initialized now."""
+    wanted = "a model - models must be a torch.nn.Module, or a list or tuple of them - pass the module itself."
+    found = _as_list(models, lambda one: isinstance(one, torch.nn.Module), wanted)
     for model in found:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(
-                f"amp.initialize got {_name(model)} as a model - models must be a torch.nn.Module, or a list or tuple"
-                " of them - pass the module itself."
-            )
         wrapper = _torch.parallel_wrapper(model)
         if wrapper:
             raise RuntimeError(
                 f"amp.initialize got a model already wrapped in {wrapper} - amp casts weights, and the wrapper has"
                 " taken note of them - call amp.initialize first and wrap what it returns."
             )
-        _check_weights(model)
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    _check_weight(module, f"parameter {name!r} of a {type(module).__name__}", param)
     return found
+
+
+def _as_list(given: object, fits: Callable[[object], bool], wanted: str) -> list[Any]:
+    found = list(given) if isinstance(given, (list, tuple)) else [given]
+    for one in found:
+        if not fits(one):
+            shown = f"the class {one.__name__}" if isinstance(one, type) else f"an object of type {type(one).__name__}"
+            raise TypeError(f"amp.initialize got {shown} as {wanted}")
+    return found
+
+
+def _check_weight(module: torch.nn.Module, name: str, param: torch.Tensor) -> None:
+    if _torch.is_uninitialized(param):
+        trouble = f"uninitialized {name} - its shape must be known - run one forward pass first."
+    elif param.device.type == "meta":
+        trouble = (
+            f"{name} on the meta device - masters and loss scales need values - move it with to_empty(device=...),"
+            " load its weights, and call amp.initialize then."
+        )
+    elif param.is_inference():
+        trouble = f"{name} made under torch.inference_mode - it cannot be trained - make the model outside of it."
+    elif (
+        param.dtype in HALF_DTYPES
+        and param.dtype != module.__dict__.get("_amp_half", (None,))[0]
+        and not _amp_state.allow_incoming_model_not_fp32
+    ):
+        trouble = (
+            f"{name} is {param.dtype} already - amp casts the model itself and needs its float32 weights - do not call"
+            " .half() or .bfloat16() on it (amp._amp_state.allow_incoming_model_not_fp32 = True lifts this check)."
+        )
+    else:
+        return
+    raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble}")
 
 
 def check_unsharded(models: list[torch.nn.Module], properties: Properties) -> None:
     """Refuse to cast weights of which this rank holds a part (``fully_shard``)."""
     if properties.cast_model_type not in HALF_DTYPES:
         return
-    for model in models:
-        for name, param in model.named_parameters():
-            if _torch.is_sharded(param):
-                raise RuntimeError(
-                    f"amp.initialize got a model sharded by fully_shard (its parameter {name!r} is a DTensor) at"
-                    f" opt_level={properties.opt_level!r} - float32 masters of shards are fully_shard's own business -"
-                    " use opt_level='O1' (O4 for bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
-                )
-
-
-def _check_weights(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        ours = module.__dict__.get("_amp_half", (None,))[0]
-        for name, param in module._parameters.items():
-            if param is None:
-                continue
-            if _torch.is_uninitialized(param):
-                raise RuntimeError(
-                    f"amp.initialize got a model with the uninitialized parameter {name!r} of a"
-                    f" {type(module).__name__} - its shape must be known - run one forward pass first."
-                )
-            if param.device.type == "meta":
-                raise RuntimeError(
-                    f"amp.initialize got a model with the parameter {name!r} of a {type(module).__name__} on the meta"
-                    " device - masters and loss scales need values - move it with to_empty(device=...), load its"
-                    " weights, and call amp.initialize then."
-                )
-            if param.is_inference():
-                raise RuntimeError(
-                    f"amp.initialize got a model whose parameter {name!r} was made under torch.inference_mode - such"
-                    " tensors cannot be trained - make the model outside of it."
-                )
-            if param.dtype in HALF_DTYPES and param.dtype != ours and not _amp_state.allow_incoming_model_not_fp32:
-                raise RuntimeError(
-                    f"amp.initialize got a model whose parameter {name!r} of a {type(module).__name__} is {param.dtype}"
-                    " already - amp casts the model itself and needs its float32 weights - do not call .half() or"
-                    " .bfloat16() on it (amp._amp_state.allow_incoming_model_not_fp32 = True lifts this check)."
-                )
+    for name, param in (pair for model in models for pair in model.named_parameters()):
+        if _torch.is_sharded(param):
+            raise RuntimeError(
+                f"amp.initialize got a model sharded by fully_shard (its parameter {name!r} is a DTensor) at opt_level="
+                f"{properties.opt_level!r} - float32 masters of shards are fully_shard's own business - use opt_level="
+                "'O1' (O4 for bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
+            )
 
 
 def as_optimizers(optimizers: object) -> list[Any]:
-    """``optimizers`` as a list (None: empty), each checked to be an optimizer or a wrapper that looks like one."""
-    if optimizers is None:
-        return []
-    found = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
+    """Return ``optimizers`` as a list (None: empty), each checked to be an optimizer or to look like one."""
+    wanted = (
+        "an optimizer - optimizers must be a torch.optim.Optimizer (or a wrapper with its methods, as LARC), or a list"
+        " or tuple of them - pass the optimizer itself."
+    )
+    found = [] if optimizers is None else _as_list(optimizers, is_optimizer, wanted)
     for optimizer in found:
-        if not is_optimizer(optimizer):
-            raise TypeError(
-                f"amp.initialize got {_name(optimizer)} as an optimizer - optimizers must be a torch.optim.Optimizer"
-                " (or a wrapper with its methods, as LARC), or a list or tuple of them - pass the optimizer itself."
-            )
         stash = getattr(optimizer, "_amp_stash", None)
         if stash is not None and stash.in_block:
             raise RuntimeError(
@@ -341,17 +294,15 @@ def check_verbosity(verbosity: object) -> int:
     return int(verbosity)
 
 
-def check_scaling(num_losses: object, min_loss_scale: object, max_loss_scale: object) -> None:
+def check_scaling(num_losses: object, min_loss_scale: float | None, max_loss_scale: float) -> None:
     """Check the scaler keywords of ``initialize``."""
     if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
         raise ValueError(f"num_losses={num_losses!r} - it must be a positive integer - pass how many losses you scale.")
-    for name, value in (("min_loss_scale", min_loss_scale), ("max_loss_scale", max_loss_scale)):
-        if value is None and name == "min_loss_scale":
-            continue
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type,operator]
+    low = max_loss_scale if min_loss_scale is None else min_loss_scale
+    for name, value in (("max_loss_scale", max_loss_scale), ("min_loss_scale", low)):
+        if not _is_positive(value):
             raise ValueError(f"{name}={value!r} - it must be a positive number - pass a power of two.")
-    if min_loss_scale is not None and min_loss_scale > max_loss_scale:  # type: ignore[operator]
+    if low > max_loss_scale:
         raise ValueError(
             f"min_loss_scale={min_loss_scale!r} with max_loss_scale={max_loss_scale!r} - the minimum must not exceed"
             " the maximum - swap or drop one."
@@ -366,7 +317,3 @@ def check_outputs(cast_model_outputs: object) -> None:
             f"cast_model_outputs={cast_model_outputs!r} - it must be a floating torch.dtype or None - pass"
             " torch.float32 for instance."
         )
-
-
-def _name(value: object) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"an object of type {type(value).__name__}"

@@ -1,14 +1,12 @@
-"""The op lists at work: casts on the dispatcher's autocast keys, for what native autocast does not do by itself.
+"""Register the op lists' casts on the dispatcher's autocast keys, where native autocast does not make them by itself.
 
-A listed name stands for one or more aten overloads. An op made of other ops needs a rule only where its own arithmetic
-would run in the wrong dtype; a rule on the innermost op serves all ways in, ``torch.func.vmap`` included, which takes
-composite ops apart before any rule sees them. Functions that the dispatcher cannot see whole, because torch wrote them
-in Python over other ops, have their bodies replaced.
+A listed name stands for one or more aten overloads. An op made of other ops needs a kernel only where its own
+arithmetic would run in the wrong dtype; one on the innermost op serves all ways in, ``torch.func.vmap`` included.
+Functions that torch wrote in Python over other ops, which the dispatcher cannot see whole, have their bodies replaced.
 
-A kernel runs only while autocast is on for its device type, since its dispatch key is excluded otherwise, and reads the
-half dtype from autocast when it is called. So users' own autocast regions, checkpoint recomputation and threads get
-what they ask for, and nothing is paid while casts are off. Like native autocast, kernels cast float16, bfloat16 and
-float32 tensors on their own device type and leave every other argument alone, float64 included.
+A kernel runs only while autocast is on for its device type, and reads the half dtype from autocast when it is called:
+users' own autocast regions, checkpoint recomputation and threads get what they ask for. Like native autocast, kernels
+cast float16, bfloat16 and float32 tensors on their own device type and leave float64 and every other argument alone.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class Rule(Enum):
 
 @dataclass
 class Rules:
-    """What is in force, and how to take it back."""
+    """What is installed, and its undo."""
 
     table: dict[str, Rule] = field(default_factory=dict)  # by public name, as last read from the lists
     plans: dict[str, dict[torch._ops.OpOverload, tuple[str, Rule]]] = field(default_factory=dict)  # by device type
@@ -59,7 +57,7 @@ class Rules:
 
 
 def installed() -> Rules:
-    """The rules that are on the dispatcher now."""
+    """Return the rules that are on the dispatcher now."""
     if state.rules is None:
         state.rules = Rules()
     return state.rules
@@ -67,8 +65,7 @@ def installed() -> Rules:
 
 # -- From lists to names -----------------------------------------------------------------------------------------------
 
-#: The lists that are read, the rule of each. Earlier ones win where users add a name to several, as apex's wrappers
-#: nested: half, which casts last there, before float32.
+#: The lists and the rule of each. Earlier ones win where users add a name to several: in apex half cast last.
 _READ: Final = tuple(
     (module, name, rule)
     for name, rule in (
@@ -99,9 +96,7 @@ def _names(module: Any, list_name: str) -> set[str]:
 
 _SHIPPED_LISTS: Final = tuple(frozenset(_names(module, name)) for module, name, _ in _READ)
 #: Rule by name before users edit the lists.
-SHIPPED: Final = {
-    name: rule for (_, _, rule), names in zip(_READ, _SHIPPED_LISTS, strict=True) for name in sorted(names)
-}
+SHIPPED: Final = {name: read[2] for read, names in zip(_READ, _SHIPPED_LISTS, strict=True) for name in sorted(names)}
 
 
 def rules_by_name() -> dict[str, Rule]:
@@ -111,10 +106,10 @@ def rules_by_name() -> dict[str, Rule]:
         TypeError: An entry is no name, or no pair of a name and a message.
     """
     added: dict[str, Rule] = {}
-    removed: set[str] = set()
+    removed: dict[str, Rule] = {}
     for (module, list_name, rule), shipped in zip(_READ, _SHIPPED_LISTS, strict=True):
         now = _names(module, list_name)
-        removed |= shipped - now
+        removed.update(dict.fromkeys(sorted(shipped - now), Rule.UNCAST))
         for name in sorted(now - shipped):
             added.setdefault(name, rule)
             if name not in SHIPPED and not _overloads(name, True) and _python_function(name) is None:
@@ -123,8 +118,7 @@ def rules_by_name() -> dict[str, Rule]:
                     f"{module.__name__}.{list_name} holds {name!r}, which is no function of torch, torch.nn.functional"
                     " or torch.Tensor - it changes no cast - check its spelling.",
                 )
-    edits = {**dict.fromkeys(sorted(removed), Rule.UNCAST), **added}
-    edits = {name: rule for name, rule in edits.items() if SHIPPED.get(name) is not rule}
+    edits = {name: rule for name, rule in {**removed, **added}.items() if SHIPPED.get(name) is not rule}
     table = {**edits, **{name: rule for name, rule in SHIPPED.items() if name not in edits}}
     in_place = {Rule.HALF: Rule.LEFT, Rule.FLOAT: Rule.INPLACE_BANNED}
     for name, rule in list(table.items()):
@@ -138,8 +132,8 @@ def rules_by_name() -> dict[str, Rule]:
 _LAYERS: Final = ("rnn_tanh", "rnn_relu", "gru", "lstm")
 _CELLS: Final = ("rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm_cell")
 
-# Public name -> aten overloads, where they are not simply aten::name. Names with nothing here to register are made of
-# other listed ops (softmin), or written in Python (see PYTHON).
+#: Aten overloads by public name, where they are not simply aten::name. None: made of other listed ops (softmin), or
+#: written in Python (see PYTHON).
 ATEN: Final[dict[str, tuple[str, ...]]] = {
     **{name: (name, "convolution") for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d")},
     "conv_transpose2d": ("conv_transpose2d.input", "convolution"),
@@ -158,11 +152,8 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     "var": ("var.correction",),
     "softmax": ("softmax.int", "_softmax"),
     "log_softmax": ("log_softmax.int", "_log_softmax"),
-    "softmin": (),
     "layer_norm": ("layer_norm", "native_layer_norm"),
     "group_norm": ("group_norm", "native_group_norm"),
-    "local_response_norm": (),
-    "normalize": (),
     "interpolate": (
         *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d"),
         *("_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d"),
@@ -172,23 +163,17 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     "cross_entropy": ("nll_loss_forward", "nll_loss2d_forward"),
     "nll_loss": ("nll_loss", "nll_loss2d"),
     "ctc_loss": ("ctc_loss.IntList", "ctc_loss.Tensor"),
-    "gaussian_nll_loss": (),
-    "multilabel_soft_margin_loss": (),
-    "triplet_margin_with_distance_loss": (),
-    "cpu": (),
     "bilinear": ("bilinear", "_trilinear"),
     "cross": ("cross", "linalg_cross"),
-    # torch promotes these itself. It lets a 0-dim tensor widen nothing, where apex did; a rule that only cures this
-    # would cost every addition of a model 5 microseconds and more.
-    **dict.fromkeys(("add", "div", "mul", "sub", "eq", "ge", "gt", "le", "lt", "ne"), ()),
-    "equal": (),
-    "cat": (),
-    "stack": (),
+    **dict.fromkeys(("softmin", "local_response_norm", "normalize", "gaussian_nll_loss", "cpu"), ()),
+    **dict.fromkeys(("multilabel_soft_margin_loss", "triplet_margin_with_distance_loss"), ()),
+    # torch promotes these itself. It lets a 0-dim tensor widen nothing, where apex did; to follow apex here would cost
+    # every addition of a model 5 microseconds and more.
+    **dict.fromkeys(("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne", "cat", "stack"), ()),
 }
 
 #: Functions on the float list that the dispatcher cannot see whole: each would compute in half before or between the
-#: listed ops inside, or let two half gradients meet (``normalize``: they all but cancel). ``mse_loss`` and ``l1_loss``
-#: subtract by themselves where they are given weights. ``Tensor.cpu`` is no op.
+#: listed ops inside, or add half gradients that nearly cancel (``normalize``). ``Tensor.cpu`` is no op.
 PYTHON: Final = (
     *("cpu", "normalize", "local_response_norm", "interpolate", "gaussian_nll_loss", "multilabel_soft_margin_loss"),
     *("triplet_margin_with_distance_loss", "mse_loss", "l1_loss"),
@@ -196,31 +181,28 @@ PYTHON: Final = (
 
 
 def _overloads(name: str, edited: bool) -> list[torch._ops.OpOverload]:
-    """The overloads that ``name`` stands for: those of the table, all of ``aten::name`` for a name that users added."""
+    """List the overloads that ``name`` stands for: those of the table, all of ``aten::name`` where users added it."""
+    every: tuple[str, ...] = (f"{name}.*",)
     if name.endswith("_"):
-        wanted: tuple[str, ...] = (f"{name}.*",)
-    elif edited:
-        wanted = ATEN.get(name) or (f"{name}.*",)
+        wanted = every
     else:
-        wanted = ATEN.get(name, (name,))
+        wanted = (ATEN.get(name) or every) if edited else ATEN.get(name, (name,))
     return [op for aten in wanted for op in _torch.aten_overloads(aten)]
 
 
 def _native_is_enough(name: str, rule: Rule, op: torch._ops.OpOverload, device_type: str, key: str) -> bool:
     """Whether native autocast on ``device_type`` already treats ``op``, reached by the public ``name``, as listed."""
-    if rule in (Rule.BANNED, Rule.UNCAST):
-        return False  # native runs binary_cross_entropy in float32 (CPU) or refuses float32 too (CUDA)
-    if name == "grid_sample" and device_type != "cpu":
-        return False  # native promotes
-    if name in _LAYERS and device_type == "cuda":
-        return True  # cast together with cuDNN's flat weight buffer, inside _cudnn_rnn
-    return _torch.has_kernel(op, key)
+    # Native runs binary_cross_entropy in float32 (CPU) or refuses float32 too (CUDA), and promotes grid_sample (CUDA).
+    if rule in (Rule.BANNED, Rule.UNCAST) or (name == "grid_sample" and device_type != "cpu"):
+        return False
+    # Layers on CUDA are cast together with cuDNN's flat weight buffer, inside _cudnn_rnn.
+    return (name in _LAYERS and device_type == "cuda") or _torch.has_kernel(op, key)
 
 
 def planned(
     device_type: str, key: str, table: dict[str, Rule] | None = None
 ) -> dict[torch._ops.OpOverload, tuple[str, Rule]]:
-    """The public name and rule of each overload that needs a kernel of ours on ``device_type``."""
+    """List the public name and rule of each overload that needs a kernel of ours on ``device_type``."""
     plan = {}
     for name, rule in (rules_by_name() if table is None else table).items():
         edited = not name.endswith("_") and SHIPPED.get(name) is not rule
@@ -238,8 +220,7 @@ def planned(
 def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: str, key: str) -> Callable[..., Any]:
     """Make the kernel that applies ``rule`` to ``op`` at the autocast ``key`` of ``device_type``.
 
-    It casts the positional arguments and dispatches again below autocast. No listed op takes a tensor as a keyword-only
-    argument, so keywords (``dtype``, ``alpha``...) pass through.
+    It casts the positional arguments, and those alone: no listed op takes a tensor as a keyword-only argument.
     """
     if name in _CELLS and rule is Rule.HALF:
         return _cell_kernel(op, device_type)
@@ -274,28 +255,27 @@ def _cast_list(tensors: Any, dtype: torch.dtype, device_type: str) -> list[Any]:
 
 
 def _softmax(op: torch._ops.OpOverload, x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
-    """``_softmax(input, dim, half_to_float)``: an input that is float32 by now is no half to be widened inside."""
+    """Call ``_softmax`` or ``_log_softmax`` on what may be float32 by now, which they refuse to widen."""
     return op(x, dim, half_to_float and x.dtype is not torch.float32)
 
 
 def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
-    """A recurrent cell: input and states in half here, weights by the ``linear`` inside, which keeps its casts.
+    """Cast input and states of a recurrent cell; its inner ``linear`` casts the weights.
 
     An unrolled cell casts the same weights at every step, and only native kernels reach autocast's weight cache.
     """
     inner = _torch.composite(op)
 
     def kernel(x: torch.Tensor, hidden: Any, *weights: Any) -> Any:
-        dtype = torch.get_autocast_dtype(device_type)
-        states = hidden if isinstance(hidden, (list, tuple)) else (hidden,)
-        x, *states = _cast_list((x, *states), dtype, device_type)
-        return inner(x, states if isinstance(hidden, (list, tuple)) else states[0], *weights)
+        dtype, several = torch.get_autocast_dtype(device_type), isinstance(hidden, (list, tuple))
+        x, *states = _cast_list((x, *hidden) if several else (x, hidden), dtype, device_type)
+        return inner(x, states if several else states[0], *weights)
 
     return kernel
 
 
 def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[Any, ...]], torch.dtype | None] | None:
-    """What chooses the dtype that arguments are cast to, of these arguments; None leaves them. No chooser: float32."""
+    """Make what chooses the dtype to cast arguments to (None: leave them) of these; float32 needs no choice."""
 
     def dtypes(args: tuple[Any, ...]) -> set[torch.dtype]:
         found, pending = set(), list(args)
@@ -312,7 +292,7 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[Any, ...
         if rule is Rule.INPLACE_BANNED and dtype in HALVES and args[0].device.type == device_type:
             raise NotImplementedError(
                 f"In-place {name} on a {dtype} tensor: amp runs {name[:-1]} in float32, and a half tensor cannot hold"
-                f" the result in place. Use the out-of-place form, x = x.{name[:-1]}(...), or x.float() before it."
+                f" the result. Use the out-of-place form, x = x.{name[:-1]}(...), or x.float() before it."
             )
         return dtype if dtype.is_floating_point else None
 
@@ -333,7 +313,7 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[Any, ...
 
 
 def allow_banned(allowed: bool) -> None:
-    """Let banned ops run in float32 (True), as ``amp.init(allow_banned=True)`` asks, or refuse half again (False)."""
+    """Let banned ops run in float32, as ``amp.init(allow_banned=True)`` asks, or refuse half again (False)."""
     installed().allow_banned = allowed
 
 
@@ -372,11 +352,9 @@ def cast_arguments(rule: Rule, args: Any, kwargs: Any) -> tuple[str | None, Any,
 
 
 def _python_function(name: str) -> tuple[Any, Callable[..., Any]] | None:
-    """The function called ``name`` and where it is, for names without an op of their own."""
-    for owner in (F, torch, torch.Tensor):
-        if callable(getattr(owner, name, None)):
-            return owner, getattr(owner, name)
-    return None
+    """Find the function called ``name``, and what holds it."""
+    found = ((owner, getattr(owner, name, None)) for owner in (F, torch, torch.Tensor))
+    return next(((owner, function) for owner, function in found if callable(function)), None)
 
 
 def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
@@ -391,21 +369,15 @@ def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
 def _casting(rule: Rule, function: Callable[..., Any]) -> Callable[..., Any]:
     device_types = installed().plans
 
-    def widen(a: torch.Tensor) -> torch.Tensor:
-        if a.dtype in HALVES and a.device.type in device_types and torch.is_autocast_enabled(a.device.type):
-            return a.float()
-        return a
+    def widen(a: Any) -> Any:
+        if not isinstance(a, torch.Tensor) or a.dtype not in HALVES or a.device.type not in device_types:
+            return a
+        return a.float() if torch.is_autocast_enabled(a.device.type) else a
 
     @functools.wraps(function)
     def in_float(*args: Any, **kwargs: Any) -> Any:  # as below, for the functions we ship, whose arguments are flat
-        given = [*args]
-        for i, a in enumerate(args):
-            if isinstance(a, torch.Tensor):
-                given[i] = widen(a)
-        for name, a in kwargs.items():
-            if isinstance(a, torch.Tensor) and name != "out":
-                kwargs[name] = widen(a)
-        return function(*given, **kwargs)
+        given = [widen(a) for a in args]
+        return function(*given, **{name: a if name == "out" else widen(a) for name, a in kwargs.items()})
 
     @functools.wraps(function)
     def cast(*args: Any, **kwargs: Any) -> Any:
@@ -419,13 +391,11 @@ def _casting(rule: Rule, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def acquire(device_types: Iterable[str]) -> None:
-    """Put the lists, as they are now, in force for ``device_types``, where they are not yet or lists were edited since.
-
-    The rules act only where autocast is on. A device type that this torch cannot autocast is passed over. Nothing is
-    installed if any registration fails.
+    """Install the lists, as they are now, for ``device_types``; anew where lists were edited since.
 
     Args:
-        device_types: As in ``torch.device(...).type``.
+        device_types: As in ``torch.device(...).type``. One that this torch cannot autocast is passed over. Nothing is
+            installed if any registration fails.
 
     Raises:
         TypeError: A list holds an entry of the wrong kind.
@@ -455,7 +425,7 @@ def acquire(device_types: Iterable[str]) -> None:
 
 
 def release() -> None:
-    """Take all rules off again. Idempotent."""
+    """Uninstall all rules. Idempotent."""
     rules = installed()
     rules.plans.clear()
     rules.undo.close()
@@ -463,14 +433,13 @@ def release() -> None:
 
 
 def bind_compiled_code(lines: Iterable[str]) -> None:
-    """Keep compiled code in step with the rules, in this process and in those that share its on-disk cache.
+    """Key torch's compile caches, in memory and on disk, to ``lines``, and compile backward graphs without casts.
 
     torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a plain
-    process's cache, would ignore them, and ours would serve a plain program. Caches are keyed to ``lines`` from here
-    on, older graphs dropped, and backward graphs compiled without casts.
+    process's cache, would ignore them, and ours would serve a plain program.
 
     Args:
-        lines: One for each thing that compiled code takes over, in any order. None at all means plain torch again.
+        lines: One for each thing that compiled code takes over, in any order. Empty means plain torch again.
     """
     undo, lines = installed().compiled, sorted(lines)
     undo.close()

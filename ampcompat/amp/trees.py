@@ -1,7 +1,6 @@
-"""The walker of nested data: arguments of a forward, its outputs, the arguments of a registered function.
+"""Walk nested data: arguments and outputs of a forward, arguments of a registered function.
 
-Followed are lists, tuples, namedtuples, dicts and other mappings, their subclasses, and dataclasses. Compiled code goes
-through it, so it stays within what dynamo traces.
+Lists, tuples, namedtuples, mappings, their subclasses and dataclasses are followed, within what dynamo traces.
 """
 
 from __future__ import annotations
@@ -18,25 +17,23 @@ _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.d
 
 
 def cast_tree(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with every floating tensor in it cast to ``dtype``; the structure is kept.
+    """Cast every floating tensor in ``value`` to ``dtype``; objects with a ``.to`` method (batches) cast themselves.
 
     Reproduces what apex did to the inputs and outputs of an O2 model (``apex/amp/_initialize.py: applier``), for
-    dataclasses and mappings of any kind too. Objects with a ``.to`` method (batches) are asked to cast themselves.
+    dataclasses and mappings of any kind too.
 
     Args:
         value: Anything.
         dtype: Floating dtype.
 
     Returns:
-        The same structure. Strings, numbers, integer and boolean tensors, numpy arrays and modules come back as they
-        are, and so does a container in which nothing changes: a forward that writes into its argument still writes
-        into the caller's.
+        The same structure; what needs no cast is returned itself, containers included, so that a forward that writes
+        into its argument writes into the caller's.
     """
 
     def cast(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and (leaf.dtype == dtype or not leaf.is_floating_point()):
-            return leaf
-        return leaf.to(dtype)
+        keep = isinstance(leaf, torch.Tensor) and (leaf.dtype == dtype or not leaf.is_floating_point())
+        return leaf if keep else leaf.to(dtype)
 
     return _map(value, cast, True)[0]
 
@@ -84,11 +81,10 @@ def _map(value: Any, function: Callable[[Any], Any], objects: bool) -> tuple[Any
         return value, False
     elif dataclasses.is_dataclass(value):
         parts = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
-    elif type(value).__module__ != "numpy" and callable(getattr(value, "to", None)):
-        new = function(value)
-        return new, new is not value
     else:
-        return value, False
+        batch = type(value).__module__ != "numpy" and callable(getattr(value, "to", None))
+        new = function(value) if batch else value
+        return new, new is not value
     items, changed = [], False
     for part in parts:
         if isinstance(part, torch.Tensor):

@@ -5,6 +5,10 @@ Scripts edit the lists before ``amp.initialize``, as under apex
 for the op however it is reached: ``softmax`` is ``torch.softmax``, ``Tensor.softmax`` and what ``nn.Softmax`` calls;
 ``matmul`` is also ``@``, ``pow`` also ``**``. An edit counts for all of these, whichever module's list it was made in:
 
+``FP16_FUNCS`` run in the half dtype in force, ``FP32_FUNCS`` in float32, ``CASTS`` in the widest dtype among the
+arguments (in place: in that of the left side), ``SEQUENCE_CASTS`` in the widest among the members of their sequence.
+``BANNED_FUNCS``, pairs of a name and the message of the error, refuse half arguments. Of edits:
+
 * a name added to a list leaves the list it shipped on; on several lists, half beats float32 beats the widest dtype, as
   apex's wrappers nested;
 * a name removed and added nowhere runs in the dtype it is given;
@@ -19,9 +23,6 @@ from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_ov
 
 __all__ = ["UNCAST", "functional_overrides", "tensor_overrides", "torch_overrides"]
 
-UNCAST = [
-    "log1p",  # recorded so from apex; native CUDA autocast casts it
-    # made inside torch of in-place steps that the lists forbid or widen
-    *("logsumexp", "matrix_exp"),
-]
-"""On no list of apex: run whole, in the dtype they are given."""
+#: On no list of apex: run whole, in the dtype they are given. apex is recorded to have left log1p alone, which native
+#: CUDA autocast casts; the others are made inside torch of in-place steps that the lists forbid or widen.
+UNCAST = ["log1p", "logsumexp", "matrix_exp"]

@@ -8,7 +8,6 @@ FP16_FUNCS = [
     *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc"),
     "linear",
 ]
-"""Run in the half dtype in force."""
 
 FP32_FUNCS = [
     # normalisation and resampling
@@ -22,7 +21,6 @@ FP32_FUNCS = [
     *("multilabel_soft_margin_loss", "nll_loss", "poisson_nll_loss", "smooth_l1_loss", "soft_margin_loss"),
     *("triplet_margin_loss", "triplet_margin_with_distance_loss", "binary_cross_entropy_with_logits"),
 ]
-"""Run in float32."""
 
 BANNED_FUNCS = [
     (
@@ -32,4 +30,3 @@ BANNED_FUNCS = [
         " must stay, call amp.register_float_function(torch, 'sigmoid') before amp.initialize.",
     )
 ]
-"""Refuse half arguments: pairs of a name and the message of the error."""

@@ -12,14 +12,12 @@ def _methods(names: list[str]) -> list[str]:
 
 
 FP16_FUNCS = ["__matmul__", *_methods(torch_overrides.FP16_FUNCS)]
-"""Run in the half dtype in force."""
 
 FP32_FUNCS = [
     *("__pow__", "__ipow__", "__rpow__"),
     "cpu",  # what leaves for numpy leaves in float32
     *_methods(torch_overrides.FP32_FUNCS),
 ]
-"""Run in float32."""
 
 CASTS = [
     *("__add__", "__sub__", "__mul__", "__div__", "__truediv__"),
@@ -28,7 +26,5 @@ CASTS = [
     *("__eq__", "__ge__", "__gt__", "__le__", "__lt__", "__ne__"),
     *_methods(torch_overrides.CASTS),
 ]
-"""Run in the widest dtype among the arguments; the in-place ones keep the dtype of their left side."""
 
 SEQUENCE_CASTS = _methods(torch_overrides.SEQUENCE_CASTS)
-"""Run in the widest dtype among the members of their sequence: none is a method of tensors."""

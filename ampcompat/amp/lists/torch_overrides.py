@@ -12,7 +12,6 @@ FP16_FUNCS = [
     # recurrent layers and cells, which apex cast in rnn_compat
     *("rnn_tanh", "rnn_relu", "gru", "lstm", "rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm_cell"),
 ]
-"""Run in the half dtype in force."""
 
 FP32_FUNCS = [
     # pointwise
@@ -21,13 +20,10 @@ FP32_FUNCS = [
     # reductions
     *("cumprod", "cumsum", "dist", "norm", "prod", "std", "sum", "var", "renorm"),
 ]
-"""Run in float32."""
 
 CASTS = [
     *("addcdiv", "addcmul", "atan2", "cross", "bilinear", "dot", "add", "div", "mul"),
     *("eq", "equal", "ge", "gt", "le", "lt", "ne"),
 ]
-"""Run in the widest dtype among the arguments."""
 
 SEQUENCE_CASTS = ["cat", "stack"]
-"""Run in the widest dtype among the members of their sequence."""
