@@ -46,7 +46,8 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
             return Result.of(settled(rewrite_imports(module)).code)
         from ampcompat.migrate.native import rewrite_native
 
-        return Result.of(settled(rewrite_native(module, source)).code)
+        rewritten, facts = rewrite_native(module, source)
+        return Result.of(settled(rewritten).code)
     except cst.ParserSyntaxError as problem:
         raise SyntaxError(problem.message) from None
 

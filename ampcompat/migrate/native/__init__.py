@@ -1,29 +1,43 @@
 """``--to native``: ``apex.amp`` calls become ``torch.autocast`` and ``torch.amp.GradScaler``.
 
-Two passes. The first wraps the computation of each scaled loss in autocast, while ``amp.scale_loss`` still shows where
-it ends; the second replaces the calls. What a file does that has no safe translation is marked and left as it was.
+Statements are given lines of their own, forward passes are wrapped in autocast while ``amp.scale_loss`` still shows
+where losses end, and calls are replaced. What a file does that has no safe translation is marked and left as it was;
+what was written is proved by :mod:`ampcompat.migrate.proof`, or marked.
 """
 
 from __future__ import annotations
 
 import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
 
 from ampcompat.check.source import Source
-from ampcompat.migrate.native.autocast import Autocast
+from ampcompat.migrate.native.autocast import wrap
 from ampcompat.migrate.native.calls import Calls
 from ampcompat.migrate.native.facts import Facts, Untranslatable
 from ampcompat.migrate.native.leftovers import Leftovers, drop_imports
+from ampcompat.migrate.native.normalize import split_lines
 
 
-def rewrite_native(module: cst.Module, source: Source) -> cst.Module:
-    """The module with its amp calls translated."""
-    reason = None
+def rewrite_native(module: cst.Module, source: Source) -> tuple[cst.Module, Facts | None]:
+    """The module with its amp calls translated, and what the translation knew; None where it left them."""
+    reason = facts = None
     if any((source.apex(call.func) or "").startswith("apex.amp.") for call in source.calls):
         try:
-            facts = Facts(source)
-            module = module.visit(Autocast(facts))
-            module = module.visit(Calls(facts))
+            module, facts = _translated(module, Facts(source))
         except Untranslatable as problem:
             reason = str(problem)
     module = module.visit(Leftovers(source.bindings, reason))
-    return drop_imports(module, source.bindings)
+    return drop_imports(module, source.bindings), facts
+
+
+def _translated(module: cst.Module, facts: Facts) -> tuple[cst.Module, Facts]:
+    # Each pass sees the text of the one before: facts are positions in it.
+    module, facts = _again(split_lines(module, facts.bindings, facts.models))
+    module, facts = _again(wrap(module, facts))
+    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+    return wrapper.module.visit(Calls(facts, wrapper.resolve(PositionProvider))), facts
+
+
+def _again(module: cst.Module) -> tuple[cst.Module, Facts]:
+    code = module.code
+    return cst.parse_module(code), Facts(Source("", code))
