@@ -46,8 +46,10 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
             return Result.of(settled(rewrite_imports(module)).code)
         from ampcompat.migrate.native import rewrite_native
 
-        rewritten, facts = rewrite_native(module, source)
-        return Result.of(settled(rewritten).code)
+        from ampcompat.migrate.proof import proved
+
+        rewritten, managed = rewrite_native(module, source)
+        return Result.of(proved(settled(rewritten).code, managed))
     except cst.ParserSyntaxError as problem:
         raise SyntaxError(problem.message) from None
 

@@ -16,18 +16,20 @@ from ampcompat.migrate.native.calls import Calls
 from ampcompat.migrate.native.facts import Facts, Untranslatable
 from ampcompat.migrate.native.leftovers import Leftovers, drop_imports
 from ampcompat.migrate.native.normalize import split_lines
+from ampcompat.migrate.proof.subject import Managed
 
 
-def rewrite_native(module: cst.Module, source: Source) -> tuple[cst.Module, Facts | None]:
-    """The module with its amp calls translated, and what the translation knew; None where it left them."""
-    reason = facts = None
+def rewrite_native(module: cst.Module, source: Source) -> tuple[cst.Module, Managed | None]:
+    """The module with its amp calls translated, and what is under amp now; None where it left them."""
+    reason = managed = None
     if any((source.apex(call.func) or "").startswith("apex.amp.") for call in source.calls):
         try:
             module, facts = _translated(module, Facts(source))
+            managed = facts.managed()
         except Untranslatable as problem:
             reason = str(problem)
     module = module.visit(Leftovers(source.bindings, reason))
-    return drop_imports(module, source.bindings), facts
+    return drop_imports(module, source.bindings), managed
 
 
 def _translated(module: cst.Module, facts: Facts) -> tuple[cst.Module, Facts]:

@@ -9,6 +9,7 @@ from ampcompat.check.bindings import dotted
 from ampcompat.check.source import SCOPES, Source, argument, number, text
 from ampcompat.migrate.casts import Casts, in_autocast
 from ampcompat.migrate.objects import Label, Labels, Objects
+from ampcompat.migrate.proof.subject import Managed
 
 HALF = "torch.float16"
 BRACKETS = re.compile(r"[()\[\]]")
@@ -238,6 +239,14 @@ class Facts:
 
     def _scaler(self, key: str) -> str:
         return f"{self.scaler}[{key}]" if self.many else self.scaler
+
+    def managed(self) -> Managed:
+        """What is under amp now, for the proof."""
+        by_index = {label.index: self.scaler_of[path] for path, labels in self.labels_of.items() for label in labels}
+        inserted = (self.scaler, self.device, self.switch)
+        models, optimizers = tuple(self.models), tuple(self.optimizers)
+        everywhere = self.level != "O2"
+        return Managed(models, optimizers, self.scaler, inserted, tuple(self.scaled), by_index, everywhere)
 
     def autocast(self) -> str:
         """The context manager in source text."""

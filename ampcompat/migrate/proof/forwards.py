@@ -1,0 +1,73 @@
+"""Every forward that ran under apex's casts is inside an autocast region."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ampcompat.check.source import called
+from ampcompat.migrate.casts import in_autocast
+from ampcompat.migrate.objects import SCOPES
+from ampcompat.migrate.proof.subject import Subject
+
+#: Functions that get a model and run none of it, by what their names say.
+TRUSTED = re.compile(
+    r"ddp|parallel|init|load|save|check_?point|restore|resume|ema|averaged|summary|count|param|print|log|freeze|convert"
+    r"|wrap|compile|watch|optim|sched|broadcast|apply|prune|copy|sync|unwrap|device|norm|set_|hook|state|graph"
+    r"|^(len|isinstance|issubclass|type|id|repr|str|list|tuple|zip|enumerate|iter|next|getattr|setattr|hasattr|vars|dir)$"
+    r"|^(append|add|extend|insert|update|setdefault|register|super|deepcopy|to|cuda|dict|set|sorted|Namespace|add_module)$",
+    re.I,
+)
+OUTSIDE = "{} runs outside torch.autocast, where apex cast it: put it under torch.autocast"
+HANDED = "{} is handed to {}: what that runs of it belongs under torch.autocast"
+
+
+def unwrapped(subject: Subject) -> Iterator[tuple[int, str]]:
+    """Forwards, and what is computed from them, outside any region; models that leave the file."""
+    source, casts = subject.source, subject.casts
+    covered = _covered_functions(subject)
+    for part, found in casts.needs.items():
+        inside = in_autocast(source, found) or (found in casts.forwards and source.scope(found) in covered)
+        if not inside and not (source.scope(part) in covered):
+            shown = ast.unparse(found.func) if isinstance(found, ast.Call) else ast.unparse(found)
+            yield getattr(found, "lineno", part.lineno), OUTSIDE.format(shown[:60])
+    for call in source.calls:
+        if casts.is_forward(call) and isinstance(source.scope(call), ast.Lambda):
+            yield call.lineno, OUTSIDE.format(ast.unparse(call.func)[:60])
+        yield from _handed(subject, call)
+
+
+def _covered_functions(subject: Subject) -> set[ast.AST]:
+    """Functions of the file that are only called inside autocast."""
+    source, objects = subject.source, subject.objects
+    calls: dict[ast.AST, list[ast.Call]] = {}
+    for call in source.calls:
+        for function in objects.called(call):
+            calls.setdefault(function, []).append(call)
+    covered: set[ast.AST] = set()
+    for _ in range(3):
+        for function, made in calls.items():
+            if all(in_autocast(source, call) or source.scope(call) in covered for call in made):
+                covered.add(function)
+    # `model.forward` of a class of the file runs where the model is called.
+    covered |= {f for f in objects.methods.get("forward", [])}
+    return covered
+
+
+def _handed(subject: Subject, call: ast.Call) -> Iterator[tuple[int, str]]:
+    objects = subject.objects
+    name = called(call)
+    if objects.called(call) or name in objects.classes or TRUSTED.search(name) or subject.casts.is_forward(call):
+        return
+    for given in [*call.args, *(k.value for k in call.keywords)]:
+        inner = given.value if isinstance(given, ast.Starred) else given
+        if not isinstance(inner, ast.Name | ast.Attribute | ast.Subscript | ast.List | ast.Tuple | ast.Dict):
+            continue
+        labels = objects.models(inner)
+        if labels and not objects.models(call) and not in_autocast(subject.source, call):
+            names = ", ".join(subject.managed.models[label.index] for label in sorted(labels))
+            yield call.lineno, HANDED.format(names, name or ast.unparse(call.func)[:40])
+            return
+
+
