@@ -10,7 +10,7 @@ from libcst.metadata import CodeRange
 from ampcompat.migrate.casts import MOVES
 from ampcompat.migrate.marks import code_of, marked
 from ampcompat.migrate.native.facts import Facts
-from ampcompat.migrate.native.patterns import contains_scaled, scaled_call, symbol
+from ampcompat.migrate.native.patterns import contains_scaled, receiver, scaled_call, symbol
 from ampcompat.migrate.native.scaler import made_lines, switched_off_lines
 from ampcompat.migrate.native.unscaling import Unscaling, calls_in, steps
 
@@ -126,7 +126,7 @@ class Calls(cst.CSTTransformer):
             return [lines[0].with_changes(trailing_whitespace=old.trailing_whitespace), *lines[1:]]
         if name == "apex.amp.load_state_dict" and value.args and isinstance(part, cst.Expr):
             return [self._load(code_of(value.args[0].value))]
-        optimizer = called.removesuffix(".step")
+        optimizer = receiver(value)
         if called.endswith(".step") and optimizer in self.facts.scaler_of and self._is_step(old):
             if value.args:
                 return [marked(new, "GradScaler.step takes no closure; evaluate the loss before the step")]
@@ -173,7 +173,7 @@ class Calls(cst.CSTTransformer):
                 break
             same = self.facts.same
             others = [o for o, owner in self.facts.scaler_of.items() if owner == scaler and not same(o, optimizer)]
-            if any(code_of(call.func) == f"{other}.step" for call in calls_in(part) for other in others):
+            if any(called_last(call) == "step" and receiver(call) in others for call in calls_in(part)):
                 return lines
         return [*lines, statement(f"{scaler}.update()")]
 

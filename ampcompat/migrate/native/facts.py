@@ -142,11 +142,13 @@ class Facts:
         """Steps of the optimizers and calls of the models: where the scaler or the device will be named."""
         found: list[ast.AST] = []
         self.step_lines: set[int] = set()
+        self.steps: list[tuple[ast.Call, Labels]] = []
         for call in self.source.calls:
             func = call.func
             if isinstance(func, ast.Attribute) and func.attr == "step" and self.objects.optimizers(func.value):
                 found.append(call)
                 self.step_lines.add(call.lineno)
+                self.steps.append((call, self.objects.optimizers(func.value)))
         return found + [part for part in self.casts.needs if not in_autocast(self.source, part)]
 
     def _containers(self) -> None:
@@ -232,6 +234,12 @@ class Facts:
                 if self.scaler_of.setdefault(path, by_label[label]) != by_label[label]:
                     raise Untranslatable(f"{path} means optimizers that have scalers of their own")
                 self.labels_of[path] = self.labels_of.get(path, frozenset()) | {label}
+        # `opts["g"].step()`, `self.gan.opt.step()`: no path of its own, but known for what it may be.
+        for call, labels in self.steps:
+            path, scalers = ast.unparse(call.func.value), {by_label.get(label) for label in labels}  # type: ignore[attr-defined]
+            scaler = scalers.pop()
+            if path not in self.scaler_of and not scalers and scaler is not None:
+                self.scaler_of[path], self.labels_of[path] = scaler, labels
         for name in self.optimizers:
             label = Label("optimizer", self.optimizers.index(name))
             if label not in by_label:

@@ -1,4 +1,7 @@
-"""Give statements that will be rewritten lines of their own: ``a; opt.step()``, ``if c: opt.step()``."""
+"""Give steps and calls of amp statements of their own.
+
+``a; opt.step()``, ``if c: opt.step()``, ``c and opt.step()``, ``opt.step() if c else None``, ``[o.step() for o in os]``.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,13 @@ class _Split(cst.CSTTransformer):
     def _is_touched(self, node: cst.CSTNode) -> bool:
         return self.touched.search(code_of(node)) is not None or bool(uses(node, self.bindings))
 
-    def leave_SimpleStatementLine(self, original_node: Line, updated_node: Line) -> Line | cst.FlattenSentinel[Line]:
-        if len(original_node.body) < 2 or not self._is_touched(original_node):
+    def leave_SimpleStatementLine(
+        self, original_node: Line, updated_node: Line
+    ) -> cst.BaseStatement | cst.FlattenSentinel[Line]:
+        if not self._is_touched(original_node):
             return updated_node
+        if len(original_node.body) < 2:
+            return _unfolded(updated_node)
         lines = [Line([part.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for part in updated_node.body]
         lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
         lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
@@ -45,3 +52,29 @@ class _Split(cst.CSTTransformer):
         lines = [Line([part.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for part in updated_node.body]
         lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
         return cst.IndentedBlock(lines)
+
+
+def _unfolded(line: Line) -> cst.BaseStatement:
+    """A conditional expression or comprehension that stands for a statement, as that statement."""
+    part = line.body[0]
+    value = part.value if isinstance(part, cst.Expr) else None
+    if isinstance(value, cst.BooleanOperation) and isinstance(value.operator, cst.And):
+        made: cst.BaseStatement = cst.If(_bare(value.left), _block(value.right))
+    elif isinstance(value, cst.BooleanOperation):
+        made = cst.If(cst.UnaryOperation(cst.Not(), value.left), _block(value.right))
+    elif isinstance(value, cst.IfExp):
+        other = value.orelse if isinstance(value.orelse, cst.Call) else None
+        made = cst.If(_bare(value.test), _block(value.body), cst.Else(_block(other)) if other is not None else None)
+    elif isinstance(value, cst.ListComp) and not value.for_in.ifs and value.for_in.inner_for_in is None:
+        made = cst.For(value.for_in.target, value.for_in.iter, _block(value.elt))
+    else:
+        return line
+    return made.with_changes(leading_lines=line.leading_lines)
+
+
+def _block(value: cst.BaseExpression) -> cst.IndentedBlock:
+    return cst.IndentedBlock([Line([cst.Expr(_bare(value))])])
+
+
+def _bare(value: cst.BaseExpression) -> cst.BaseExpression:
+    return value.with_changes(lpar=[], rpar=[]) if getattr(value, "lpar", ()) else value

@@ -46,6 +46,11 @@ def contains_scaled(node: cst.CSTNode, bindings: Bindings) -> list[cst.With]:
     return visitor.found
 
 
+def receiver(call: cst.Call) -> str:
+    """What a method is called on, in the quotes of ``ast.unparse``; "" for other calls."""
+    return code_of(call.func.value).replace('"', "'") if isinstance(call.func, cst.Attribute) else ""
+
+
 class _Uses(cst.CSTVisitor):
     def __init__(self, bindings: Bindings) -> None:
         self.bindings = bindings

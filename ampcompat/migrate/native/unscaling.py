@@ -13,7 +13,7 @@ import libcst as cst
 
 from ampcompat.migrate.marks import code_of
 from ampcompat.migrate.native.facts import Facts
-from ampcompat.migrate.native.patterns import contains_scaled, header, scaled_call, symbol
+from ampcompat.migrate.native.patterns import contains_scaled, header, receiver, scaled_call, symbol
 from ampcompat.migrate.native.reads import readers, reads
 from ampcompat.migrate.objects import FUNCTIONS, Label
 
@@ -167,7 +167,8 @@ class _Flow:
         for part in rest:
             if isinstance(part, cst.FunctionDef | cst.ClassDef):
                 continue
-            if isinstance(part, cst.SimpleStatementLine | cst.With) and steps(part, self.module.facts, self.optimizer):
+            every = isinstance(part, cst.For) and code_of(part.iter) in self.module.facts.containers
+            if (every or isinstance(part, cst.SimpleStatementLine | cst.With)) and steps(part, self.module.facts, self.optimizer):
                 return True
             scaled = [scaled_call(block, self.module.bindings) for block in contains_scaled(part, self.module.bindings)]
             if any(call and self._is_for(call) for call in scaled):
@@ -179,8 +180,8 @@ class _Flow:
 
 def steps(node: cst.CSTNode, facts: Facts, optimizer: str) -> bool:
     """Whether a statement calls the optimizer's step, by whatever name."""
-    names = [code_of(call.func) for call in calls_in(node)]
-    return any(name.endswith(".step") and facts.same(name.removesuffix(".step"), optimizer) for name in names)
+    calls = [call for call in calls_in(node) if isinstance(call.func, cst.Attribute) and call.func.attr.value == "step"]
+    return any(facts.same(receiver(call), optimizer) for call in calls)
 
 
 def _blocks(part: cst.CSTNode) -> list[cst.BaseSuite]:
