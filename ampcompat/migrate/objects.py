@@ -74,6 +74,7 @@ class Objects:
         self.returns: dict[ast.AST, list[ast.expr]] = {}
         self.assignments: list[tuple[ast.AST, ast.expr, ast.expr]] = []
         self.attributes: dict[str, Labels] = {}
+        self.instances: dict[tuple[ast.AST, str], ast.ClassDef] = {}
         shared: dict[ast.AST, set[str]] = {}
         self._scopes: dict[ast.AST, ast.AST] = {}
         for node in source.nodes:
@@ -104,6 +105,11 @@ class Objects:
                 self.locals.setdefault(node, set()).update(given)
         for scope, names in shared.items():
             self.locals.get(scope, set()).difference_update(names)
+        for _, target, value in self.assignments:
+            path = dotted(target)
+            made = getattr(value.func, "id", "") if isinstance(value, ast.Call) else ""
+            if path is not None and made in self.classes:
+                self.instances[self._owner(self.scope(target), path), path] = self.classes[made]
 
     def scope(self, node: ast.AST) -> ast.AST:
         """The innermost function around ``node``, or the module."""
@@ -265,9 +271,20 @@ class Objects:
                 return [f for f in methods if self.source.parents[f] in related]
             if isinstance(func.value, ast.Call) and getattr(func.value.func, "id", "") == "super":
                 return [f for f in methods if self.source.parents[f] is not self.class_of(self.scope(node))]
+            cls = self.instance(func.value)
+            if cls is not None:
+                related = list(self.bases(cls))
+                return [f for f in methods if self.source.parents[f] in related]
             # What any object has (`step`, `forward`, `update`) tells no class.
             return methods if len(methods) == 1 and func.attr not in COMMON else []
         return []
+
+    def instance(self, node: ast.AST) -> ast.ClassDef | None:
+        """The class of the file that an expression is an instance of, where an assignment tells."""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            return self.classes.get(node.func.id)
+        path = dotted(node)
+        return self.instances.get((self._owner(self.scope(node), path), path)) if path is not None else None
 
     def bound(self, node: ast.Call, function: Function) -> Iterator[tuple[str, ast.expr]]:
         """Parameter and argument pairs of a call of ``function``."""

@@ -53,6 +53,7 @@ from apex import amp
 model, optimizer = amp.initialize(model, optimizer{arguments})
 for x in data:
     loss = model(x)
+    optimizer.zero_grad()
     with amp.scale_loss(loss, optimizer{more}) as scaled_loss:
         scaled_loss.backward({backward})
     optimizer.step({step})

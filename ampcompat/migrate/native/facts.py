@@ -8,7 +8,7 @@ import re
 from ampcompat.check.bindings import dotted
 from ampcompat.check.source import SCOPES, Source, argument, number, text
 from ampcompat.migrate.casts import Casts, in_autocast
-from ampcompat.migrate.objects import Label, Labels, Objects
+from ampcompat.migrate.objects import FUNCTIONS, Label, Labels, Objects
 from ampcompat.migrate.proof.subject import Managed
 
 HALF = "torch.float16"
@@ -162,8 +162,10 @@ class Facts:
             if path in wanted and isinstance(value, ast.Dict | ast.DictComp):
                 raise Untranslatable(f"{path}, which amp.initialize gets, is a dict")
             if isinstance(node, ast.For | ast.comprehension):
-                for part in (node.iter, *(node.iter.args if isinstance(node.iter, ast.Call) else ())):
-                    self.containers |= {text(part)} & wanted
+                walked = [node.iter]
+                if isinstance(node.iter, ast.Call) and text(node.iter.func) in ("zip", "enumerate", "reversed"):
+                    walked += node.iter.args
+                self.containers |= set(map(text, walked)) & wanted
 
     def names_in(self, scope: ast.AST) -> dict[Label, str]:
         """For each optimizer a name by which ``scope`` can call it, that of ``initialize`` first."""
@@ -189,6 +191,7 @@ class Facts:
     def _blocks(self) -> None:
         """The ``scale_loss`` blocks, each with its optimizers and the key of its loss."""
         source = self.source
+        self.calls: list[ast.Call] = []
         self.scaled: list[Labels] = []
         self.keys: list[str] = []
         calls = source.calls_to("apex.amp.scale_loss", "apex.amp.handle.scale_loss")
@@ -206,6 +209,7 @@ class Facts:
                 given = ast.unparse(call.args[1])
                 raise Untranslatable(f"amp.scale_loss gets {given}, which this file does not show to come from amp.initialize")
             loss_id = argument(call, 2, "loss_id")
+            self.calls.append(call)
             self.scaled.append(labels)
             self.keys.append(ast.unparse(loss_id) if loss_id is not None else "0")
         if self.optimizers and not calls:
@@ -215,7 +219,10 @@ class Facts:
         """One scaler for an optimizer: losses that share one share a scale, since their gradients are added."""
         self.loss_scaler: dict[str, str] = {}
         users: dict[Label, set[str]] = {}
-        for labels, key in zip(self.scaled, self.keys, strict=True):
+        for call, labels, key in zip(self.calls, self.scaled, self.keys, strict=True):
+            if not _literal(key):
+                self._computed(call, labels, key, users)
+                continue
             for label in labels:
                 users.setdefault(label, set()).add(key)
         merged: list[set[str]] = []
@@ -223,27 +230,52 @@ class Facts:
             joined = set(keys).union(*(group for group in merged if group & keys))
             merged = [group for group in merged if not group & keys] + [joined]
         for group in merged:
-            if len(group) > 1 and any(number(ast.parse(key, mode="eval").body) is None for key in group):
+            if len(group) > 1 and not all(map(_literal, group)):
                 raise Untranslatable("one optimizer gets losses under loss_ids that are computed")
             self.loss_scaler.update(dict.fromkeys(group, self._scaler(min(group))))
+        for key in self.keys:
+            self.loss_scaler.setdefault(key, self._scaler(key))
         by_label = {label: self.loss_scaler[min(keys)] for label, keys in users.items()}
         self.scaler_of: dict[str, str] = {}
         self.labels_of: dict[str, Labels] = {}
+        several: set[str] = set()
         for label in by_label:
             for path in self.objects.paths(label):
                 if self.scaler_of.setdefault(path, by_label[label]) != by_label[label]:
-                    raise Untranslatable(f"{path} means optimizers that have scalers of their own")
+                    several.add(path)
                 self.labels_of[path] = self.labels_of.get(path, frozenset()) | {label}
+        for path in several:
+            del self.scaler_of[path], self.labels_of[path]
         # `opts["g"].step()`, `self.gan.opt.step()`: no path of its own, but known for what it may be.
         for call, labels in self.steps:
             path, scalers = ast.unparse(call.func.value), {by_label.get(label) for label in labels}  # type: ignore[attr-defined]
+            if len(scalers) > 1:
+                raise Untranslatable(f"{path} steps optimizers that have scalers of their own")
             scaler = scalers.pop()
-            if path not in self.scaler_of and not scalers and scaler is not None:
+            if path not in self.scaler_of and scaler is not None:
                 self.scaler_of[path], self.labels_of[path] = scaler, labels
         for name in self.optimizers:
             label = Label("optimizer", self.optimizers.index(name))
             if label not in by_label:
                 raise Untranslatable(f"no amp.scale_loss of this file is for {name}")
+
+    def _computed(self, call: ast.Call, labels: Labels, key: str, users: dict[Label, set[str]]) -> None:
+        """A ``loss_id`` that is computed: handed to the function with its optimizer, or used where that steps."""
+        scope = self.source.scope(call)
+        optimizer = text(call.args[1])
+        for made in self.source.calls:
+            if scope not in self.objects.called(made) or not isinstance(scope, FUNCTIONS):
+                continue
+            given = dict(self.objects.bound(made, scope))
+            if key in given and optimizer in given and _literal(ast.unparse(given[key])):
+                for label in self.objects.optimizers(given[optimizer]):
+                    users.setdefault(label, set()).add(ast.unparse(given[key]))
+        missing = [label for label in labels if len(users.get(label, ())) != 1]
+        here = all(self.source.scope(step) is scope for step, stepped in self.steps if stepped & labels)
+        if missing and not (here and len(missing) == len(labels)):
+            raise Untranslatable("the loss_id is computed, and the optimizer steps where it is not known")
+        for label in missing:
+            users.setdefault(label, set()).add(key)
 
     def _scaler(self, key: str) -> str:
         return f"{self.scaler}[{key}]" if self.many else self.scaler
@@ -254,9 +286,14 @@ class Facts:
         inserted = (self.scaler, self.device, self.switch)
         models, optimizers = tuple(self.models), tuple(self.optimizers)
         everywhere = self.level != "O2"
-        return Managed(models, optimizers, self.scaler, inserted, tuple(self.scaled), by_index, everywhere)
+        names = tuple(ast.unparse(call.args[1]) for call in self.calls)
+        return Managed(models, optimizers, self.scaler, inserted, tuple(self.scaled), names, by_index, everywhere)
 
     def autocast(self) -> str:
         """The context manager in source text."""
         enabled = f", enabled={self.switch}" if self.switched else ""
         return f"torch.autocast(device_type={self.device}, dtype={self.dtype}{enabled})"
+
+
+def _literal(key: str) -> bool:
+    return number(ast.parse(key, mode="eval").body) is not None

@@ -29,6 +29,12 @@ class State(Enum):
     SCALED = "scaled"
     UNSCALED = "unscaled by unscale_"
     STEPPED = "stepped, update due"
+    EMPTIED = "stepped and set to zero, update due"
+    LEFT = "unscaled, left over from the last step"
+
+
+DUE = frozenset({State.STEPPED, State.EMPTIED})
+ZEROED = {State.SCALED: State.CLEAR, State.LEFT: State.CLEAR, State.ENTRY: State.CLEAR, State.STEPPED: State.EMPTIED}
 
 
 States = frozenset[State]
@@ -44,7 +50,8 @@ class Protocol:
         scales = [call for call in subject.source.calls if subject.on_scaler(call, "scale")]
         scales.sort(key=lambda call: (call.lineno, call.col_offset))
         scaled = subject.managed.scaled
-        self.scaled = dict(zip(scales, scaled, strict=True)) if len(scales) == len(scaled) else {}
+        whose = zip(scaled, subject.managed.scaled_names, strict=True)
+        self.scaled = dict(zip(scales, whose, strict=True)) if len(scales) == len(scaled) else {}
         self.readers = self._readers()
 
     def failures(self) -> Iterator[Failure]:
@@ -111,15 +118,17 @@ class _Flow:
         self.label, self.name = label, name
         self.scaler = self.subject.managed.scaler_of.get(label.index, self.subject.managed.scaler)
         self.alone = list(self.subject.managed.scaler_of.values()).count(self.scaler) == 1
-        self.known: dict[tuple[ast.AST, States], States] = {}
+        self.known: dict[tuple[ast.AST, States, frozenset[tuple[str, bool]]], States] = {}
         self.active: set[ast.AST] = set()
         self.loops: list[tuple[set[State], set[State]]] = []
         self.returned: list[set[State]] = []
+        # For the functions on the way: which of their parameters are this optimizer, where the call tells.
+        self.frames: list[dict[str, bool]] = []
 
     def run(self, scope: ast.AST, body: Sequence[ast.stmt], states: States) -> None:
         """Follow a function that nothing of this file calls, or the module."""
         ends = self.function(scope, body, states)
-        if State.STEPPED in ends:
+        if ends & DUE:
             steps = [n for n in ast.walk(scope) if self.subject.on_scaler(n, "step") and self._mine(n.args[0])]  # type: ignore[attr-defined]
             self.note(steps[-1] if steps else scope, f"{self.scaler}.update() does not follow this step on every path")
 
@@ -128,7 +137,7 @@ class _Flow:
 
     def function(self, scope: ast.AST, body: Sequence[ast.stmt], states: States) -> States:
         """States after a call that begins in ``states``."""
-        key = scope, states
+        key = scope, states, frozenset(self.frames[-1].items()) if self.frames else frozenset()
         if key in self.known:
             return self.known[key]
         if scope in self.active or len(self.active) > 20:
@@ -189,8 +198,8 @@ class _Flow:
         header = part.test if isinstance(part, ast.While) else part.iter
         states = self.events(header, states)
         # `for o in optimizers`: once for each, so once for this one.
-        once = not isinstance(part, ast.While) and self.label in self.objects.optimizers(part.iter)
-        once = once and any(self.protocol.touches(n) for n in ast.walk(part))
+        held = frozenset() if isinstance(part, ast.While) else self.objects.of(part.iter)
+        once = self.label in held or any(label.kind == "model" for label in held)
         endless = isinstance(part, ast.While) and isinstance(part.test, ast.Constant) and bool(part.test.value)
         before: States = frozenset()
         breaks: set[State] = set()
@@ -224,10 +233,11 @@ class _Flow:
     def call(self, call: ast.Call, states: States) -> States:
         subject = self.subject
         if subject.on_scaler(call, "scale"):
-            affected = self.protocol.scaled.get(call)
+            affected, name = self.protocol.scaled.get(call, (None, ""))
             if affected is None:
                 return states | self.each(call, states, self.scale)
-            return self.each(call, states, self.scale) if self.label in affected else states
+            mine = self.frames[-1].get(name, self.label in affected) if self.frames else self.label in affected
+            return self.each(call, states, self.scale) if mine else states
         if subject.on_scaler(call, "update"):
             return self.each(call, states, self.update) if self._scaler_is(call) else states
         if call.args and (subject.on_scaler(call, "unscale_") or subject.on_scaler(call, "step")):
@@ -236,12 +246,41 @@ class _Flow:
             rule = self.unscale if called(call) == "unscale_" else self.step
             after = self.each(call, states, rule)
             return after if len(self.objects.optimizers(call.args[0])) == 1 or self._loops_over(call) else after | states
-        if called(call) == "zero_grad" and self._mine(getattr(call.func, "value", None)):
-            return frozenset(State.CLEAR if s is State.SCALED else s for s in states)
+        if called(call) == "zero_grad" and self._zeroes(call):
+            return frozenset(ZEROED.get(s, s) for s in states)
+        for function in self._unresolved(call):
+            states |= self.function(function, function.body, states)
         for function in self.objects.called(call):
             if function not in self.protocol.readers and any(self.protocol.touches(n) for n in self._reach(function)):
+                self.frames.append(self._frame(call, function))
                 states = self.function(function, function.body, states)
+                self.frames.pop()
         return states
+
+    def _frame(self, call: ast.Call, function: Function) -> dict[str, bool]:
+        outer = self.frames[-1] if self.frames else {}
+        given = {name: (value, self.objects.optimizers(value)) for name, value in self.objects.bound(call, function)}
+        return {
+            name: outer.get(ast.unparse(value), self.label in labels) for name, (value, labels) in given.items() if labels
+        }
+
+    def _zeroes(self, call: ast.Call) -> bool:
+        """Whether ``zero_grad`` is of this optimizer, of its model, or of something that is not known."""
+        labels = self.objects.of(getattr(call.func, "value", None))
+        paired = len(self.subject.managed.models) == len(self.subject.managed.optimizers)
+        mine = {self.label, Label("model", self.label.index)}
+        return not labels or bool(labels & mine) or (not paired and any(x.kind == "model" for x in labels))
+
+    def _unresolved(self, call: ast.Call) -> list[Function]:
+        """Methods of the file, of the name that is called on something unknown, which go on with the protocol."""
+        if not isinstance(call.func, ast.Attribute) or self.objects.called(call) or self.objects.of(call.func.value):
+            return []
+        if self.subject.is_scaler(call.func.value) or any(self.subject.on_scaler(n, "scale") for n in ast.walk(call.func)):
+            return []
+        if self.subject.casts._tensor(call.func.value, self.objects.scope(call)):
+            return []
+        methods = self.objects.methods.get(call.func.attr, [])
+        return [f for f in methods if f not in self.active and any(self.protocol.touches(n) for n in self._reach(f))]
 
     def _reach(self, function: Function) -> Iterator[ast.AST]:
         """The nodes of a function and of those that it calls."""
@@ -287,19 +326,21 @@ class _Flow:
     def scale(self, call: ast.Call, state: State) -> State:
         if state is State.UNSCALED:
             self.note(call, f"gradients of {self.name} were unscaled before: these would be added to them still scaled")
-        if state is State.STEPPED:
+        if state in DUE:
             self.note(call, f"{self.scaler}.update() does not follow each step of {self.name} before this loss is scaled")
+        if state is State.LEFT:
+            self.note(call, f"gradients of {self.name} left from its last step are added to scaled ones: zero_grad() first")
         return State.SCALED
 
     def unscale(self, call: ast.Call, state: State) -> State:
         if state is State.UNSCALED:
             self.note(call, f"unscale_ may run twice for {self.name} between updates, which raises")
-        if state is State.STEPPED:
+        if state in DUE:
             self.note(call, f"unscale_ may run after the step of {self.name}, which raises")
         return State.UNSCALED
 
     def step(self, call: ast.Call, state: State) -> State:
-        if state is State.STEPPED:
+        if state in DUE:
             self.note(call, f"{self.name} may step twice before {self.scaler}.update(), which raises")
         return State.STEPPED
 
@@ -309,9 +350,9 @@ class _Flow:
         if state is State.SCALED:
             self.note(call, f"the scale may change here while gradients of {self.name} wait for their step")
             return state
-        if state is State.CLEAR and self.alone:
+        if state in (State.CLEAR, State.LEFT) and self.alone:
             self.note(call, f"update() may run without a step of {self.name}, which raises")
-        return State.CLEAR if state is not State.ENTRY else state
+        return State.LEFT if state is State.STEPPED else state if state in (State.ENTRY, State.LEFT) else State.CLEAR
 
     def read(self, node: ast.AST, states: States) -> None:
         scope = self.objects.scope(node)

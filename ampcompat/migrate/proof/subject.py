@@ -20,6 +20,7 @@ class Managed:
         scaler: Source text of the scaler, or of the list of them.
         inserted: Names that the translation wrote: the scaler, the device, the switch.
         scaled: For each scaled loss, in the order of the file, the optimizers whose gradients it makes.
+        scaled_names: The source text of these optimizers.
         scaler_of: The scaler of each optimizer.
         everywhere: Whether networks beside the models were cast too (O1).
     """
@@ -29,6 +30,7 @@ class Managed:
     scaler: str
     inserted: tuple[str, ...]
     scaled: tuple[Labels, ...]
+    scaled_names: tuple[str, ...]
     scaler_of: dict[int, str]
     everywhere: bool
 
