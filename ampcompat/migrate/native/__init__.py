@@ -14,7 +14,7 @@ from ampcompat.check.source import Source
 from ampcompat.migrate.native.autocast import wrap
 from ampcompat.migrate.native.calls import Calls
 from ampcompat.migrate.native.facts import Facts, Untranslatable
-from ampcompat.migrate.native.leftovers import Leftovers, drop_imports
+from ampcompat.migrate.native.leftovers import Leftovers, apex_uses, drop_imports
 from ampcompat.migrate.native.normalize import split_lines
 from ampcompat.migrate.proof.subject import Managed
 
@@ -28,13 +28,15 @@ def rewrite_native(module: cst.Module, source: Source) -> tuple[cst.Module, Mana
             managed = facts.managed()
         except Untranslatable as problem:
             reason = str(problem)
-    module = module.visit(Leftovers(source.bindings, reason))
+    if names := apex_uses(Source("", module.code), source.bindings):
+        module = module.visit(Leftovers(source.bindings, names, reason))
     return drop_imports(module, source.bindings), managed
 
 
 def _translated(module: cst.Module, facts: Facts) -> tuple[cst.Module, Facts]:
     # Each pass sees the text of the one before: facts are positions in it.
-    module, facts = _again(split_lines(module, facts.bindings, facts.models))
+    split = split_lines(module, facts.source, facts.models)
+    module, facts = (module, facts) if split is module else _again(split)
     module, facts = _again(wrap(module, facts))
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
     return wrapper.module.visit(Calls(facts, wrapper.resolve(PositionProvider))), facts

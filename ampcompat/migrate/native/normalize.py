@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
 
 import libcst as cst
 
 from ampcompat.check.bindings import Bindings
+from ampcompat.check.source import Source
 from ampcompat.migrate.marks import code_of
 from ampcompat.migrate.native.patterns import uses
 
@@ -18,11 +20,25 @@ TOUCHED = re.compile(r"\.step\(|\.backward\(|\bclip_grad|\.grad\b")
 Line = cst.SimpleStatementLine
 
 
-def split_lines(module: cst.Module, bindings: Bindings, models: Sequence[str]) -> cst.Module:
+def split_lines(module: cst.Module, source: Source, models: Sequence[str]) -> cst.Module:
     """``module`` with such lines split; others stay."""
+    if not _has_shared_lines(source):
+        return module
     calls = "|".join(re.escape(model) + r"\(" for model in models)
     touched = re.compile(f"{TOUCHED.pattern}|{calls}") if calls else TOUCHED
-    return module.visit(_Split(bindings, touched))
+    return module.visit(_Split(source.bindings, touched))
+
+
+def _has_shared_lines(source: Source) -> bool:
+    """Whether there is anything to split: most files have none, and a visit costs more than this look."""
+    seen: set[int] = set()
+    for node in source.nodes:
+        if isinstance(node, ast.stmt):
+            folded = isinstance(node, ast.Expr) and isinstance(node.value, ast.BoolOp | ast.IfExp | ast.ListComp)
+            if node.lineno in seen or folded:
+                return True
+            seen.add(node.lineno)
+    return False
 
 
 class _Split(cst.CSTTransformer):

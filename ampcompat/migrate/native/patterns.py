@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import libcst as cst
 
 from ampcompat.check.bindings import Bindings
@@ -39,11 +41,12 @@ class _Blocks(cst.CSTVisitor):
         return False
 
 
-def contains_scaled(node: cst.CSTNode, bindings: Bindings) -> list[cst.With]:
+@functools.lru_cache(maxsize=10_000)
+def contains_scaled(node: cst.CSTNode, bindings: Bindings) -> tuple[cst.With, ...]:
     """``amp.scale_loss`` blocks in a statement, itself included, nested functions left out."""
     visitor = _Blocks(bindings)
     node.visit(visitor)
-    return visitor.found
+    return tuple(visitor.found)
 
 
 def receiver(call: cst.Call) -> str:

@@ -6,6 +6,7 @@ and a call that some branches need and a later statement needs too is put before
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from enum import Enum
 
@@ -229,8 +230,9 @@ class _Calls(cst.CSTVisitor):
         self.found.append(node)
 
 
-def calls_in(node: cst.CSTNode) -> list[cst.Call]:
+@functools.lru_cache(maxsize=10_000)
+def calls_in(node: cst.CSTNode) -> tuple[cst.Call, ...]:
     """All calls in a node."""
     visitor = _Calls()
     node.visit(visitor)
-    return visitor.found
+    return tuple(visitor.found)
