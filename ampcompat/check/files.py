@@ -14,6 +14,7 @@ LARGEST = 4 * 2**20
 """Files above this many bytes are reported, not read: no hand-written source comes near."""
 
 SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", ".git", ".hg", ".svn", ".tox", ".nox", ".eggs"}
+SUFFIXES = (".py", ".pyw", ".pyi")
 COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 # Single-byte and East Asian charsets. Others are not asked: some take quadratic time (punycode, idna).
 CHARSET = re.compile(r"(iso8859|cp|koi8|mac|gb|big5|euc|shift_jis|johab|hz|tis|ptcp|kz)|ascii$|latin")

@@ -6,11 +6,12 @@ import difflib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampcompat.check.files import Text, Unreadable, decode, python_files, read
+from ampcompat.check.files import SUFFIXES, Text, Unreadable, decode, python_files, read
+from ampcompat.check.workers import workers
 from ampcompat.migrate.source import migrate_source
 
 
@@ -70,25 +71,60 @@ class Change:
 
 
 def migrate_tree(path: str | Path, to: str = "ampcompat") -> Iterator[Change]:
-    """Changes for every Python file under ``path``; nothing is written.
+    """Changes for every file under ``path`` that could have some; nothing is written.
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
         MissingLibcst: libcst is not installed.
     """
-    root = Path(path)
-    if not root.exists():
-        raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
-    root = root.resolve()
-    for file in python_files(root):
-        name = file.relative_to(root).as_posix() if file != root else file.name
-        try:
-            old = decode(read(file))
-            result = migrate_source(old.code, to)
-            old.encode(result.code)
-            yield Change(file, name, old, result.code, result.todos)
-        except Unreadable as problem:
-            yield Change(file, name, problem=f"the file {problem}")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
-            reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
-            yield Change(file, name, problem=f"cannot be parsed ({reason})")
+    for _, _, change in migrate_paths([path], to):
+        if change is not None:
+            yield change
+
+
+def migrate_paths(
+    paths: Sequence[str | Path], to: str = "ampcompat"
+) -> Iterator[tuple[int, int, Change | None]]:
+    """The changes under several paths, with how many of how many files are done.
+
+    Raises:
+        FileNotFoundError: A path does not exist.
+        MissingLibcst: libcst is not installed.
+    """
+    jobs: dict[Path, tuple[Path, str, str]] = {}
+    for path in paths:
+        root = Path(path)
+        if not root.exists():
+            raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
+        root = root.resolve()
+        for file in python_files(root):
+            name = file.relative_to(root).as_posix() if file != root else file.name
+            jobs.setdefault(file, (file, name, to))
+    wanted = list(jobs.values())
+    with workers(len(wanted)) as apply:
+        for done, change in enumerate(apply(_job, wanted), 1):
+            yield done, len(wanted), change
+
+
+def _job(job: tuple[Path, str, str]) -> Change:
+    return migrate_file(*job)
+
+
+def migrate_file(file: Path, name: str, to: str) -> Change:
+    """What becomes of one file.
+
+    Raises:
+        MissingLibcst: libcst is not installed.
+    """
+    try:
+        old = decode(read(file))
+        result = migrate_source(old.code, to)
+        old.encode(result.code)
+        return Change(file, name, old, result.code, result.todos)
+    except Unreadable as problem:
+        return Change(file, name, problem=f"the file {problem}")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+        if file.suffix not in SUFFIXES:
+            return Change(file, name, problem="is not a Python file")
+        reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
+        return Change(file, name, problem=f"cannot be parsed ({reason})")
