@@ -99,7 +99,7 @@ def _symbols(source: Source) -> list[Finding]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names = [node.module or "" if a.name == "*" else f"{node.module}.{a.name}" for a in node.names]
         else:
-            if symbol := _used(source, node):
+            if symbol := used(source, node):
                 found.append(_symbol(source, node, symbol))
             continue
         found += [_symbol(source, node, symbol) for name in names if (symbol := apex_name(name)) is not None]
@@ -108,7 +108,8 @@ def _symbols(source: Source) -> list[Finding]:
     return list({(f.line, f.name): f for f in found}.values())
 
 
-def _used(source: Source, node: ast.AST) -> str | None:
+def used(source: Source, node: ast.AST) -> str | None:
+    """The apex symbol that a node uses; of a chain of attributes the whole speaks."""
     if not isinstance(node, ast.Attribute | ast.Name) or not isinstance(node.ctx, ast.Load):
         return None
     if isinstance(source.parents.get(node), ast.Attribute):

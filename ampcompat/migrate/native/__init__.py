@@ -12,10 +12,11 @@ from libcst.metadata import MetadataWrapper, PositionProvider
 
 from ampcompat.check.source import Source
 from ampcompat.migrate.native.autocast import wrap
-from ampcompat.migrate.native.calls import Calls
+from ampcompat.migrate.native.calls import Calls, with_torch
 from ampcompat.migrate.native.facts import Facts, Untranslatable
 from ampcompat.migrate.native.leftovers import Leftovers, apex_uses, drop_imports
 from ampcompat.migrate.native.normalize import split_lines
+from ampcompat.migrate.native.replacements import Replace
 from ampcompat.migrate.proof.subject import Managed
 
 
@@ -28,6 +29,10 @@ def rewrite_native(module: cst.Module, source: Source) -> tuple[cst.Module, Mana
             managed = facts.managed()
         except Untranslatable as problem:
             reason = str(problem)
+    if apex_uses(Source("", module.code), source.bindings):
+        replace = Replace(source.bindings)
+        module = module.visit(replace)
+        module = with_torch(module) if replace.changed else module
     if names := apex_uses(Source("", module.code), source.bindings):
         module = module.visit(Leftovers(source.bindings, names, reason))
     return drop_imports(module, source.bindings), managed

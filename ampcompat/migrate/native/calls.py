@@ -44,10 +44,7 @@ class Calls(cst.CSTTransformer):
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         body = self._defaults(self._block(original_node.body, updated_node.body))
-        if not any(_imports_torch(part) for part in body):
-            first = next((i for i, part in enumerate(body) if _imports_anything(part)), 0)
-            body.insert(first, statement("import torch"))
-        return updated_node.with_changes(body=body)
+        return with_torch(updated_node.with_changes(body=body))
 
     def visit_For(self, node: cst.For) -> None:
         self.loop_targets.append(code_of(node.target))
@@ -205,6 +202,16 @@ class Calls(cst.CSTTransformer):
             lines.append(statement(f"{scaled} = {scaler}.scale({loss})"))
         rest = [simple([p]) for p in body if isinstance(p, cst.BaseSmallStatement)] if suite else body
         return [*lines, *rest]
+
+
+def with_torch(module: cst.Module) -> cst.Module:
+    """``module`` with an import of torch."""
+    body = list(module.body)
+    if any(_imports_torch(part) for part in body):
+        return module
+    first = next((i for i, part in enumerate(body) if _imports_anything(part)), 0)
+    body.insert(first, statement("import torch"))
+    return module.with_changes(body=body)
 
 
 def called_last(call: cst.Call) -> str:

@@ -18,10 +18,12 @@ TRANSLATED = {
     for name in ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict", "disable_casts")
 }
 REPLACEMENTS = {
-    "apex.parallel.DistributedDataParallel": "use torch.nn.parallel.DistributedDataParallel with device_ids=",
+    "apex.parallel.DistributedDataParallel": "these arguments have no counterpart in torch's DistributedDataParallel",
     "apex.parallel.convert_syncbn_model": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm",
     "apex.parallel.SyncBatchNorm": "use torch.nn.SyncBatchNorm",
     "apex.normalization.FusedLayerNorm": "use torch.nn.LayerNorm",
+    "apex.optimizers.FusedLAMB": "torch has no LAMB; keep this one of ampcompat, or take another optimizer",
+    "apex.optimizers.FusedNovoGrad": "torch has no NovoGrad; keep this one of ampcompat, or take another optimizer",
     "apex.normalization.FusedRMSNorm": "use torch.nn.RMSNorm",
     "apex.optimizers.FusedAdam": "use torch.optim.AdamW(fused=True), or Adam for adam_w_mode=False",
     "apex.optimizers.FusedSGD": "use torch.optim.SGD(fused=True)",
@@ -105,6 +107,18 @@ class _Drop(cst.CSTTransformer):
             part, "relative", ()
         )
         return ours and name not in self.used and symbol(cst.Name(name), self.bindings) is not None
+
+    def leave_Try(
+        self, original_node: cst.Try, updated_node: cst.Try
+    ) -> cst.Try | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseStatement]:
+        """Without its import a ``try`` has nothing that could fail: what it said of a missing apex goes."""
+        old, new = original_node.body.body, updated_node.body.body
+        empty = len(new) == 1 and code_of(new[0]).strip() == "pass" and code_of(old[0]).strip() != "pass"
+        if not empty or updated_node.finalbody is not None:
+            return updated_node
+        rest = updated_node.orelse.body.body if updated_node.orelse is not None else []
+        kept = [part for part in rest if isinstance(part, cst.BaseStatement)]
+        return cst.FlattenSentinel(kept) if kept else cst.RemoveFromParent()
 
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
         if original_node.body and not updated_node.body:
