@@ -49,7 +49,7 @@ def scan(path: str | Path) -> Report:
         _examine(report, source, repository)
     # What does not name apex holds no symbol of it, and without amp nothing is a trap. One tree at a time: with all of
     # them alive, the garbage collector takes longer than the parser.
-    for name, code in others if repository.uses_amp else ():
+    for name, code in others if repository.is_mixed else ():
         for source in _parsed(report, name, code):
             _examine(report, source, repository)
     report.findings.sort()
@@ -147,6 +147,6 @@ def _probe(source: Source, call: ast.Call) -> Finding | None:
 
 
 def _traps(source: Source, repository: Repository) -> list[Finding]:
-    if not repository.uses_amp:
+    if not repository.is_mixed:
         return []
     return [finding for trap in TRAPS for finding in trap(source, repository)]
