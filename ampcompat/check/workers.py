@@ -17,11 +17,11 @@ MOST = 8
 
 
 @contextlib.contextmanager
-def workers(jobs: int, few: int = FEW) -> Iterator[Callable[[Callable[[Job], Result], Sequence[Job]], Iterable[Result]]]:
+def workers(jobs: int, few: int | None = None) -> Iterator[Callable[[Callable[[Job], Result], Sequence[Job]], Iterable[Result]]]:
     """A ``map`` that keeps the order: over processes where there are many jobs and cores, else in this one."""
     cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MOST)
     # A process that has threads (torch) must not be forked; spawned ones import what they need, which is little.
-    if jobs < few or cores < 2 or multiprocessing.parent_process() is not None:
+    if jobs < (FEW if few is None else few) or cores < 2 or multiprocessing.parent_process() is not None:
         yield lambda function, given: map(function, given)
         return
     kind = "fork" if "torch" not in sys.modules and "fork" in multiprocessing.get_all_start_methods() else "spawn"

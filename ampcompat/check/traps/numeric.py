@@ -12,6 +12,10 @@ from ampcompat.check.halves import Halves
 from ampcompat.check.source import Source, argument, called, number, text
 from ampcompat.check.traps.repository import Repository
 
+# What the text of a file must have for one of these traps to be in it: a search costs less than a look at each node.
+SMALL = re.compile(r"\de-0*(?:[89]|[1-9]\d)|\.0{7}")
+LARGE = re.compile(r"\de\+?0*(?:[4-9]|[1-9]\d)|\d{5}")
+LOSSES = ("BCELoss", "binary_cross_entropy")
 LARGEST_HALF = 65504.0
 # Below half of the smallest subnormal a number rounds to zero.
 VANISHES_BELOW = 2.0**-25
@@ -26,12 +30,26 @@ def _may_be_half(node: ast.AST) -> bool:
     return names and FLOAT32.search(ast.unparse(node)) is None
 
 
+def has_large_fill(code: str) -> bool:
+    """Whether a text may hold an overflowing fill."""
+    if "masked_fill" in code and LARGE.search(code) is not None:
+        return True
+    return any("mask" in line.lower() and LARGE.search(line) for line in code.splitlines()) if "mask" in code else False
+
+
+def may_hold_one(code: str) -> bool:
+    """Whether a text may hold one of these traps."""
+    return has_large_fill(code) or any(loss in code for loss in LOSSES) or SMALL.search(code) is not None
+
+
 def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Finding]:
     """``binary_cross_entropy`` / ``BCELoss`` on half inputs raises at O1: a sigmoid in half saturates to 0 and 1.
 
     ``BCEWithLogits`` computes both in float32. Or keep the sigmoid in float32 with
     ``amp.register_float_function(torch, "sigmoid")``.
     """
+    if not any(loss in source.code for loss in LOSSES):
+        return
     if not repository.may_run_at("O1", "O4") or repository.float_sigmoid or not source.imports("torch"):
         return
     for call in source.calls:
@@ -72,7 +90,7 @@ def vanishing_constant(source: Source, repository: Repository) -> Iterator[Findi
     ``x / (norm + 1e-8)`` divides by zero where it was meant not to. Use 1e-6 or above (the smallest float16 is 6e-8,
     the smallest normal one 6e-5), or compute in ``x.float()``. Reported where the guarded value is shown to be half.
     """
-    if not source.imports("torch"):
+    if not SMALL.search(source.code) or not source.imports("torch"):
         return
     halves = _halves(source, repository)
     for node in source.nodes:
@@ -118,7 +136,7 @@ def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding
     ``scores + -1e9 * mask`` and ``scores[mask] = -1e9`` give -inf, and NaN after the softmax of a row of them. Use
     ``torch.finfo(scores.dtype).min``, or -1e4.
     """
-    if not source.imports("torch"):
+    if not has_large_fill(source.code) or not source.imports("torch"):
         return
     fix = "use torch.finfo(x.dtype).min, or -1e4"
     halves = _halves(source, repository)

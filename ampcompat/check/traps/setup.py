@@ -146,6 +146,8 @@ def deepcopy_of_optimizer(source: Source, repository: Repository) -> Iterator[Fi
 
     Build a new optimizer over the model's parameters and load the ``state_dict()`` of the first.
     """
+    if "deepcopy" not in source.code:
+        return
     optimizers = {text(argument(c, 1, "optimizers")) for c in source.calls_to("apex.amp.initialize")} - {""}
     for call in source.calls:
         name = text(call.args[0]) if call.args else ""

@@ -16,7 +16,7 @@ from ampcompat.migrate.native.calls import Calls, with_torch
 from ampcompat.migrate.native.facts import Facts, Untranslatable
 from ampcompat.migrate.native.leftovers import Leftovers, apex_uses, drop_imports
 from ampcompat.migrate.native.normalize import split_lines
-from ampcompat.migrate.native.replacements import Replace
+from ampcompat.migrate.native.replacements import REPLACED, Replace
 from ampcompat.migrate.proof.subject import Managed
 
 
@@ -29,7 +29,7 @@ def rewrite_native(module: cst.Module, source: Source) -> tuple[cst.Module, Mana
             managed = facts.managed()
         except Untranslatable as problem:
             reason = str(problem)
-    if apex_uses(Source("", module.code), source.bindings):
+    if any((source.apex(node) or "").startswith(REPLACED) for node in source.nodes):
         replace = Replace(source.bindings)
         module = module.visit(replace)
         module = with_torch(module) if replace.changed else module
@@ -41,12 +41,9 @@ def rewrite_native(module: cst.Module, source: Source) -> tuple[cst.Module, Mana
 def _translated(module: cst.Module, facts: Facts) -> tuple[cst.Module, Facts]:
     # Each pass sees the text of the one before: facts are positions in it.
     split = split_lines(module, facts.source, facts.models)
-    module, facts = (module, facts) if split is module else _again(split)
-    module, facts = _again(wrap(module, facts))
-    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+    facts = facts if split is module else Facts(Source("", split.code))
+    code = wrap(split, facts)
+    if code != facts.source.code:
+        split, facts = cst.parse_module(code), Facts(Source("", code))
+    wrapper = MetadataWrapper(split, unsafe_skip_copy=True)
     return wrapper.module.visit(Calls(facts, wrapper.resolve(PositionProvider))), facts
-
-
-def _again(module: cst.Module) -> tuple[cst.Module, Facts]:
-    code = module.code
-    return cst.parse_module(code), Facts(Source("", code))

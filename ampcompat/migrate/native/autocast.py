@@ -8,32 +8,68 @@ from collections.abc import Sequence
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from ampcompat.check.source import Source, argument
-from ampcompat.migrate.casts import Casts, blocks, expressions, in_autocast, is_autocast, is_barrier, within
+from ampcompat.check.source import Source, called
+from ampcompat.migrate.casts import MOVES, blocks, in_autocast, is_autocast, is_barrier, within
 from ampcompat.migrate.marks import marked
 from ampcompat.migrate.native.facts import Facts
 from ampcompat.migrate.objects import FUNCTIONS
+from ampcompat.migrate.result import MARK
 
 OUT_OF_SIGHT = "the forward pass is not in this function; run it under torch.autocast"
 
 
-def wrap(module: cst.Module, facts: Facts) -> cst.Module:
-    """``module`` with its regions; ``facts`` are those of the same text."""
+def wrap(module: cst.Module, facts: Facts) -> str:
+    """The text of ``module`` with its regions; ``facts`` are those of the same text."""
+    made = plan(facts)
+    if not made.regions and not made.marks:
+        return facts.source.code
+    if not any(_has_long_string(facts.source, start, end) for start, (_, end) in made.regions.items()):
+        return _indented(facts, made)
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-    return wrapper.module.visit(_Wrap(facts, plan(facts), wrapper.resolve(PositionProvider)))
+    return wrapper.module.visit(_Wrap(facts, made, wrapper.resolve(PositionProvider))).code
+
+
+def _has_long_string(source: Source, start: int, end: int) -> bool:
+    """Whether a string goes over several of these lines: indenting them would change it."""
+    return any(
+        isinstance(node, ast.Constant | ast.JoinedStr)
+        and start <= node.lineno <= end
+        and node.lineno != node.end_lineno
+        and not (isinstance(node, ast.Constant) and not isinstance(node.value, str | bytes))
+        for node in source.nodes
+    )
+
+
+def _indented(facts: Facts, made: Plan) -> str:
+    """The text with the lines of each region indented under a ``with``: much cheaper than to build it anew."""
+    lines = facts.source.code.splitlines(keepends=True)
+    newline = "\r\n" if lines[0].endswith("\r\n") else "\n"
+    marks = {start: f"{MARK}{OUT_OF_SIGHT}" for start in made.marks}
+    for start in sorted({*made.regions, *marks}, reverse=True):
+        indent = lines[start - 1][: len(lines[start - 1]) - len(lines[start - 1].lstrip())]
+        if start in marks:
+            above = made.marks[start]
+            if marks[start] not in (lines[above - 2] if above > 1 else ""):
+                lines.insert(above - 1, f"{indent}{marks[start]}{newline}")
+            continue
+        unit = "\t" if indent.startswith("\t") else "    "
+        end = made.regions[start][1]
+        body = [unit + line if line.strip() else line for line in lines[start - 1 : end]]
+        lines[start - 1 : end] = [f"{indent}with {facts.autocast()}:{newline}", *body]
+    return "".join(lines)
 
 
 class Plan:
     """Where regions begin and end.
 
     Attributes:
-        regions: First and last line of the first and last statement of each region.
-        marks: Lines of functions whose loss was computed elsewhere.
+        regions: For the first line of each region the first line of its last statement, and the last line of that.
+        marks: Functions whose loss was computed elsewhere: their line, and that of their first decorator.
     """
 
     def __init__(self) -> None:
-        self.regions: dict[int, int] = {}
-        self.marks: set[int] = set()
+        self.regions: dict[int, tuple[int, int]] = {}
+        self.marks: dict[int, int] = {}
 
 
 def plan(facts: Facts) -> Plan:
@@ -71,7 +107,7 @@ def _chain(facts: Facts, call: ast.Call, needs: set[ast.AST], made: Plan) -> Non
         callers = [c for c in source.calls if scope in facts.objects.called(c)]
         seen = [g for c in callers for name, g in facts.objects.bound(c, scope) if given and name in given]
         if not seen or not any(casts._tensor(g, facts.objects.scope(g)) or _computes(g) for g in seen):
-            made.marks.add(scope.lineno)
+            made.marks[scope.lineno] = min([scope.lineno, *(d.lineno for d in scope.decorator_list)])
 
 
 def _line(node: ast.stmt) -> int:
@@ -91,9 +127,6 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _computes(node: ast.AST) -> bool:
-    from ampcompat.check.source import called
-    from ampcompat.migrate.casts import MOVES
-
     return any(isinstance(n, ast.Call) and called(n) not in MOVES for n in within(node))
 
 
@@ -119,7 +152,7 @@ def _block(body: Sequence[ast.stmt], needs: set[ast.AST], soft: set[ast.AST], ma
         if last == at and part not in needs:  # a compound statement alone: inside it is enough
             at += 1
             continue
-        made.regions[_start(part)] = _start(body[last])
+        made.regions[part.lineno] = (body[last].lineno, body[last].end_lineno or body[last].lineno)
         at = last + 1
 
 
@@ -130,10 +163,6 @@ def _wanted(part: ast.stmt, needs: set[ast.AST]) -> bool:
 
 def _holds(part: ast.stmt, needs: set[ast.AST]) -> bool:
     return any(n in needs for n in ast.walk(part))
-
-
-def _start(part: ast.stmt) -> int:
-    return part.lineno
 
 
 class _Wrap(cst.CSTTransformer):
@@ -161,11 +190,11 @@ class _Wrap(cst.CSTTransformer):
         at = 0
         while at < len(lines):
             last = self.plan.regions.get(lines[at])
-            if last is None or last not in lines[at:]:
+            if last is None or last[0] not in lines[at:]:
                 result.append(updated[at])
                 at += 1
                 continue
-            end = lines.index(last, at) + 1
+            end = lines.index(last[0], at) + 1
             result.append(self._region(updated[at:end]))
             at = end
         return result
@@ -176,6 +205,3 @@ class _Wrap(cst.CSTTransformer):
         lines = getattr(first, "leading_lines", ())
         body = [first.with_changes(leading_lines=[]), *statements[1:]]
         return region.with_changes(leading_lines=lines, body=region.body.with_changes(body=body))
-
-
-__all__ = ["OUT_OF_SIGHT", "Casts", "Plan", "Source", "argument", "expressions", "plan", "wrap"]

@@ -23,6 +23,8 @@ def _either(module: str, name: str) -> tuple[str, str]:
     return f"apex.optimizers.{name}", f"apex.optimizers.{module}.{name}"
 
 
+#: Packages of apex that hold what is replaced.
+REPLACED = ("apex.normalization", "apex.optimizers", "apex.parallel")
 ADAM, SGD = _either("fused_adam", "FusedAdam"), _either("fused_sgd", "FusedSGD")
 ADAGRAD = _either("fused_adagrad", "FusedAdagrad")
 #: What only tunes apex's own kernels and buckets.

@@ -6,6 +6,7 @@ and a call that some branches need and a later statement needs too is put before
 
 from __future__ import annotations
 
+import ast
 import functools
 from collections.abc import Sequence
 from enum import Enum
@@ -55,12 +56,15 @@ class Unscaling:
         self.facts, self.bindings = facts, facts.bindings
         functions = _Functions()
         module.visit(functions)
-        self.readers = readers(functions.found, self.bindings)
+        scopes = sorted((n for n in facts.source.nodes if isinstance(n, FUNCTIONS)), key=lambda n: n.lineno)
+        touching = [cst_one for cst_one, one in zip(functions.found, scopes, strict=True) if _touches_gradients(one)]
+        self.readers = readers(touching, self.bindings)
         self.before: dict[cst.CSTNode, list[str]] = {}
         self.marks: dict[cst.CSTNode, str] = {}
-        scopes = sorted((n for n in facts.source.nodes if isinstance(n, FUNCTIONS)), key=lambda n: n.lineno)
         pairs = zip((module, *(function.body for function in functions.found)), (facts.source.tree, *scopes), strict=True)
         for block, scope in pairs:
+            if not _touches_gradients(scope):
+                continue
             self.scales = any(contains_scaled(part, self.bindings) for part in block.body)
             for optimizer in facts.names_in(scope).values():
                 self._follow(block.body, optimizer)
@@ -106,6 +110,15 @@ class Unscaling:
         """Whether a loop is taken as one: what it unscales inside, it would unscale again."""
         loop = isinstance(part, cst.For | cst.While)
         return loop and not contains_scaled(part, self.bindings) and not steps(part, self.facts, optimizer)
+
+
+def _touches_gradients(scope: ast.AST) -> bool:
+    """Whether a function steps, clips or reads gradients; most of a file does not, and following it is costly."""
+    names = ("step", "grad", "master_params", *CLIPS)
+    return any(
+        (isinstance(n, ast.Attribute) and n.attr in names) or (isinstance(n, ast.Name) and n.id in names)
+        for n in ast.walk(scope)
+    )
 
 
 class _Flow:
