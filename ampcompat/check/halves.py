@@ -14,14 +14,17 @@ from ampcompat.check.source import SCOPES, Source, called, text
 
 HALF_DTYPES = frozenset({"half", "float16", "bfloat16"})
 LAYERS = frozenset(
-    "Linear Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d Bilinear LSTM GRU RNN".split()
+    {"Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"}
+    | {"Bilinear", "LSTM", "GRU", "RNN"}
 )
 # What returns its first tensor's dtype; on none of the lists.
 KEEPS = frozenset(
-    "view reshape transpose permute contiguous squeeze unsqueeze flatten expand expand_as repeat clone detach relu "
-    "leaky_relu sigmoid tanh dropout abs sqrt clamp clamp_min clamp_max clamp_ max min mean chunk split cat stack "
-    "masked_fill masked_fill_ index_select gather t cuda neg narrow select where type_as elu selu silu max_pool2d "
-    "avg_pool2d adaptive_avg_pool2d pad roll flip tril triu mul add div sub".split()
+    {"view", "reshape", "transpose", "permute", "contiguous", "squeeze", "unsqueeze", "flatten", "expand"}
+    | {"expand_as", "repeat", "clone", "detach", "relu", "leaky_relu", "sigmoid", "tanh", "dropout", "abs"}
+    | {"sqrt", "clamp", "clamp_min", "clamp_max", "clamp_", "max", "min", "mean", "chunk", "split", "cat"}
+    | {"stack", "masked_fill", "masked_fill_", "index_select", "gather", "t", "cuda", "neg", "narrow", "select"}
+    | {"where", "type_as", "elu", "selu", "silu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "pad"}
+    | {"roll", "flip", "tril", "triu", "mul", "add", "div", "sub"}
 )
 DEPTH = 12
 
@@ -32,7 +35,10 @@ def listed(name: str) -> frozenset[str]:
     tree = ast.parse((PACKAGE / "amp" / "lists.py").read_bytes())
     values = [n.value for n in tree.body if isinstance(n, ast.AnnAssign) and text(n.target) == name and n.value]
     return frozenset(
-        str(n.value) for value in values for n in ast.walk(value) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+        str(n.value)
+        for value in values
+        for n in ast.walk(value)
+        if isinstance(n, ast.Constant) and isinstance(n.value, str)
     )
 
 
@@ -95,7 +101,14 @@ class Halves:
         if isinstance(node, ast.BinOp):
             return self._is_plain(node.left) and self._is_plain(node.right)
         if isinstance(node, ast.Call):
-            return (dotted(node.func) or "").startswith("math.") or called(node) in ("len", "float", "int", "item", "size", "sqrt_")
+            return (dotted(node.func) or "").startswith("math.") or called(node) in (
+                "len",
+                "float",
+                "int",
+                "item",
+                "size",
+                "sqrt_",
+            )
         name = text(node).rpartition(".")[2]
         return name in ("temperature", "scale", "scaling", "eps", "d_k", "dim", "head_dim", "dk", "gamma", "n")
 
@@ -108,7 +121,9 @@ class Halves:
             dtypes = {text(a).rpartition(".")[2] for a in (*node.args, *(k.value for k in node.keywords))}
             if dtypes & HALF_DTYPES:
                 return True
-            return not dtypes & {"float", "float32", "float64", "double"} and name == "to" and self._receiver(node, depth)
+            return (
+                not dtypes & {"float", "float32", "float64", "double"} and name == "to" and self._receiver(node, depth)
+            )
         if name in ("float", "double", "item", "numpy", "tolist", "long", "int", "bool", "sum") and (
             name != "sum" or self.casts
         ):

@@ -147,8 +147,8 @@ SYMBOLS: dict[str, Symbol] = {
 def verdict(name: str) -> Symbol:
     """The verdict on a dotted name: its own entry, or that of the longest known prefix.
 
-    Below a module, a name without an entry works when ampcompat's module of that name binds it; below a class or function
-    it is an attribute of that.
+    Below a module, a name without an entry works when ampcompat's module of that name binds it; below a class or
+    function it is an attribute of that.
     """
     known = name
     while known not in SYMBOLS:

@@ -45,12 +45,14 @@ def leaves(body: list[ast.stmt]) -> bool:
 
 
 def _parts(test: ast.expr, holds: bool) -> set[Condition]:
-    """A test as conditions with its negations resolved: ``not a``, ``a is None``, ``a != b``; a conjunction as several."""
+    """A test as conditions with its negations resolved (``not a``, ``a != b``); a conjunction is several."""
     if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         return _parts(test.operand, not holds)
     if isinstance(test, ast.BoolOp):
         every = isinstance(test.op, ast.And)
-        return {p for part in test.values for p in _parts(part, holds)} if every is holds else {(ast.unparse(test), holds)}
+        return (
+            {p for part in test.values for p in _parts(part, holds)} if every is holds else {(ast.unparse(test), holds)}
+        )
     if isinstance(test, ast.Compare) and len(test.ops) == 1:
         op, left, right = test.ops[0], ast.unparse(test.left), ast.unparse(test.comparators[0])
         if isinstance(op, ast.NotEq | ast.IsNot | ast.NotIn):
@@ -89,9 +91,9 @@ def evaluates(source: Source, node: ast.AST) -> bool:
     """Whether a statement is in a branch or function for evaluation, or in a branch that leaves before training."""
     child = node
     for parent in source.ancestors(node):
-        if isinstance(parent, ast.If) and child in parent.body:
-            if leaves(parent.body) or EVALUATES.search(ast.unparse(parent.test)):
-                return True
+        branch = parent if isinstance(parent, ast.If) and child in parent.body else None
+        if branch is not None and (leaves(branch.body) or EVALUATES.search(ast.unparse(branch.test))):
+            return True
         if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef) and EVALUATES.search(parent.name):
             return True
         child = parent

@@ -17,7 +17,9 @@ MOST = 8
 
 
 @contextlib.contextmanager
-def workers(jobs: int, few: int | None = None) -> Iterator[Callable[[Callable[[Job], Result], Sequence[Job]], Iterable[Result]]]:
+def workers(
+    jobs: int, few: int | None = None
+) -> Iterator[Callable[[Callable[[Job], Result], Sequence[Job]], Iterable[Result]]]:
     """A ``map`` that keeps the order: over processes where there are many jobs and cores, else in this one."""
     cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MOST)
     # A process that has threads (torch) must not be forked; spawned ones import what they need, which is little.

@@ -1,4 +1,4 @@
-"""``ampcompat migrate [PATH ...]``: rewrite imports to ampcompat, or calls to plain torch.amp; a diff unless ``--write``."""
+"""``ampcompat migrate [PATH ...]``: imports to ampcompat, or calls to plain torch.amp; a diff unless ``--write``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ampcompat.migrate import MissingLibcst
 from ampcompat.migrate.source import TARGETS
 from ampcompat.migrate.tree import Change, migrate_paths
 
-EPILOG = """with --verify the script comes after two dashes: ampcompat migrate --verify --to native -- train.py --epochs 1
+EPILOG = """with --verify the script comes after two dashes: ampcompat migrate --verify --to native -- train.py
 exit status: 0 everything translated, 1 something is left to do (listed, and marked in the code) or the migrated
 script does something else (--verify), 2 bad usage"""
 
@@ -55,7 +55,9 @@ def main(args: argparse.Namespace) -> int:
     """Print the diff or write the files, list what is left, and return the exit status."""
     target = list(getattr(args, "target", []))
     if bool(target) != args.verify:
-        why = "--verify needs the script to run after two dashes" if args.verify else "a script is run with --verify only"
+        why = (
+            "--verify needs the script to run after two dashes" if args.verify else "a script is run with --verify only"
+        )
         emit(f"ampcompat migrate: {why}: ampcompat migrate --verify -- train.py", error=True)
         return 2
     if args.verify and (args.steps < 1 or args.timeout <= 0 or args.write or target == ["-m"]):
@@ -136,8 +138,11 @@ def _verify(args: argparse.Namespace, changes: Sequence[Change], target: Sequenc
             trace = run(copy, options, Path(folder, f"{name}.jsonl"), native)
             traces.append(trace)
             if trace.error is not None:
-                emit(f"{name}: {plain(trace.error)}\n" + "\n".join(f"  | {plain(s)}" for s in trace.output.splitlines()), error=True)
-        result = verdict(*traces)
+                emit(
+                    f"{name}: {plain(trace.error)}\n" + "\n".join(f"  | {plain(s)}" for s in trace.output.splitlines()),
+                    error=True,
+                )
+        result = verdict(traces[0], traces[1])
     emit("\n".join(map(plain, result.lines)))
     left = _list_left(changes)
     emit(f"{'the same training' if result.passed else 'NOT the same training'}, {left} places need you")

@@ -16,15 +16,18 @@ from ampcompat.migrate.objects import FUNCTIONS, SCOPES, Objects
 
 # Methods of a module that run no forward.
 SAFE_METHODS = frozenset(
-    "train eval parameters named_parameters buffers named_buffers modules named_modules children named_children "
-    "state_dict load_state_dict cuda cpu to half float double bfloat16 zero_grad apply requires_grad_ share_memory "
-    "register_buffer register_parameter register_forward_hook register_forward_pre_hook register_backward_hook "
-    "register_full_backward_hook add_module get_parameter get_submodule size numel item items keys values "
-    "save_pretrained save save_checkpoint resize_token_embeddings no_sync append extend update copy pop get "
-    "load_pretrained from_pretrained extra_repr __class__ set_epoch join gradient_checkpointing_enable "
-    "get_input_embeddings tie_weights init_weights reset_parameters freeze unfreeze freeze_encoder no_weight_decay "
-    "close start_prefetch print_trainable_parameters step named_children_ load load_weights set_input "
-    "get_current_losses".split()
+    {"train", "eval", "parameters", "named_parameters", "buffers", "named_buffers", "modules"}
+    | {"named_modules", "children", "named_children", "state_dict", "load_state_dict", "cuda", "cpu", "to"}
+    | {"half", "float", "double", "bfloat16", "zero_grad", "apply", "requires_grad_", "share_memory"}
+    | {"register_buffer", "register_parameter", "register_forward_hook", "register_forward_pre_hook"}
+    | {"register_backward_hook", "register_full_backward_hook", "add_module", "get_parameter", "get_submodule"}
+    | {"size", "numel", "item", "items", "keys", "values", "save_pretrained", "save", "save_checkpoint"}
+    | {"resize_token_embeddings", "no_sync", "append", "extend", "update", "copy", "pop", "get"}
+    | {"load_pretrained", "from_pretrained", "extra_repr", "__class__", "set_epoch", "join"}
+    | {"gradient_checkpointing_enable", "get_input_embeddings", "tie_weights", "init_weights"}
+    | {"reset_parameters", "freeze", "unfreeze", "freeze_encoder", "no_weight_decay", "close", "start_prefetch"}
+    | {"print_trainable_parameters", "step", "named_children_", "load", "load_weights", "set_input"}
+    | {"get_current_losses"}
 )
 DATA = re.compile(r"\.(weight|bias|data|grad|config|cfg|hparams|__name__)\b")
 # Calls that move data about: nothing of what autocast casts.
@@ -38,8 +41,12 @@ MOVES = frozenset(
     | {"scale", "unscale_", "defaultdict", "dict", "list", "tuple", "set", "save", "exit", "round", "join", "log_dict"}
 )
 # What is a Python number, or no float tensor, has no dtype to lose.
-PLAIN = frozenset({"item", "tolist", "numpy", "len", "int", "float", "str", "size", "isfinite", "isnan", "bool", "argmax"})
-NETWORK = re.compile(r"(^|_)(net\w?|network|model|teacher|student|encoder|decoder|critic|generator|discriminator|vgg|ema)$")
+PLAIN = frozenset(
+    {"item", "tolist", "numpy", "len", "int", "float", "str", "size", "isfinite", "isnan", "bool", "argmax"}
+)
+NETWORK = re.compile(
+    r"(^|_)(net\w?|network|model|teacher|student|encoder|decoder|critic|generator|discriminator|vgg|ema)$"
+)
 BARRIERS = frozenset({"step", "backward", "scale_loss", "unscale_", "update"})
 Statements = Sequence[ast.stmt]
 
@@ -128,7 +135,9 @@ class Casts:
         name = path.rpartition(".")[2]
         if name in self.objects.functions or name in self.objects.classes:
             return False
-        return any(dotted(target) == path and isinstance(value, ast.Call) for _, target, value in self.objects.assignments)
+        return any(
+            dotted(target) == path and isinstance(value, ast.Call) for _, target, value in self.objects.assignments
+        )
 
     def _needing(self, expression: ast.AST, scope: ast.AST) -> ast.AST | None:
         """The part of an expression that needs autocast, or None."""
@@ -160,9 +169,7 @@ class Casts:
                 return not any(trains(f) for f in self.objects.called(node))
             if called(node) in PLAIN or any(trains(f) for f in self.objects.called(node)):
                 return False
-        elif isinstance(node, SCOPES):
-            return False
-        elif isinstance(node, ast.Compare):
+        elif isinstance(node, (*SCOPES, ast.Compare)):
             return False
         elif isinstance(node, ast.Name | ast.Attribute):
             path = dotted(node)
@@ -250,7 +257,9 @@ def in_autocast(source: Source, node: ast.AST) -> bool:
 def is_barrier(part: ast.AST) -> bool:
     """Whether a statement must stay out of autocast: it steps, runs backward, hands values out or defines something."""
     for node in ast.walk(part):
-        if isinstance(node, ast.Yield | ast.YieldFrom | ast.Await | ast.ClassDef | ast.Global | ast.Import | ast.ImportFrom):
+        if isinstance(
+            node, ast.Yield | ast.YieldFrom | ast.Await | ast.ClassDef | ast.Global | ast.Import | ast.ImportFrom
+        ):
             return True
         if isinstance(node, (*FUNCTIONS, ast.AsyncFor, ast.AsyncWith)):
             return True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from ampcompat.check.bindings import dotted
 from ampcompat.check.source import Source
@@ -19,19 +19,25 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda)
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 #: Calls that give their argument, or its elements, back.
-PASSES = frozenset("list tuple set sorted reversed iter next enumerate zip cast deepcopy copy chain filter".split())
+PASSES = frozenset(
+    {"list", "tuple", "set", "sorted", "reversed", "iter", "next", "enumerate", "zip", "cast", "deepcopy"}
+    | {"copy", "chain", "filter"}
+)
 #: Methods that give back the object that they are called on, or an element of it.
 SELF_METHODS = frozenset(
-    "cuda cpu to train eval half float double bfloat16 requires_grad_ type values items get pop copy module "
-    "share_memory __enter__".split()
+    {"cuda", "cpu", "to", "train", "eval", "half", "float", "double", "bfloat16", "requires_grad_", "type"}
+    | {"values", "items", "get", "pop", "copy", "module", "share_memory", "__enter__"}
 )
-STORING = frozenset("append add insert extend update setdefault register add_module".split())
-WRAPS_MODEL = re.compile(r"parallel|ddp|compile|wrap|fsdp|syncb|sync_batchnorm|engine|ema|averaged|script", re.IGNORECASE)
+STORING = frozenset({"append", "add", "insert", "extend", "update", "setdefault", "register", "add_module"})
+WRAPS_MODEL = re.compile(
+    r"parallel|ddp|compile|wrap|fsdp|syncb|sync_batchnorm|engine|ema|averaged|script", re.IGNORECASE
+)
 WRAPS_OPTIMIZER = re.compile(r"optim|larc|larc_|lars|lookahead|sam$", re.IGNORECASE)
 ROUNDS = 12
 
 
-class Label(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Label:
     """A managed object: its kind (``model``, ``optimizer``) and its place among those given to ``initialize``."""
 
     kind: str
@@ -91,9 +97,7 @@ class Objects:
                 self.assignments += [(node, target, node.value) for target in node.targets]
             elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
                 self.assignments.append((node, node.target, node.value))
-            elif isinstance(node, ast.For | ast.AsyncFor):
-                self.assignments.append((node, node.target, _Element(node.iter)))
-            elif isinstance(node, ast.comprehension):
+            elif isinstance(node, ast.For | ast.AsyncFor | ast.comprehension):
                 self.assignments.append((node, node.target, _Element(node.iter)))
             elif isinstance(node, ast.withitem) and node.optional_vars is not None:
                 self.assignments.append((node, node.optional_vars, node.context_expr))
@@ -358,8 +362,9 @@ class Objects:
 
 #: Names of methods that many classes have: one definition in the file does not mean that it is the one called.
 COMMON = frozenset(
-    "step forward backward update train eval __init__ state_dict load_state_dict zero_grad parameters get set add "
-    "append to save load close reset log write run cuda items values keys".split()
+    {"step", "forward", "backward", "update", "train", "eval", "__init__", "state_dict", "load_state_dict"}
+    | {"zero_grad", "parameters", "get", "set", "add", "append", "to", "save", "load", "close", "reset", "log"}
+    | {"write", "run", "cuda", "items", "values", "keys"}
 )
 
 

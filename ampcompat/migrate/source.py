@@ -46,7 +46,6 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
             return Result.of(settled(rewrite_imports(module)).code)
         module = cst.parse_module(code)
         from ampcompat.migrate.native import rewrite_native
-
         from ampcompat.migrate.proof import proved
 
         rewritten, managed = rewrite_native(module, source)

@@ -85,9 +85,7 @@ def migrate_tree(path: str | Path, to: str = "ampcompat") -> Iterator[Change]:
             yield change
 
 
-def migrate_paths(
-    paths: Sequence[str | Path], to: str = "ampcompat"
-) -> Iterator[tuple[int, int, Change | None]]:
+def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterator[tuple[int, int, Change | None]]:
     """The changes under several paths, with how many of how many files are done.
 
     Raises:

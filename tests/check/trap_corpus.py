@@ -33,10 +33,16 @@ def trained(level, after, inside=""):
 
 TRUE = {
     "level with a zero": ({"misspelt_level"}, APEX + INIT.format('"01"')),
-    "level with a zero, by keyword": ({"misspelt_level"}, APEX + 'amp.initialize(model, opt, opt_level="02", loss_scale=1.0)\n'),
+    "level with a zero, by keyword": (
+        {"misspelt_level"},
+        APEX + 'amp.initialize(model, opt, opt_level="02", loss_scale=1.0)\n',
+    ),
     "O2 as enabled": ({"level_as_enabled"}, APEX + 'model, opt = amp.initialize(model, opt, "O2")\n'),
     "O1 as enabled": ({"level_as_enabled"}, APEX + 'model, opt = amp.initialize(model, opt, "O1")\n'),
-    "O3 as enabled by keyword": ({"level_as_enabled"}, APEX + 'model, opt = amp.initialize(model, opt, enabled="O3")\n'),
+    "O3 as enabled by keyword": (
+        {"level_as_enabled"},
+        APEX + 'model, opt = amp.initialize(model, opt, enabled="O3")\n',
+    ),
     "Adam at O3": ({"adam_eps_in_half"}, APEX + "opt = torch.optim.Adam(model.parameters())\n" + INIT.format('"O3"')),
     "AdamW with its eps at O3": (
         {"adam_eps_in_half"},
@@ -55,14 +61,19 @@ TRUE = {
     ),
     "wrapped under another test": (
         {"wrapped_before_initialize"},
-        APEX + "if args.distributed:\n    model = nn.parallel.DistributedDataParallel(model)\nif args.amp:\n    " + INIT.format('"O1"'),
+        APEX
+        + "if args.distributed:\n    model = nn.parallel.DistributedDataParallel(model)\nif args.amp:\n    "
+        + INIT.format('"O1"'),
     ),
     "copy of the optimizer": ({"deepcopy_of_optimizer"}, amp_at('"O2"', "best = copy.deepcopy(opt)\n")),
     "clip of the model's at O2": (
         {"clip_of_model_params"},
         trained('"O2"', "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"),
     ),
-    "clip by value at O2": ({"clip_of_model_params"}, trained('"O2"', "nn.utils.clip_grad_value_(model.parameters(), 1.0)\n")),
+    "clip by value at O2": (
+        {"clip_of_model_params"},
+        trained('"O2"', "nn.utils.clip_grad_value_(model.parameters(), 1.0)\n"),
+    ),
     "clip in the block": (
         {"clip_of_scaled_gradients"},
         trained('"O1"', "", "nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)\n"),
@@ -73,7 +84,10 @@ TRUE = {
     ),
     "gradients clamped at O2": (
         {"edit_of_model_gradients"},
-        trained('"O2"', "for name, p in model.named_parameters():\n    if p.grad is not None:\n        p.grad.clamp_(-1, 1)\n"),
+        trained(
+            '"O2"',
+            "for name, p in model.named_parameters():\n    if p.grad is not None:\n        p.grad.clamp_(-1, 1)\n",
+        ),
     ),
     "gradients assigned at O2": (
         {"edit_of_model_gradients"},
@@ -106,12 +120,18 @@ TRUE = {
         + ATTENTION.format("scores = scores.masked_fill(mask, value=-1e30)")
         + "model.half()\nopt = FP16_Optimizer(opt)\n",
     ),
-    "fill of a parameter": ({"overflowing_fill"}, amp_at('"O1"', "def attend(scores, mask):\n    return scores.masked_fill(mask, -1e9)\n")),
+    "fill of a parameter": (
+        {"overflowing_fill"},
+        amp_at('"O1"', "def attend(scores, mask):\n    return scores.masked_fill(mask, -1e9)\n"),
+    ),
     "mask times a large number": (
         {"overflowing_fill"},
         amp_at('"O2"', "mask = mask.half()\nscores = scores + (1.0 - mask) * -1e9\n"),
     ),
-    "fill by a name": ({"overflowing_fill"}, APEX + "NEG = -1e9\n" + ATTENTION.format("scores = scores.masked_fill(mask, NEG)") + INIT.format('"O1"')),
+    "fill by a name": (
+        {"overflowing_fill"},
+        APEX + "NEG = -1e9\n" + ATTENTION.format("scores = scores.masked_fill(mask, NEG)") + INIT.format('"O1"'),
+    ),
     "epsilon below a product": (
         {"vanishing_constant"},
         APEX + ATTENTION.format("scores = scores / (scores.max() + 1e-8)") + INIT.format('"O1"'),
@@ -160,26 +180,32 @@ FALSE = {
     "wrapped by level": APEX
     + "if args.amp_opt_level == 'O0':\n    model = nn.DataParallel(model)\nif args.amp_opt_level != 'O0':\n    "
     + INIT.format("args.amp_opt_level"),
-    "half for evaluation": APEX + "if args.evaluate:\n    model.half()\n    validate(model)\n    sys.exit()\n" + INIT.format('"O2"'),
+    "half for evaluation": APEX
+    + "if args.evaluate:\n    model.half()\n    validate(model)\n    sys.exit()\n"
+    + INIT.format('"O2"'),
     "half in an evaluation branch": amp_at('"O1"', "if args.test_only:\n    model.half()\n"),
     "half where amp is off": APEX + "if not use_amp:\n    model.half()\nelse:\n    " + INIT.format('"O1"'),
     "half of another model": APEX + "teacher.half()\n" + INIT.format('"O1"'),
     "half of a tensor": amp_at('"O1"', "x = x.half()\n"),
     "half in a function that exports": amp_at('"O1"', "def export(model):\n    model.half()\n"),
     "Adam at O2": APEX + "opt = torch.optim.Adam(model.parameters())\n" + INIT.format('"O2"'),
-    "Adam with a large eps at O3": APEX + "opt = torch.optim.Adam(model.parameters(), eps=1e-4)\n" + INIT.format('"O3"'),
+    "Adam with a large eps at O3": APEX
+    + "opt = torch.optim.Adam(model.parameters(), eps=1e-4)\n"
+    + INIT.format('"O3"'),
     "SGD at O3": APEX + "opt = torch.optim.SGD(model.parameters(), lr=0.1)\n" + INIT.format('"O3"'),
     "enabled as it is meant": APEX + 'model, opt = amp.initialize(model, opt, True, opt_level="O2")\n',
     "clip of masters": trained('"O2"', "nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)\n"),
     "clip of the model's at O1": trained('"O1"', "nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"),
-    "clip where amp is off": trained(
-        '"O2"', "if not fp:\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
-    ).replace("    with amp", "    if fp:\n     with amp").replace("        scaled.backward()", "      scaled.backward()"),
+    "clip where amp is off": trained('"O2"', "if not fp:\n    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n")
+    .replace("    with amp", "    if fp:\n     with amp")
+    .replace("        scaled.backward()", "      scaled.backward()"),
     "gradients zeroed": trained('"O2"', "for p in model.parameters():\n    p.grad = None\n"),
     "gradients divided at O1": trained('"O1"', "for p in model.parameters():\n    p.grad.data.div_(n)\n"),
     "gradients divided in the block": trained('"O2"', "", "for p in model.parameters():\n    p.grad.data.div_(n)\n"),
     "masters' gradients divided": trained('"O2"', "for p in amp.master_params(opt):\n    p.grad.data.div_(n)\n"),
-    "backward without amp": trained('"O1"', "").replace("    with amp", "    if args.fp32:\n        loss.backward()\n        continue\n    with amp"),
+    "backward without amp": trained('"O1"', "").replace(
+        "    with amp", "    if args.fp32:\n        loss.backward()\n        continue\n    with amp"
+    ),
     "epsilon of numpy": amp_at('"O1"', "iou = inter / (union.sum() + 1e-10)\nunion = np.zeros(3)\n"),
     "epsilon of a buffer": amp_at(
         '"O2"',
@@ -192,16 +218,22 @@ FALSE = {
                 return x / torch.sqrt(self.var + 1e-8)
         """,
     ),
-    "epsilon of a float32 norm": APEX + ATTENTION.format("scores = scores / (scores.norm() + 1e-8)") + INIT.format('"O1"'),
+    "epsilon of a float32 norm": APEX
+    + ATTENTION.format("scores = scores / (scores.norm() + 1e-8)")
+    + INIT.format('"O1"'),
     "epsilon of a float32 loss": amp_at('"O1"', "loss = F.cross_entropy(model(x), y)\nw = one / (loss + 1e-8)\n"),
     "epsilon of a softmax": APEX
     + ATTENTION.format("p = F.softmax(scores, dim=-1)\n        scores = torch.log(p + 1e-10)")
     + INIT.format('"O1"'),
     "epsilon of a number": amp_at('"O2"', "rate = correct / (total + 1e-8)\nprint(1 / (len(data) + 1e-9))\n"),
-    "epsilon after float": APEX + ATTENTION.format("scores = scores / (scores.float().abs() + 1e-8)") + INIT.format('"O1"'),
+    "epsilon after float": APEX
+    + ATTENTION.format("scores = scores / (scores.float().abs() + 1e-8)")
+    + INIT.format('"O1"'),
     "eps of an optimizer": APEX + "opt = torch.optim.Adam(model.parameters(), eps=1e-8)\n" + INIT.format('"O1"'),
     "a fill that fits": APEX + ATTENTION.format("scores = scores.masked_fill(mask, -1e4)") + INIT.format('"O1"'),
-    "a fill of float32": APEX + ATTENTION.format("scores = scores.float().masked_fill(mask, -1e9)") + INIT.format('"O1"'),
+    "a fill of float32": APEX
+    + ATTENTION.format("scores = scores.float().masked_fill(mask, -1e9)")
+    + INIT.format('"O1"'),
     "a fill with the least number": APEX
     + ATTENTION.format("scores = scores.masked_fill(mask, torch.finfo(scores.dtype).min)")
     + INIT.format('"O1"'),

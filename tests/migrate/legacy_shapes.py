@@ -18,7 +18,13 @@ model, opt = amp.initialize(model, opt, opt_level="O1", verbosity=0)
 SCALE = 'opt_level="O1", verbosity=0'
 
 
-def loop(step, before="", forward="loss = F.cross_entropy(model(x), y)", arguments="", after="    LOSSES.append(loss.item())\n"):
+def loop(
+    step,
+    before="",
+    forward="loss = F.cross_entropy(model(x), y)",
+    arguments="",
+    after="    LOSSES.append(loss.item())\n",
+):
     body = f"opt.zero_grad()\n{forward}\nwith amp.scale_loss(loss, opt{arguments}) as scaled:\n    scaled.backward()\n{step}\n"
     return f"{before}for i in range(6):\n" + "".join(f"    {line}\n" for line in body.splitlines()) + after
 
@@ -152,8 +158,11 @@ for i in range(6):
     + SETUP.replace("nn.Linear", "Net")
     + loop("opt.step()", forward="loss, logits = model(x, y)"),
     "forward in a comprehension": SETUP
-    + loop("opt.step()", forward="outs = [model(part) for part in (x, x)]\nloss = sum(F.cross_entropy(o, y) for o in outs)"),
-    "forward before an if": SETUP + loop("opt.step()", forward="out = model(x)\nif i > 1:\n    out = out * 2\nloss = F.cross_entropy(out, y)"),
+    + loop(
+        "opt.step()", forward="outs = [model(part) for part in (x, x)]\nloss = sum(F.cross_entropy(o, y) for o in outs)"
+    ),
+    "forward before an if": SETUP
+    + loop("opt.step()", forward="out = model(x)\nif i > 1:\n    out = out * 2\nloss = F.cross_entropy(out, y)"),
     "forward with a loss that may not be": SETUP
     + loop("opt.step()", forward="loss = F.cross_entropy(model(x), y)\nif not torch.isfinite(loss):\n    continue"),
     "loss in another class": """\
@@ -290,7 +299,8 @@ main()
     "clip of masters": SETUP + loop(f"{CLIP}\nopt.step()"),
     "clip of the model's": SETUP + loop("nn.utils.clip_grad_norm_(model.parameters(), 0.1)\nopt.step()"),
     "clip by value": SETUP + loop("nn.utils.clip_grad_value_(model.parameters(), 0.01)\nopt.step()"),
-    "norm by hand": SETUP + loop("norm = sum(float(p.grad.norm()) for p in model.parameters())\nLOSSES.append(norm)\nopt.step()"),
+    "norm by hand": SETUP
+    + loop("norm = sum(float(p.grad.norm()) for p in model.parameters())\nLOSSES.append(norm)\nopt.step()"),
     "gradients edited": SETUP + loop("for p in model.parameters():\n    p.grad.clamp_(-0.01, 0.01)\nopt.step()"),
     "gradients edited in place of step": SETUP
     + loop("for p in amp.master_params(opt):\n    p.grad.data.mul_(0.5)\nopt.step()"),
@@ -386,23 +396,25 @@ for i in range(6):
 }
 
 MARKED = {
-    "gradients left over from the last step": SETUP + loop("opt.step()\nif i % 2: opt.zero_grad()").replace("    opt.zero_grad()\n", "", 1),
+    "gradients left over from the last step": SETUP
+    + loop("opt.step()\nif i % 2: opt.zero_grad()").replace("    opt.zero_grad()\n", "", 1),
     "step in a lambda": SETUP + "go = lambda: opt.step()\n" + loop("go()"),
     "step as a bound method": SETUP + "step = opt.step\n" + loop("step()"),
     "step by getattr": SETUP + loop("getattr(opt, 'step')()"),
     "step by a computed name": SETUP + "name = 'st' + 'ep'\n" + loop("getattr(opt, name)()"),
     "step by methodcaller": "import operator\n" + SETUP + loop("operator.methodcaller('step')(opt)"),
     "step under map": SETUP + loop("list(map(lambda o: o.step(), [opt]))"),
-    "step with a closure": SETUP
-    + "def closure():\n    opt.zero_grad()\n    loss = F.cross_entropy(model(x), y)\n"
+    "step with a closure": SETUP + "def closure():\n    opt.zero_grad()\n    loss = F.cross_entropy(model(x), y)\n"
     "    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n    return loss\n"
     "for i in range(6):\n    LOSSES.append(opt.step(closure).item())\n",
     "step by a function of another module": "from engine import update_weights\n" + SETUP + loop("update_weights(opt)"),
-    "step by an object that got the optimizer": "from engine import Stepper\n" + SETUP + "s = Stepper(opt)\n" + loop("s.go()"),
+    "step by an object that got the optimizer": "from engine import Stepper\n"
+    + SETUP
+    + "s = Stepper(opt)\n"
+    + loop("s.go()"),
     "no step": SETUP + loop("pass"),
     "step left out on a path after unscaling": SETUP + loop(f"{CLIP}\nif i > 9:\n    continue\nopt.step()"),
-    "clip on some iterations before an accumulated step": SETUP
-    + loop(f"{CLIP}\nif i % 2:\n    opt.step()", before=""),
+    "clip on some iterations before an accumulated step": SETUP + loop(f"{CLIP}\nif i % 2:\n    opt.step()", before=""),
     "clip inside the block": SETUP
     + loop("opt.step()").replace("scaled.backward()", f"scaled.backward()\n        {CLIP}"),
     "clip in a method of its own": TRAINER
@@ -410,13 +422,20 @@ MARKED = {
         "    def clip(self):\n        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)\n",
         "    t.clip()\n",
     ),
-    "forward in a lambda": SETUP + "predict = lambda data: model(data)\n" + loop("opt.step()") + "LOSSES.append(predict(x).sum().item())\n",
+    "forward in a lambda": SETUP
+    + "predict = lambda data: model(data)\n"
+    + loop("opt.step()")
+    + "LOSSES.append(predict(x).sum().item())\n",
     "forward in a generator": "def outputs(net):\n    for part in (x, x):\n        yield net(part)\n"
     + SETUP
     + loop("opt.step()")
     + "LOSSES += [o.sum().item() for o in outputs(model)]\n",
-    "model handed to another module": "from engine import evaluate\n" + SETUP + loop("opt.step()") + "LOSSES.append(evaluate(model, x))\n",
-    "loss from nowhere": SETUP + "def go(loss):\n    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n    opt.step()\n",
+    "model handed to another module": "from engine import evaluate\n"
+    + SETUP
+    + loop("opt.step()")
+    + "LOSSES.append(evaluate(model, x))\n",
+    "loss from nowhere": SETUP
+    + "def go(loss):\n    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n    opt.step()\n",
     "two items in the with": SETUP + loop("opt.step()").replace("as scaled:", "as scaled, torch.enable_grad():"),
     "scale_loss in an ExitStack": "import contextlib\n"
     + SETUP
@@ -426,21 +445,28 @@ MARKED = {
     + "for i in range(6):\n    block = amp.scale_loss(F.cross_entropy(model(x), y), opt)\n    scaled = block.__enter__()\n"
     "    scaled.backward()\n    block.__exit__(None, None, None)\n    opt.step()\n",
     "two calls of initialize": SETUP + SETUP + loop("opt.step()"),
-    "initialize in a loop": "for n in range(2):\n" + "".join(f"    {s}\n" for s in SETUP.splitlines()) + loop("opt.step()"),
+    "initialize in a loop": "for n in range(2):\n"
+    + "".join(f"    {s}\n" for s in SETUP.splitlines())
+    + loop("opt.step()"),
     "O3": SETUP.replace('"O1"', '"O3"') + loop("opt.step()"),
     "options from a dict": SETUP.replace('opt_level="O1", verbosity=0', "**dict(opt_level='O1')") + loop("opt.step()"),
     "a dict of optimizers": "model = nn.Linear(4, 3)\nopts = {'m': torch.optim.SGD(model.parameters(), lr=0.1)}\n"
     "model, opts['m'] = amp.initialize(model, opts['m'], opt_level='O1')\n"
-    + loop("for k in opts: opts[k].step()").replace("opt.zero_grad()", "opts['m'].zero_grad()").replace("loss, opt)", "loss, opts['m'])"),
+    + loop("for k in opts: opts[k].step()")
+    .replace("opt.zero_grad()", "opts['m'].zero_grad()")
+    .replace("loss, opt)", "loss, opts['m'])"),
     "the loop in another module": SETUP + "from engine import train\ntrain(model, opt)\n",
     "initialize in another module": "from engine import model, opt\n" + loop("opt.step()"),
     "star import of fp16_utils": "from apex.fp16_utils import *\n"
     "model = network_to_half(nn.Linear(4, 3))\nopt = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n",
     "star import of amp": "from apex.amp import *\nmodel, opt = initialize(nn.Linear(4, 3), None)\n",
     "the scale read": SETUP + loop("opt.step()") + "print(amp._amp_state.loss_scalers[0].loss_scale())\n",
-    "a registered function": SETUP.replace("model = nn", "amp.register_float_function(torch, 'sigmoid')\nmodel = nn", 1) + loop("opt.step()"),
+    "a registered function": SETUP.replace("model = nn", "amp.register_float_function(torch, 'sigmoid')\nmodel = nn", 1)
+    + loop("opt.step()"),
     "wrapped optimizer of apex": "from apex.parallel import LARC\n"
     + SETUP.replace("model, opt = amp", "opt = LARC(opt)\nmodel, opt = amp")
     + loop("opt.step()"),
-    "apex probed by name": "import importlib.util\nHAS = importlib.util.find_spec('apex') is not None\n" + SETUP + loop("opt.step()"),
+    "apex probed by name": "import importlib.util\nHAS = importlib.util.find_spec('apex') is not None\n"
+    + SETUP
+    + loop("opt.step()"),
 }

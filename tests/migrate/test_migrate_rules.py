@@ -147,7 +147,10 @@ def test_an_unknown_target_is_refused():
 
 
 def test_a_look_into_the_state_is_marked_since_scalers_keep_other_keys():
-    code = LOOP.format(arguments="", more="", backward="", step="") + "print(amp.state_dict()['loss_scaler0']['loss_scale'])\ntorch.save(amp.state_dict(), 'x')\n"
+    code = (
+        LOOP.format(arguments="", more="", backward="", step="")
+        + "print(amp.state_dict()['loss_scaler0']['loss_scale'])\ntorch.save(amp.state_dict(), 'x')\n"
+    )
     result = migrate_source(code, "native")
     assert "amp.state_dict()['loss_scaler0']" in result.code
     assert "torch.save(scaler.state_dict(), 'x')" in result.code

@@ -46,8 +46,12 @@ def test_imports_alone_change_nothing(tmp_path):
 
 
 BREAKS = {
-    "step not scaled": (lambda s: s.replace("scaler.step(optimizer)", "optimizer.step()").replace("scaler.update()", "pass")),
-    "not unscaled": (lambda s: s.replace("scaler.unscale_(optimizer)", "pass").replace("1.0)", "1e9)").replace("lr=0.1", "lr=0.4")),
+    "step not scaled": (
+        lambda s: s.replace("scaler.step(optimizer)", "optimizer.step()").replace("scaler.update()", "pass")
+    ),
+    "not unscaled": (
+        lambda s: s.replace("scaler.unscale_(optimizer)", "pass").replace("1.0)", "1e9)").replace("lr=0.1", "lr=0.4")
+    ),
     "float32": (lambda s: s.replace("dtype=torch.float16)", "dtype=torch.float16, enabled=False)")),
     "a name missing": (lambda s: s.replace("scaler = torch", "scalar = torch")),
     "apex needed": (lambda s: "import ampcompat\n" + s),
@@ -61,7 +65,9 @@ def test_what_is_wrong_is_seen(name, tmp_path):
 
 
 def trace(losses=(1.0, 0.5), scale=4.0, dtypes=None, **more):
-    made = Trace([(loss, scale, "float32", i) for i, loss in enumerate(losses)], [(0, False)] * len(losses), dtypes or {})
+    made = Trace(
+        [(loss, scale, "float32", i) for i, loss in enumerate(losses)], [(0, False)] * len(losses), dtypes or {}
+    )
     return Trace(**{**made.__dict__, **more})
 
 
@@ -110,7 +116,8 @@ def test_the_command(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["--verify"], ["--", "train.py"], ["--verify", "--write", "--", "a.py"], ["--verify", "--steps", "0", "--", "a"]]
+    "words",
+    [["--verify"], ["--", "train.py"], ["--verify", "--write", "--", "a.py"], ["--verify", "--steps", "0", "--", "a"]],
 )
 def test_bad_usage(words, tmp_path, capsys):
     assert main(["migrate", str(tmp_path), *words]) == 2

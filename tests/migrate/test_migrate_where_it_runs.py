@@ -8,7 +8,11 @@ from ampcompat.check import workers as workers_module
 from ampcompat.cli import main
 from ampcompat.migrate.tree import migrate_tree
 
-CELLS = ["%matplotlib inline\nimport torch\nfrom apex import amp\n", "model, opt = amp.initialize(model, opt)", "x = 1\n!ls"]
+CELLS = [
+    "%matplotlib inline\nimport torch\nfrom apex import amp\n",
+    "model, opt = amp.initialize(model, opt)",
+    "x = 1\n!ls",
+]
 LOOP = (
     "for x in data:\n    opt.zero_grad()\n    loss = model(x).mean()\n"
     "    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n    opt.step()\n"
@@ -18,7 +22,10 @@ LOOP = (
 def notebook(*cells):
     made = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": c.splitlines(True)} for c in cells]
     made.insert(0, {"cell_type": "markdown", "metadata": {}, "source": ["Text é\n"]})
-    return json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False) + "\n"
+    return (
+        json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, indent=1, ensure_ascii=False)
+        + "\n"
+    )
 
 
 def cells(text):
@@ -42,7 +49,15 @@ def test_a_notebook_is_translated_to_torch(tmp_path):
 
 
 def test_a_region_over_two_cells_is_left_alone(tmp_path):
-    before = notebook(*CELLS, "opt.zero_grad()\nout = model(x)", "loss = crit(out)\n" + LOOP[LOOP.index("    with") :].replace("    with", "with").replace("        s", "    s").replace("    opt", "opt"))
+    before = notebook(
+        *CELLS,
+        "opt.zero_grad()\nout = model(x)",
+        "loss = crit(out)\n"
+        + LOOP[LOOP.index("    with") :]
+        .replace("    with", "with")
+        .replace("        s", "    s")
+        .replace("    opt", "opt"),
+    )
     (tmp_path / "n.ipynb").write_text(before)
     (change,) = migrate_tree(tmp_path, "native")
     assert "two cells" in change.problem

@@ -62,8 +62,10 @@ def clip_of_model_params(source: Source, repository: Repository) -> Iterator[Fin
         if any(source.apex(c.func) == "apex.amp.master_params" for c in ast.walk(scope) if isinstance(c, ast.Call)):
             continue
         for call in _clips(source, scope):
-            if _of_model(call) and id(call) not in inside and not (
-                _in_else_of(source, call, blocks) or _exclusive(source, call, blocks)
+            if (
+                _of_model(call)
+                and id(call) not in inside
+                and not (_in_else_of(source, call, blocks) or _exclusive(source, call, blocks))
             ):
                 level = ERROR if certain else WARNING
                 note = "at O2 the optimizer steps master parameters; clip amp.master_params(optimizer) instead"
@@ -166,7 +168,12 @@ def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[
         inside = {id(n) for block in blocks for n in ast.walk(block)}
         last = max(block.lineno for block in blocks)
         for loop in ast.walk(scope):
-            if not isinstance(loop, ast.For) or id(loop) in inside or loop.lineno < last or source.scope(loop) is not scope:
+            if (
+                not isinstance(loop, ast.For)
+                or id(loop) in inside
+                or loop.lineno < last
+                or source.scope(loop) is not scope
+            ):
                 continue
             names = [n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)]
             over = loop.iter
@@ -176,7 +183,7 @@ def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[
                 continue
             found = next((n for n in ast.walk(loop) if _edits(n, names)), None)
             if found is not None:
-                note = "at O2 the optimizer steps master parameters: this changes nothing; edit amp.master_params(optimizer)"
+                note = "at O2 the optimizer steps masters: this changes nothing; edit amp.master_params(optimizer)"
                 yield source.finding(found, "trap", "edit_of_model_gradients", ERROR, note)
 
 

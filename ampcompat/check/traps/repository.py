@@ -6,7 +6,6 @@ import ast
 
 from ampcompat.check.source import Source
 
-
 HOMES = ("fp16_utils.", "fp16_utils.fp16util.", "fp16_utils.fp16_optimizer.", "optimizers.", "contrib.optimizers.")
 MAKES_HALF = ("network_to_half", "convert_network", "FP16Model", "FP16_Optimizer", "tofp16", "BN_convert_float")
 

@@ -111,7 +111,11 @@ def level_as_enabled(source: Source, repository: Repository) -> Iterator[Finding
     """``initialize(model, opt, "O2")``: the third parameter is ``enabled``, so the level stays O1."""
     for call in source.calls_to("apex.amp.initialize"):
         third = call.args[2] if len(call.args) > 2 else argument(call, 2, "enabled")
-        if isinstance(third, ast.Constant) and isinstance(third.value, str) and re.fullmatch(r"[Oo0][0-5]", third.value):
+        if (
+            isinstance(third, ast.Constant)
+            and isinstance(third.value, str)
+            and re.fullmatch(r"[Oo0][0-5]", third.value)
+        ):
             level = WARNING if third.value == "O1" else ERROR
             note = f'the third parameter is enabled: this runs at O1; write opt_level="{third.value}"'
             yield source.finding(third, "trap", "level_as_enabled", level, note)
@@ -126,18 +130,19 @@ def adam_eps_in_half(source: Source, repository: Repository) -> Iterator[Finding
         given = argument(call, 1, "optimizers")
         names = {text(part) for part in (given.elts if isinstance(given, ast.List | ast.Tuple) else [given])} - {""}
         made = [given] if isinstance(given, ast.Call) else []
-        made += [
-            node.value
-            for node in source.nodes
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and names & set(map(text, node.targets))
-            and source.scope(node) is source.scope(call) and not exclusive(source, node, call)
-        ]  # fmt: skip
+        for node in source.nodes:
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+                continue
+            same = source.scope(node) is source.scope(call) and not exclusive(source, node, call)
+            if same and names & set(map(text, node.targets)):
+                made.append(node.value)
         for adam in made:
             if called(adam) not in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam") or source.apex(adam.func):
                 continue
             eps = number(argument(adam, 3, "eps"))
             if argument(adam, 3, "eps") is None or (eps is not None and 0 < eps < 2.0**-25):
-                note = f"at O3 {called(adam)} keeps its state in half, where eps={eps or 1e-8:g} is 0; pass eps=1e-4 or use O2"
+                name, value = called(adam), eps or 1e-8
+                note = f"at O3 {name} keeps its state in half, where eps={value:g} is 0; pass eps=1e-4 or use O2"
                 yield source.finding(adam, "trap", "adam_eps_in_half", ERROR, note)
 
 

@@ -44,7 +44,7 @@ def _indented(facts: Facts, made: Plan) -> str:
     """The text with the lines of each region indented under a ``with``: much cheaper than to build it anew."""
     lines = facts.source.code.splitlines(keepends=True)
     newline = "\r\n" if lines[0].endswith("\r\n") else "\n"
-    marks = {start: f"{MARK}{OUT_OF_SIGHT}" for start in made.marks}
+    marks = dict.fromkeys(made.marks, f"{MARK}{OUT_OF_SIGHT}")
     for start in sorted({*made.regions, *marks}, reverse=True):
         indent = lines[start - 1][: len(lines[start - 1]) - len(lines[start - 1].lstrip())]
         if start in marks:
@@ -184,7 +184,9 @@ class _Wrap(cst.CSTTransformer):
             return marked(updated_node, OUT_OF_SIGHT)
         return updated_node
 
-    def _wrapped(self, original: Sequence[cst.BaseStatement], updated: Sequence[cst.BaseStatement]) -> list[cst.BaseStatement]:
+    def _wrapped(
+        self, original: Sequence[cst.BaseStatement], updated: Sequence[cst.BaseStatement]
+    ) -> list[cst.BaseStatement]:
         lines = [self._line(node) for node in original]
         result: list[cst.BaseStatement] = []
         at = 0

@@ -162,7 +162,9 @@ class Calls(cst.CSTTransformer):
         tail = getattr(new, "trailing_whitespace", cst.TrailingWhitespace())
         body = cst.ensure_type(new, cst.SimpleStatementLine).body[0]
         step = cst.parse_expression(f"{scaler}.step({optimizer})")
-        lines: list[cst.BaseStatement] = [cst.SimpleStatementLine([body.with_changes(value=step)], trailing_whitespace=tail)]
+        lines: list[cst.BaseStatement] = [
+            cst.SimpleStatementLine([body.with_changes(value=step)], trailing_whitespace=tail)
+        ]
         if optimizer in self.loop_targets:
             return lines
         for part in later:
@@ -206,7 +208,7 @@ class Calls(cst.CSTTransformer):
 
 def with_torch(module: cst.Module) -> cst.Module:
     """``module`` with an import of torch."""
-    body = list(module.body)
+    body: list[cst.BaseStatement] = list(module.body)
     if any(_imports_torch(part) for part in body):
         return module
     first = next((i for i, part in enumerate(body) if _imports_anything(part)), 0)

@@ -200,14 +200,18 @@ class Facts:
             block = source.parents.get(item) if item is not None else None
             plain = isinstance(item, ast.withitem) and isinstance(block, ast.With) and len(block.items) == 1
             if not plain or len(call.args) < 2 or any(k.arg is None for k in call.keywords):
-                raise Untranslatable("amp.scale_loss is not used as `with amp.scale_loss(loss, optimizer) as scaled_loss`")
+                raise Untranslatable(
+                    "amp.scale_loss is not used as `with amp.scale_loss(loss, optimizer) as scaled_loss`"
+                )
             assert isinstance(item, ast.withitem)
             if item.optional_vars is not None and not isinstance(item.optional_vars, ast.Name):
                 raise Untranslatable("amp.scale_loss yields into something else than a plain name")
             labels = self.objects.optimizers(call.args[1])
             if not labels:
                 given = ast.unparse(call.args[1])
-                raise Untranslatable(f"amp.scale_loss gets {given}, which this file does not show to come from amp.initialize")
+                raise Untranslatable(
+                    f"amp.scale_loss gets {given}, which this file does not show to come from amp.initialize"
+                )
             loss_id = argument(call, 2, "loss_id")
             self.calls.append(call)
             self.scaled.append(labels)

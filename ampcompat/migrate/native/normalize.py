@@ -1,6 +1,7 @@
 """Give steps and calls of amp statements of their own.
 
-``a; opt.step()``, ``if c: opt.step()``, ``c and opt.step()``, ``opt.step() if c else None``, ``[o.step() for o in os]``.
+``a; opt.step()``, ``if c: opt.step()``, ``c and opt.step()``, ``opt.step() if c else None``, and comprehensions of
+steps.
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ ADAM, SGD = _either("fused_adam", "FusedAdam"), _either("fused_sgd", "FusedSGD")
 ADAGRAD = _either("fused_adagrad", "FusedAdagrad")
 #: What only tunes apex's own kernels and buckets.
 TUNING = frozenset(
-    "set_grad_none materialize_master_grads capturable message_size delay_allreduce shared_param prof retain_allreduce_buffers "
-    "allreduce_trigger_params num_allreduce_streams allreduce_communicators memory_efficient channel_last".split()
+    {"set_grad_none", "materialize_master_grads", "capturable", "message_size", "delay_allreduce"}
+    | {"shared_param", "prof", "retain_allreduce_buffers", "allreduce_trigger_params", "num_allreduce_streams"}
+    | {"allreduce_communicators", "memory_efficient", "channel_last"}
 )
 Given = Mapping[str, str]
 

@@ -61,13 +61,13 @@ class Unscaling:
         self.readers = readers(touching, self.bindings)
         self.before: dict[cst.CSTNode, list[str]] = {}
         self.marks: dict[cst.CSTNode, str] = {}
-        pairs = zip((module, *(function.body for function in functions.found)), (facts.source.tree, *scopes), strict=True)
-        for block, scope in pairs:
+        bodies: list[Body] = [module.body, *(function.body.body for function in functions.found)]
+        for body, scope in zip(bodies, [facts.source.tree, *scopes], strict=True):
             if not _touches_gradients(scope):
                 continue
-            self.scales = any(contains_scaled(part, self.bindings) for part in block.body)
+            self.scales = any(contains_scaled(part, self.bindings) for part in body)
             for optimizer in facts.names_in(scope).values():
-                self._follow(block.body, optimizer)
+                self._follow(body, optimizer)
 
     def _follow(self, body: Body, optimizer: str) -> None:
         early: set[cst.CSTNode] = set()
@@ -174,7 +174,9 @@ class _Flow:
 
     def _is_for(self, call: cst.Call) -> bool:
         given = code_of(call.args[1])
-        return any(name in given for name in self.module.facts.scaler_of if self.module.facts.same(name, self.optimizer))
+        return any(
+            name in given for name in self.module.facts.scaler_of if self.module.facts.same(name, self.optimizer)
+        )
 
     def _each_time(self, rest: Body) -> bool:
         """Whether the step follows in any case, or in none: in another function, then."""
@@ -182,7 +184,9 @@ class _Flow:
             if isinstance(part, cst.FunctionDef | cst.ClassDef):
                 continue
             every = isinstance(part, cst.For) and code_of(part.iter) in self.module.facts.containers
-            if (every or isinstance(part, cst.SimpleStatementLine | cst.With)) and steps(part, self.module.facts, self.optimizer):
+            if (every or isinstance(part, cst.SimpleStatementLine | cst.With)) and steps(
+                part, self.module.facts, self.optimizer
+            ):
                 return True
             scaled = [scaled_call(block, self.module.bindings) for block in contains_scaled(part, self.module.bindings)]
             if any(call and self._is_for(call) for call in scaled):

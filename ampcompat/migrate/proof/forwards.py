@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 from ampcompat.check.source import called
 from ampcompat.migrate.casts import in_autocast
-from ampcompat.migrate.objects import SCOPES
 from ampcompat.migrate.proof.subject import Subject
 
 #: Functions that get a model and run none of it, by what their names say.
@@ -29,7 +28,7 @@ def unwrapped(subject: Subject) -> Iterator[tuple[int, str]]:
     covered = _covered_functions(subject)
     for part, found in casts.needs.items():
         inside = in_autocast(source, found) or (found in casts.forwards and source.scope(found) in covered)
-        if not inside and not (source.scope(part) in covered):
+        if not inside and source.scope(part) not in covered:
             shown = ast.unparse(found.func) if isinstance(found, ast.Call) else ast.unparse(found)
             yield getattr(found, "lineno", part.lineno), OUTSIDE.format(shown[:60])
     for call in source.calls:
@@ -47,11 +46,11 @@ def _covered_functions(subject: Subject) -> set[ast.AST]:
             calls.setdefault(function, []).append(call)
     covered: set[ast.AST] = set()
     for _ in range(3):
-        for function, made in calls.items():
+        for entered, made in calls.items():
             if all(in_autocast(source, call) or source.scope(call) in covered for call in made):
-                covered.add(function)
+                covered.add(entered)
     # `model.forward` of a class of the file runs where the model is called.
-    covered |= {f for f in objects.methods.get("forward", [])}
+    covered |= set(objects.methods.get("forward", []))
     return covered
 
 
@@ -69,5 +68,3 @@ def _handed(subject: Subject, call: ast.Call) -> Iterator[tuple[int, str]]:
             names = ", ".join(subject.managed.models[label.index] for label in sorted(labels))
             yield call.lineno, HANDED.format(names, name or ast.unparse(call.func)[:40])
             return
-
-

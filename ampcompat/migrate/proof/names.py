@@ -24,7 +24,10 @@ def undefined(subject: Subject) -> Iterator[tuple[int, str]]:
                 (stores if isinstance(node.ctx, ast.Store) else loads).append((owner, node))
         for owner, node in loads:
             if not _defined(subject, owner, node, stores):
-                yield getattr(node, "lineno", 1), f"{name} is not shown to be defined here: hand it over, or make it first"
+                yield (
+                    getattr(node, "lineno", 1),
+                    f"{name} is not shown to be defined here: hand it over, or make it first",
+                )
 
 
 def _defined(subject: Subject, owner: ast.AST, node: ast.AST, stores: list[tuple[ast.AST, ast.AST]]) -> bool:

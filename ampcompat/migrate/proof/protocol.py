@@ -245,7 +245,9 @@ class _Flow:
                 return states
             rule = self.unscale if called(call) == "unscale_" else self.step
             after = self.each(call, states, rule)
-            return after if len(self.objects.optimizers(call.args[0])) == 1 or self._loops_over(call) else after | states
+            return (
+                after if len(self.objects.optimizers(call.args[0])) == 1 or self._loops_over(call) else after | states
+            )
         if called(call) == "zero_grad" and self._zeroes(call):
             return frozenset(ZEROED.get(s, s) for s in states)
         for function in self._unresolved(call):
@@ -261,7 +263,9 @@ class _Flow:
         outer = self.frames[-1] if self.frames else {}
         given = {name: (value, self.objects.optimizers(value)) for name, value in self.objects.bound(call, function)}
         return {
-            name: outer.get(ast.unparse(value), self.label in labels) for name, (value, labels) in given.items() if labels
+            name: outer.get(ast.unparse(value), self.label in labels)
+            for name, (value, labels) in given.items()
+            if labels
         }
 
     def _zeroes(self, call: ast.Call) -> bool:
@@ -275,7 +279,9 @@ class _Flow:
         """Methods of the file, of the name that is called on something unknown, which go on with the protocol."""
         if not isinstance(call.func, ast.Attribute) or self.objects.called(call) or self.objects.of(call.func.value):
             return []
-        if self.subject.is_scaler(call.func.value) or any(self.subject.on_scaler(n, "scale") for n in ast.walk(call.func)):
+        if self.subject.is_scaler(call.func.value) or any(
+            self.subject.on_scaler(n, "scale") for n in ast.walk(call.func)
+        ):
             return []
         if self.subject.casts._tensor(call.func.value, self.objects.scope(call)):
             return []
@@ -327,9 +333,13 @@ class _Flow:
         if state is State.UNSCALED:
             self.note(call, f"gradients of {self.name} were unscaled before: these would be added to them still scaled")
         if state in DUE:
-            self.note(call, f"{self.scaler}.update() does not follow each step of {self.name} before this loss is scaled")
+            self.note(
+                call, f"{self.scaler}.update() does not follow each step of {self.name} before this loss is scaled"
+            )
         if state is State.LEFT:
-            self.note(call, f"gradients of {self.name} left from its last step are added to scaled ones: zero_grad() first")
+            self.note(
+                call, f"gradients of {self.name} left from its last step are added to scaled ones: zero_grad() first"
+            )
         return State.SCALED
 
     def unscale(self, call: ast.Call, state: State) -> State:
@@ -358,10 +368,15 @@ class _Flow:
         scope = self.objects.scope(node)
         while State.ENTRY in states and scope is not self.subject.source.tree:
             if any(self.protocol.touches(n) for n in ast.walk(scope)) or self._reads_managed(node):
-                self.note(node, f"gradients of {self.name} may still be scaled here: {self.scaler}.unscale_({self.name}) first")
+                self.note(
+                    node,
+                    f"gradients of {self.name} may still be scaled here: {self.scaler}.unscale_({self.name}) first",
+                )
             break
         if State.SCALED in states:
-            self.note(node, f"gradients of {self.name} are still scaled here: {self.scaler}.unscale_({self.name}) first, once")
+            self.note(
+                node, f"gradients of {self.name} are still scaled here: {self.scaler}.unscale_({self.name}) first, once"
+            )
 
     def _reads_managed(self, node: ast.AST) -> bool:
         return any(self.objects.of(inner) for inner in ast.walk(node))

@@ -13,7 +13,9 @@ from ampcompat.migrate.proof.subject import Subject
 
 Failure = tuple[int, str]
 # What has a step() and is no optimizer, by its name or by that of its class.
-OTHERS = re.compile(r"sched|warm_?up|^lr|lr$|_lr|decay|anneal|prof|\benv|env$|envs$|bar$|progress|timer|meter|swa|ema|stopp|sim$", re.I)
+OTHERS = re.compile(
+    r"sched|warm_?up|^lr|lr$|_lr|decay|anneal|prof|\benv|env$|envs$|bar$|progress|timer|meter|swa|ema|stopp|sim$", re.I
+)
 #: Functions that get an optimizer and are known not to step it, by what their names say.
 TRUSTED = re.compile(
     r"sched|lr|warm|anneal|decay|check_?point|load|save|resume|restore|state|print|log|info|report|summary|watch"
@@ -23,8 +25,9 @@ TRUSTED = re.compile(
 )
 #: Attributes of an optimizer that leave its parameters alone.
 PLAIN = frozenset(
-    "zero_grad param_groups state_dict load_state_dict state defaults add_param_group __class__ train eval "
-    "register_step_post_hook get_lr lr optimizer optim _step_count __setstate__ __name__ share_memory cur_lr".split()
+    {"zero_grad", "param_groups", "state_dict", "load_state_dict", "state", "defaults", "add_param_group"}
+    | {"__class__", "train", "eval", "register_step_post_hook", "get_lr", "lr", "optimizer", "optim"}
+    | {"_step_count", "__setstate__", "__name__", "share_memory", "cur_lr"}
 )
 RAW = "{} is not stepped through its scaler: gradients are scaled here, call {}.step({})"
 UNSURE = "{}.step(): if this is an optimizer of amp, step it with {}.step(...) and update() once after"
@@ -44,14 +47,27 @@ def stray_steps(subject: Subject) -> Iterator[Failure]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr not in PLAIN:
             known = objects.optimizers(node.value) and not objects.optimizers(node) and dotted(node.value)
             call = subject.source.parents.get(node)
-            if known and isinstance(call, ast.Call) and call.func is node and not objects.called(call):
-                if not _is_container_method(node) and not objects.models(node.value):
-                    yield node.lineno, UNSURE.format(text(node.value), scaler).replace(".step():", f".{node.attr}():")
+            plain = _is_container_method(node) or objects.models(node.value)
+            method = isinstance(call, ast.Call) and call.func is node and not objects.called(call)
+            if known and method and not plain:
+                yield node.lineno, UNSURE.format(text(node.value), scaler).replace(".step():", f".{node.attr}():")
     yield from _unreached(subject)
 
 
 def _is_container_method(node: ast.Attribute) -> bool:
-    return node.attr in ("append", "extend", "insert", "items", "values", "keys", "get", "pop", "update", "setdefault", "index")
+    return node.attr in (
+        "append",
+        "extend",
+        "insert",
+        "items",
+        "values",
+        "keys",
+        "get",
+        "pop",
+        "update",
+        "setdefault",
+        "index",
+    )
 
 
 def _step(subject: Subject, node: ast.Attribute) -> Iterator[Failure]:
@@ -59,11 +75,11 @@ def _step(subject: Subject, node: ast.Attribute) -> Iterator[Failure]:
     call = subject.source.parents.get(node)
     is_call = isinstance(call, ast.Call) and call.func is node
     if subject.is_scaler(node.value):
-        given = call.args[0] if isinstance(call, ast.Call) and is_call and call.args else None
-        if given is None or len(getattr(call, "args", ())) > 1 or getattr(call, "keywords", ()):
+        given = [*call.args, *(k.value for k in call.keywords)] if isinstance(call, ast.Call) and is_call else []
+        if len(given) != 1:
             yield node.lineno, f"{scaler}.step takes one optimizer and no closure"
-        elif not objects.optimizers(given):
-            yield node.lineno, f"{ast.unparse(given)} is not shown to be an optimizer that amp.initialize got"
+        elif not objects.optimizers(given[0]):
+            yield node.lineno, f"{ast.unparse(given[0])} is not shown to be an optimizer that amp.initialize got"
         return
     name = ast.unparse(node.value)
     if objects.optimizers(node.value):

@@ -54,4 +54,6 @@ class Subject:
 
     def on_scaler(self, call: ast.AST, method: str) -> bool:
         """Whether a node is a call of that method of a scaler."""
-        return isinstance(call, ast.Call) and called(call) == method and self.is_scaler(getattr(call.func, "value", call))
+        return (
+            isinstance(call, ast.Call) and called(call) == method and self.is_scaler(getattr(call.func, "value", call))
+        )

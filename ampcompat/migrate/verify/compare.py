@@ -43,7 +43,9 @@ def verdict(before: Trace, after: Trace, rtol: float = 0.05, atol: float = 1e-2)
         failures += bool(problems)
         values = [f"{sum(loss for loss, _ in side):12.6g}" if side else f"{'-':>12}" for side in (one, other)]
         scales = [f"{side[-1][1]:12g}" if side else f"{'-':>12}" for side in (one, other)]
-        lines.append(f"{number + 1:>4}  {values[0]}  {values[1]}  {scales[0]}  {scales[1]}  {'; '.join(problems) or 'ok'}")
+        lines.append(
+            f"{number + 1:>4}  {values[0]}  {values[1]}  {scales[0]}  {scales[1]}  {'; '.join(problems) or 'ok'}"
+        )
     for name, trace in (("before", before), ("after", after)):
         if trace.error is not None:
             failures += 1
@@ -71,7 +73,9 @@ def _step_problems(before: Trace, after: Trace, number: int) -> list[str]:
     return problems
 
 
-def _loss_problems(one: list[tuple[float, float]], other: list[tuple[float, float]], rtol: float, atol: float) -> list[str]:
+def _loss_problems(
+    one: list[tuple[float, float]], other: list[tuple[float, float]], rtol: float, atol: float
+) -> list[str]:
     if len(one) != len(other):
         return [f"{len(one)} losses before, {len(other)} after"]
     problems = []
@@ -92,7 +96,8 @@ def _dtypes(before: Trace, after: Trace) -> tuple[list[str], list[str]]:
     for module, training in sorted(before.dtypes.keys() | after.dtypes.keys()):
         was, now = (trace.dtypes.get((module, training), set()) for trace in (before, after))
         mode = "training" if training else "evaluation"
-        told = f"{module} in {mode}: {'/'.join(sorted(was)) or 'not run'} before, {'/'.join(sorted(now)) or 'not run'} after"
+        shown = ["/".join(sorted(dtypes)) or "not run" for dtypes in (was, now)]
+        told = f"{module} in {mode}: {shown[0]} before, {shown[1]} after"
         if was == now:
             continue
         if module in PRODUCTS and bool(was & HALVES) != bool(now & HALVES):

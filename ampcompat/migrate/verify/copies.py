@@ -1,4 +1,4 @@
-"""Two copies of a tree, one of them migrated: the original is not touched, and neither run sees what the other wrote."""
+"""Two copies of a tree, one of them migrated: the original is untouched, neither run sees what the other wrote."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ class Recording:
     """
 
     def __init__(self, path: str, steps: int) -> None:
-        self.file = open(path, "a", encoding="utf-8")
+        # Open as long as the process runs: the script ends it as it likes.
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
         self.steps, self.made, self.process = steps, 0, os.getpid()
         self.seen: set[tuple[str, str, bool]] = set()
 
