@@ -15,6 +15,11 @@ from ampcompat.check.source import Source, called
 from ampcompat.migrate.objects import FUNCTIONS, SCOPES, Objects
 
 # Methods of a module that run no forward.
+# Functions of other modules that, by their names, read the gradients of what they are given.
+READS_GRADIENTS = re.compile(r"grad|clip|agc", re.IGNORECASE)
+READS_NONE = re.compile(
+    r"(no|zero|enable|requires|set|inference|with)_?grad|^grad$|gradscaler|checkpoint|is_grad", re.IGNORECASE
+)
 SAFE_METHODS = frozenset(
     {"train", "eval", "parameters", "named_parameters", "buffers", "named_buffers", "modules"}
     | {"named_modules", "children", "named_children", "state_dict", "load_state_dict", "cuda", "cpu", "to"}
@@ -49,6 +54,12 @@ NETWORK = re.compile(
 )
 BARRIERS = frozenset({"step", "backward", "scale_loss", "unscale_", "update"})
 Statements = Sequence[ast.stmt]
+
+
+GRAD_MODES = ("no_grad", "inference_mode", "set_grad_enabled", "enable_grad")
+CHANGES_WEIGHTS = frozenset(
+    {"load_state_dict", "copy_", "apply", "update_parameters", "clamp_weights", "clip_weights", "spectral_norm"}
+)
 
 
 class Casts:
@@ -117,8 +128,12 @@ class Casts:
         scope = self.objects.scope(call) if scope is None else scope
         if isinstance(func, ast.Attribute) and (func.attr in SAFE_METHODS or DATA.search("." + ast.unparse(func))):
             return False
-        if self.objects.called(call):
-            return any(f in self.producers for f in self.objects.called(call))
+        entered = self.objects.called(call)
+        own = isinstance(func, ast.Attribute) and any(x.kind == "model" for x in self.objects.of(func.value, scope))
+        if entered and not own:
+            return any(f in self.producers for f in entered)
+        if any(trains(f) for f in entered):
+            return False  # a model that holds its training step
         while isinstance(func, ast.Attribute | ast.Subscript | ast.Call):
             if not isinstance(func, ast.Call) and any(x.kind == "model" for x in self.objects.of(func, scope)):
                 return True
@@ -254,9 +269,27 @@ def in_autocast(source: Source, node: ast.AST) -> bool:
     return False
 
 
+def _changes(part: ast.AST, data: ast.Attribute) -> bool:
+    """Whether ``x.data`` is assigned, or changed by a method."""
+    text = ast.unparse(data)
+    stored = isinstance(data.ctx, ast.Store)
+    return stored or any(
+        isinstance(n, ast.Call) and called(n).endswith("_") and ast.unparse(n.func).startswith(text)
+        for n in ast.walk(part)
+    )
+
+
 def is_barrier(part: ast.AST) -> bool:
     """Whether a statement must stay out of autocast: it steps, runs backward, hands values out or defines something."""
     for node in ast.walk(part):
+        # Autocast keeps the half copies of weights that it made in a region: those made without gradients, and those of
+        # weights that change, must not serve a later forward of the same region.
+        if isinstance(node, ast.With) and any(word in ast.unparse(node.items[0]) for word in GRAD_MODES):
+            return True
+        if isinstance(node, ast.Attribute) and node.attr == "data" and _changes(part, node):
+            return True
+        if isinstance(node, ast.Call) and called(node) in CHANGES_WEIGHTS:
+            return True
         if isinstance(
             node, ast.Yield | ast.YieldFrom | ast.Await | ast.ClassDef | ast.Global | ast.Import | ast.ImportFrom
         ):

@@ -395,7 +395,56 @@ for i in range(6):
     ),
 }
 
+RIGHT |= {
+    "the scaled loss used after the block": SETUP
+    + loop("opt.step()", after="    LOSSES.append(scaled.item() / 65536)\n"),
+    "weights changed between forwards": SETUP
+    + loop(
+        "opt.step()",
+        forward="out = model(x)\nfor p in model.parameters():\n    p.data.clamp_(-0.1, 0.1)\nloss = F.cross_entropy(model(x), y)",
+    ),
+    "a target made without gradients before the forward": SETUP
+    + loop(
+        "opt.step()",
+        forward="with torch.no_grad():\n    target = model(x)\nloss = F.mse_loss(model(x) * 2, target)",
+    ),
+    "a scaler of another kind": SETUP.replace("model = nn", "scaler = amp_scaler = 3\nmodel = nn", 1)
+    + loop("opt.step()"),
+    "an iterator over a dict's optimizers": SETUP
+    + "opts = {'g': opt}\n"
+    + loop("for name, o in opts.items():\n    o.step()"),
+    "an optimizer in an object": SETUP
+    + "class State: pass\nstate = State()\nstate.opt = opt\n"
+    + loop("state.opt.step()"),
+    "a module behind a test": SETUP
+    + "net = model.module if hasattr(model, 'module') else model\n"
+    + loop("opt.step()", forward="loss = F.cross_entropy(net(x), y)"),
+    "a forward by a method of its own": "class Net(nn.Linear):\n    def encode(self, x):\n        return self(x)\n"
+    + SETUP.replace("nn.Linear", "Net")
+    + loop("opt.step()", forward="loss = F.cross_entropy(model.encode(x), y)"),
+    "models in a list": SETUP
+    + "nets = [model]\n"
+    + loop("opt.step()", forward="for n in nets:\n    out = n(x)\nloss = F.cross_entropy(out, y)"),
+    "the loss unpacked": SETUP + loop("opt.step()", forward="parts = (model(x), y)\nloss = F.cross_entropy(*parts)"),
+}
+
 MARKED = {
+    "gradients clipped by another module": "from engine import clip_gradients\n"
+    + SETUP
+    + loop("pass\nif i % 2:\n    clip_gradients(model, 0.1)\n    continue\nopt.step()"),
+    "forward in a generator expression": SETUP
+    + "outs = (model(part) for part in (x, x))\n"
+    + loop("opt.step()")
+    + "LOSSES += [o.sum().item() for o in outs]\n",
+    "forward under map": SETUP + loop("opt.step()") + "LOSSES += [o.sum().item() for o in map(model, (x, x))]\n",
+    "forward by a bound method": SETUP
+    + "forward = model.forward\n"
+    + loop("opt.step()", forward="loss = F.cross_entropy(forward(x), y)"),
+    "forward under a checkpoint": "from torch.utils.checkpoint import checkpoint\n"
+    + SETUP
+    + loop("opt.step()", forward="out = checkpoint(model, x)\nloss = F.cross_entropy(out, y)"),
+    "step of the class": SETUP + loop("torch.optim.SGD.step(opt)"),
+    "step as a partial": "import functools\n" + SETUP + "go = functools.partial(opt.step)\n" + loop("go()"),
     "gradients left over from the last step": SETUP
     + loop("opt.step()\nif i % 2: opt.zero_grad()").replace("    opt.zero_grad()\n", "", 1),
     "step in a lambda": SETUP + "go = lambda: opt.step()\n" + loop("go()"),

@@ -94,7 +94,8 @@ def _chain(facts: Facts, call: ast.Call, needs: set[ast.AST], made: Plan) -> Non
     needed = _names(loss)
     found = False
     body = sorted((n for n in source.nodes if isinstance(n, ast.stmt) and source.scope(n) is scope), key=_line)
-    for part in reversed([n for n in body if n.lineno < call.lineno]):
+    first = facts.call.lineno if source.scope(facts.call) is scope else 0
+    for part in reversed([n for n in body if first < n.lineno < call.lineno]):
         targets = {name for t in _targets(part) for name in _names(t)}
         if targets & needed and isinstance(part, ast.Assign | ast.AugAssign | ast.AnnAssign):
             value = part.value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping, Sequence
 
 import libcst as cst
@@ -147,6 +148,13 @@ class Calls(cst.CSTTransformer):
         start, end = self.positions[old].start.line, self.positions[old].end.line
         return any(start <= line <= end for line in self.facts.step_lines)
 
+    def _used_later(self, name: str) -> bool:
+        """Whether the scaled loss is used outside the blocks that make it, and nothing else has its name."""
+        source = self.facts.source
+        inside = {n for block in source.scaled_blocks() for n in ast.walk(block)}
+        named = [n for n in source.nodes if isinstance(n, ast.Name) and n.id == name and n not in inside]
+        return bool(named) and not any(isinstance(n.ctx, ast.Store) for n in named)
+
     def _load(self, saved: str) -> cst.BaseStatement:
         scaler = self.facts.scaler
         code = f"{scaler}.load_state_dict({saved})"
@@ -196,7 +204,7 @@ class Calls(cst.CSTTransformer):
         suite = isinstance(block.body, cst.SimpleStatementSuite)
         code = code_of(first).strip() if len(body) == 1 and isinstance(first, simple) and not suite else ""
         code = code_of(first).strip().rstrip(";") if suite and len(body) == 1 else code
-        if scaled and code.startswith(f"{scaled}.backward("):
+        if scaled and code.startswith(f"{scaled}.backward(") and not self._used_later(scaled):
             line = statement(f"{scaler}.scale({loss}){code[len(scaled) :]}")
             above = getattr(first, "leading_lines", ())
             return [*lines, line.with_changes(leading_lines=above) if not lines else line]

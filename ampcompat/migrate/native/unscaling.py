@@ -13,13 +13,13 @@ from enum import Enum
 
 import libcst as cst
 
+from ampcompat.migrate.casts import READS_GRADIENTS
 from ampcompat.migrate.marks import code_of
 from ampcompat.migrate.native.facts import Facts
 from ampcompat.migrate.native.patterns import contains_scaled, header, receiver, scaled_call, symbol
-from ampcompat.migrate.native.reads import readers, reads
+from ampcompat.migrate.native.reads import CLIPS, readers, reads
 from ampcompat.migrate.objects import FUNCTIONS, Label
 
-CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
 SEVERAL = "gradients read here are still scaled: call unscale_(optimizer) of their scaler first"
 NOT_EACH_TIME = (
     "gradients are still scaled here: {}.step() does not follow each time, and unscale_ may run once between updates"
@@ -114,11 +114,9 @@ class Unscaling:
 
 def _touches_gradients(scope: ast.AST) -> bool:
     """Whether a function steps, clips or reads gradients; most of a file does not, and following it is costly."""
-    names = ("step", "grad", "master_params", *CLIPS)
-    return any(
-        (isinstance(n, ast.Attribute) and n.attr in names) or (isinstance(n, ast.Name) and n.id in names)
-        for n in ast.walk(scope)
-    )
+    named = [n for n in ast.walk(scope) if isinstance(n, ast.Attribute | ast.Name)]
+    words = {n.attr if isinstance(n, ast.Attribute) else n.id for n in named}
+    return any(word in ("step", "master_params") or READS_GRADIENTS.search(word) for word in words)
 
 
 class _Flow:

@@ -18,6 +18,8 @@ TRUSTED = re.compile(
     r"|^(append|add|extend|insert|update|setdefault|register|super|deepcopy|to|cuda|dict|set|sorted|Namespace|add_module)$",
     re.I,
 )
+#: Functions that use a generator up before they return.
+CONSUMERS = frozenset({"sum", "list", "tuple", "max", "min", "any", "all", "sorted", "set", "dict", "join", "extend"})
 OUTSIDE = "{} runs outside torch.autocast, where apex cast it: put it under torch.autocast"
 HANDED = "{} is handed to {}: what that runs of it belongs under torch.autocast"
 
@@ -34,7 +36,21 @@ def unwrapped(subject: Subject) -> Iterator[tuple[int, str]]:
     for call in source.calls:
         if casts.is_forward(call) and isinstance(source.scope(call), ast.Lambda):
             yield call.lineno, OUTSIDE.format(ast.unparse(call.func)[:60])
+        if casts.is_forward(call) and _is_put_off(subject, call):
+            yield call.lineno, OUTSIDE.format(f"{ast.unparse(call.func)[:50]} in a generator")
         yield from _handed(subject, call)
+
+
+def _is_put_off(subject: Subject, call: ast.Call) -> bool:
+    """Whether a forward is in a generator expression that is not used up where it is written."""
+    above: ast.AST = call
+    for parent in subject.source.ancestors(call):
+        if isinstance(above, ast.GeneratorExp):
+            return not (isinstance(parent, ast.Call) and getattr(parent.func, "id", called(parent)) in CONSUMERS)
+        if isinstance(parent, ast.stmt):
+            return False
+        above = parent
+    return False
 
 
 def _covered_functions(subject: Subject) -> set[ast.AST]:

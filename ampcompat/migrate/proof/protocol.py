@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from ampcompat.check.source import called
-from ampcompat.migrate.casts import within
+from ampcompat.migrate.casts import READS_GRADIENTS, READS_NONE, within
 from ampcompat.migrate.objects import FUNCTIONS, SCOPES, Function, Label
 from ampcompat.migrate.proof.subject import Subject
 
@@ -99,7 +99,7 @@ class Protocol:
                 continue
             if isinstance(node, ast.Call):
                 name = called(node)
-                if name in CLIPS or any(f in readers for f in self.objects.called(node)):
+                if self._reads_by_name(node) or name in CLIPS or any(f in readers for f in self.objects.called(node)):
                     return node
                 if name == "grad" or name in EMPTYING:
                     rest += [*node.args, *(k.value for k in node.keywords)]
@@ -108,6 +108,16 @@ class Protocol:
                 return node
             rest += ast.iter_child_nodes(node)
         return None
+
+    def _reads_by_name(self, call: ast.Call) -> bool:
+        """Whether a function that is not of this file says in its name that it reads gradients, and is given some."""
+        name = called(call)
+        if not READS_GRADIENTS.search(name) or READS_NONE.search(name) or self.objects.called(call):
+            return False
+        if self.subject.is_scaler(getattr(call.func, "value", call)):
+            return False
+        given = [*call.args, *(k.value for k in call.keywords)]
+        return any(self.objects.of(g) or "param" in ast.unparse(g) for g in given)
 
 
 class _Flow:
