@@ -134,6 +134,8 @@ class Casts:
             return any(f in self.producers for f in entered)
         if any(trains(f) for f in entered):
             return False  # a model that holds its training step
+        if isinstance(func, ast.Call) and any(x.kind == "model" for x in self.objects.of(func, scope)):
+            return True  # `getattr(model, "forward")(x)`, `model.to(device)(x)`
         while isinstance(func, ast.Attribute | ast.Subscript | ast.Call):
             if not isinstance(func, ast.Call) and any(x.kind == "model" for x in self.objects.of(func, scope)):
                 return True

@@ -235,7 +235,7 @@ class Objects:
             if isinstance(owner, ast.ClassDef) and path.count(".") == 1:
                 return NONE
         base = self.of(node.value, scope)
-        if node.attr in ("module", "_orig_mod", "optimizer") and base:
+        if node.attr in ("module", "_orig_mod", "optimizer", "forward", "__call__") and base:
             return base
         # `trainer.optimizer`: some object whose attribute of that name is managed.
         return self.attributes.get(node.attr, NONE) if not base else NONE

@@ -396,6 +396,61 @@ for i in range(6):
 }
 
 RIGHT |= {
+    "evaluation by a name of the forward": SETUP
+    + loop("opt.step()")
+    + "f = model.forward\nLOSSES.append(f(x).sum().item())\nLOSSES.append(getattr(model, 'forward')(x).sum().item())\n",
+    "evaluation by a function that is given the model": "def predict(fn, data):\n    return fn(data)\n"
+    + SETUP
+    + loop("opt.step()")
+    + "LOSSES.append(predict(model, x).sum().item())\nif model(x).sum() > 1e9:\n    pass\n",
+    "step in match": SETUP + loop("match i:\n    case 0:\n        opt.step()\n    case _:\n        opt.step()"),
+    "step in a base class": f"""\
+class Base:
+    def do(self): self.opt.step()
+class Trainer(Base):
+    def __init__(self):
+        self.model = nn.Linear(4, 3)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.model, self.opt = amp.initialize(self.model, self.opt, {SCALE})
+    def run(self):
+        for i in range(6):
+            self.opt.zero_grad()
+            loss = F.cross_entropy(self.model(x), y)
+            with amp.scale_loss(loss, self.opt) as s:
+                s.backward()
+            self.do()
+            LOSSES.append(loss.item())
+Trainer().run()
+""",
+    "step of a coroutine": "import asyncio\n" + SETUP + "async def go():\n    opt.step()\n" + loop("asyncio.run(go())"),
+    "steps of pairs": PAIR % ""
+    + """\
+for i in range(6):
+    for m, o in zip([a, b], [oa, ob]):
+        o.zero_grad()
+    loss = F.cross_entropy(b(a(x)), y)
+    with amp.scale_loss(loss, [oa, ob]) as s:
+        s.backward()
+    for m, o in zip([a, b], [oa, ob]):
+        o.step()
+    LOSSES.append(loss.item())
+""",
+    "a loss every other time": PAIR % ", num_losses=2"
+    + """\
+for i in range(6):
+    oa.zero_grad()
+    la = a(x).float().pow(2).mean()
+    with amp.scale_loss(la, oa, loss_id=0) as s:
+        s.backward()
+    oa.step()
+    if i % 2:
+        ob.zero_grad()
+        lb = F.cross_entropy(b(a(x)), y)
+        with amp.scale_loss(lb, ob, loss_id=1) as s:
+            s.backward()
+        ob.step()
+    LOSSES.append(la.item())
+""",
     "the scaled loss used after the block": SETUP
     + loop("opt.step()", after="    LOSSES.append(scaled.item() / 65536)\n"),
     "weights changed between forwards": SETUP
@@ -425,10 +480,39 @@ RIGHT |= {
     "models in a list": SETUP
     + "nets = [model]\n"
     + loop("opt.step()", forward="for n in nets:\n    out = n(x)\nloss = F.cross_entropy(out, y)"),
+    "forward by a bound method": SETUP
+    + "forward = model.forward\n"
+    + loop("opt.step()", forward="loss = F.cross_entropy(forward(x), y)"),
+    "forward under a checkpoint": "from torch.utils.checkpoint import checkpoint\n"
+    + SETUP
+    + loop("opt.step()", forward="out = checkpoint(model, x, use_reentrant=False)\nloss = F.cross_entropy(out, y)"),
     "the loss unpacked": SETUP + loop("opt.step()", forward="parts = (model(x), y)\nloss = F.cross_entropy(*parts)"),
 }
 
 MARKED = {
+    "model inside another": SETUP
+    + loop("opt.step()")
+    + "both = nn.Sequential(model, nn.ReLU())\nLOSSES.append(both(x).sum().item())\n",
+    "step of a keyword's optimizer": SETUP + "def go(**kinds):\n    kinds['o'].step()\n" + loop("go(o=opt)"),
+    "step of a default": SETUP + "def go(o=opt):\n    o.step()\n" + loop("go()"),
+    "step of a global looked up": SETUP + loop("globals()['opt'].step()"),
+    "step in a string": SETUP + loop("exec('opt.step()')"),
+    "step in a thread": "import threading\n"
+    + SETUP
+    + loop("t = threading.Thread(target=opt.step)\nt.start()\nt.join()"),
+    "step after a look at the norm": SETUP
+    + loop("norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nif torch.isfinite(norm):\n    opt.step()"),
+    "one of two optimizers steps now and then": PAIR % ""
+    + """\
+for i in range(6):
+    loss = F.cross_entropy(b(a(x)), y)
+    oa.zero_grad(); ob.zero_grad()
+    with amp.scale_loss(loss, [oa, ob]) as s:
+        s.backward()
+    oa.step()
+    if i % 2:
+        ob.step()
+""",
     "gradients clipped by another module": "from engine import clip_gradients\n"
     + SETUP
     + loop("pass\nif i % 2:\n    clip_gradients(model, 0.1)\n    continue\nopt.step()"),
@@ -437,12 +521,6 @@ MARKED = {
     + loop("opt.step()")
     + "LOSSES += [o.sum().item() for o in outs]\n",
     "forward under map": SETUP + loop("opt.step()") + "LOSSES += [o.sum().item() for o in map(model, (x, x))]\n",
-    "forward by a bound method": SETUP
-    + "forward = model.forward\n"
-    + loop("opt.step()", forward="loss = F.cross_entropy(forward(x), y)"),
-    "forward under a checkpoint": "from torch.utils.checkpoint import checkpoint\n"
-    + SETUP
-    + loop("opt.step()", forward="out = checkpoint(model, x)\nloss = F.cross_entropy(out, y)"),
     "step of the class": SETUP + loop("torch.optim.SGD.step(opt)"),
     "step as a partial": "import functools\n" + SETUP + "go = functools.partial(opt.step)\n" + loop("go()"),
     "gradients left over from the last step": SETUP
