@@ -29,7 +29,18 @@ class Calls(cst.CSTTransformer):
     def __init__(self, facts: Facts, positions: Mapping[cst.CSTNode, CodeRange]) -> None:
         self.facts, self.bindings, self.positions = facts, facts.bindings, positions
         self.loop_targets: list[str] = []
+        source = facts.source
+        named = [n for n in source.nodes if isinstance(n, ast.Name | ast.Attribute) and source.apex(n)]
+        self.apex_lines = {node.lineno for node in named}
         self.looked_into: set[cst.CSTNode] = set()
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        # Inside a line that names nothing of apex no expression is replaced.
+        if isinstance(node, cst.SimpleStatementLine):
+            place = self.positions[node]
+            if not any(place.start.line <= line <= place.end.line for line in self.apex_lines):
+                return False
+        return super().on_visit(node)
 
     def visit_Module(self, node: cst.Module) -> None:
         self.unscaling = Unscaling(node, self.facts)

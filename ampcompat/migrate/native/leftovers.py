@@ -11,7 +11,7 @@ from ampcompat.check.bindings import Bindings
 from ampcompat.check.source import Source
 from ampcompat.check.symbols import MODULES, verdict
 from ampcompat.migrate.marks import code_of, marked
-from ampcompat.migrate.native.patterns import header, symbol, uses
+from ampcompat.migrate.native.patterns import header, holds_statements, symbol, uses
 
 TRANSLATED = {
     f"apex.amp.{name}"
@@ -56,6 +56,9 @@ class Leftovers(cst.CSTTransformer):
         self.bindings, self.reason = bindings, reason
         self.mention = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
 
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return holds_statements(node)
+
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
         new = super().on_leave(original_node, updated_node)
         if not isinstance(new, cst.BaseStatement):
@@ -80,6 +83,9 @@ class _Drop(cst.CSTTransformer):
         tree = ast.parse(module.code)
         # `amp = None` needs no import.
         self.used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)}
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return holds_statements(node)
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine

@@ -28,7 +28,18 @@ def scaled_call(node: cst.CSTNode, bindings: Bindings) -> cst.Call | None:
     return None
 
 
+def holds_statements(node: cst.CSTNode) -> bool:
+    """Whether a statement may be inside ``node``: a visitor of statements need not look into the others."""
+    return not isinstance(node, LEAVES)
+
+
+LEAVES = (cst.BaseExpression, cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.Arg, cst.Parameters, cst.WithItem)
+
+
 class _Blocks(cst.CSTVisitor):
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return holds_statements(node) and super().on_visit(node)
+
     def __init__(self, bindings: Bindings) -> None:
         self.bindings = bindings
         self.found: list[cst.With] = []

@@ -16,7 +16,7 @@ import libcst as cst
 from ampcompat.migrate.casts import READS_GRADIENTS
 from ampcompat.migrate.marks import code_of
 from ampcompat.migrate.native.facts import Facts
-from ampcompat.migrate.native.patterns import contains_scaled, header, receiver, scaled_call, symbol
+from ampcompat.migrate.native.patterns import contains_scaled, header, holds_statements, receiver, scaled_call, symbol
 from ampcompat.migrate.native.reads import CLIPS, readers, reads
 from ampcompat.migrate.objects import FUNCTIONS, Label
 
@@ -230,6 +230,9 @@ def _tests(part: cst.If) -> cst.BaseExpression:
 
 
 class _Functions(cst.CSTVisitor):
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return holds_statements(node) and super().on_visit(node)
+
     def __init__(self) -> None:
         self.found: list[cst.FunctionDef] = []
 
