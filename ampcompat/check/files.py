@@ -1,4 +1,4 @@
-"""Finding and reading Python files of an untrusted directory: no link is followed, only plain files are opened."""
+"""Finding and reading sources of an untrusted directory: no link is followed, only plain files are opened."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ampcompat.check.documents import installs, is_notebook
+
 LARGEST = 4 * 2**20
 """Files above this many bytes are reported, not read: no hand-written source comes near."""
 
 SKIPPED_DIRECTORIES = {"__pycache__", "node_modules", "site-packages", ".git", ".hg", ".svn", ".tox", ".nox", ".eggs"}
+SUFFIXES = (".py", ".pyw", ".pyi")
 COOKIE = re.compile(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)")
 # Single-byte and East Asian charsets. Others are not asked: some take quadratic time (punycode, idna).
 CHARSET = re.compile(r"(iso8859|cp|koi8|mac|gb|big5|euc|shift_jis|johab|hz|tis|ptcp|kz)|ascii$|latin")
@@ -37,8 +40,10 @@ class Text:
         return (BOM if self.bom else b"") + code.encode(self.encoding)
 
 
-def python_files(root: Path) -> Iterator[Path]:
-    """Python files under ``root`` (or ``root`` itself, whatever its suffix), sorted, without links and environments.
+def sources(root: Path) -> Iterator[Path]:
+    """Files to read under ``root`` (or ``root`` itself, whatever its suffix), sorted, without links and environments.
+
+    Python files, notebooks, and files that say what is to be installed.
 
     Directories that cannot be listed are skipped; hard links are files like others.
     """
@@ -48,9 +53,9 @@ def python_files(root: Path) -> Iterator[Path]:
     for folder, directories, names in os.walk(root, followlinks=False):
         directories[:] = sorted(d for d in directories if _is_scanned(folder, d))
         for name in sorted(names):
-            path = Path(folder, name)
-            if name.endswith(".py") and not path.is_symlink():
-                yield path
+            wanted = name.endswith(".py") or is_notebook(name) or installs(name)
+            if wanted and not os.path.islink(path := os.path.join(folder, name)):
+                yield Path(path)
 
 
 def _is_scanned(folder: str, name: str) -> bool:

@@ -20,6 +20,25 @@ def provides(name: str) -> bool:
     return parts[0] in bound if parts else not bound & REFUSES
 
 
+def binds(module: str, name: str) -> bool:
+    """Whether ampcompat's ``module`` binds ``name`` to something of ampcompat's own; submodules do not count."""
+    place = PACKAGE.joinpath(*module.split(".")[1:])
+    return name in _owned(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
+
+
+@functools.cache
+def _owned(file: Path) -> frozenset[str]:
+    """Names of :func:`_bound` less those that come from other packages."""
+    if not file.is_file():
+        return frozenset()
+    foreign: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        outside = isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("ampcompat")
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and outside):
+            foreign |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return frozenset(_bound(file) - foreign)
+
+
 @functools.cache
 def _bound(file: Path) -> frozenset[str]:
     """The names that a module binds at its top level, in branches too."""

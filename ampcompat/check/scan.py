@@ -3,80 +3,166 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ampcompat.check.bindings import apex_name
-from ampcompat.check.files import Unreadable, decode, python_files, read
+from ampcompat.check.config import Config, is_ignored
+from ampcompat.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
+from ampcompat.check.files import SUFFIXES, Unreadable, decode, read, sources
 from ampcompat.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
 from ampcompat.check.source import Source, called, mentions_apex
 from ampcompat.check.symbols import canonical, verdict
 from ampcompat.check.traps import TRAPS, Repository
+from ampcompat.check.traps.numeric import may_hold_one
+from ampcompat.check.workers import workers
 
+#: Suffixes of files that hold Python.
+READ = (*SUFFIXES, ".ipynb")
 MENTION = re.compile(r"^\s*(from|import)\s+(apex|amp_C|apex_C)\b", re.MULTILINE)
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 # What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
-def scan(path: str | Path) -> Report:
-    """Check every Python file under ``path``.
+def scan(path: str | Path | Sequence[str | Path], config: Config | None = None) -> Report:
+    """Check every Python file and notebook under one or several paths, and what installs apex there.
+
+    Args:
+        path: A directory, a file, or several; paths in the report are relative to a single one, else to where they are
+            given from.
+        config: What is reported; everything by default.
 
     Raises:
-        FileNotFoundError: ``path`` does not exist.
+        FileNotFoundError: a path does not exist.
     """
-    root = Path(path)
-    if not root.exists():
-        raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
-    root = root.resolve()
-    report = Report(str(path))
+    paths = [path] if isinstance(path, str | Path) else list(path)
+    config = config or Config()
+    report = Report(str(paths[0]) if len(paths) == 1 else "")
     naming: list[Source] = []
     others: list[tuple[str, str]] = []
-    for file in python_files(root):
+    for name, file in _named(paths):
+        if config.excludes(name):
+            continue
         report.files += 1
-        name = file.relative_to(root).as_posix() if file != root else file.name
         try:
             code = decode(read(file)).code
-        except Unreadable as problem:
-            report.findings.append(Finding(name, 0, 0, "file", "unreadable", WARNING, f"the file {problem}"))
+            if installs(file.name):
+                report.findings += _installed(name, code, config)
+                continue
+            code, lines = _code(file, code)
+        except (Unreadable, NotANotebook) as problem:
+            reason = f"the file {problem}" if file.suffix in READ else f"is not a Python file ({problem})"
+            report.findings.append(Finding(name, 0, 0, "file", "unreadable", WARNING, reason))
             continue
         if mentions_apex(code):
-            naming += _parsed(report, name, code)
-        else:
+            naming += _parsed(report, name, code, file)
+            if naming and naming[-1].path == name:
+                naming[-1].lines = lines
+        elif not lines and _is_suspect(code):
             others.append((name, code))
     repository = Repository(naming)
     for source in naming:
-        _examine(report, source, repository)
+        found = _examine(source, repository)
+        report.findings += _kept(found, source.code, source.lines, config)
     # What does not name apex holds no symbol of it, and without amp nothing is a trap. One tree at a time: with all of
     # them alive, the garbage collector takes longer than the parser.
-    for name, code in others if repository.uses_amp else ():
-        for source in _parsed(report, name, code):
-            _examine(report, source, repository)
-    report.findings.sort()
+    if repository.is_mixed:
+        with workers(len(others)) as apply:
+            jobs = [(name, code, repository, config) for name, code in others]
+            for findings in apply(_other, jobs):
+                report.findings += findings
+    report.findings = sorted(f for f in report.findings if config.keeps(f))
     return report
 
 
-def _parsed(report: Report, name: str, code: str) -> list[Source]:
+def _is_suspect(code: str) -> bool:
+    """Whether a file that does not name apex could hold a trap: most hold none, and parsing is what costs."""
+    if "torch" not in code:
+        return False
+    return "deepcopy(" in code or may_hold_one(code)
+
+
+def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, Path]]:
+    """Each file with its name for the report, once."""
+    seen: set[Path] = set()
+    for path in paths:
+        root = Path(path)
+        if not root.exists():
+            raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
+        given, root = root, root.resolve()
+        whole = root.is_dir()
+        for file in sources(root):
+            if file in seen:
+                continue
+            seen.add(file)
+            name = os.path.relpath(file, root).replace(os.sep, "/") if whole else root.name
+            yield (name if len(paths) == 1 else (given / name if whole else given).as_posix()), file
+
+
+def _code(file: Path, text: str) -> tuple[str, list[int]]:
+    """The Python code of a file, and for a notebook the lines that its lines come from."""
+    if not is_notebook(file.name):
+        return text, []
+    notebook = Notebook.read(text)
+    return notebook.code, notebook.lines
+
+
+def _installed(name: str, text: str, config: Config) -> list[Finding]:
+    """Lines that install apex, which nothing needs any more."""
+    note = "apex is installed here: nothing has to be built any more; install ampcompat, and drop this"
+    lines = text.splitlines()
+    found = [Finding(name, line, 0, "file", "installs_apex", NOTE, note) for line in install_lines(text)]
+    return [finding for finding in found if not is_ignored(finding, lines)]
+
+
+def _kept(found: list[Finding], code: str, places: list[int], config: Config) -> list[Finding]:
+    """Findings without those that a comment ignores, at the lines of the file."""
+    if "ampcompat:" in code:
+        lines = code.splitlines()
+        found = [finding for finding in found if not is_ignored(finding, lines)]
+    if not places:
+        return found
+    return [replace(f, line=places[f.line - 1] if 0 < f.line <= len(places) else 0) for f in found]
+
+
+def _other(job: tuple[str, str, Repository, Config]) -> list[Finding]:
+    """Findings of a file that does not name apex, where others of its repository use amp."""
+    name, code, repository, config = job
+    try:
+        source = Source(name, code)
+    except UNPARSABLE as problem:
+        return [_unparsable(name, code, problem)]
+    return _kept(_examine(source, repository), code, [], config)
+
+
+def _parsed(report: Report, name: str, code: str, file: Path) -> list[Source]:
     """The file's source, or none and a finding."""
     try:
         return [Source(name, code)]
     except UNPARSABLE as problem:
-        report.findings.append(_unparsable(name, code, problem))
+        found = _unparsable(name, code, problem)
+        if file.suffix not in READ:
+            found = replace(found, level=WARNING, name="not_python", note="is not a Python file")
+        report.findings.append(found)
         return []
 
 
-def _examine(report: Report, source: Source, repository: Repository) -> None:
+def _examine(source: Source, repository: Repository) -> list[Finding]:
     try:
-        report.findings += _symbols(source) + _traps(source, repository)
+        return _symbols(source) + _traps(source, repository)
     except RecursionError as problem:
-        report.findings.append(_unparsable(source.path, "", problem))
+        return [_unparsable(source.path, "", problem)]
 
 
 def scan_source(code: str, path: str = "<string>") -> list[Finding]:
     """Findings of one source text."""
     try:
         source = Source(path, code)
-        return sorted(_symbols(source) + _traps(source, Repository([source])))
+        return sorted(_kept(_symbols(source) + _traps(source, Repository([source])), code, [], Config()))
     except UNPARSABLE as problem:
         return [_unparsable(path, code, problem)]
 
@@ -99,7 +185,7 @@ def _symbols(source: Source) -> list[Finding]:
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names = [node.module or "" if a.name == "*" else f"{node.module}.{a.name}" for a in node.names]
         else:
-            if symbol := _used(source, node):
+            if symbol := used(source, node):
                 found.append(_symbol(source, node, symbol))
             continue
         found += [_symbol(source, node, symbol) for name in names if (symbol := apex_name(name)) is not None]
@@ -108,7 +194,8 @@ def _symbols(source: Source) -> list[Finding]:
     return list({(f.line, f.name): f for f in found}.values())
 
 
-def _used(source: Source, node: ast.AST) -> str | None:
+def used(source: Source, node: ast.AST) -> str | None:
+    """The apex symbol that a node uses; of a chain of attributes the whole speaks."""
     if not isinstance(node, ast.Attribute | ast.Name) or not isinstance(node.ctx, ast.Load):
         return None
     if isinstance(source.parents.get(node), ast.Attribute):
@@ -146,6 +233,6 @@ def _probe(source: Source, call: ast.Call) -> Finding | None:
 
 
 def _traps(source: Source, repository: Repository) -> list[Finding]:
-    if not repository.uses_amp:
+    if not repository.is_mixed:
         return []
     return [finding for trap in TRAPS for finding in trap(source, repository)]

@@ -37,12 +37,15 @@ class Source:
 
     Attributes:
         path: Path for the report.
+        code: Its text.
         tree: The parsed file.
+        lines: For the code of a notebook, the lines of the file that its lines come from.
         mentions_apex: Whether the text names apex at all; without that no symbol and no call is apex's.
     """
 
     def __init__(self, path: str, code: str) -> None:
-        self.path, self.tree = path, parse(code)
+        self.path, self.code, self.tree = path, code, parse(code)
+        self.lines: list[int] = []
         self.mentions_apex = mentions_apex(code)
 
     @functools.cached_property

@@ -1,10 +1,14 @@
-"""Every apex symbol that scripts use, and how it fares here: the data that drives the check."""
+"""Every apex symbol that scripts use, and how it fares here: the data that drives the check.
+
+Modules of apex, notes and refusals are written here; which names the modules supply is read from the package itself.
+"""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 from ampcompat.check.findings import DIFFERS, UNSUPPORTED, WORKS
+from ampcompat.check.own import binds
 
 
 class Symbol(NamedTuple):
@@ -42,6 +46,19 @@ MODULES = frozenset(
         "apex.parallel",
         "apex.parallel.LARC",
         "apex.parallel.distributed",
+        "apex.amp.amp",
+        "apex.amp.wrap",
+        "apex.amp.__version__",
+        "apex.fp16_utils.fp16util",
+        "apex.fp16_utils.fp16_optimizer",
+        "apex.fp16_utils.loss_scaler",
+        "apex.optimizers.fused_adagrad",
+        "apex.optimizers.fused_adam",
+        "apex.optimizers.fused_lamb",
+        "apex.optimizers.fused_novograd",
+        "apex.optimizers.fused_sgd",
+        "apex.parallel.multiproc",
+        "apex.parallel.sync_batchnorm",
         "apex.contrib.clip_grad",
         "apex.contrib.optimizers",
         "apex.contrib.xentropy",
@@ -139,7 +156,8 @@ SYMBOLS: dict[str, Symbol] = {
 def verdict(name: str) -> Symbol:
     """The verdict on a dotted name: its own entry, or that of the longest known prefix.
 
-    Below a module, an unknown name is unsupported; below a class or function it is an attribute of that.
+    Below a module, a name without an entry works when ampcompat's module of that name binds it; below a class or
+    function it is an attribute of that.
     """
     known = name
     while known not in SYMBOLS:
@@ -148,7 +166,10 @@ def verdict(name: str) -> Symbol:
             return Symbol(UNSUPPORTED, "not a module of apex")
     if known == name or known not in MODULES:
         return SYMBOLS[known]
-    if name[len(known) + 1 :].startswith("__"):
+    rest = name[len(known) + 1 :].split(".")[0]
+    if binds(f"ampcompat{known.removeprefix('apex')}" if known.startswith("apex") else f"ampcompat.{known}", rest):
+        return Symbol(WORKS)
+    if rest.startswith("__"):
         return Symbol(WORKS)  # `amp.__dict__`, `apex.__file__`: every module has them
     return Symbol(UNSUPPORTED, f"{known} has no {name[len(known) + 1 :].split('.')[0]} that is provided here")
 

@@ -20,7 +20,7 @@ from ampcompat.cli._emit import emit
 __all__ = ["main"]
 
 #: Commands whose line ends with a script and its own arguments; their modules have a ``split(argv)``.
-RUN_SCRIPTS = ("run", "parity")
+RUN_SCRIPTS = ("run", "parity", "migrate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

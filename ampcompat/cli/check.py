@@ -1,16 +1,25 @@
-"""``ampcompat check PATH``: which apex symbols a repository uses, how they fare, and the traps it walks into."""
+"""``ampcompat check [PATH ...]``: which apex symbols a repository uses, how they fare, and the traps it walks into."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
-from ampcompat.check import scan
+from ampcompat.check import Report, scan
+from ampcompat.check.config import read_config
+from ampcompat.check.formats import github, sarif
 from ampcompat.check.table import plain, table
 from ampcompat.cli._emit import emit
 
 EXIT = "exit status: 0 nothing unsupported and no error, 1 something unsupported or an error, 2 bad usage"
+FORMATS: dict[str, Callable[[Report], str]] = {
+    "text": table,
+    "json": lambda report: json.dumps(report.as_dict(), indent=2),
+    "github": github,
+    "sarif": sarif,
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
@@ -18,18 +27,30 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "check", help="list the apex symbols that a repository uses and the traps it walks into", epilog=EXIT
     )
-    parser.add_argument("path", help="a directory or a Python file; it is read, never run")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument(
+        "paths", nargs="*", default=["."], metavar="PATH", help="directories or files; read, never run (default: .)"
+    )
+    parser.add_argument("--format", choices=FORMATS, default="text", help="how to print the report (default: text)")
+    parser.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
+    parser.add_argument("--select", type=_rules, default=[], metavar="RULES", help="report these rules only, a,b")
+    parser.add_argument("--ignore", type=_rules, default=[], metavar="RULES", help="do not report these rules, a,b")
     parser.set_defaults(main=main)
     return parser
+
+
+def _rules(text: str) -> list[str]:
+    return [rule.strip() for rule in text.split(",") if rule.strip()]
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the report and return the exit status."""
     try:
-        report = scan(args.path)
+        config = read_config(args.paths).with_options(args.select, args.ignore)
+        report = scan(args.paths[0] if len(args.paths) == 1 else args.paths, config)
     except (OSError, ValueError) as problem:
         emit(f"ampcompat check: {plain(str(problem))}", error=True)
         return 2
-    emit(json.dumps(report.as_dict(), indent=2) if args.json else table(report))
+    text = FORMATS[args.format](report)
+    if text:
+        emit(text)
     return report.exit_status

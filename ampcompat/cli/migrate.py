@@ -1,37 +1,73 @@
-"""``ampcompat migrate PATH``: rewrite imports to ampcompat, or calls to plain torch.amp; a diff unless ``--write``."""
+"""``ampcompat migrate [PATH ...]``: imports to ampcompat, or calls to plain torch.amp; a diff unless ``--write``."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ampcompat.check.table import plain
 from ampcompat.cli._emit import emit
 from ampcompat.migrate import MissingLibcst
 from ampcompat.migrate.source import TARGETS
-from ampcompat.migrate.tree import migrate_tree
+from ampcompat.migrate.tree import Change, migrate_paths
 
-EXIT = "exit status: 0 everything translated, 1 something is left to do (listed, and marked in the code), 2 bad usage"
+EPILOG = """with --verify the script comes after two dashes: ampcompat migrate --verify --to native -- train.py
+exit status: 0 everything translated, 1 something is left to do (listed, and marked in the code) or the migrated
+script does something else (--verify), 2 bad usage"""
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Split ``["migrate", …, "--", script, …]`` into our arguments and the script's."""
+    words = list(argv)
+    if "--" not in words:
+        return words, []
+    at = words.index("--")
+    return words[:at], words[at + 1 :]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
     """Add ``migrate`` to the command line."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "migrate", help="rewrite a repository's apex imports, or its apex calls to torch.amp", epilog=EXIT
+        "migrate",
+        help="rewrite a repository's apex imports, or its apex calls to torch.amp",
+        usage="ampcompat migrate [options] [PATH ...] [-- (script.py | -m module) [args ...]]",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("path", help="a directory or a Python file; it is read, never run")
+    parser.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="directories or files (default: .)")
     parser.add_argument("--to", choices=TARGETS, default="ampcompat", help="what to rewrite to (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help="change the files instead of printing a diff")
-    parser.set_defaults(main=main)
+    parser.add_argument(
+        "--verify", action="store_true", help="run the script before and after, on copies, and compare the steps"
+    )
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of --verify (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of --verify (default: %(default)s)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for each run of --verify (%(default)s)")
+    parser.set_defaults(main=main, parser=parser)
     return parser
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the diff or write the files, list what is left, and return the exit status."""
-    left = 0
+    target = list(getattr(args, "target", []))
+    if bool(target) != args.verify:
+        why = (
+            "--verify needs the script to run after two dashes" if args.verify else "a script is run with --verify only"
+        )
+        emit(f"ampcompat migrate: {why}: ampcompat migrate --verify -- train.py", error=True)
+        return 2
+    if args.verify and (args.steps < 1 or args.timeout <= 0 or args.write or target == ["-m"]):
+        emit("ampcompat migrate: --verify takes --steps of 1 or more, a --timeout above 0, and no --write", error=True)
+        return 2
     try:
         # Everything is translated before anything is written: a refusal leaves the tree as it was.
-        changes = list(migrate_tree(args.path, args.to))
+        changes = list(_with_progress(args))
+        if args.verify:
+            return _verify(args, changes, target)
         for change in changes:
             if change.changed and args.write:
                 change.write()
@@ -41,10 +77,73 @@ def main(args: argparse.Namespace) -> int:
     except (OSError, ValueError, MissingLibcst) as problem:
         emit(f"ampcompat migrate: {plain(str(problem))}", error=True)
         return 2
+    left = _list_left(changes)
+    _summary(args, changes, left)
+    return int(left > 0)
+
+
+def _with_progress(args: argparse.Namespace) -> Sequence[Change]:
+    """The changes; on a terminal a line tells how far it is."""
+    shown = sys.stderr.isatty()
+    changes: list[Change] = []
+    for done, total, change in migrate_paths(args.paths, args.to):
+        if change is not None:
+            changes.append(change)
+        if shown:
+            emit(f"\r{done} of {total} files", error=True, end="" if done < total else "\n")
+    return changes
+
+
+def _list_left(changes: Sequence[Change]) -> int:
+    left = 0
     for change in changes:
         for line, message in change.todos:
             emit(f"{plain(change.name)}:{line}: {plain(message)}", error=True)
         if change.problem:
             emit(f"{plain(change.name)}: {plain(change.problem)}", error=True)
         left += len(change.todos) + bool(change.problem)
-    return int(left > 0)
+    return left
+
+
+def _summary(args: argparse.Namespace, changes: Sequence[Change], left: int) -> None:
+    changed = [change for change in changes if change.changed]
+    what = "changed" if args.write else "would change"
+    emit(f"{len(changed)} of {len(changes)} files {what}, {left} places need you", error=True)
+    paths = " ".join(args.paths)
+    if changed and not args.write:
+        follow = f"ampcompat migrate --to {args.to} --write {paths}"
+    elif left:
+        follow = f"grep -rn 'TODO(ampcompat)' {paths}"
+    elif changed:
+        follow = "git diff" if args.to == "native" else f"ampcompat check {paths}"
+    else:
+        return
+    emit(f"next: {plain(follow)}", error=True)
+
+
+def _verify(args: argparse.Namespace, changes: Sequence[Change], target: Sequence[str]) -> int:
+    """Run the script in two copies of the tree and print the verdict on each step."""
+    from ampcompat.migrate.verify import Options, copies, run, verdict
+
+    root = Path(args.paths[0]).resolve()
+    if len(args.paths) > 1 or not root.is_dir():
+        emit("ampcompat migrate: --verify copies one directory, from where the script is run; name one", error=True)
+        return 2
+    with tempfile.TemporaryDirectory(prefix="ampcompat-verify-") as folder:
+        before, after = copies(root, changes, Path(folder))
+        options = Options(target, args.steps, args.seed, args.timeout)
+        traces = []
+        for name, copy, native in (("before", before, False), ("after", after, args.to == "native")):
+            emit(f"running {name}", error=True)
+            trace = run(copy, options, Path(folder, f"{name}.jsonl"), native)
+            traces.append(trace)
+            if trace.error is not None:
+                emit(
+                    f"{name}: {plain(trace.error)}\n" + "\n".join(f"  | {plain(s)}" for s in trace.output.splitlines()),
+                    error=True,
+                )
+        result = verdict(traces[0], traces[1])
+    emit("\n".join(map(plain, result.lines)))
+    left = _list_left(changes)
+    emit(f"{'the same training' if result.passed else 'NOT the same training'}, {left} places need you")
+    return int(not result.passed or left > 0)

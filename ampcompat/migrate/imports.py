@@ -1,4 +1,7 @@
-"""``--to ampcompat``: ``apex`` becomes ``ampcompat`` in import statements and in probes by name, nothing else."""
+"""``--to ampcompat``: ``apex`` becomes ``ampcompat`` in import statements and in probes by name.
+
+Nothing else changes; what is used and not provided is marked, at the import and at each use.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,11 @@ import libcst as cst
 
 from ampcompat.check.bindings import EXTENSIONS
 from ampcompat.check.findings import UNSUPPORTED
-from ampcompat.check.symbols import verdict
+from ampcompat.check.scan import used
+from ampcompat.check.source import Source
+from ampcompat.check.symbols import canonical, verdict
 from ampcompat.migrate.marks import code_of, marked
+from ampcompat.migrate.proof.mark import insert
 
 PROBES = ("find_spec", "import_module", "__import__")
 Line = cst.SimpleStatementLine
@@ -18,6 +24,16 @@ Line = cst.SimpleStatementLine
 def rewrite_imports(module: cst.Module) -> cst.Module:
     """The module with its apex imports renamed."""
     return module.visit(_Imports())
+
+
+def mark_uses(source: Source, code: str) -> str:
+    """``code`` with a mark above each use of a name that is not provided; imports are marked where they are renamed."""
+    marks = [
+        (getattr(node, "lineno", 1), f"{canonical(name)} is not provided: {verdict(name).note}")
+        for node in source.nodes
+        if (name := used(source, node)) is not None and verdict(name).verdict == UNSUPPORTED
+    ]
+    return insert(code, marks) if marks else code
 
 
 def _renamed(name: str) -> str | None:

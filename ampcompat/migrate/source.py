@@ -39,14 +39,17 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
     from ampcompat.migrate.marks import settled
 
     try:
-        module = cst.parse_module(code)
         if to == "ampcompat":
-            from ampcompat.migrate.imports import rewrite_imports
+            from ampcompat.migrate.imports import mark_uses, rewrite_imports
 
+            module = cst.parse_module(mark_uses(source, code))
             return Result.of(settled(rewrite_imports(module)).code)
+        module = cst.parse_module(code)
         from ampcompat.migrate.native import rewrite_native
+        from ampcompat.migrate.proof import proved
 
-        return Result.of(settled(rewrite_native(module, source)).code)
+        rewritten, managed = rewrite_native(module, source)
+        return Result.of(proved(settled(rewritten).code, managed))
     except cst.ParserSyntaxError as problem:
         raise SyntaxError(problem.message) from None
 

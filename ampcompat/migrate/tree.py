@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ampcompat.check.files import Text, Unreadable, decode, python_files, read
+from ampcompat.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
+from ampcompat.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
+from ampcompat.check.workers import workers
+from ampcompat.migrate.result import MARK, Result
 from ampcompat.migrate.source import migrate_source
 
 
@@ -70,25 +74,96 @@ class Change:
 
 
 def migrate_tree(path: str | Path, to: str = "ampcompat") -> Iterator[Change]:
-    """Changes for every Python file under ``path``; nothing is written.
+    """Changes for every file under ``path`` that could have some; nothing is written.
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
         MissingLibcst: libcst is not installed.
     """
-    root = Path(path)
-    if not root.exists():
-        raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
-    root = root.resolve()
-    for file in python_files(root):
-        name = file.relative_to(root).as_posix() if file != root else file.name
-        try:
-            old = decode(read(file))
-            result = migrate_source(old.code, to)
-            old.encode(result.code)
-            yield Change(file, name, old, result.code, result.todos)
-        except Unreadable as problem:
-            yield Change(file, name, problem=f"the file {problem}")
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
-            reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
-            yield Change(file, name, problem=f"cannot be parsed ({reason})")
+    for _, _, change in migrate_paths([path], to):
+        if change is not None:
+            yield change
+
+
+def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterator[tuple[int, int, Change | None]]:
+    """The changes under several paths, with how many of how many files are done.
+
+    Raises:
+        FileNotFoundError: A path does not exist.
+        MissingLibcst: libcst is not installed.
+    """
+    jobs: dict[Path, tuple[Path, str, str]] = {}
+    for path in paths:
+        root = Path(path)
+        if not root.exists():
+            raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
+        root = root.resolve()
+        for file in sources(root):
+            name = file.relative_to(root).as_posix() if file != root else file.name
+            jobs.setdefault(file, (file, name, to))
+    wanted = list(jobs.values())
+    with workers(len(wanted)) as apply:
+        for done, change in enumerate(apply(_job, wanted), 1):
+            yield done, len(wanted), change
+
+
+def _job(job: tuple[Path, str, str]) -> Change:
+    return migrate_file(*job)
+
+
+def migrate_file(file: Path, name: str, to: str) -> Change:
+    """What becomes of one file.
+
+    Raises:
+        MissingLibcst: libcst is not installed.
+    """
+    try:
+        old = decode(read(file))
+        if installs(file.name):
+            return Change(file, name, old, *_installs(old.code, to))
+        if is_notebook(file.name):
+            return Change(file, name, old, *_notebook(old.code, to))
+        result = migrate_source(old.code, to)
+        old.encode(result.code)
+        return Change(file, name, old, result.code, result.todos)
+    except Unreadable as problem:
+        return Change(file, name, problem=f"the file {problem}")
+    except NotANotebook as problem:
+        return Change(file, name, problem=str(problem))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+        if file.suffix not in (*SUFFIXES, ".ipynb"):
+            return Change(file, name, problem="is not a Python file")
+        reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
+        return Change(file, name, problem=f"cannot be parsed ({reason})")
+
+
+def _notebook(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
+    """A notebook with its cells migrated as one source."""
+    notebook = Notebook.read(text)
+    result = migrate_source(notebook.code, to)
+    new = notebook.written(result.code) if result.code != notebook.code else text
+    notes = [message for _, message in result.todos]
+    lines = [(number, line) for number, line in enumerate(new.splitlines(), 1) if MARK in line]
+    return new, [(next((n for n, line in lines if message[:40] in line), 1), message) for message in notes]
+
+
+def _installs(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
+    """A file that says what is to be installed: a requirement is replaced or dropped, other ways are marked."""
+    lines = text.splitlines(keepends=True)
+    for number in reversed(list(install_lines(text))):
+        line = lines[number - 1]
+        end = line[len(line.rstrip("\r\n")) :]
+        if number > 1 and MARK.strip() in lines[number - 2]:
+            continue
+        if REQUIREMENT.match(line):
+            lines[number - 1] = f"ampcompat{end}" if to == "ampcompat" else ""
+            continue
+        instead = "install ampcompat" if to == "ampcompat" else "nothing takes its place"
+        indent = line[: len(line) - len(line.lstrip())]
+        lines.insert(number - 1, f"{indent}{MARK}apex is not needed any more: {instead}{end or chr(10)}")
+    new = "".join(lines)
+    return new, Result.of(new).todos
+
+
+# A line of a requirements file that asks for nothing but apex.
+REQUIREMENT = re.compile(r"(-e\s+)?(apex\b|nvidia[-_]apex\b|git\+\S*nvidia/apex\S*)[^'\"\],]*$", re.IGNORECASE)

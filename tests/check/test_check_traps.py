@@ -41,8 +41,8 @@ WALKED_INTO = {
     ),
     "unscaled_backward": (LOOP.format("aux.backward()"), "error"),
     "backward_of_wrong_loss": (LOOP.format("pass").replace("scaled_loss.backward()", "loss.backward()"), "error"),
-    "vanishing_constant": ("INITIALIZE\ny = x / (x.norm() + 1e-8)\n", "warning"),
-    "overflowing_fill": ("INITIALIZE\nscores = scores.masked_fill(mask == 0, -1e9)\n", "error"),
+    "vanishing_constant": ("INITIALIZE\nx = x.half()\ny = x / (x.abs() + 1e-8)\n", "warning"),
+    "overflowing_fill": ("INITIALIZE\nscores = q.half()\nscores = scores.masked_fill(mask == 0, -1e9)\n", "error"),
 }
 
 
@@ -69,7 +69,7 @@ def test_banned_cross_entropy_at_O1_only(line):
 
 def test_bce_loss_modules():
     assert traps("INITIALIZE\ncriterion = nn.BCELoss()\nact = nn.Sigmoid()\n", '"O1"') == {
-        "banned_cross_entropy": "error"
+        "banned_cross_entropy": "warning"
     }
     assert traps("INITIALIZE\ncriterion = nn.BCELoss()\n", '"O1"') == {"banned_cross_entropy": "warning"}
     assert traps("INITIALIZE\ncriterion = nn.BCEWithLogitsLoss()\n", '"O1"') == {}
@@ -164,7 +164,9 @@ def test_other_overflowing_fills(line):
 
 @pytest.mark.parametrize("line", ["y = torch.log(p + 1e-10)", "y = p.clamp(min=1e-12)", "y = torch.sqrt(1e-9 + p)"])
 def test_other_vanishing_constants(line):
-    assert set(traps(f"INITIALIZE\n{line}\n")) == {"vanishing_constant"}
+    assert set(traps(f"INITIALIZE\np = p.half()\n{line}\n")) == {"vanishing_constant"}
+    # Nothing shows what p is.
+    assert traps(f"INITIALIZE\n{line}\n") == {}
 
 
 def test_without_amp_nothing_is_a_trap():

@@ -53,6 +53,7 @@ from apex import amp
 model, optimizer = amp.initialize(model, optimizer{arguments})
 for x in data:
     loss = model(x)
+    optimizer.zero_grad()
     with amp.scale_loss(loss, optimizer{more}) as scaled_loss:
         scaled_loss.backward({backward})
     optimizer.step({step})
@@ -146,8 +147,10 @@ def test_an_unknown_target_is_refused():
 
 
 def test_a_look_into_the_state_is_marked_since_scalers_keep_other_keys():
-    start = "import torch\nfrom apex import amp\nmodel, optimizer = amp.initialize(model, optimizer)\n"
-    code = start + "print(amp.state_dict()['loss_scaler0']['loss_scale'])\ntorch.save(amp.state_dict(), 'x')\n"
+    code = (
+        LOOP.format(arguments="", more="", backward="", step="")
+        + "print(amp.state_dict()['loss_scaler0']['loss_scale'])\ntorch.save(amp.state_dict(), 'x')\n"
+    )
     result = migrate_source(code, "native")
     assert "amp.state_dict()['loss_scaler0']" in result.code
     assert "torch.save(scaler.state_dict(), 'x')" in result.code

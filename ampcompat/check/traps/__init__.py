@@ -13,11 +13,14 @@ Trap = Callable[[Source, Repository], Iterator[Finding]]
 
 TRAPS: tuple[Trap, ...] = (
     setup.misspelt_level,
+    setup.level_as_enabled,
+    setup.adam_eps_in_half,
     setup.half_by_hand,
     setup.wrapped_before_initialize,
     setup.deepcopy_of_optimizer,
     loop.clip_of_model_params,
     loop.clip_of_scaled_gradients,
+    loop.edit_of_model_gradients,
     loop.unscaled_backward,
     loop.backward_of_wrong_loss,
     numeric.banned_cross_entropy,

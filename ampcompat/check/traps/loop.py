@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from ampcompat.check.findings import ERROR, WARNING, Finding
 from ampcompat.check.source import SCOPES, Source, called, text
+from ampcompat.check.together import exclusive
 from ampcompat.check.traps.repository import Repository
 
 CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
@@ -61,7 +62,11 @@ def clip_of_model_params(source: Source, repository: Repository) -> Iterator[Fin
         if any(source.apex(c.func) == "apex.amp.master_params" for c in ast.walk(scope) if isinstance(c, ast.Call)):
             continue
         for call in _clips(source, scope):
-            if _of_model(call) and id(call) not in inside and not _in_else_of(source, call, blocks):
+            if (
+                _of_model(call)
+                and id(call) not in inside
+                and not (_in_else_of(source, call, blocks) or _exclusive(source, call, blocks))
+            ):
                 level = ERROR if certain else WARNING
                 note = "at O2 the optimizer steps master parameters; clip amp.master_params(optimizer) instead"
                 yield source.finding(call, "trap", "clip_of_model_params", level, note)
@@ -76,6 +81,11 @@ def clip_of_scaled_gradients(source: Source, repository: Repository) -> Iterator
         for call in _clips(source, block):
             note = "gradients are scaled until the scale_loss block ends; clip after the block"
             yield source.finding(call, "trap", "clip_of_scaled_gradients", ERROR, note)
+
+
+def _exclusive(source: Source, node: ast.AST, blocks: list[ast.With | ast.AsyncWith]) -> bool:
+    """Whether ``node`` never runs in an execution that scales a loss, by the tests around them."""
+    return all(exclusive(source, node, block) for block in blocks)
 
 
 def _in_else_of(source: Source, node: ast.AST, blocks: list[ast.With | ast.AsyncWith]) -> bool:
@@ -119,6 +129,8 @@ def unscaled_backward(source: Source, repository: Repository) -> Iterator[Findin
             name = text(call.func.value)
             if not name or _switched(source, call) or _in_else_of(source, call, blocks):
                 continue
+            if _exclusive(source, call, blocks):
+                continue
             if not _ends_before(source, call, blocks):
                 note = f"{name} is not scaled; give it to amp.scale_loss and call backward on what that yields"
                 yield source.finding(call, "trap", "unscaled_backward", ERROR, note)
@@ -142,3 +154,47 @@ def backward_of_wrong_loss(source: Source, repository: Repository) -> Iterator[F
                     right = scaled or "scaled_loss"
                     note = f"the block unscales gradients that were never scaled; call {right}.backward()"
                     yield source.finding(inner, "trap", "backward_of_wrong_loss", ERROR, note)
+
+
+def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[Finding]:
+    """``p.grad.data.div_(n)`` over ``model.parameters()`` after the block, at O2: the masters' gradients are copies.
+
+    The optimizer steps the float32 masters, whose gradients were taken when the block ended. Edit those of
+    ``amp.master_params(optimizer)``, or edit inside the block.
+    """
+    if not repository.may_run_at("O2", "O5") or repository.levels is None:
+        return
+    for scope, blocks in _functions_that_scale(source).items():
+        inside = {id(n) for block in blocks for n in ast.walk(block)}
+        last = max(block.lineno for block in blocks)
+        for loop in ast.walk(scope):
+            if (
+                not isinstance(loop, ast.For)
+                or id(loop) in inside
+                or loop.lineno < last
+                or source.scope(loop) is not scope
+            ):
+                continue
+            names = [n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)]
+            over = loop.iter
+            if not isinstance(over, ast.Call) or called(over) not in ("parameters", "named_parameters"):
+                continue
+            if _switched(source, loop) or _in_else_of(source, loop, blocks) or _exclusive(source, loop, blocks):
+                continue
+            found = next((n for n in ast.walk(loop) if _edits(n, names)), None)
+            if found is not None:
+                note = "at O2 the optimizer steps masters: this changes nothing; edit amp.master_params(optimizer)"
+                yield source.finding(found, "trap", "edit_of_model_gradients", ERROR, note)
+
+
+def _edits(node: ast.AST, names: list[str]) -> bool:
+    """Whether a node changes ``p.grad`` for a ``p`` in ``names``, to something else than nothing."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        changed = text(node.func.value)
+        method = node.func.attr
+        of_grad = any(changed in (f"{name}.grad", f"{name}.grad.data") for name in names)
+        return of_grad and method.endswith("_") and method not in ("zero_", "detach_", "requires_grad_")
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+    empties = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+    grads = {f"{name}.grad{data}" for name in names for data in ("", ".data")}
+    return not empties and any(text(target) in grads for target in targets)

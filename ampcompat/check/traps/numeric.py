@@ -6,10 +6,16 @@ import ast
 import re
 from collections.abc import Iterator
 
+from ampcompat.check.bindings import dotted
 from ampcompat.check.findings import ERROR, WARNING, Finding
+from ampcompat.check.halves import Halves
 from ampcompat.check.source import Source, argument, called, number, text
 from ampcompat.check.traps.repository import Repository
 
+# What the text of a file must have for one of these traps to be in it: a search costs less than a look at each node.
+SMALL = re.compile(r"\de-0*(?:[89]|[1-9]\d)|\.0{7}")
+LARGE = re.compile(r"\de\+?0*(?:[4-9]|[1-9]\d)|\d{5}")
+LOSSES = ("BCELoss", "binary_cross_entropy")
 LARGEST_HALF = 65504.0
 # Below half of the smallest subnormal a number rounds to zero.
 VANISHES_BELOW = 2.0**-25
@@ -24,20 +30,34 @@ def _may_be_half(node: ast.AST) -> bool:
     return names and FLOAT32.search(ast.unparse(node)) is None
 
 
+def has_large_fill(code: str) -> bool:
+    """Whether a text may hold an overflowing fill."""
+    if "masked_fill" in code and LARGE.search(code) is not None:
+        return True
+    return any("mask" in line.lower() and LARGE.search(line) for line in code.splitlines()) if "mask" in code else False
+
+
+def may_hold_one(code: str) -> bool:
+    """Whether a text may hold one of these traps."""
+    return has_large_fill(code) or any(loss in code for loss in LOSSES) or SMALL.search(code) is not None
+
+
 def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Finding]:
     """``binary_cross_entropy`` / ``BCELoss`` on half inputs raises at O1: a sigmoid in half saturates to 0 and 1.
 
     ``BCEWithLogits`` computes both in float32. Or keep the sigmoid in float32 with
     ``amp.register_float_function(torch, "sigmoid")``.
     """
+    if not any(loss in source.code for loss in LOSSES):
+        return
     if not repository.may_run_at("O1", "O4") or repository.float_sigmoid or not source.imports("torch"):
         return
-    code_has_sigmoid = any(getattr(n, "attr", "") in ("sigmoid", "Sigmoid") for n in source.nodes)
     for call in source.calls:
         if called(call) == "BCELoss":
-            level = ERROR if code_has_sigmoid and repository.levels is not None else WARNING
+            # Which loss is given what is not followed: a sigmoid somewhere makes it likely, no more.
+            level = WARNING
         elif called(call) == "binary_cross_entropy" and call.args and _may_be_half(call.args[0]):
-            level = ERROR if "sigmoid" in ast.unparse(call.args[0]) else WARNING
+            level = ERROR if repository.runs_at("O1", "O4") and _half_sigmoid(call.args[0]) else WARNING
         else:
             continue
         if _casts_off(source, call):
@@ -47,6 +67,11 @@ def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Fin
             'sigmoid, or amp.register_float_function(torch, "sigmoid")'
         )
         yield source.finding(call, "trap", "banned_cross_entropy", level, note)
+
+
+def _half_sigmoid(node: ast.AST) -> bool:
+    """``torch.sigmoid(f(x))`` and ``f(x).sigmoid()``: nothing between the sigmoid and the loss."""
+    return isinstance(node, ast.Call) and called(node) == "sigmoid"
 
 
 def _casts_off(source: Source, node: ast.AST) -> bool:
@@ -63,26 +88,31 @@ def vanishing_constant(source: Source, repository: Repository) -> Iterator[Findi
     """An epsilon such as 1e-8 that guards a division, logarithm or root is exactly zero in float16.
 
     ``x / (norm + 1e-8)`` divides by zero where it was meant not to. Use 1e-6 or above (the smallest float16 is 6e-8,
-    the smallest normal one 6e-5), or compute in ``x.float()``. Optimizer ``eps=`` arguments are fine: they meet
-    float32 masters.
+    the smallest normal one 6e-5), or compute in ``x.float()``. Reported where the guarded value is shown to be half.
     """
-    if not source.imports("torch"):
+    if not SMALL.search(source.code) or not source.imports("torch"):
         return
+    halves = _halves(source, repository)
     for node in source.nodes:
         constant: ast.AST | None = None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub) and _guards(source, node):
             constant = next((side for side in (node.right, node.left) if _vanishes(side)), None)
-            if constant is not None and not _may_be_half(node.left if constant is node.right else node.right):
+            if constant is None or not halves.of(node.left if constant is node.right else node.right):
                 continue
         elif isinstance(node, ast.Call) and called(node) in ("clamp", "clamp_", "clamp_min", "clamp_min_"):
             given = [k.value for k in node.keywords if k.arg == "min"] + node.args
             constant = next((value for value in given if _vanishes(value)), None)
-            if not _may_be_half(node.func):
+            function = (dotted(node.func) or "").startswith("torch.") and node.args
+            if constant is None or not halves.of(node.args[0] if function else getattr(node.func, "value", node)):
                 continue
         if constant is not None:
             value = ast.unparse(constant)
             note = f"{value} is 0 in float16 (smallest: 6e-8) and guards nothing; use 1e-6 or more, or .float() first"
             yield source.finding(constant, "trap", "vanishing_constant", WARNING, note)
+
+
+def _halves(source: Source, repository: Repository) -> Halves:
+    return Halves(source, repository.casts, repository.keeps_half)
 
 
 def _vanishes(node: ast.AST) -> bool:
@@ -93,7 +123,7 @@ def _vanishes(node: ast.AST) -> bool:
 def _guards(source: Source, node: ast.BinOp) -> bool:
     parent = source.parents.get(node)
     if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div):
-        return parent.right is node and _may_be_half(parent.left)
+        return parent.right is node
     if not isinstance(parent, ast.Call):
         return False
     # torch.log(x + 1e-8), or (x + 1e-8).log() through an attribute.
@@ -106,15 +136,18 @@ def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding
     ``scores + -1e9 * mask`` and ``scores[mask] = -1e9`` give -inf, and NaN after the softmax of a row of them. Use
     ``torch.finfo(scores.dtype).min``, or -1e4.
     """
-    if not source.imports("torch"):
+    if not has_large_fill(source.code) or not source.imports("torch"):
         return
     fix = "use torch.finfo(x.dtype).min, or -1e4"
+    halves = _halves(source, repository)
     for node in source.nodes:
         if isinstance(node, ast.Call) and called(node) in FILLS and isinstance(node.func, ast.Attribute):
             value = argument(node, FILLS[called(node)], "value")
             if value is not None and _overflows(value) and _may_be_half(node.func.value):
+                # Shown to be half it raises; else it may be.
+                level = ERROR if halves.of(node.func.value) else WARNING
                 note = f"{ast.unparse(value)} does not fit float16 (largest: 65504) and raises there; {fix}"
-                yield source.finding(node, "trap", "overflowing_fill", ERROR, note)
+                yield source.finding(node, "trap", "overflowing_fill", level, note)
         elif isinstance(node, ast.Assign) and _overflows(node.value) and isinstance(node.targets[0], ast.Subscript):
             target = node.targets[0]
             index_is_mask = "mask" in ast.unparse(target.slice).lower()

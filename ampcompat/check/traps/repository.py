@@ -6,6 +6,9 @@ import ast
 
 from ampcompat.check.source import Source
 
+HOMES = ("fp16_utils.", "fp16_utils.fp16util.", "fp16_utils.fp16_optimizer.", "optimizers.", "contrib.optimizers.")
+MAKES_HALF = ("network_to_half", "convert_network", "FP16Model", "FP16_Optimizer", "tofp16", "BN_convert_float")
+
 
 class Repository:
     """Facts of all files together.
@@ -19,6 +22,9 @@ class Repository:
     def __init__(self, sources: list[Source]) -> None:
         starts = ("apex.amp.initialize", "apex.amp.scale_loss", "apex.amp.init", "apex.amp.handle.scale_loss")
         self.uses_amp = any(source.calls_to(*starts) for source in sources)
+        halves = tuple(f"apex.{home}{name}" for home in HOMES for name in MAKES_HALF)
+        # Models made half by hand: no level, and no lists that would cast anything back.
+        self.uses_fp16_utils = any(source.calls_to(*halves) for source in sources)
         levels: set[str] | None = set()
         for source in sources:
             if source.calls_to("apex.amp.initialize"):
@@ -26,6 +32,21 @@ class Repository:
                 levels = None if levels is None or spelled is None else levels | spelled
         self.levels = levels or None
         self.float_sigmoid = self.uses_amp and any(map(_floats_sigmoid, sources))
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether anything runs in half by way of apex; without that nothing is a trap."""
+        return self.uses_amp or self.uses_fp16_utils
+
+    @property
+    def casts(self) -> bool:
+        """Whether operations may be cast one by one, as O1 and O4 do."""
+        return self.uses_amp and self.may_run_at("O1", "O4")
+
+    @property
+    def keeps_half(self) -> bool:
+        """Whether models are half wherever amp is used."""
+        return (self.uses_amp and self.runs_at("O2", "O3", "O5")) or (self.uses_fp16_utils and not self.uses_amp)
 
     def may_run_at(self, *levels: str) -> bool:
         """Whether training may run at one of ``levels``: spelled out, or not known."""

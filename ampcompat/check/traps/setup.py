@@ -7,9 +7,11 @@ import re
 from collections.abc import Iterator
 
 from ampcompat.check.findings import ERROR, WARNING, Finding
-from ampcompat.check.source import Source, argument, called, text
+from ampcompat.check.source import Source, argument, called, number, text
+from ampcompat.check.together import certain, conditions, evaluates, exclusive
 from ampcompat.check.traps.repository import Repository
 
+AMP = re.compile(r"fp_?16|\bamp|_amp|apex|half|mixed|precision", re.IGNORECASE)
 WRAPPERS = ("DistributedDataParallel", "DDP", "DataParallel")
 
 
@@ -70,6 +72,8 @@ def half_by_hand(source: Source, repository: Repository) -> Iterator[Finding]:
             # `model.half()` for what it does to the model, and `model = Net().half()`.
             if isinstance(part, ast.Expr | ast.Assign) and source.scope(part) is source.scope(call):
                 cast = _cast_to_half(source, part.value)
+                if exclusive(source, part, call) or evaluates(source, part):
+                    continue
                 targets = [text(t) for t in part.targets] if isinstance(part, ast.Assign) else []
                 if cast is not None and (name in targets or _casts(source, cast) == name):
                     casts[id(cast)] = cast, name
@@ -91,23 +95,55 @@ def wrapped_before_initialize(source: Source, repository: Repository) -> Iterato
             if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
                 continue
             same = source.scope(node) is source.scope(initialize) and name in map(text, node.targets)
-            if same and called(node.value) in WRAPPERS and _always_before(source, node, initialize):
+            before = node.lineno < initialize.lineno and not exclusive(source, node, initialize)
+            if same and before and called(node.value) in WRAPPERS and not _amp_is_off(source, node):
+                level = ERROR if certain(source, node, initialize) else WARNING
                 note = f"{name} is wrapped before amp.initialize, which refuses it; initialize first, then wrap"
-                yield source.finding(node, "trap", "wrapped_before_initialize", ERROR, note)
+                yield source.finding(node, "trap", "wrapped_before_initialize", level, note)
 
 
-def _always_before(source: Source, first: ast.stmt, second: ast.AST) -> bool:
-    """Whether ``first`` runs before ``second`` when both run: it comes earlier, and not in another branch."""
-    if first.lineno >= getattr(second, "lineno", 0):
-        return False
-    above_first = [first, *source.ancestors(first)]
-    above_second = [second, *source.ancestors(second)]
-    for node in above_first:
-        if isinstance(node, ast.If) and node in above_second:
-            sides = {any(part in node.body for part in above) for above in (above_first, above_second)}
-            if len(sides) == 2:
-                return False
-    return True
+def _amp_is_off(source: Source, node: ast.AST) -> bool:
+    """Whether a test around ``node`` says that apex is not in use there, in whatever words."""
+    return any(not holds and AMP.search(test) for test, holds in conditions(source, node))
+
+
+def level_as_enabled(source: Source, repository: Repository) -> Iterator[Finding]:
+    """``initialize(model, opt, "O2")``: the third parameter is ``enabled``, so the level stays O1."""
+    for call in source.calls_to("apex.amp.initialize"):
+        third = call.args[2] if len(call.args) > 2 else argument(call, 2, "enabled")
+        if (
+            isinstance(third, ast.Constant)
+            and isinstance(third.value, str)
+            and re.fullmatch(r"[Oo0][0-5]", third.value)
+        ):
+            level = WARNING if third.value == "O1" else ERROR
+            note = f'the third parameter is enabled: this runs at O1; write opt_level="{third.value}"'
+            yield source.finding(third, "trap", "level_as_enabled", level, note)
+
+
+def adam_eps_in_half(source: Source, repository: Repository) -> Iterator[Finding]:
+    """Adam's default ``eps=1e-8`` with a literal O3: its state is half, where 1e-8 is zero, and 0/0 is NaN."""
+    for call in source.calls_to("apex.amp.initialize"):
+        level = argument(call, 3, "opt_level")
+        if not (isinstance(level, ast.Constant) and level.value == "O3"):
+            continue
+        given = argument(call, 1, "optimizers")
+        names = {text(part) for part in (given.elts if isinstance(given, ast.List | ast.Tuple) else [given])} - {""}
+        made = [given] if isinstance(given, ast.Call) else []
+        for node in source.nodes:
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+                continue
+            same = source.scope(node) is source.scope(call) and not exclusive(source, node, call)
+            if same and names & set(map(text, node.targets)):
+                made.append(node.value)
+        for adam in made:
+            if called(adam) not in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam") or source.apex(adam.func):
+                continue
+            eps = number(argument(adam, 3, "eps"))
+            if argument(adam, 3, "eps") is None or (eps is not None and 0 < eps < 2.0**-25):
+                name, value = called(adam), eps or 1e-8
+                note = f"at O3 {name} keeps its state in half, where eps={value:g} is 0; pass eps=1e-4 or use O2"
+                yield source.finding(adam, "trap", "adam_eps_in_half", ERROR, note)
 
 
 def deepcopy_of_optimizer(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -115,6 +151,8 @@ def deepcopy_of_optimizer(source: Source, repository: Repository) -> Iterator[Fi
 
     Build a new optimizer over the model's parameters and load the ``state_dict()`` of the first.
     """
+    if "deepcopy" not in source.code:
+        return
     optimizers = {text(argument(c, 1, "optimizers")) for c in source.calls_to("apex.amp.initialize")} - {""}
     for call in source.calls:
         name = text(call.args[0]) if call.args else ""

@@ -1,120 +1,208 @@
-"""First pass: wrap what computes a scaled loss in ``torch.autocast``."""
+"""Wrap what ran under apex's casts in ``torch.autocast``: forward passes, what follows from them, evaluation too."""
 
 from __future__ import annotations
 
 import ast
-import textwrap
 from collections.abc import Sequence
 
 import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
 
-from ampcompat.check.bindings import dotted
-from ampcompat.migrate.marks import code_of, marked
+from ampcompat.check.source import Source, called
+from ampcompat.migrate.casts import MOVES, blocks, in_autocast, is_autocast, is_barrier, within
+from ampcompat.migrate.marks import marked
 from ampcompat.migrate.native.facts import Facts
-from ampcompat.migrate.native.patterns import contains_scaled, scaled_call
+from ampcompat.migrate.objects import FUNCTIONS
+from ampcompat.migrate.result import MARK
 
-# Calls that move data about: a loss does not start with them.
-MOVES = frozenset(
-    {"to", "cuda", "cpu", "float", "long", "int", "type", "item", "detach", "contiguous", "requires_grad_"}
-    | {"view", "reshape", "squeeze", "unsqueeze", "permute", "transpose", "size"}
-    | {"next", "iter", "len", "zip", "range", "enumerate", "keys", "items", "max", "min"}
-    | {"zero_grad", "step", "train", "eval"}
-)
+OUT_OF_SIGHT = "the forward pass is not in this function; run it under torch.autocast"
 
 
-class Flow:
-    """Names that a statement reads and assigns, and whether it computes."""
-
-    def __init__(self, code: str, models: Sequence[str]) -> None:
-        tree = ast.parse(textwrap.dedent(code))
-        self.reads: set[str] = set()
-        self.assigns: set[str] = set()
-        self.computes = self.uses_model = False
-        for node in ast.walk(tree):
-            name = dotted(node)
-            if name is not None:
-                stored = isinstance(getattr(node, "ctx", None), ast.Store)
-                (self.assigns if stored else self.reads).add(name)
-                if not stored and any(name == m or name.startswith(m + ".") for m in models):
-                    self.uses_model = True
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
-                self.assigns.add(dotted(node.value) or "")
-            if isinstance(node, ast.AugAssign):
-                self.reads.add(dotted(node.target) or "")
-            if isinstance(node, ast.Call):
-                last = node.func.attr if isinstance(node.func, ast.Attribute) else dotted(node.func)
-                self.computes |= last not in MOVES
-        self.uses_model &= self.computes
-        self.reads -= {"", "self"}
-        self.assigns -= {"", "self"}
+def wrap(module: cst.Module, facts: Facts) -> str:
+    """The text of ``module`` with its regions; ``facts`` are those of the same text."""
+    made = plan(facts)
+    if not made.regions and not made.marks:
+        return facts.source.code
+    if not any(_has_long_string(facts.source, start, end) for start, (_, end) in made.regions.items()):
+        return _indented(facts, made)
+    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+    return wrapper.module.visit(_Wrap(facts, made, wrapper.resolve(PositionProvider))).code
 
 
-class Autocast(cst.CSTTransformer):
-    """Finds, for each ``amp.scale_loss`` block, the statements before it that the loss depends on, and wraps them."""
+def _has_long_string(source: Source, start: int, end: int) -> bool:
+    """Whether a string goes over several of these lines: indenting them would change it."""
+    return any(
+        isinstance(node, ast.Constant | ast.JoinedStr)
+        and start <= node.lineno <= end
+        and node.lineno != node.end_lineno
+        and not (isinstance(node, ast.Constant) and not isinstance(node.value, str | bytes))
+        for node in source.nodes
+    )
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts = facts
-        self.done: set[cst.CSTNode] = set()
+
+def _indented(facts: Facts, made: Plan) -> str:
+    """The text with the lines of each region indented under a ``with``: much cheaper than to build it anew."""
+    lines = facts.source.code.splitlines(keepends=True)
+    newline = "\r\n" if lines[0].endswith("\r\n") else "\n"
+    marks = dict.fromkeys(made.marks, f"{MARK}{OUT_OF_SIGHT}")
+    for start in sorted({*made.regions, *marks}, reverse=True):
+        indent = lines[start - 1][: len(lines[start - 1]) - len(lines[start - 1].lstrip())]
+        if start in marks:
+            above = made.marks[start]
+            if marks[start] not in (lines[above - 2] if above > 1 else ""):
+                lines.insert(above - 1, f"{indent}{marks[start]}{newline}")
+            continue
+        unit = "\t" if indent.startswith("\t") else "    "
+        end = made.regions[start][1]
+        body = [unit + line if line.strip() else line for line in lines[start - 1 : end]]
+        lines[start - 1 : end] = [f"{indent}with {facts.autocast()}:{newline}", *body]
+    return "".join(lines)
+
+
+class Plan:
+    """Where regions begin and end.
+
+    Attributes:
+        regions: For the first line of each region the first line of its last statement, and the last line of that.
+        marks: Functions whose loss was computed elsewhere: their line, and that of their first decorator.
+    """
+
+    def __init__(self) -> None:
+        self.regions: dict[int, tuple[int, int]] = {}
+        self.marks: dict[int, int] = {}
+
+
+def plan(facts: Facts) -> Plan:
+    """The regions of a file."""
+    source, casts = facts.source, facts.casts
+    made = Plan()
+    needs: set[ast.AST] = {part for part in casts.needs if not in_autocast(source, part) and not is_autocast(part)}
+    for call in source.calls_to("apex.amp.scale_loss", "apex.amp.handle.scale_loss"):
+        _chain(facts, call, needs, made)
+    for scope in (source.tree, *(n for n in source.nodes if isinstance(n, FUNCTIONS))):
+        _block(scope.body, needs, casts.arithmetic, made)
+    return made
+
+
+def _chain(facts: Facts, call: ast.Call, needs: set[ast.AST], made: Plan) -> None:
+    """Add what computes the loss of a block where no model was seen to: a helper of another file, a criterion."""
+    source, casts = facts.source, facts.casts
+    scope = source.scope(call)
+    loss = call.args[0]
+    if casts._tensor(loss, scope) or _computes(loss):
+        return
+    needed = _names(loss)
+    found = False
+    body = sorted((n for n in source.nodes if isinstance(n, ast.stmt) and source.scope(n) is scope), key=_line)
+    first = facts.call.lineno if source.scope(facts.call) is scope else 0
+    for part in reversed([n for n in body if first < n.lineno < call.lineno]):
+        targets = {name for t in _targets(part) for name in _names(t)}
+        if targets & needed and isinstance(part, ast.Assign | ast.AugAssign | ast.AnnAssign):
+            value = part.value
+            found |= value is not None and _computes(value)
+            if value is not None and (_computes(value) or isinstance(value, ast.BinOp)):
+                needs.add(part)
+            needed |= _names(value) if value is not None else set()
+    given = isinstance(scope, FUNCTIONS) and needed & facts.objects.locals.get(scope, set())
+    if not found and isinstance(scope, FUNCTIONS):
+        callers = [c for c in source.calls if scope in facts.objects.called(c)]
+        seen = [g for c in callers for name, g in facts.objects.bound(c, scope) if given and name in given]
+        if not seen or not any(casts._tensor(g, facts.objects.scope(g)) or _computes(g) for g in seen):
+            made.marks[scope.lineno] = min([scope.lineno, *(d.lineno for d in scope.decorator_list)])
+
+
+def _line(node: ast.stmt) -> int:
+    return node.lineno
+
+
+def _targets(part: ast.AST) -> list[ast.expr]:
+    if isinstance(part, ast.Assign):
+        return part.targets
+    return [part.target] if isinstance(part, ast.AugAssign | ast.AnnAssign) else []
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in within(node) if isinstance(n, ast.Name)} | {
+        ast.unparse(n) for n in within(node) if isinstance(n, ast.Attribute)
+    } - {"self"}
+
+
+def _computes(node: ast.AST) -> bool:
+    return any(isinstance(n, ast.Call) and called(n) not in MOVES for n in within(node))
+
+
+def _block(body: Sequence[ast.stmt], needs: set[ast.AST], soft: set[ast.AST], made: Plan) -> None:
+    """Plan one list of statements, then what its regions do not hold."""
+    at = 0
+    while at < len(body):
+        part = body[at]
+        if not _wanted(part, needs) or is_barrier(part) or isinstance(part, (*FUNCTIONS, ast.ClassDef)):
+            if not is_autocast(part):
+                for block in blocks(part):
+                    _block(block, needs, soft, made)
+            if isinstance(part, ast.ClassDef):
+                _block([s for s in part.body if not isinstance(s, FUNCTIONS)], needs, soft, made)
+            at += 1
+            continue
+        last, end = at, at + 1
+        while end < len(body) and not is_barrier(body[end]):
+            after = body[end] in soft and last == end - 1 and isinstance(body[end], ast.Assign | ast.AugAssign)
+            if after or _holds(body[end], needs):
+                last = end
+            end += 1
+        if last == at and part not in needs:  # a compound statement alone: inside it is enough
+            at += 1
+            continue
+        made.regions[part.lineno] = (body[last].lineno, body[last].end_lineno or body[last].lineno)
+        at = last + 1
+
+
+def _wanted(part: ast.stmt, needs: set[ast.AST]) -> bool:
+    """Whether a statement itself (for a compound one: its first line) needs autocast."""
+    return part in needs
+
+
+def _holds(part: ast.stmt, needs: set[ast.AST]) -> bool:
+    return any(n in needs for n in ast.walk(part))
+
+
+class _Wrap(cst.CSTTransformer):
+    def __init__(self, facts: Facts, made: Plan, positions: object) -> None:
+        self.facts, self.plan = facts, made
+        self.positions = positions
+
+    def _line(self, node: cst.CSTNode) -> int:
+        return int(self.positions[node].start.line)  # type: ignore[index]
 
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
-        return updated_node.with_changes(body=self._wrap(original_node.body, updated_node.body))
+        return updated_node.with_changes(body=self._wrapped(original_node.body, updated_node.body))
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
-        return updated_node.with_changes(body=self._wrap(original_node.body, updated_node.body))
+        return updated_node.with_changes(body=self._wrapped(original_node.body, updated_node.body))
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
-        for block in contains_scaled(original_node.body, self.facts.bindings):
-            if block not in self.done:
-                self.done.add(block)
-                return marked(updated_node, "the forward pass is not in this function; run it under torch.autocast")
+        if self._line(original_node.name) in self.plan.marks:
+            return marked(updated_node, OUT_OF_SIGHT)
         return updated_node
 
-    def _wrap(self, original: Sequence[cst.CSTNode], updated: Sequence[cst.CSTNode]) -> list[cst.CSTNode]:
-        flows = [Flow(code_of(node), self.facts.models) for node in original]
-        spans: list[tuple[int, int]] = []
-        start = 0
-        for end, node in enumerate(original):
-            blocks = [b for b in contains_scaled(node, self.facts.bindings) if b not in self.done]
-            if isinstance(node, cst.FunctionDef | cst.ClassDef) or not blocks:
+    def _wrapped(
+        self, original: Sequence[cst.BaseStatement], updated: Sequence[cst.BaseStatement]
+    ) -> list[cst.BaseStatement]:
+        lines = [self._line(node) for node in original]
+        result: list[cst.BaseStatement] = []
+        at = 0
+        while at < len(lines):
+            last = self.plan.regions.get(lines[at])
+            if last is None or last[0] not in lines[at:]:
+                result.append(updated[at])
+                at += 1
                 continue
-            found = self._span(flows, start, end, blocks)
-            if found is not None:
-                spans.append(found)
-                self.done.update(blocks)
-            elif all(self._computes_inside(b) for b in blocks):
-                self.done.update(blocks)
-            elif any(self._chain(flows, a, b, blocks) for a, b in spans):
-                self.done.update(blocks)  # computed in the region of an earlier loss
-            start = end + 1
-        result: list[cst.CSTNode] = list(updated)
-        for first, last in reversed(spans):
-            result[first:last] = [self._region(result[first:last])]
+            end = lines.index(last[0], at) + 1
+            result.append(self._region(updated[at:end]))
+            at = end
         return result
 
-    def _computes_inside(self, block: cst.With) -> bool:
-        call = scaled_call(block, self.facts.bindings)
-        return call is not None and Flow(code_of(call.args[0].value), self.facts.models).computes
-
-    def _chain(self, flows: list[Flow], start: int, end: int, blocks: Sequence[cst.With]) -> list[int]:
-        needed: set[str] = set()
-        for block in blocks:
-            call = scaled_call(block, self.facts.bindings)
-            needed |= Flow(code_of(call.args[0].value), self.facts.models).reads if call is not None else set()
-        chain = []
-        for index in range(end - 1, start - 1, -1):
-            if flows[index].assigns & needed:
-                chain.append(index)
-                needed |= flows[index].reads
-        return sorted(chain)
-
-    def _span(self, flows: list[Flow], start: int, end: int, blocks: Sequence[cst.With]) -> tuple[int, int] | None:
-        chain = self._chain(flows, start, end, blocks)
-        first = next((i for i in chain if flows[i].uses_model), None)
-        if first is None:
-            first = next((i for i in chain if flows[i].computes), None)
-        return None if first is None else (first, chain[-1] + 1)
-
-    def _region(self, statements: Sequence[cst.CSTNode]) -> cst.With:
+    def _region(self, statements: Sequence[cst.BaseStatement]) -> cst.With:
         region = cst.ensure_type(cst.parse_statement(f"with {self.facts.autocast()}:\n    pass\n"), cst.With)
         first = statements[0]
         lines = getattr(first, "leading_lines", ())

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Mapping, Sequence
 
 import libcst as cst
+from libcst.metadata import CodeRange
 
+from ampcompat.migrate.casts import MOVES
 from ampcompat.migrate.marks import code_of, marked
-from ampcompat.migrate.native.autocast import Flow
 from ampcompat.migrate.native.facts import Facts
-from ampcompat.migrate.native.patterns import contains_scaled, scaled_call, symbol
+from ampcompat.migrate.native.patterns import contains_scaled, receiver, scaled_call, symbol
 from ampcompat.migrate.native.scaler import made_lines, switched_off_lines
-from ampcompat.migrate.native.unscaling import Unscaling, calls_in
+from ampcompat.migrate.native.unscaling import Unscaling, calls_in, steps
 
 PARAMS = "(p for group in {}.param_groups for p in group['params'])"
 
@@ -24,9 +26,21 @@ def statement(code: str) -> cst.BaseStatement:
 class Calls(cst.CSTTransformer):
     """Works block by block: a statement may become several."""
 
-    def __init__(self, facts: Facts) -> None:
-        self.facts, self.bindings = facts, facts.bindings
+    def __init__(self, facts: Facts, positions: Mapping[cst.CSTNode, CodeRange]) -> None:
+        self.facts, self.bindings, self.positions = facts, facts.bindings, positions
+        self.loop_targets: list[str] = []
+        source = facts.source
+        named = [n for n in source.nodes if isinstance(n, ast.Name | ast.Attribute) and source.apex(n)]
+        self.apex_lines = {node.lineno for node in named}
         self.looked_into: set[cst.CSTNode] = set()
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        # Inside a line that names nothing of apex no expression is replaced.
+        if isinstance(node, cst.SimpleStatementLine):
+            place = self.positions[node]
+            if not any(place.start.line <= line <= place.end.line for line in self.apex_lines):
+                return False
+        return super().on_visit(node)
 
     def visit_Module(self, node: cst.Module) -> None:
         self.unscaling = Unscaling(node, self.facts)
@@ -42,10 +56,14 @@ class Calls(cst.CSTTransformer):
 
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         body = self._defaults(self._block(original_node.body, updated_node.body))
-        if not any(_imports_torch(part) for part in body):
-            first = next((i for i, part in enumerate(body) if _imports_anything(part)), 0)
-            body.insert(first, statement("import torch"))
-        return updated_node.with_changes(body=body)
+        return with_torch(updated_node.with_changes(body=body))
+
+    def visit_For(self, node: cst.For) -> None:
+        self.loop_targets.append(code_of(node.target))
+
+    def leave_For(self, original_node: cst.For, updated_node: cst.For) -> cst.For:
+        self.loop_targets.pop()
+        return updated_node
 
     def visit_Subscript(self, node: cst.Subscript) -> None:
         self.looked_into.add(node.value)
@@ -83,6 +101,9 @@ class Calls(cst.CSTTransformer):
         for index, (old, new) in enumerate(zip(original, updated, strict=True)):
             for optimizer in self.unscaling.before.get(old, ()):
                 call = f"{self.facts.scaler_of[optimizer]}.unscale_({optimizer})"
+                if optimizer in self.facts.containers:
+                    call = call.replace(f"({optimizer})", "(amp_optimizer)")
+                    call = f"for amp_optimizer in {optimizer}:\n    {call}\n"
                 result.append(statement(call).with_changes(leading_lines=getattr(new, "leading_lines", ())))
                 new = new.with_changes(leading_lines=[])
             if old in self.unscaling.marks:
@@ -100,6 +121,8 @@ class Calls(cst.CSTTransformer):
     ) -> list[cst.BaseStatement]:
         if scaled_call(old, self.bindings) is not None:
             return self._backward(cst.ensure_type(new, cst.With))
+        if isinstance(old, cst.For) and isinstance(new, cst.For):
+            return self._loop(old, new) or [new]
         if not isinstance(old, cst.SimpleStatementLine) or len(old.body) != 1:
             return [new]
         part = old.body[0]
@@ -112,12 +135,36 @@ class Calls(cst.CSTTransformer):
             return [lines[0].with_changes(trailing_whitespace=old.trailing_whitespace), *lines[1:]]
         if name == "apex.amp.load_state_dict" and value.args and isinstance(part, cst.Expr):
             return [self._load(code_of(value.args[0].value))]
-        optimizer = called.removesuffix(".step")
-        if called.endswith(".step") and optimizer in self.facts.scaler_of and isinstance(part, cst.Expr):
+        optimizer = receiver(value)
+        if called.endswith(".step") and optimizer in self.facts.scaler_of and self._is_step(old):
             if value.args:
                 return [marked(new, "GradScaler.step takes no closure; evaluate the loss before the step")]
             return self._step(new, optimizer, later)
         return [new]
+
+    def _is_step(self, old: cst.BaseStatement) -> bool:
+        return self.positions[old].start.line in self.facts.step_lines
+
+    def _loop(self, old: cst.For, new: cst.For) -> list[cst.BaseStatement] | None:
+        """``for o in optimizers: o.step()``: one update after all of the steps, which share a scaler."""
+        stepped = {n for n in self.facts.scaler_of if steps(old.body, self.facts, n)}
+        target = code_of(old.target)
+        names = {code_of(call.func).removesuffix(".step") for call in calls_in(old.body)} & set(self.facts.scaler_of)
+        if target not in names or not stepped or contains_scaled(old, self.bindings) or not self._steps_line(old):
+            return None
+        scaler = self.facts.scaler_of[target]
+        return [new, statement(f"{scaler}.update()")]
+
+    def _steps_line(self, old: cst.For) -> bool:
+        start, end = self.positions[old].start.line, self.positions[old].end.line
+        return any(start <= line <= end for line in self.facts.step_lines)
+
+    def _used_later(self, name: str) -> bool:
+        """Whether the scaled loss is used outside the blocks that make it, and nothing else has its name."""
+        source = self.facts.source
+        inside = {n for block in source.scaled_blocks() for n in ast.walk(block)}
+        named = [n for n in source.nodes if isinstance(n, ast.Name) and n.id == name and n not in inside]
+        return bool(named) and not any(isinstance(n.ctx, ast.Store) for n in named)
 
     def _load(self, saved: str) -> cst.BaseStatement:
         scaler = self.facts.scaler
@@ -132,12 +179,19 @@ class Calls(cst.CSTTransformer):
         """``step``, and ``update`` after the last step before gradients are scaled again."""
         scaler = self.facts.scaler_of[optimizer]
         tail = getattr(new, "trailing_whitespace", cst.TrailingWhitespace())
-        lines = [statement(f"{scaler}.step({optimizer})").with_changes(trailing_whitespace=tail)]
+        body = cst.ensure_type(new, cst.SimpleStatementLine).body[0]
+        step = cst.parse_expression(f"{scaler}.step({optimizer})")
+        lines: list[cst.BaseStatement] = [
+            cst.SimpleStatementLine([body.with_changes(value=step)], trailing_whitespace=tail)
+        ]
+        if optimizer in self.loop_targets:
+            return lines
         for part in later:
             if contains_scaled(part, self.bindings):
                 break
-            others = [o for o, owner in self.facts.scaler_of.items() if owner == scaler and o != optimizer]
-            if any(code_of(call.func) == f"{other}.step" for call in calls_in(part) for other in others):
+            same = self.facts.same
+            others = [o for o, owner in self.facts.scaler_of.items() if owner == scaler and not same(o, optimizer)]
+            if any(called_last(call) == "step" and receiver(call) in others for call in calls_in(part)):
                 return lines
         return [*lines, statement(f"{scaler}.update()")]
 
@@ -150,7 +204,7 @@ class Calls(cst.CSTTransformer):
             key = code_of(call.args[2].value) if len(call.args) > 2 and call.args[2].keyword is None else "0"
         scaler = self.facts.loss_scaler[key]
         lines: list[cst.BaseStatement] = []
-        if Flow(loss, self.facts.models).computes:
+        if any(called_last(call) not in MOVES for call in calls_in(cst.parse_expression(loss))):
             lines.append(statement(f"with {self.facts.autocast()}:\n    amp_loss = {loss}\n"))
             loss = "amp_loss"
         asname = block.items[0].asname
@@ -161,7 +215,7 @@ class Calls(cst.CSTTransformer):
         suite = isinstance(block.body, cst.SimpleStatementSuite)
         code = code_of(first).strip() if len(body) == 1 and isinstance(first, simple) and not suite else ""
         code = code_of(first).strip().rstrip(";") if suite and len(body) == 1 else code
-        if scaled and code.startswith(f"{scaled}.backward("):
+        if scaled and code.startswith(f"{scaled}.backward(") and not self._used_later(scaled):
             line = statement(f"{scaler}.scale({loss}){code[len(scaled) :]}")
             above = getattr(first, "leading_lines", ())
             return [*lines, line.with_changes(leading_lines=above) if not lines else line]
@@ -169,6 +223,21 @@ class Calls(cst.CSTTransformer):
             lines.append(statement(f"{scaled} = {scaler}.scale({loss})"))
         rest = [simple([p]) for p in body if isinstance(p, cst.BaseSmallStatement)] if suite else body
         return [*lines, *rest]
+
+
+def with_torch(module: cst.Module) -> cst.Module:
+    """``module`` with an import of torch."""
+    body: list[cst.BaseStatement] = list(module.body)
+    if any(_imports_torch(part) for part in body):
+        return module
+    first = next((i for i, part in enumerate(body) if _imports_anything(part)), 0)
+    body.insert(first, statement("import torch"))
+    return module.with_changes(body=body)
+
+
+def called_last(call: cst.Call) -> str:
+    """The last name of what is called."""
+    return code_of(call.func).rpartition(".")[2]
 
 
 def _imports_anything(part: cst.BaseStatement) -> bool:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import re
+
 import libcst as cst
 
 from ampcompat.check.bindings import Bindings
+from ampcompat.check.source import Source
 from ampcompat.check.symbols import MODULES, verdict
 from ampcompat.migrate.marks import code_of, marked
-from ampcompat.migrate.native.patterns import header, symbol, uses
+from ampcompat.migrate.native.patterns import header, holds_statements, symbol, uses
 
 TRANSLATED = {
     f"apex.amp.{name}"
     for name in ("initialize", "scale_loss", "master_params", "state_dict", "load_state_dict", "disable_casts")
 }
 REPLACEMENTS = {
-    "apex.parallel.DistributedDataParallel": "use torch.nn.parallel.DistributedDataParallel with device_ids=",
+    "apex.parallel.DistributedDataParallel": "these arguments have no counterpart in torch's DistributedDataParallel",
     "apex.parallel.convert_syncbn_model": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm",
     "apex.parallel.SyncBatchNorm": "use torch.nn.SyncBatchNorm",
     "apex.normalization.FusedLayerNorm": "use torch.nn.LayerNorm",
+    "apex.optimizers.FusedLAMB": "torch has no LAMB; keep this one of ampcompat, or take another optimizer",
+    "apex.optimizers.FusedNovoGrad": "torch has no NovoGrad; keep this one of ampcompat, or take another optimizer",
     "apex.normalization.FusedRMSNorm": "use torch.nn.RMSNorm",
     "apex.optimizers.FusedAdam": "use torch.optim.AdamW(fused=True), or Adam for adam_w_mode=False",
     "apex.optimizers.FusedSGD": "use torch.optim.SGD(fused=True)",
@@ -37,17 +43,30 @@ def _advice(name: str) -> str:
     return f"{name}: {REPLACEMENTS.get(name, note)}"
 
 
+def apex_uses(source: Source, bindings: Bindings) -> set[str]:
+    """The names by which a text still mentions apex outside its imports."""
+    names = {n.id for n in source.nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)}
+    return {name for name in names if name in bindings.names or any(k.startswith(name + ".") for k in bindings.names)}
+
+
 class Leftovers(cst.CSTTransformer):
     """Puts a TODO above each statement that still mentions apex."""
 
-    def __init__(self, bindings: Bindings, reason: str | None) -> None:
+    def __init__(self, bindings: Bindings, names: set[str], reason: str | None) -> None:
         self.bindings, self.reason = bindings, reason
+        self.mention = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return holds_statements(node)
 
     def on_leave(self, original_node: cst.CSTNode, updated_node: cst.CSTNode) -> object:  # type: ignore[override]
         new = super().on_leave(original_node, updated_node)
         if not isinstance(new, cst.BaseStatement):
             return new
-        for name in dict.fromkeys(uses(header(new), self.bindings)):
+        first = header(new)
+        if not self.mention.search(code_of(first)):
+            return new
+        for name in dict.fromkeys(uses(first, self.bindings)):
             translatable = name in TRANSLATED and self.reason is not None
             new = marked(new, f"{name}: {self.reason}" if translatable else _advice(name))
         return new
@@ -61,9 +80,12 @@ def drop_imports(module: cst.Module, bindings: Bindings) -> cst.Module:
 class _Drop(cst.CSTTransformer):
     def __init__(self, bindings: Bindings, module: cst.Module) -> None:
         self.bindings = bindings
-        names = _Names()
-        module.visit(names)
-        self.used = names.found
+        tree = ast.parse(module.code)
+        # `amp = None` needs no import.
+        self.used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)}
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return holds_statements(node)
 
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
@@ -92,34 +114,19 @@ class _Drop(cst.CSTTransformer):
         )
         return ours and name not in self.used and symbol(cst.Name(name), self.bindings) is not None
 
+    def leave_Try(
+        self, original_node: cst.Try, updated_node: cst.Try
+    ) -> cst.Try | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseStatement]:
+        """Without its import a ``try`` has nothing that could fail: what it said of a missing apex goes."""
+        old, new = original_node.body.body, updated_node.body.body
+        empty = len(new) == 1 and code_of(new[0]).strip() == "pass" and code_of(old[0]).strip() != "pass"
+        if not empty or updated_node.finalbody is not None:
+            return updated_node
+        rest = updated_node.orelse.body.body if updated_node.orelse is not None else []
+        kept = [part for part in rest if isinstance(part, cst.BaseStatement)]
+        return cst.FlattenSentinel(kept) if kept else cst.RemoveFromParent()
+
     def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
         if original_node.body and not updated_node.body:
             return updated_node.with_changes(body=[cst.SimpleStatementLine([cst.Pass()])])
         return updated_node
-
-
-class _Names(cst.CSTVisitor):
-    """Names in use outside import statements."""
-
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-
-    def visit_Import(self, node: cst.Import) -> bool:
-        return False
-
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        return False
-
-    def visit_Attribute(self, node: cst.Attribute) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_Arg(self, node: cst.Arg) -> bool:
-        node.value.visit(self)
-        return False
-
-    def visit_AssignTarget(self, node: cst.AssignTarget) -> bool:
-        return not isinstance(node.target, cst.Name)  # `amp = None` needs no import
-
-    def visit_Name(self, node: cst.Name) -> None:
-        self.found.add(node.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import libcst as cst
 
 from ampcompat.check.bindings import Bindings
@@ -26,7 +28,18 @@ def scaled_call(node: cst.CSTNode, bindings: Bindings) -> cst.Call | None:
     return None
 
 
+def holds_statements(node: cst.CSTNode) -> bool:
+    """Whether a statement may be inside ``node``: a visitor of statements need not look into the others."""
+    return not isinstance(node, LEAVES)
+
+
+LEAVES = (cst.BaseExpression, cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.Arg, cst.Parameters, cst.WithItem)
+
+
 class _Blocks(cst.CSTVisitor):
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return holds_statements(node) and super().on_visit(node)
+
     def __init__(self, bindings: Bindings) -> None:
         self.bindings = bindings
         self.found: list[cst.With] = []
@@ -39,11 +52,17 @@ class _Blocks(cst.CSTVisitor):
         return False
 
 
-def contains_scaled(node: cst.CSTNode, bindings: Bindings) -> list[cst.With]:
+@functools.lru_cache(maxsize=10_000)
+def contains_scaled(node: cst.CSTNode, bindings: Bindings) -> tuple[cst.With, ...]:
     """``amp.scale_loss`` blocks in a statement, itself included, nested functions left out."""
     visitor = _Blocks(bindings)
     node.visit(visitor)
-    return visitor.found
+    return tuple(visitor.found)
+
+
+def receiver(call: cst.Call) -> str:
+    """What a method is called on, in the quotes of ``ast.unparse``; "" for other calls."""
+    return code_of(call.func.value).replace('"', "'") if isinstance(call.func, cst.Attribute) else ""
 
 
 class _Uses(cst.CSTVisitor):

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import libcst as cst
 
 from ampcompat.check.bindings import Bindings
+from ampcompat.migrate.casts import READS_GRADIENTS, READS_NONE
 from ampcompat.migrate.marks import code_of
 from ampcompat.migrate.native.patterns import contains_scaled
 
+# Followed for the optimizer whose parameters they are given.
+CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
 # What empties a gradient does not read it.
 EMPTYING = ("zero_", "detach_", "requires_grad_")
+
+
+def _holds_gradients(given: cst.BaseExpression) -> bool:
+    """Whether an argument may be a model, an optimizer or their parameters."""
+    return re.search(r"param|model|net|optim|opt\b", code_of(given), re.IGNORECASE) is not None
 
 
 class _Reads(cst.CSTVisitor):
@@ -23,7 +32,8 @@ class _Reads(cst.CSTVisitor):
 
     def visit_Call(self, node: cst.Call) -> bool:
         called = code_of(node.func).rpartition(".")[2]
-        self.found |= called in self.readers
+        by_name = READS_GRADIENTS.search(called) and not READS_NONE.search(called) and called not in (*EMPTYING, *CLIPS)
+        self.found |= called in self.readers or (bool(by_name) and any(_holds_gradients(a.value) for a in node.args))
         if called == "grad" or (called in EMPTYING and isinstance(node.func, cst.Attribute)):
             for argument in node.args:  # torch.autograd.grad(...), p.grad.zero_()
                 argument.visit(self)

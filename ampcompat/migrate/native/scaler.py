@@ -17,7 +17,8 @@ def made_lines(facts: Facts) -> list[str]:
     lines = [facts.rebinds] if facts.rebinds else []
     if facts.is_global and facts.branch is None:
         lines.append(_global(facts))
-    lines.append(f"{facts.device} = next({facts.models[0]}.parameters()).device.type")
+    model = f"{facts.models[0]}[0]" if facts.models[0] in facts.containers else facts.models[0]
+    lines.append(f"{facts.device} = next({model}.parameters()).device.type")
     if facts.switched:
         lines.append(f"{facts.switch} = {facts.enabled or 'True'}")
     options, notes = _options(facts)

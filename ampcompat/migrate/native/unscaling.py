@@ -6,17 +6,20 @@ and a call that some branches need and a later statement needs too is put before
 
 from __future__ import annotations
 
+import ast
+import functools
 from collections.abc import Sequence
 from enum import Enum
 
 import libcst as cst
 
+from ampcompat.migrate.casts import READS_GRADIENTS
 from ampcompat.migrate.marks import code_of
 from ampcompat.migrate.native.facts import Facts
-from ampcompat.migrate.native.patterns import contains_scaled, header, scaled_call, symbol
-from ampcompat.migrate.native.reads import readers, reads
+from ampcompat.migrate.native.patterns import contains_scaled, header, holds_statements, receiver, scaled_call, symbol
+from ampcompat.migrate.native.reads import CLIPS, readers, reads
+from ampcompat.migrate.objects import FUNCTIONS, Label
 
-CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
 SEVERAL = "gradients read here are still scaled: call unscale_(optimizer) of their scaler first"
 NOT_EACH_TIME = (
     "gradients are still scaled here: {}.step() does not follow each time, and unscale_ may run once between updates"
@@ -53,12 +56,17 @@ class Unscaling:
         self.facts, self.bindings = facts, facts.bindings
         functions = _Functions()
         module.visit(functions)
-        self.readers = readers(functions.found, self.bindings)
+        scopes = sorted((n for n in facts.source.nodes if isinstance(n, FUNCTIONS)), key=lambda n: n.lineno)
+        touching = [cst_one for cst_one, one in zip(functions.found, scopes, strict=True) if _touches_gradients(one)]
+        self.readers = readers(touching, self.bindings)
         self.before: dict[cst.CSTNode, list[str]] = {}
         self.marks: dict[cst.CSTNode, str] = {}
-        for body in (module.body, *(function.body.body for function in functions.found)):
+        bodies: list[Body] = [module.body, *(function.body.body for function in functions.found)]
+        for body, scope in zip(bodies, [facts.source.tree, *scopes], strict=True):
+            if not _touches_gradients(scope):
+                continue
             self.scales = any(contains_scaled(part, self.bindings) for part in body)
-            for optimizer in facts.scaler_of:
+            for optimizer in facts.names_in(scope).values():
                 self._follow(body, optimizer)
 
     def _follow(self, body: Body, optimizer: str) -> None:
@@ -81,7 +89,7 @@ class Unscaling:
         for call in calls_in(shown):
             name = symbol(call.func, self.bindings)
             given = code_of(call.args[0].value) if call.args else ""
-            if name == "apex.amp.master_params" and given == optimizer:
+            if name == "apex.amp.master_params" and facts.same(given, optimizer):
                 return True, False
             if (
                 code_of(call.func).rpartition(".")[2] in CLIPS
@@ -89,16 +97,26 @@ class Unscaling:
                 and self.scales
                 and "master_params" not in given
             ):
-                pairs = zip(facts.models, facts.optimizers, strict=False)
-                owners = [o for m, o in pairs if given.startswith(m + ".")]
-                if optimizer in owners or len(facts.scaler_of) == 1:
+                owners = [
+                    name
+                    for index, name in enumerate(facts.optimizers)
+                    if any(given.startswith(path + ".") for path in facts.objects.paths(Label("model", index)))
+                ]
+                if any(facts.same(owner, optimizer) for owner in owners) or facts.groups == 1:
                     return True, False
         return False, not isinstance(shown, cst.FunctionDef | cst.ClassDef) and reads(shown, self.readers)
 
     def _whole(self, part: cst.CSTNode, optimizer: str) -> bool:
         """Whether a loop is taken as one: what it unscales inside, it would unscale again."""
         loop = isinstance(part, cst.For | cst.While)
-        return loop and not contains_scaled(part, self.bindings) and not steps(part, optimizer)
+        return loop and not contains_scaled(part, self.bindings) and not steps(part, self.facts, optimizer)
+
+
+def _touches_gradients(scope: ast.AST) -> bool:
+    """Whether a function steps, clips or reads gradients; most of a file does not, and following it is costly."""
+    named = [n for n in ast.walk(scope) if isinstance(n, ast.Attribute | ast.Name)]
+    words = {n.attr if isinstance(n, ast.Attribute) else n.id for n in named}
+    return any(word in ("step", "master_params") or READS_GRADIENTS.search(word) for word in words)
 
 
 class _Flow:
@@ -118,7 +136,7 @@ class _Flow:
             if clips or (by_hand and now is not State.UNKNOWN) or part in self.early:
                 now = self._unscaled(part, now, rest, not clips)
             if isinstance(part, cst.SimpleStatementLine):
-                now = State.UNKNOWN if steps(part, self.optimizer) else now
+                now = State.UNKNOWN if steps(part, self.module.facts, self.optimizer) else now
             elif not isinstance(part, cst.FunctionDef | cst.ClassDef):
                 now = self._branches(part, now, rest)
         return now
@@ -126,7 +144,7 @@ class _Flow:
     def _unscaled(self, part: cst.CSTNode, now: Now, rest: Body, by_hand: bool) -> Now:
         if now is State.UNSCALED:
             return now
-        if by_hand and len(self.module.facts.scaler_of) > 1 and part not in self.early:
+        if by_hand and self.module.facts.groups > 1 and part not in self.early:
             self.marks[part] = SEVERAL
             return now
         if isinstance(now, cst.CSTNode):
@@ -152,24 +170,34 @@ class _Flow:
         together = kept[0] if len(set(kept)) == 1 else part if kept else State.UNKNOWN
         return self.block(last, together, rest)
 
+    def _is_for(self, call: cst.Call) -> bool:
+        given = code_of(call.args[1])
+        return any(
+            name in given for name in self.module.facts.scaler_of if self.module.facts.same(name, self.optimizer)
+        )
+
     def _each_time(self, rest: Body) -> bool:
         """Whether the step follows in any case, or in none: in another function, then."""
         for part in rest:
             if isinstance(part, cst.FunctionDef | cst.ClassDef):
                 continue
-            if isinstance(part, cst.SimpleStatementLine | cst.With) and steps(part, self.optimizer):
+            every = isinstance(part, cst.For) and code_of(part.iter) in self.module.facts.containers
+            if (every or isinstance(part, cst.SimpleStatementLine | cst.With)) and steps(
+                part, self.module.facts, self.optimizer
+            ):
                 return True
             scaled = [scaled_call(block, self.module.bindings) for block in contains_scaled(part, self.module.bindings)]
-            if any(call and self.optimizer in code_of(call.args[1]) for call in scaled):
+            if any(call and self._is_for(call) for call in scaled):
                 return False
-            if steps(part, self.optimizer):
+            if steps(part, self.module.facts, self.optimizer):
                 return _has_else(part) and all(self._each_time(block.body) for block in _blocks(part))
         return True
 
 
-def steps(node: cst.CSTNode, optimizer: str) -> bool:
-    """Whether a statement calls the optimizer's step."""
-    return any(code_of(call.func) == f"{optimizer}.step" for call in calls_in(node))
+def steps(node: cst.CSTNode, facts: Facts, optimizer: str) -> bool:
+    """Whether a statement calls the optimizer's step, by whatever name."""
+    calls = [call for call in calls_in(node) if isinstance(call.func, cst.Attribute) and call.func.attr.value == "step"]
+    return any(facts.same(receiver(call), optimizer) for call in calls)
 
 
 def _blocks(part: cst.CSTNode) -> list[cst.BaseSuite]:
@@ -202,6 +230,9 @@ def _tests(part: cst.If) -> cst.BaseExpression:
 
 
 class _Functions(cst.CSTVisitor):
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return holds_statements(node) and super().on_visit(node)
+
     def __init__(self) -> None:
         self.found: list[cst.FunctionDef] = []
 
@@ -217,8 +248,9 @@ class _Calls(cst.CSTVisitor):
         self.found.append(node)
 
 
-def calls_in(node: cst.CSTNode) -> list[cst.Call]:
+@functools.lru_cache(maxsize=10_000)
+def calls_in(node: cst.CSTNode) -> tuple[cst.Call, ...]:
     """All calls in a node."""
     visitor = _Calls()
     node.visit(visitor)
-    return visitor.found
+    return tuple(visitor.found)

@@ -1,0 +1,135 @@
+"""Files beside Python sources: notebooks, whose cells are code, and files that install apex."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+NOTEBOOKS = ("*.ipynb",)
+INSTALLS = (
+    "requirements*.txt", "requirements*.in", "constraints*.txt", "Dockerfile*", "*.dockerfile", "setup.cfg",
+    "pyproject.toml", "environment*.yml", "environment*.yaml",
+)  # fmt: skip
+# apex as a requirement, a download, a clone; "apex" in another word or in a path of the project is none of them.
+INSTALL = re.compile(
+    r"github\.com[/:]nvidia/apex|nvidia[-_]apex|(?:pip3?|conda|mamba)\s+install\b[^#\n]*\bapex\b"
+    r"|^\s*-?\s*[\"']?apex(?:\[[^\]]*\])?\s*(?:[=<>!~@;].*)?[\"']?,?\s*(?:#.*)?$",
+    re.IGNORECASE,
+)
+MAGIC = re.compile(r"^(\s*)([%!?].*)$")
+CELL = "# ampcompat cell {}"
+#: Outputs and metadata between two lines of code that are looked through.
+WINDOW = 5000
+HIDDEN = "#ampcompat magic:"
+
+
+class NotANotebook(ValueError):
+    """The file is no notebook of the format that is read here."""
+
+
+def is_notebook(name: str) -> bool:
+    """Whether a file name is that of a notebook."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in NOTEBOOKS)
+
+
+def installs(name: str) -> bool:
+    """Whether a file of that name may say what is to be installed."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in INSTALLS)
+
+
+def install_lines(text: str) -> Iterator[int]:
+    """Lines, from 1, on which apex is installed; comments are not looked at."""
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.lstrip().startswith("#") and INSTALL.search(line):
+            yield number
+
+
+@dataclass
+class Notebook:
+    """The code of a notebook as one source, and the way back.
+
+    Attributes:
+        content: The parsed file.
+        code: The cells one after the other, each after a comment that names it; magics are comments.
+        lines: For each line of ``code`` the line of the file, from 1; 0 where it has none.
+        indent: How the file is indented.
+    """
+
+    content: dict[str, Any]
+    code: str = ""
+    lines: list[int] = field(default_factory=list)
+    indent: int | None = None
+
+    @classmethod
+    def read(cls, text: str) -> Notebook:
+        """Parse the text of a notebook.
+
+        Raises:
+            NotANotebook: It is not JSON with cells.
+        """
+        try:
+            content = json.loads(text)
+            cells = content["cells"]
+            codes = [(i, "".join(cell["source"])) for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
+            raise NotANotebook(f"is no notebook: {problem}") from None
+        found = re.search(r"\n( +)\"", text)
+        notebook = cls(content, indent=len(found[1]) if found else None)
+        raw = text.splitlines()
+        at = 0
+        lines: list[str] = []
+        for index, code in codes:
+            lines.append(CELL.format(index))
+            notebook.lines.append(0)
+            for line in code.splitlines():
+                at, place = _find(raw, at, line)
+                notebook.lines.append(place)
+                lines.append(MAGIC.sub(rf"\1{HIDDEN}\2", line))
+            if code.lstrip().startswith("%%") and not code.lstrip().startswith(("%%time", "%%capture")):
+                # A cell of another language.
+                count = len(code.splitlines())
+                lines[-count:] = [f"{HIDDEN}{line}" for line in code.splitlines()]
+        notebook.code = "\n".join(lines) + "\n"
+        return notebook
+
+    def written(self, code: str) -> str:
+        """The text of the file with its cells taken from ``code``.
+
+        Raises:
+            NotANotebook: A statement of the new code spans two cells.
+        """
+        cells: dict[int, list[str]] = {}
+        current: list[str] = []
+        for line in code.splitlines():
+            marker = re.fullmatch(r"(\s*)# ampcompat cell (\d+)", line)
+            if marker is not None:
+                if marker[1]:
+                    raise NotANotebook("a statement would span two cells of the notebook; put them into one")
+                current = cells.setdefault(int(marker[2]), [])
+            else:
+                current.append(re.sub(rf"^(\s*){HIDDEN}", r"\1", line))
+        expected = [i for i, cell in enumerate(self.content["cells"]) if cell["cell_type"] == "code"]
+        if sorted(cells) != expected:
+            raise NotANotebook("the cells of the notebook cannot be told apart after the migration")
+        for index, lines in cells.items():
+            cell = self.content["cells"][index]
+            text = "\n".join(lines).rstrip("\n")
+            cell["source"] = text.splitlines(keepends=True) if isinstance(cell["source"], list) else text
+        return json.dumps(self.content, indent=self.indent, ensure_ascii=False) + "\n"
+
+
+def _find(raw: list[str], at: int, line: str) -> tuple[int, int]:
+    """Where to search on, and the line of the file that holds a line of a cell; 0 where none does."""
+    for index in range(at, min(at + WINDOW, len(raw))):
+        text = raw[index].strip().removesuffix(",")
+        if text.startswith('"') and text.endswith('"'):
+            try:
+                if json.loads(text).rstrip("\n") == line:
+                    return index + 1, index + 1
+            except ValueError:
+                continue
+    return at, 0

@@ -1,0 +1,399 @@
+"""The order of scale, unscale_, step and update, followed along every path for each optimizer.
+
+Abstract interpretation: a set of states goes through the statements of each function; calls of functions of the file
+go through those. GradScaler allows one ``unscale_`` and one ``step`` between updates, and gradients that are read
+must be unscaled.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from enum import Enum
+
+from ampcompat.check.source import called
+from ampcompat.migrate.casts import READS_GRADIENTS, READS_NONE, within
+from ampcompat.migrate.objects import FUNCTIONS, SCOPES, Function, Label
+from ampcompat.migrate.proof.subject import Subject
+
+CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_", "clip_grads_with_norm_", "dispatch_clip_grad")
+# What empties a gradient, or asks for it, does not read it.
+EMPTYING = ("zero_", "detach_", "requires_grad_", "zero_grad")
+
+
+class State(Enum):
+    """Of the gradients of one optimizer."""
+
+    ENTRY = "whatever the callers left"
+    CLEAR = "none scaled"
+    SCALED = "scaled"
+    UNSCALED = "unscaled by unscale_"
+    STEPPED = "stepped, update due"
+    EMPTIED = "stepped and set to zero, update due"
+    LEFT = "unscaled, left over from the last step"
+
+
+DUE = frozenset({State.STEPPED, State.EMPTIED})
+ZEROED = {State.SCALED: State.CLEAR, State.LEFT: State.CLEAR, State.ENTRY: State.CLEAR, State.STEPPED: State.EMPTIED}
+
+
+States = frozenset[State]
+Failure = tuple[int, str]
+
+
+class Protocol:
+    """The proof for one file."""
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.objects = subject, subject.objects
+        self.found: dict[Failure, None] = {}
+        scales = [call for call in subject.source.calls if subject.on_scaler(call, "scale")]
+        scales.sort(key=lambda call: (call.lineno, call.col_offset))
+        scaled = subject.managed.scaled
+        whose = zip(scaled, subject.managed.scaled_names, strict=True)
+        self.scaled = dict(zip(scales, whose, strict=True)) if len(scales) == len(scaled) else {}
+        self.readers = self._readers()
+
+    def failures(self) -> Iterator[Failure]:
+        """Lines and messages, once each."""
+        source = self.subject.source
+        functions = [node for node in source.nodes if isinstance(node, FUNCTIONS)]
+        entered = {f for call in source.calls for f in self.objects.called(call)}
+        for index, name in enumerate(self.subject.managed.optimizers):
+            flow = _Flow(self, Label("optimizer", index), name)
+            flow.run(source.tree, source.tree.body, frozenset({State.CLEAR}))
+            for function in functions:
+                if function not in entered:
+                    flow.run(function, function.body, frozenset({State.ENTRY}))
+        return iter(self.found)
+
+    def note(self, node: ast.AST, message: str) -> None:
+        """A place where the proof fails."""
+        self.found[getattr(node, "lineno", 1), message] = None
+
+    def _readers(self) -> set[Function]:
+        """Functions of the file that read gradients and have no step of their own."""
+        functions = [node for node in self.subject.source.nodes if isinstance(node, FUNCTIONS)]
+        found: set[Function] = set()
+        before = -1
+        while before != len(found):
+            before = len(found)
+            for function in functions:
+                if any(self.touches(n) for n in ast.walk(function)):
+                    continue
+                if any(self.reads(part, found) for part in function.body):
+                    found.add(function)
+        return found
+
+    def touches(self, node: ast.AST) -> bool:
+        """Whether a node is a call of a scaler that belongs to the protocol."""
+        return any(self.subject.on_scaler(node, method) for method in ("scale", "unscale_", "step", "update"))
+
+    def reads(self, part: ast.AST, readers: set[Function]) -> ast.AST | None:
+        """The expression of a statement that reads gradients, or None."""
+        rest: list[ast.AST] = [part]
+        for node in rest:
+            if isinstance(node, (*SCOPES, ast.Delete)) and node is not part:
+                continue
+            if isinstance(node, ast.Compare) and all(isinstance(op, ast.Is | ast.IsNot) for op in node.ops):
+                continue
+            if isinstance(node, ast.Call):
+                name = called(node)
+                if self._reads_by_name(node) or name in CLIPS or any(f in readers for f in self.objects.called(node)):
+                    return node
+                if name == "grad" or name in EMPTYING:
+                    rest += [*node.args, *(k.value for k in node.keywords)]
+                    continue
+            if isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
+                return node
+            rest += ast.iter_child_nodes(node)
+        return None
+
+    def _reads_by_name(self, call: ast.Call) -> bool:
+        """Whether a function that is not of this file says in its name that it reads gradients, and is given some."""
+        name = called(call)
+        if not READS_GRADIENTS.search(name) or READS_NONE.search(name) or self.objects.called(call):
+            return False
+        if self.subject.is_scaler(getattr(call.func, "value", call)):
+            return False
+        given = [*call.args, *(k.value for k in call.keywords)]
+        return any(self.objects.of(g) or "param" in ast.unparse(g) for g in given)
+
+
+class _Flow:
+    """One optimizer followed through a file."""
+
+    def __init__(self, protocol: Protocol, label: Label, name: str) -> None:
+        self.protocol, self.subject, self.objects = protocol, protocol.subject, protocol.objects
+        self.label, self.name = label, name
+        self.scaler = self.subject.managed.scaler_of.get(label.index, self.subject.managed.scaler)
+        self.alone = list(self.subject.managed.scaler_of.values()).count(self.scaler) == 1
+        self.known: dict[tuple[ast.AST, States, frozenset[tuple[str, bool]]], States] = {}
+        self.active: set[ast.AST] = set()
+        self.loops: list[tuple[set[State], set[State]]] = []
+        self.returned: list[set[State]] = []
+        # For the functions on the way: which of their parameters are this optimizer, where the call tells.
+        self.frames: list[dict[str, bool]] = []
+
+    def run(self, scope: ast.AST, body: Sequence[ast.stmt], states: States) -> None:
+        """Follow a function that nothing of this file calls, or the module."""
+        ends = self.function(scope, body, states)
+        if ends & DUE:
+            steps = [n for n in ast.walk(scope) if self.subject.on_scaler(n, "step") and self._mine(n.args[0])]  # type: ignore[attr-defined]
+            self.note(steps[-1] if steps else scope, f"{self.scaler}.update() does not follow this step on every path")
+
+    def note(self, node: ast.AST, message: str) -> None:
+        self.protocol.note(node, message)
+
+    def function(self, scope: ast.AST, body: Sequence[ast.stmt], states: States) -> States:
+        """States after a call that begins in ``states``."""
+        key = scope, states, frozenset(self.frames[-1].items()) if self.frames else frozenset()
+        if key in self.known:
+            return self.known[key]
+        if scope in self.active or len(self.active) > 20:
+            return states
+        self.active.add(scope)
+        outer, self.loops = self.loops, []
+        self.returned.append(set())
+        ends = self.block(body, states) | self.returned.pop()
+        self.loops = outer
+        self.active.discard(scope)
+        self.known[key] = frozenset(ends)
+        return self.known[key]
+
+    def block(self, body: Sequence[ast.stmt], states: States) -> States:
+        """States after statements; empty where their end is not reached."""
+        for part in body:
+            if not states:
+                break
+            states = self.statement(part, states)
+        return states
+
+    def statement(self, part: ast.stmt, states: States) -> States:
+        if isinstance(part, (*FUNCTIONS, ast.ClassDef)):
+            return states
+        if isinstance(part, ast.If):
+            states = self.events(part.test, states)
+            return self.block(part.body, states) | self.block(part.orelse, states)
+        if isinstance(part, ast.For | ast.AsyncFor | ast.While):
+            return self.loop(part, states)
+        if isinstance(part, ast.With | ast.AsyncWith):
+            for item in part.items:
+                states = self.events(item.context_expr, states)
+            return self.block(part.body, states)
+        if isinstance(part, ast.Try) or type(part).__name__ == "TryStar":
+            ends = self.block(part.body, states)  # type: ignore[attr-defined]
+            # What raises between unscale_ and update does so in torch itself.
+            caught = states | (ends & {State.SCALED, State.CLEAR})
+            handled = [self.block(handler.body, caught) for handler in part.handlers]  # type: ignore[attr-defined]
+            ends = self.block(part.orelse, ends) if ends else ends  # type: ignore[attr-defined]
+            return self.block(part.finalbody, ends.union(*handled))  # type: ignore[attr-defined]
+        if isinstance(part, ast.Match):
+            states = self.events(part.subject, states)
+            return states.union(*(self.block(case.body, states) for case in part.cases))
+        if isinstance(part, ast.Return):
+            if part.value is not None:
+                states = self.events(part.value, states)
+            self.returned[-1].update(states)
+            return frozenset()
+        if isinstance(part, ast.Raise):
+            return frozenset()
+        if isinstance(part, ast.Break | ast.Continue):
+            if self.loops:
+                self.loops[-1][isinstance(part, ast.Continue)].update(states)
+            return frozenset()
+        return self.events(part, states)
+
+    def loop(self, part: ast.For | ast.AsyncFor | ast.While, states: States) -> States:
+        header = part.test if isinstance(part, ast.While) else part.iter
+        states = self.events(header, states)
+        # `for o in optimizers`: once for each, so once for this one.
+        held = frozenset() if isinstance(part, ast.While) else self.objects.of(part.iter)
+        once = self.label in held or any(label.kind == "model" for label in held)
+        endless = isinstance(part, ast.While) and isinstance(part.test, ast.Constant) and bool(part.test.value)
+        before: States = frozenset()
+        breaks: set[State] = set()
+        while before != states:
+            before = states
+            self.loops.append((set(), set()))
+            ends = self.block(part.body, states)
+            stopped, continued = self.loops.pop()
+            breaks |= stopped
+            if once:
+                return ends | continued | breaks
+            states = states | ends | continued
+        if endless:
+            return frozenset(breaks)
+        return self.block(part.orelse, states) | frozenset(breaks)
+
+    def events(self, node: ast.AST, states: States) -> States:
+        """States after the calls of an expression or simple statement, in the order in which they end."""
+        read = self.protocol.reads(node, self.protocol.readers)
+        calls = [n for n in within(node) if isinstance(n, ast.Call)]
+        calls.sort(key=lambda c: (c.end_lineno or 0, c.end_col_offset or 0))
+        maybe = {n for n in within(node) if isinstance(n, ast.IfExp | ast.BoolOp)}
+        for call in calls:
+            after = self.call(call, states)
+            conditional = any(call in set(ast.walk(part)) for n in maybe for part in _later(n))
+            states = after | states if conditional else after
+        if read is not None and self._concerns(read, node):
+            self.read(read, states)
+        return states
+
+    def call(self, call: ast.Call, states: States) -> States:
+        subject = self.subject
+        if subject.on_scaler(call, "scale"):
+            affected, name = self.protocol.scaled.get(call, (None, ""))
+            if affected is None:
+                return states | self.each(call, states, self.scale)
+            mine = self.frames[-1].get(name, self.label in affected) if self.frames else self.label in affected
+            return self.each(call, states, self.scale) if mine else states
+        if subject.on_scaler(call, "update"):
+            return self.each(call, states, self.update) if self._scaler_is(call) else states
+        if call.args and (subject.on_scaler(call, "unscale_") or subject.on_scaler(call, "step")):
+            if not self._mine(call.args[0]):
+                return states
+            rule = self.unscale if called(call) == "unscale_" else self.step
+            after = self.each(call, states, rule)
+            return (
+                after if len(self.objects.optimizers(call.args[0])) == 1 or self._loops_over(call) else after | states
+            )
+        if called(call) == "zero_grad" and self._zeroes(call):
+            return frozenset(ZEROED.get(s, s) for s in states)
+        for function in self._unresolved(call):
+            states |= self.function(function, function.body, states)
+        for function in self.objects.called(call):
+            if function not in self.protocol.readers and any(self.protocol.touches(n) for n in self._reach(function)):
+                self.frames.append(self._frame(call, function))
+                states = self.function(function, function.body, states)
+                self.frames.pop()
+        return states
+
+    def _frame(self, call: ast.Call, function: Function) -> dict[str, bool]:
+        outer = self.frames[-1] if self.frames else {}
+        given = {name: (value, self.objects.optimizers(value)) for name, value in self.objects.bound(call, function)}
+        return {
+            name: outer.get(ast.unparse(value), self.label in labels)
+            for name, (value, labels) in given.items()
+            if labels
+        }
+
+    def _zeroes(self, call: ast.Call) -> bool:
+        """Whether ``zero_grad`` is of this optimizer, of its model, or of something that is not known."""
+        labels = self.objects.of(getattr(call.func, "value", None))
+        paired = len(self.subject.managed.models) == len(self.subject.managed.optimizers)
+        mine = {self.label, Label("model", self.label.index)}
+        return not labels or bool(labels & mine) or (not paired and any(x.kind == "model" for x in labels))
+
+    def _unresolved(self, call: ast.Call) -> list[Function]:
+        """Methods of the file, of the name that is called on something unknown, which go on with the protocol."""
+        if not isinstance(call.func, ast.Attribute) or self.objects.called(call) or self.objects.of(call.func.value):
+            return []
+        if self.subject.is_scaler(call.func.value) or any(
+            self.subject.on_scaler(n, "scale") for n in ast.walk(call.func)
+        ):
+            return []
+        if self.subject.casts._tensor(call.func.value, self.objects.scope(call)):
+            return []
+        methods = self.objects.methods.get(call.func.attr, [])
+        return [f for f in methods if f not in self.active and any(self.protocol.touches(n) for n in self._reach(f))]
+
+    def _reach(self, function: Function) -> Iterator[ast.AST]:
+        """The nodes of a function and of those that it calls."""
+        seen: list[Function] = [function]
+        for one in seen:
+            for node in ast.walk(one):
+                yield node
+                if isinstance(node, ast.Call):
+                    seen += [f for f in self.objects.called(node) if f not in seen]
+
+    def _loops_over(self, call: ast.Call) -> bool:
+        """Whether the call is in a loop over all of the optimizers that its argument may be."""
+        for parent in self.subject.source.ancestors(call):
+            if isinstance(parent, ast.For) and self.label in self.objects.optimizers(parent.iter):
+                return True
+        return False
+
+    def _mine(self, node: ast.AST | None) -> bool:
+        return node is not None and self.label in self.objects.optimizers(node)
+
+    def _scaler_is(self, call: ast.Call) -> bool:
+        name = ast.unparse(getattr(call.func, "value", call))
+        return name == self.scaler or name == "scaler" or not name.endswith("]")
+
+    def _concerns(self, read: ast.AST, part: ast.AST) -> bool:
+        """Whether what is read may be gradients of this optimizer's parameters."""
+        if len(self.subject.managed.optimizers) == 1:
+            return True
+        labels = {label for node in ast.walk(part) for label in self.objects.of(node)}
+        for parent in self.subject.source.ancestors(read):
+            if isinstance(parent, ast.For):
+                labels |= {label for node in ast.walk(parent.iter) for label in self.objects.of(node)}
+        if self.label in labels:
+            return True
+        paired = len(self.subject.managed.models) == len(self.subject.managed.optimizers)
+        return not labels or (paired and any(x.kind == "model" and x.index == self.label.index for x in labels))
+
+    # What each call does to a state.
+
+    def each(self, call: ast.Call, states: States, rule: object) -> States:
+        return frozenset(rule(call, state) for state in states)  # type: ignore[operator]
+
+    def scale(self, call: ast.Call, state: State) -> State:
+        if state is State.UNSCALED:
+            self.note(call, f"gradients of {self.name} were unscaled before: these would be added to them still scaled")
+        if state in DUE:
+            self.note(
+                call, f"{self.scaler}.update() does not follow each step of {self.name} before this loss is scaled"
+            )
+        if state is State.LEFT:
+            self.note(
+                call, f"gradients of {self.name} left from its last step are added to scaled ones: zero_grad() first"
+            )
+        return State.SCALED
+
+    def unscale(self, call: ast.Call, state: State) -> State:
+        if state is State.UNSCALED:
+            self.note(call, f"unscale_ may run twice for {self.name} between updates, which raises")
+        if state in DUE:
+            self.note(call, f"unscale_ may run after the step of {self.name}, which raises")
+        return State.UNSCALED
+
+    def step(self, call: ast.Call, state: State) -> State:
+        if state in DUE:
+            self.note(call, f"{self.name} may step twice before {self.scaler}.update(), which raises")
+        return State.STEPPED
+
+    def update(self, call: ast.Call, state: State) -> State:
+        if state is State.UNSCALED:
+            self.note(call, f"{self.name} was unscaled and has not stepped: after this update it is unscaled again")
+        if state is State.SCALED:
+            self.note(call, f"the scale may change here while gradients of {self.name} wait for their step")
+            return state
+        if state in (State.CLEAR, State.LEFT) and self.alone:
+            self.note(call, f"update() may run without a step of {self.name}, which raises")
+        return State.LEFT if state is State.STEPPED else state if state in (State.ENTRY, State.LEFT) else State.CLEAR
+
+    def read(self, node: ast.AST, states: States) -> None:
+        scope = self.objects.scope(node)
+        while State.ENTRY in states and scope is not self.subject.source.tree:
+            if any(self.protocol.touches(n) for n in ast.walk(scope)) or self._reads_managed(node):
+                self.note(
+                    node,
+                    f"gradients of {self.name} may still be scaled here: {self.scaler}.unscale_({self.name}) first",
+                )
+            break
+        if State.SCALED in states:
+            self.note(
+                node, f"gradients of {self.name} are still scaled here: {self.scaler}.unscale_({self.name}) first, once"
+            )
+
+    def _reads_managed(self, node: ast.AST) -> bool:
+        return any(self.objects.of(inner) for inner in ast.walk(node))
+
+
+def _later(node: ast.AST) -> list[ast.AST]:
+    """The parts of a conditional expression that may not be evaluated."""
+    if isinstance(node, ast.IfExp):
+        return [node.body, node.orelse]
+    return list(node.values[1:]) if isinstance(node, ast.BoolOp) else []

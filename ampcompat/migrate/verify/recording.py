@@ -1,0 +1,92 @@
+"""What both runs note: losses, steps, and the dtypes that modules return. Imports neither ampcompat nor apex."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+
+class EnoughSteps(SystemExit):
+    """Leaves the script after the last step asked for."""
+
+
+class Recording:
+    """A file of JSON lines, flushed at once.
+
+    Args:
+        path: The file.
+        steps: Optimizer steps after which the script is ended.
+    """
+
+    def __init__(self, path: str, steps: int) -> None:
+        # Open as long as the process runs: the script ends it as it likes.
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self.steps, self.made, self.process = steps, 0, os.getpid()
+        self.seen: set[tuple[str, str, bool]] = set()
+
+    def _write(self, kind: str, **content: Any) -> None:
+        if os.getpid() == self.process:
+            plain = {key: str(v) if isinstance(v, float) and v - v != 0 else v for key, v in content.items()}
+            self.file.write(json.dumps({"kind": kind, **plain}) + "\n")
+            self.file.flush()
+
+    def loss(self, value: float, scale: float, dtype: str) -> None:
+        """A loss that was scaled for its backward pass."""
+        self._write("loss", value=value, scale=scale, dtype=dtype)
+
+    def step(self, optimizer: int, skipped: bool) -> None:
+        """A step of an optimizer; the script ends after the last."""
+        self.made += 1
+        self._write("step", optimizer=optimizer, skipped=skipped)
+        if self.made >= self.steps:
+            raise EnoughSteps(0)
+
+    def watch_modules(self) -> None:
+        """Note the dtype that each kind of module with weights of its own returns, in training and in evaluation."""
+        from torch.nn.modules.module import register_module_forward_hook
+
+        def note(module: Any, _given: Any, result: Any) -> None:
+            own = list(module.parameters(recurse=False))
+            floats = bool(own) and all(p.is_floating_point() for p in own)
+            if floats and hasattr(result, "is_floating_point") and result.is_floating_point():
+                key = type(module).__name__, dtype_of(result), bool(module.training)
+                if key not in self.seen:
+                    self.seen.add(key)
+                    self._write("dtype", module=key[0], dtype=key[1], training=key[2])
+
+        register_module_forward_hook(note)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Note how the script ended."""
+        error: str | None = None
+        try:
+            yield
+        except SystemExit as left:
+            error = None if left.code in (None, 0) else f"it exited with {left.code!r}"
+            raise
+        except BaseException as raised:
+            error = (f"{type(raised).__name__}: {raised}".strip(": ").splitlines() or ["error"])[0]
+            raise
+        finally:
+            self._write("end", error=error)
+
+
+def dtype_of(tensor: Any) -> str:
+    """``float16`` for ``torch.float16``."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, torch, and numpy where it is there."""
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)

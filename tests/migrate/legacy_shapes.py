@@ -1,0 +1,599 @@
+"""Shapes of scripts that use apex: what must come out right, and what must come out marked."""
+
+HEAD = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+from apex import amp
+
+torch.manual_seed(0)
+x, y = torch.randn(16, 4), torch.randint(3, (16,))
+LOSSES = []
+"""
+SETUP = """\
+model = nn.Linear(4, 3)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+model, opt = amp.initialize(model, opt, opt_level="O1", verbosity=0)
+"""
+SCALE = 'opt_level="O1", verbosity=0'
+
+
+def loop(
+    step,
+    before="",
+    forward="loss = F.cross_entropy(model(x), y)",
+    arguments="",
+    after="    LOSSES.append(loss.item())\n",
+):
+    body = f"opt.zero_grad()\n{forward}\nwith amp.scale_loss(loss, opt{arguments}) as scaled:\n    scaled.backward()\n{step}\n"
+    return f"{before}for i in range(6):\n" + "".join(f"    {line}\n" for line in body.splitlines()) + after
+
+
+PAIR = f"""\
+a, b = nn.Linear(4, 4), nn.Linear(4, 3)
+oa, ob = torch.optim.SGD(a.parameters(), lr=0.1), torch.optim.SGD(b.parameters(), lr=0.1)
+[a, b], [oa, ob] = amp.initialize([a, b], [oa, ob], {SCALE}%s)
+"""
+GAN = """\
+for i in range(6):
+    oa.zero_grad()
+    la = a(x).float().pow(2).mean()
+    with amp.scale_loss(la, oa%s) as s:
+        s.backward()
+    oa.step()
+    ob.zero_grad()
+    lb = F.cross_entropy(b(a(x).detach()), y)
+    with amp.scale_loss(lb, ob%s) as s:
+        s.backward()
+    ob.step()
+    LOSSES += [la.item(), lb.item()]
+"""
+TRAINER = f"""\
+class Trainer:
+    def __init__(self):
+        self.model = nn.Linear(4, 3)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.model, self.opt = amp.initialize(self.model, self.opt, {SCALE})
+    def backward(self):
+        self.loss = F.cross_entropy(self.model(x), y)
+        with amp.scale_loss(self.loss, self.opt) as scaled:
+            scaled.backward()
+    def step(self):
+        self.opt.step()
+        self.opt.zero_grad()
+%s
+t = Trainer()
+for i in range(6):
+    t.backward()
+%s    t.step()
+    LOSSES.append(t.loss.item())
+"""
+MAIN = f"""\
+def evaluate(net, data):
+    net.eval()
+    with torch.no_grad():
+        return F.cross_entropy(net(data), y).item()
+def train(loader, model, criterion, optimizer, epoch):
+    for x, y in loader:
+        output = model(x)
+        loss = criterion(output, y)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        LOSSES.append(loss.item())
+def main():
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, {SCALE})
+    for epoch in range(2):
+        train([(x, y)] * 3, model, nn.CrossEntropyLoss(), optimizer, epoch)
+        LOSSES.append(evaluate(model, x))
+main()
+"""
+CLIP = "torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)"
+
+RIGHT = {
+    # How the step is written.
+    "step behind a semicolon": SETUP + loop("pass; opt.step()"),
+    "step on the line of an if": SETUP + loop("if i >= 0: opt.step()"),
+    "step in a ternary": SETUP + loop("opt.step() if i >= 0 else None"),
+    "step behind and": SETUP + loop("i >= 0 and opt.step()"),
+    "step behind or": SETUP + loop("i < 0 or opt.step()"),
+    "step assigned": SETUP + loop("result = opt.step()"),
+    "step in a comprehension": SETUP + loop("[o.step() for o in [opt]]"),
+    "steps over a list": SETUP + "optimizers = [opt]\n" + loop("for o in optimizers: o.step()"),
+    "step of a dict's item": SETUP + "opts = {'g': opt}\n" + loop('opts["g"].step()'),
+    "step in a helper": "def go(o):\n    o.step()\n" + SETUP + loop("go(opt)"),
+    "step in try": SETUP + loop("try:\n    opt.step()\nexcept RuntimeError:\n    raise"),
+    "step of an alias": SETUP + "other = opt\n" + loop("other.step()"),
+    "step in while": SETUP + loop("opt.step()").replace("for i in range(6):", "i = 0\nwhile i < 6:\n    i += 1"),
+    "step in an endless loop": SETUP
+    + loop("opt.step()", after="    LOSSES.append(loss.item())\n    if len(LOSSES) == 6: break\n").replace(
+        "for i in range(6):", "while True:"
+    ),
+    "step of an optimizer beside amp": SETUP
+    + "w = nn.Parameter(torch.ones(2))\nplain = torch.optim.SGD([w], lr=0.1)\n"
+    + loop("opt.step()\nplain.zero_grad()\nw.sum().backward()\nplain.step()"),
+    "step of a scheduler": SETUP
+    + "scheduler = torch.optim.lr_scheduler.StepLR(opt, 2)\n"
+    + loop("opt.step()\nscheduler.step()").replace("opt.step()\n", "opt.step()\n"),
+    # Where the loss comes from.
+    "loss in both branches": SETUP
+    + """\
+for i in range(6):
+    out = model(x)
+    if i % 2:
+        loss = F.cross_entropy(out, y)
+        loss = loss / 2
+        with amp.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)
+        opt.step()
+        opt.zero_grad()
+    else:
+        loss = F.cross_entropy(out, y)
+        opt.zero_grad()
+        with amp.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)
+        opt.step()
+        opt.zero_grad()
+    LOSSES.append(loss.item())
+""",
+    "loss in the block's head": SETUP
+    + """\
+for i in range(6):
+    opt.zero_grad()
+    with amp.scale_loss(F.cross_entropy(model(x), y), opt) as scaled:
+        scaled.backward()
+        LOSSES.append(scaled.item() / 65536)
+    opt.step()
+""",
+    "loss from a function": "def lossy(net):\n    return F.cross_entropy(net(x), y)\n"
+    + SETUP
+    + loop("opt.step()", forward="loss = lossy(model)"),
+    "loss out of a tuple": "class Net(nn.Linear):\n    def forward(self, x, y):\n        out = super().forward(x)\n"
+    "        return F.cross_entropy(out, y), out\n"
+    + SETUP.replace("nn.Linear", "Net")
+    + loop("opt.step()", forward="loss, logits = model(x, y)"),
+    "forward in a comprehension": SETUP
+    + loop(
+        "opt.step()", forward="outs = [model(part) for part in (x, x)]\nloss = sum(F.cross_entropy(o, y) for o in outs)"
+    ),
+    "forward before an if": SETUP
+    + loop("opt.step()", forward="out = model(x)\nif i > 1:\n    out = out * 2\nloss = F.cross_entropy(out, y)"),
+    "forward with a loss that may not be": SETUP
+    + loop("opt.step()", forward="loss = F.cross_entropy(model(x), y)\nif not torch.isfinite(loss):\n    continue"),
+    "loss in another class": """\
+class Loss:
+    def __call__(self, out): return F.cross_entropy(out, y)
+criterion = Loss()
+"""
+    + SETUP
+    + loop("opt.step()", forward="out = model(x)\nloss = criterion(out)"),
+    "forward in a method": f"""\
+class Pix:
+    def __init__(self):
+        self.net = nn.Linear(4, 3)
+        self.opt = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.net, self.opt = amp.initialize(self.net, self.opt, {SCALE})
+    def forward(self):
+        self.fake = self.net(x)
+    def optimize_parameters(self):
+        self.forward()
+        self.opt.zero_grad()
+        self.loss = F.cross_entropy(self.fake, y)
+        with amp.scale_loss(self.loss, self.opt) as scaled:
+            scaled.backward()
+        self.opt.step()
+        LOSSES.append(self.loss.item())
+p = Pix()
+for i in range(6): p.optimize_parameters()
+""",
+    # Where things are.
+    "scaling in a function of the module": f"""\
+def loss_backwards(fp16, loss, optimizer, **kwargs):
+    if fp16:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward(**kwargs)
+    else:
+        loss.backward(**kwargs)
+
+class Trainer:
+    def __init__(self, fp16=True):
+        self.fp16 = fp16
+        self.model = nn.Linear(4, 3)
+        self.opt = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        if fp16:
+            self.model, self.opt = amp.initialize(self.model, self.opt, {SCALE})
+    def train(self):
+        for i in range(6):
+            for _ in range(2):
+                loss = F.cross_entropy(self.model(x), y)
+                loss_backwards(self.fp16, loss / 2, self.opt)
+            self.opt.step()
+            self.opt.zero_grad()
+            LOSSES.append(loss.item())
+Trainer().train()
+""",
+    "scaling in another class": f"""\
+def loss_backwards(loss, optimizer, loss_id, **kwargs):
+    with amp.scale_loss(loss, optimizer, loss_id) as scaled_loss:
+        scaled_loss.backward(**kwargs)
+
+class GAN(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.G, self.D = nn.Linear(4, 3), nn.Linear(3, 1)
+        self.G_opt = torch.optim.SGD(self.G.parameters(), lr=0.01)
+        self.D_opt = torch.optim.SGD(self.D.parameters(), lr=0.01)
+        (self.G, self.D), (self.G_opt, self.D_opt) = amp.initialize(
+            [self.G, self.D], [self.G_opt, self.D_opt], num_losses=2, {SCALE}
+        )
+
+class Trainer:
+    def __init__(self):
+        self.GAN = GAN()
+    def train(self):
+        self.GAN.D_opt.zero_grad()
+        d = self.GAN.D(self.GAN.G(x).detach()).float().pow(2).mean()
+        loss_backwards(d, self.GAN.D_opt, 0)
+        self.GAN.D_opt.step()
+        self.GAN.G_opt.zero_grad()
+        g = self.GAN.D(self.GAN.G(x)).float().pow(2).mean()
+        loss_backwards(g, self.GAN.G_opt, 1)
+        self.GAN.G_opt.step()
+        LOSSES.append(g.item())
+t = Trainer()
+for i in range(6): t.train()
+""",
+    "lists of models and optimizers": f"""\
+models = [nn.Linear(4, 4), nn.Linear(4, 3)]
+opts = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+models, opts = amp.initialize(models, opts, {SCALE})
+for i in range(6):
+    for o in opts:
+        o.zero_grad()
+    out = x
+    for m in models:
+        out = m(out)
+    loss = F.cross_entropy(out, y)
+    with amp.scale_loss(loss, opts) as scaled:
+        scaled.backward()
+    for o in opts:
+        torch.nn.utils.clip_grad_norm_(amp.master_params(o), 1.0)
+    for o in opts:
+        o.step()
+    LOSSES.append(loss.item())
+""",
+    "train and evaluate in functions": MAIN,
+    "everything in one function": "def main():\n"
+    + "".join(f"    {line}\n" for line in (SETUP + loop("opt.step()")).splitlines())
+    + "main()\n",
+    "set up in a function": f"""\
+def setup():
+    model = nn.Linear(4, 3)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, opt = amp.initialize(model, opt, {SCALE})
+    return model, opt
+model, opt = setup()
+"""
+    + loop("opt.step()"),
+    "a step function inside": "def main():\n"
+    + "".join(f"    {line}\n" for line in SETUP.splitlines())
+    + """\
+    def train_step(data):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(data), y)
+        with amp.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+        opt.step()
+        return loss.item()
+    for i in range(6):
+        LOSSES.append(train_step(x))
+main()
+""",
+    "backward and step in methods": TRAINER % ("", ""),
+    # Gradients.
+    "clip of masters": SETUP + loop(f"{CLIP}\nopt.step()"),
+    "clip of the model's": SETUP + loop("nn.utils.clip_grad_norm_(model.parameters(), 0.1)\nopt.step()"),
+    "clip by value": SETUP + loop("nn.utils.clip_grad_value_(model.parameters(), 0.01)\nopt.step()"),
+    "norm by hand": SETUP
+    + loop("norm = sum(float(p.grad.norm()) for p in model.parameters())\nLOSSES.append(norm)\nopt.step()"),
+    "gradients edited": SETUP + loop("for p in model.parameters():\n    p.grad.clamp_(-0.01, 0.01)\nopt.step()"),
+    "gradients edited in place of step": SETUP
+    + loop("for p in amp.master_params(opt):\n    p.grad.data.mul_(0.5)\nopt.step()"),
+    "accumulation": SETUP
+    + """\
+for i in range(6):
+    loss = F.cross_entropy(model(x), y) / 2
+    with amp.scale_loss(loss, opt) as scaled:
+        scaled.backward()
+    if (i + 1) % 2 == 0:
+        torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)
+        opt.step()
+        opt.zero_grad()
+    LOSSES.append(loss.item())
+""",
+    "delayed unscaling": SETUP + loop("if i % 2: opt.step()", arguments=", delay_unscale=i % 2 == 0"),
+    # Several losses.
+    "two losses of one optimizer": SETUP.replace("verbosity=0", "verbosity=0, num_losses=2")
+    + """\
+for i in range(6):
+    opt.zero_grad()
+    out = model(x)
+    one, two = F.cross_entropy(out, y), out.float().pow(2).mean()
+    with amp.scale_loss(one, opt, loss_id=0) as s:
+        s.backward(retain_graph=True)
+    with amp.scale_loss(two, opt, loss_id=1) as s:
+        s.backward()
+    opt.step()
+    LOSSES += [one.item(), two.item()]
+""",
+    "two optimizers with a loss each": PAIR % ", num_losses=2" + GAN % (", loss_id=0", ", loss_id=1"),
+    "two optimizers that share a scale": PAIR % "" + GAN % ("", ""),
+    "two optimizers under one loss": PAIR % ""
+    + """\
+for i in range(6):
+    loss = F.cross_entropy(b(a(x)), y)
+    oa.zero_grad(); ob.zero_grad()
+    with amp.scale_loss(loss, [oa, ob]) as s:
+        s.backward()
+    oa.step(); ob.step()
+    LOSSES.append(loss.item())
+""",
+    # Set-up.
+    "initialize by keywords": f"""\
+model = nn.Linear(4, 3)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+model, opt = amp.initialize(models=model, optimizers=opt, {SCALE})
+"""
+    + loop("opt.step()"),
+    "initialize in place": SETUP.replace("model, opt = amp", "amp") + loop("opt.step()"),
+    "inference alone": "model = amp.initialize(nn.Linear(4, 3), opt_level='O1', verbosity=0)\n"
+    "with torch.no_grad():\n    LOSSES.append(F.cross_entropy(model(x), y).item())\n",
+    "a switch": """\
+for fp16 in (True,):
+    pass
+model = nn.Linear(4, 3)
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+if fp16:
+    model, opt = amp.initialize(model, opt, opt_level="O1", verbosity=0)
+for i in range(6):
+    opt.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    if fp16:
+        with amp.scale_loss(loss, opt) as scaled:
+            scaled.backward()
+    else:
+        loss.backward()
+    opt.step()
+    LOSSES.append(loss.item())
+""",
+    "a level that does not cast": SETUP.replace('"O1"', '"O0"') + loop("opt.step()"),
+    "O2": SETUP.replace('"O1"', '"O2"') + loop("opt.step()"),
+    "O2 with evaluation": MAIN.replace('"O1"', '"O2"'),
+    "apex probed and required": SETUP.join(("", loop("opt.step()"))),
+    "an evaluation loop": SETUP
+    + loop("opt.step()")
+    + "model.eval()\nright = 0\nfor part in (x, x):\n    with torch.no_grad():\n        out = model(part)\n"
+    "    LOSSES.append(F.cross_entropy(out, y).item())\n",
+    "evaluation under no_grad as a decorator": "@torch.no_grad()\ndef evaluate(net):\n    return net(x).float().sum().item()\n"
+    + SETUP
+    + loop("opt.step()")
+    + "LOSSES.append(evaluate(model))\n",
+    "an average of the weights": "import copy\n"
+    + SETUP.replace("model, opt = amp", "ema = copy.deepcopy(model)\nmodel, opt = amp")
+    + loop("opt.step()")
+    + "LOSSES.append(F.cross_entropy(ema(x), y).item())\n",
+    "a gradient penalty": SETUP
+    + loop(
+        "opt.step()",
+        forward="z = x.clone().requires_grad_()\nout = model(z)\n"
+        "g, = torch.autograd.grad(out.float().sum(), z, create_graph=True)\nloss = F.cross_entropy(out, y) + g.pow(2).mean()",
+    ),
+}
+
+RIGHT |= {
+    "evaluation by a name of the forward": SETUP
+    + loop("opt.step()")
+    + "f = model.forward\nLOSSES.append(f(x).sum().item())\nLOSSES.append(getattr(model, 'forward')(x).sum().item())\n",
+    "evaluation by a function that is given the model": "def predict(fn, data):\n    return fn(data)\n"
+    + SETUP
+    + loop("opt.step()")
+    + "LOSSES.append(predict(model, x).sum().item())\nif model(x).sum() > 1e9:\n    pass\n",
+    "step in match": SETUP + loop("match i:\n    case 0:\n        opt.step()\n    case _:\n        opt.step()"),
+    "step in a base class": f"""\
+class Base:
+    def do(self): self.opt.step()
+class Trainer(Base):
+    def __init__(self):
+        self.model = nn.Linear(4, 3)
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.model, self.opt = amp.initialize(self.model, self.opt, {SCALE})
+    def run(self):
+        for i in range(6):
+            self.opt.zero_grad()
+            loss = F.cross_entropy(self.model(x), y)
+            with amp.scale_loss(loss, self.opt) as s:
+                s.backward()
+            self.do()
+            LOSSES.append(loss.item())
+Trainer().run()
+""",
+    "step of a coroutine": "import asyncio\n" + SETUP + "async def go():\n    opt.step()\n" + loop("asyncio.run(go())"),
+    "steps of pairs": PAIR % ""
+    + """\
+for i in range(6):
+    for m, o in zip([a, b], [oa, ob]):
+        o.zero_grad()
+    loss = F.cross_entropy(b(a(x)), y)
+    with amp.scale_loss(loss, [oa, ob]) as s:
+        s.backward()
+    for m, o in zip([a, b], [oa, ob]):
+        o.step()
+    LOSSES.append(loss.item())
+""",
+    "a loss every other time": PAIR % ", num_losses=2"
+    + """\
+for i in range(6):
+    oa.zero_grad()
+    la = a(x).float().pow(2).mean()
+    with amp.scale_loss(la, oa, loss_id=0) as s:
+        s.backward()
+    oa.step()
+    if i % 2:
+        ob.zero_grad()
+        lb = F.cross_entropy(b(a(x)), y)
+        with amp.scale_loss(lb, ob, loss_id=1) as s:
+            s.backward()
+        ob.step()
+    LOSSES.append(la.item())
+""",
+    "the scaled loss used after the block": SETUP
+    + loop("opt.step()", after="    LOSSES.append(scaled.item() / 65536)\n"),
+    "weights changed between forwards": SETUP
+    + loop(
+        "opt.step()",
+        forward="out = model(x)\nfor p in model.parameters():\n    p.data.clamp_(-0.1, 0.1)\nloss = F.cross_entropy(model(x), y)",
+    ),
+    "a target made without gradients before the forward": SETUP
+    + loop(
+        "opt.step()",
+        forward="with torch.no_grad():\n    target = model(x)\nloss = F.mse_loss(model(x) * 2, target)",
+    ),
+    "a scaler of another kind": SETUP.replace("model = nn", "scaler = amp_scaler = 3\nmodel = nn", 1)
+    + loop("opt.step()"),
+    "an iterator over a dict's optimizers": SETUP
+    + "opts = {'g': opt}\n"
+    + loop("for name, o in opts.items():\n    o.step()"),
+    "an optimizer in an object": SETUP
+    + "class State: pass\nstate = State()\nstate.opt = opt\n"
+    + loop("state.opt.step()"),
+    "a module behind a test": SETUP
+    + "net = model.module if hasattr(model, 'module') else model\n"
+    + loop("opt.step()", forward="loss = F.cross_entropy(net(x), y)"),
+    "a forward by a method of its own": "class Net(nn.Linear):\n    def encode(self, x):\n        return self(x)\n"
+    + SETUP.replace("nn.Linear", "Net")
+    + loop("opt.step()", forward="loss = F.cross_entropy(model.encode(x), y)"),
+    "models in a list": SETUP
+    + "nets = [model]\n"
+    + loop("opt.step()", forward="for n in nets:\n    out = n(x)\nloss = F.cross_entropy(out, y)"),
+    "forward by a bound method": SETUP
+    + "forward = model.forward\n"
+    + loop("opt.step()", forward="loss = F.cross_entropy(forward(x), y)"),
+    "forward under a checkpoint": "from torch.utils.checkpoint import checkpoint\n"
+    + SETUP
+    + loop("opt.step()", forward="out = checkpoint(model, x, use_reentrant=False)\nloss = F.cross_entropy(out, y)"),
+    "the loss unpacked": SETUP + loop("opt.step()", forward="parts = (model(x), y)\nloss = F.cross_entropy(*parts)"),
+}
+
+MARKED = {
+    "model inside another": SETUP
+    + loop("opt.step()")
+    + "both = nn.Sequential(model, nn.ReLU())\nLOSSES.append(both(x).sum().item())\n",
+    "step of a keyword's optimizer": SETUP + "def go(**kinds):\n    kinds['o'].step()\n" + loop("go(o=opt)"),
+    "step of a default": SETUP + "def go(o=opt):\n    o.step()\n" + loop("go()"),
+    "step of a global looked up": SETUP + loop("globals()['opt'].step()"),
+    "step in a string": SETUP + loop("exec('opt.step()')"),
+    "step in a thread": "import threading\n"
+    + SETUP
+    + loop("t = threading.Thread(target=opt.step)\nt.start()\nt.join()"),
+    "step after a look at the norm": SETUP
+    + loop("norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nif torch.isfinite(norm):\n    opt.step()"),
+    "one of two optimizers steps now and then": PAIR % ""
+    + """\
+for i in range(6):
+    loss = F.cross_entropy(b(a(x)), y)
+    oa.zero_grad(); ob.zero_grad()
+    with amp.scale_loss(loss, [oa, ob]) as s:
+        s.backward()
+    oa.step()
+    if i % 2:
+        ob.step()
+""",
+    "gradients clipped by another module": "from engine import clip_gradients\n"
+    + SETUP
+    + loop("pass\nif i % 2:\n    clip_gradients(model, 0.1)\n    continue\nopt.step()"),
+    "forward in a generator expression": SETUP
+    + "outs = (model(part) for part in (x, x))\n"
+    + loop("opt.step()")
+    + "LOSSES += [o.sum().item() for o in outs]\n",
+    "forward under map": SETUP + loop("opt.step()") + "LOSSES += [o.sum().item() for o in map(model, (x, x))]\n",
+    "step of the class": SETUP + loop("torch.optim.SGD.step(opt)"),
+    "step as a partial": "import functools\n" + SETUP + "go = functools.partial(opt.step)\n" + loop("go()"),
+    "gradients left over from the last step": SETUP
+    + loop("opt.step()\nif i % 2: opt.zero_grad()").replace("    opt.zero_grad()\n", "", 1),
+    "step in a lambda": SETUP + "go = lambda: opt.step()\n" + loop("go()"),
+    "step as a bound method": SETUP + "step = opt.step\n" + loop("step()"),
+    "step by getattr": SETUP + loop("getattr(opt, 'step')()"),
+    "step by a computed name": SETUP + "name = 'st' + 'ep'\n" + loop("getattr(opt, name)()"),
+    "step by methodcaller": "import operator\n" + SETUP + loop("operator.methodcaller('step')(opt)"),
+    "step under map": SETUP + loop("list(map(lambda o: o.step(), [opt]))"),
+    "step with a closure": SETUP + "def closure():\n    opt.zero_grad()\n    loss = F.cross_entropy(model(x), y)\n"
+    "    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n    return loss\n"
+    "for i in range(6):\n    LOSSES.append(opt.step(closure).item())\n",
+    "step by a function of another module": "from engine import update_weights\n" + SETUP + loop("update_weights(opt)"),
+    "step by an object that got the optimizer": "from engine import Stepper\n"
+    + SETUP
+    + "s = Stepper(opt)\n"
+    + loop("s.go()"),
+    "no step": SETUP + loop("pass"),
+    "step left out on a path after unscaling": SETUP + loop(f"{CLIP}\nif i > 9:\n    continue\nopt.step()"),
+    "clip on some iterations before an accumulated step": SETUP + loop(f"{CLIP}\nif i % 2:\n    opt.step()", before=""),
+    "clip inside the block": SETUP
+    + loop("opt.step()").replace("scaled.backward()", f"scaled.backward()\n        {CLIP}"),
+    "clip in a method of its own": TRAINER
+    % (
+        "    def clip(self):\n        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)\n",
+        "    t.clip()\n",
+    ),
+    "forward in a lambda": SETUP
+    + "predict = lambda data: model(data)\n"
+    + loop("opt.step()")
+    + "LOSSES.append(predict(x).sum().item())\n",
+    "forward in a generator": "def outputs(net):\n    for part in (x, x):\n        yield net(part)\n"
+    + SETUP
+    + loop("opt.step()")
+    + "LOSSES += [o.sum().item() for o in outputs(model)]\n",
+    "model handed to another module": "from engine import evaluate\n"
+    + SETUP
+    + loop("opt.step()")
+    + "LOSSES.append(evaluate(model, x))\n",
+    "loss from nowhere": SETUP
+    + "def go(loss):\n    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n    opt.step()\n",
+    "two items in the with": SETUP + loop("opt.step()").replace("as scaled:", "as scaled, torch.enable_grad():"),
+    "scale_loss in an ExitStack": "import contextlib\n"
+    + SETUP
+    + "for i in range(6):\n    loss = F.cross_entropy(model(x), y)\n    with contextlib.ExitStack() as stack:\n"
+    "        scaled = stack.enter_context(amp.scale_loss(loss, opt))\n        scaled.backward()\n    opt.step()\n",
+    "scale_loss by hand": SETUP
+    + "for i in range(6):\n    block = amp.scale_loss(F.cross_entropy(model(x), y), opt)\n    scaled = block.__enter__()\n"
+    "    scaled.backward()\n    block.__exit__(None, None, None)\n    opt.step()\n",
+    "two calls of initialize": SETUP + SETUP + loop("opt.step()"),
+    "initialize in a loop": "for n in range(2):\n"
+    + "".join(f"    {s}\n" for s in SETUP.splitlines())
+    + loop("opt.step()"),
+    "O3": SETUP.replace('"O1"', '"O3"') + loop("opt.step()"),
+    "options from a dict": SETUP.replace('opt_level="O1", verbosity=0', "**dict(opt_level='O1')") + loop("opt.step()"),
+    "a dict of optimizers": "model = nn.Linear(4, 3)\nopts = {'m': torch.optim.SGD(model.parameters(), lr=0.1)}\n"
+    "model, opts['m'] = amp.initialize(model, opts['m'], opt_level='O1')\n"
+    + loop("for k in opts: opts[k].step()")
+    .replace("opt.zero_grad()", "opts['m'].zero_grad()")
+    .replace("loss, opt)", "loss, opts['m'])"),
+    "the loop in another module": SETUP + "from engine import train\ntrain(model, opt)\n",
+    "initialize in another module": "from engine import model, opt\n" + loop("opt.step()"),
+    "star import of fp16_utils": "from apex.fp16_utils import *\n"
+    "model = network_to_half(nn.Linear(4, 3))\nopt = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n",
+    "star import of amp": "from apex.amp import *\nmodel, opt = initialize(nn.Linear(4, 3), None)\n",
+    "the scale read": SETUP + loop("opt.step()") + "print(amp._amp_state.loss_scalers[0].loss_scale())\n",
+    "a registered function": SETUP.replace("model = nn", "amp.register_float_function(torch, 'sigmoid')\nmodel = nn", 1)
+    + loop("opt.step()"),
+    "wrapped optimizer of apex": "from apex.parallel import LARC\n"
+    + SETUP.replace("model, opt = amp", "opt = LARC(opt)\nmodel, opt = amp")
+    + loop("opt.step()"),
+    "apex probed by name": "import importlib.util\nHAS = importlib.util.find_spec('apex') is not None\n"
+    + SETUP
+    + loop("opt.step()"),
+}
