@@ -110,6 +110,10 @@ class OptimizerIndex:
     blocks: int = 0
 
 
+def _nothing_initialized() -> dict[str, Any]:
+    return {"hard_override": False, "allow_incoming_model_not_fp32": False, "verbosity": 1}
+
+
 @dataclass(eq=False)
 class State:
     """Process-wide state of ampcompat.
@@ -131,7 +135,7 @@ class State:
 
     undo: ExitStack = field(default_factory=ExitStack)
     warned: set[str] = field(default_factory=set)
-    view: dict[str, Any] = field(default_factory=dict)
+    view: dict[str, Any] = field(default_factory=_nothing_initialized)
     session: Session | None = None
     loaded_scalers: list[tuple[float, int]] | None = None
     models: ModelIndex = field(default_factory=ModelIndex)

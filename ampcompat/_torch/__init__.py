@@ -5,9 +5,7 @@ When a new torch breaks something, this is the place to mend.
 
 from ampcompat._torch.arithmetic import (
     HostCopy,
-    bits,
     coalesced,
-    fingerprint,
     foreach_add,
     foreach_add_,
     foreach_copy_,
@@ -64,7 +62,9 @@ from ampcompat._torch.dispatcher import (
 )
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
+    bits,
     buffers_keyword,
+    fingerprint,
     has_storage,
     is_scripting,
     is_sharded,

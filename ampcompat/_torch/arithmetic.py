@@ -108,20 +108,6 @@ def found_inf_and_scale(
     return found_inf, None if is_unscaled else scale
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """View ``tensor`` as integers: NaN equals itself, and 0.0 is not -0.0."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number, on the device, that changes when ``tensor`` does."""
-    data = tensor.detach()
-    if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
-        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``.
-        return data.view(-1).view(torch.int64).sum()
-    return bits(data).sum(dtype=torch.int64)
-
-
 def is_window(grad: torch.Tensor) -> bool:
     """Whether ``grad`` is a part of another tensor's memory, as in DDP's buckets."""
     if grad.layout != torch.strided:

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from ampcompat._torch.patch import replace
-
 
 def register_state_dict_hooks(
     module: Any, after_save: Callable[..., None], before_load: Callable[..., None], after_load: Callable[..., None]
@@ -35,7 +33,8 @@ def patch_ddp_constructor(after: Callable[[Any, bool], None], undo: ExitStack) -
         original(self, *args, **kwargs)
         after(self, bool(kwargs.get("init_sync", True)))
 
-    replace(owner, "__init__", __init__, undo)
+    undo.callback(setattr, owner, "__init__", original)
+    owner.__init__ = __init__
 
 
 class AnyDeviceDDP(torch.nn.parallel.DistributedDataParallel):
@@ -64,9 +63,8 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
 
 
-def is_uninitialized(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` belongs to a lazy module that has not seen data yet."""
-    return torch.nn.parameter.is_lazy(tensor)
+#: Whether a tensor belongs to a lazy module that has not seen data yet.
+is_uninitialized: Callable[[torch.Tensor], bool] = torch.nn.parameter.is_lazy
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
@@ -75,6 +73,20 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
         return model
     inner: torch.nn.Module = model._modules.get("_orig_mod") or model
     return inner
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """View ``tensor`` as integers: NaN equals itself, and 0.0 is not -0.0."""
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a number, on the device, that changes when ``tensor`` does."""
+    data = tensor.detach()
+    if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
+        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``.
+        return data.view(-1).view(torch.int64).sum()
+    return bits(data).sum(dtype=torch.int64)
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

@@ -18,28 +18,22 @@ from ampcompat._state import state
 class AmpState:
     """Attributes live in ampcompat's one state object, so that a reset clears them."""
 
-    def _values(self) -> dict[str, Any]:
-        if not state.view:
-            state.view.update(hard_override=False, allow_incoming_model_not_fp32=False, verbosity=1)
-        return state.view
-
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        values = self._values()
-        if name in values:
-            return values[name]
+        if name in state.view:
+            return state.view[name]
         raise AttributeError(f"_amp_state has no attribute {name!r}; amp.initialize has not set it")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scalers" and state.session is not None and state.session.enabled:
             state.session.replace_scalers(value)
-        self._values()[name] = value
+        state.view[name] = value
 
     def __delattr__(self, name: str) -> None:
-        if name not in self._values():
+        if name not in state.view:
             raise AttributeError(name)
-        del self._values()[name]
+        del state.view[name]
 
 
 _amp_state = AmpState()

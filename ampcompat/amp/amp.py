@@ -66,5 +66,5 @@ def init(
     handle = AmpHandle(made, verbose=verbose)
     if initialized is None:
         state.session = made
-        _amp_state._values().update(opt_properties=properties, loss_scalers=made.scalers, handle=handle)
+        state.view.update(opt_properties=properties, loss_scalers=made.scalers, handle=handle)
     return handle

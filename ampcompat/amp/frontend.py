@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import Any
@@ -14,7 +15,6 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import amp_model, checkpoint, optimizer, properties
 from ampcompat.amp import keep_fp32 as keep_fp32_
-from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
@@ -117,7 +117,9 @@ def initialize(
     loudness = properties.check_verbosity(verbosity)
     model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
     properties.check_unsharded(model_list, options)
-    kept = keep_fp32_.select([_torch.uncompiled(model) for model in model_list], keep_fp32)
+    kept: list[torch.nn.Module] = []
+    if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
+        kept = keep_fp32_.select([_torch.uncompiled(model) for model in model_list], keep_fp32)
     scalers = [
         LossScaler(options.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
         for loss_id in range(num_losses)
@@ -133,7 +135,7 @@ def initialize(
     with ExitStack() as undo:
         _take_over(session, modules, optimizer_list, kept, undo)
         undo.pop_all()
-    _amp_state.verbosity = loudness
+    state.view["verbosity"] = loudness
     shown: Any = model_list if isinstance(models, (list, tuple)) else models
     if optimizers is None:
         return shown
@@ -148,7 +150,7 @@ def _take_over(
     undo: ExitStack,
 ) -> None:
     """Change everything that a call changes; each change puts its own undo on ``undo``."""
-    options, policy = session.properties, session.policy
+    options, policy = session.properties.options, session.policy
     undo.callback(session.undo_casts, state.casts.ambient, state.casts.device_types)
     for model in modules:
         undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
@@ -156,12 +158,13 @@ def _take_over(
         modules,
         policy.input_dtype,
         undo,
-        keep_batchnorm_fp32=bool(options.keep_batchnorm_fp32),
+        keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
         master_weights=policy.master_weights,
         trained=optimizer.held_params(optimizers) if policy.master_weights else set(),
         kept=frozenset(inner for module in kept for inner in module.modules()),
     )
-    keep_fp32_.build_borders(modules, kept, policy, undo)
+    if kept or [m for model in modules for m in model.modules() if "_amp_policy" in vars(m)]:
+        keep_fp32_.build_borders(modules, kept, policy, undo)
     for model in modules:
         amp_model.set_policy(model, policy)
     for one in optimizers:
@@ -169,8 +172,9 @@ def _take_over(
         optimizer.attach(one, session)
     session.begin_casts()
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
-    checkpoint.apply_loaded(session.scalers, undo)
-    _show(session, {"opt_properties": options, "loss_scalers": session.scalers, "handle": handle}, undo)
+    if state.loaded_scalers is not None:
+        checkpoint.apply_loaded(session.scalers, undo)
+    _show(session, {"opt_properties": session.properties, "loss_scalers": session.scalers, "handle": handle}, undo)
 
 
 def _disable(models: Any, optimizers: Any) -> None:
@@ -238,8 +242,8 @@ def _refuse_to_leave(models: Iterable[torch.nn.Module], given: list[Any], policy
 
 def _refuse_scripted_parts(models: Iterable[torch.nn.Module], policy: ModelPolicy) -> None:
     """Refuse to cast a ScriptModule inside a model: its parameters and hooks belong to TorchScript."""
-    for name, part in [named for model in models for named in model.named_modules() if policy.half is not None]:
-        if isinstance(part, torch.jit.ScriptModule):
+    for name, part in [named for model in models for named in model.named_modules()]:
+        if policy.half is not None and isinstance(part, torch.jit.ScriptModule):
             raise RuntimeError(
                 f"amp.initialize got a model with the scripted submodule {name!r} at opt_level={policy.opt_level!r} -"
                 " the weights of a ScriptModule cannot be cast in place - script it after amp.initialize, or use"
@@ -263,7 +267,7 @@ def _show(session: Session, values: dict[str, Any], undo: ExitStack) -> None:
         state.session = latest
 
     undo.callback(show_again)
-    _amp_state._values().update(values)
+    state.view.update(values)
     state.session = session
 
 

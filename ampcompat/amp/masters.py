@@ -59,7 +59,9 @@ class Home(NamedTuple):
 class Watch:
     """What comparing a master by value needs."""
 
-    fingerprint: torch.Tensor  # of the half tensor, when both sides were last equal: tells which side was written
+    fingerprint: torch.Tensor | None = (
+        None  # of the half tensor, when both sides were last equal: tells which side was written
+    )
     steps: int = EARLY_STEPS  # after which there will be more comparisons
 
 
@@ -89,8 +91,8 @@ class Master:
         self.handed_out: torch.Tensor | None = None
         self.before_writes: torch.Tensor | None = None
         # A buffer is brought up to date when it is saved or copied; forwards read its half side alone.
-        self.rounds: float = EARLY_ROUNDS if self.is_parameter else 0
-        self.watch = Watch(_torch.fingerprint(half)) if self.rounds else None
+        self.rounds: float = EARLY_ROUNDS if isinstance(half, torch.nn.Parameter) else 0
+        self.watch = Watch() if self.rounds else None
         self.settle()
         self.register()
 
@@ -191,7 +193,7 @@ class Master:
 
     def _catch(self) -> None:
         """Compare by value for ever: a writer moves no version counter."""
-        self.rounds, self.watch = math.inf, self.watch or Watch(_torch.fingerprint(self.half))
+        self.rounds, self.watch = math.inf, self.watch or Watch()
 
     def _compare(self, stepping: bool) -> bool:
         """Restore the invariant where values alone show that it broke. Reads the device: one host sync."""
@@ -202,7 +204,8 @@ class Master:
             self.watch = None
         if torch.equal(_torch.bits(self.value.to(self.half.dtype)), _torch.bits(self.half.detach())):
             return False
-        written = watch is None or not torch.equal(_torch.fingerprint(self.half), watch.fingerprint)
+        known = None if watch is None else watch.fingerprint
+        written = known is None or not torch.equal(_torch.fingerprint(self.half), known)
         self._catch()
         if written:
             self._pull(stepping)
@@ -320,11 +323,10 @@ def masters_of(model: torch.nn.Module) -> list[Master]:
     return found[1]
 
 
-def own_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Names and tensors of ``module``'s own parameters and buffers."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield name, tensor
+    held = (*module._parameters.items(), *module._buffers.items())
+    return [(name, tensor) for name, tensor in held if tensor is not None]
 
 
 # -- own ---------------------------------------------------------------------------------------------------------------
@@ -340,7 +342,7 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
         held[name] = Master(half, value, adopt) if found is None else found
         state.masters.generation += 1
     master = held[name]
-    if not any(home.module() is module for home in master.homes):
+    if not master.homes or not any(home.module() is module for home in master.homes):
         master.homes.append(Home(tensors, name, weakref.ref(module)))
     return master
 

@@ -14,7 +14,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
-from ampcompat.amp._amp_state import _amp_state, warn_or_err
+from ampcompat._state import state
+from ampcompat.amp._amp_state import warn_or_err
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -238,7 +239,7 @@ def _check_weight(module: torch.nn.Module, name: str, param: torch.Tensor) -> No
     elif (
         param.dtype in HALF_DTYPES
         and param.dtype != module.__dict__.get("_amp_half", (None,))[0]
-        and not _amp_state.allow_incoming_model_not_fp32
+        and not state.view["allow_incoming_model_not_fp32"]
     ):
         trouble = (
             f"{name} is {param.dtype} already - amp casts the model itself and needs its float32 weights - do not call"
@@ -253,8 +254,8 @@ def check_unsharded(models: list[torch.nn.Module], properties: Properties) -> No
     """Refuse to cast weights of which this rank holds a part (``fully_shard``)."""
     if properties.cast_model_type not in HALF_DTYPES:
         return
-    for name, param in (pair for model in models for pair in model.named_parameters()):
-        if _torch.is_sharded(param):
+    for name, param in [pair for model in models for pair in model.named_parameters()]:
+        if type(param) is not torch.nn.Parameter and _torch.is_sharded(param):
             raise RuntimeError(
                 f"amp.initialize got a model sharded by fully_shard (its parameter {name!r} is a DTensor) at opt_level="
                 f"{properties.opt_level!r} - float32 masters of shards are fully_shard's own business - use opt_level="

@@ -39,17 +39,18 @@ class Session:
         by_init: bool = False,
     ) -> None:
         self.properties, self.half, self.scalers, self.by_init = properties, half, scalers or [], by_init
-        self.enabled = bool(properties.enabled)
+        options = properties.options
+        self.enabled = bool(options["enabled"])
         self.lent: list[ModelPolicy] = []
-        cast_type = properties.cast_model_type or None
+        cast_type = options["cast_model_type"] or None
         weights = cast_type if cast_type in HALF_DTYPES else None
         self.policy = ModelPolicy(
-            opt_level=properties.opt_level,
-            casts=Casts(True, half) if properties.patch_torch_functions else OFF._replace(dtype=half),
+            opt_level=options["opt_level"],
+            casts=Casts(True, half) if options["patch_torch_functions"] else OFF._replace(dtype=half),
             input_dtype=cast_type,
             output_dtype=outputs or (torch.float32 if cast_type is not None else None),
             half=weights,
-            master_weights=bool(properties.master_weights) and weights is not None,
+            master_weights=bool(options["master_weights"]) and weights is not None,
         )
 
     def replace_scalers(self, scalers: Any) -> None:

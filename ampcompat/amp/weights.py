@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -279,7 +280,7 @@ def watch_averages(model: torch.nn.Module) -> None:
         if param is not None and param.dtype in HALF_DTYPES
     ]
     if half:
-        _, module, param = max(half, key=lambda entry: entry[0])
+        _, module, param = max(half, key=itemgetter(0))
         object.__setattr__(module, "_amp_average", HalfAverage(param))
 
 

@@ -5,14 +5,15 @@ import torch
 from core_kit import backward, net, same
 
 from ampcompat import amp
-from ampcompat.amp import amp_model, checkpoint, optimizer
+from ampcompat._state import state
+from ampcompat.amp import amp_model, frontend, optimizer
 from ampcompat.amp.session import Session
 
 PLACES = {
     "attaching the model": (amp_model, "set_policy"),
     "attaching the optimizer": (optimizer, "match_state"),
     "beginning the casts": (Session, "begin_casts"),
-    "restoring scalers": (checkpoint, "apply_loaded"),
+    "showing the call": (frontend, "_show"),
 }
 
 
@@ -30,7 +31,7 @@ def everything(model, optimizer, torch_state):
         "groups": [(id(g["params"]), [id(p) for p in g["params"]]) for g in optimizer.param_groups],
         "methods": sorted(optimizer.__dict__),
         "state": {id(p): sorted(s) for p, s in optimizer.state.items()},
-        "amp": {k: v for k, v in amp._amp_state._values().items() if k != "verbosity"},
+        "amp": {k: v for k, v in state.view.items() if k != "verbosity"},
         "scalers": amp.state_dict(),
     }
 
@@ -78,7 +79,7 @@ def test_a_failure_beside_a_running_model_leaves_its_casts(level, first, monkeyp
     before = seen()
     model = net()
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "apply_loaded", lambda scalers, undo: 1 / 0)
+        patch.setattr(frontend, "_show", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
     assert seen() == before

@@ -54,7 +54,7 @@ class Scene:
             params = list(amp.master_params(optimizer))
             seen[f"{name} masters"] = [(p.dtype, p.tolist()) for p in params]
             seen[f"{name} gradients"] = [None if p.grad is None else p.grad.tolist() for p in params]
-        seen["amp state"] = dict(amp._amp_state._values())
+        seen["amp state"] = dict(state.view)
         seen["scalers"] = amp.state_dict()
         return seen
 

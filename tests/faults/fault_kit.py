@@ -3,6 +3,7 @@
 import torch
 
 import ampcompat
+from ampcompat._state import state
 
 
 def plain(value):
@@ -20,7 +21,7 @@ def whole_picture(models, optimizers):
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         "cache": torch.is_autocast_cache_enabled(),
         "engine": torch.autograd._engine_run_backward,
-        "amp": {name: plain(value) for name, value in vars(ampcompat.amp._amp_state).items()},
+        "amp": {name: plain(value) for name, value in state.view.items()},
         "scalers": ampcompat.amp.state_dict(),
     }
     names = {}
