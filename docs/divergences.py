@@ -10,8 +10,8 @@ HERE = Path(__file__).parent
 HEAD = """<!-- Generated from divergences.json by divergences.py: change that file. -->
 # Where ampcompat and apex differ
 
-On purpose, each for the reason given. A row that names torch versions holds on those only; its test is expected to fail
-there, and fails the suite when it does not.
+On purpose, each for the reason given; cite a row by its number, as messages do. A row that names torch versions holds on
+those only; its test is expected to fail there, and fails the suite when it does not.
 """
 
 
@@ -20,11 +20,11 @@ def page() -> str:
     entries = json.loads((HERE / "divergences.json").read_text(encoding="utf-8"))
     parts = [HEAD]
     for area in dict.fromkeys(entry["area"] for entry in entries):
-        parts.append(f"\n## {area[0].upper() + area[1:]}\n\n| apex | ampcompat | because |\n|---|---|---|\n")
+        parts.append(f"\n## {area[0].upper() + area[1:]}\n\n| | apex | ampcompat | because |\n|---|---|---|---|\n")
         for entry in entries:
             if entry["area"] == area:
                 torch = f" (torch {entry['torch']})" if entry["torch"] else ""
-                parts.append(f"| {entry['apex']} | {entry['ampcompat']}{torch} | {entry['why']} |\n")
+                parts.append(f"| {entry['number']} | {entry['apex']} | {entry['ampcompat']}{torch} | {entry['why']} |\n")
     return "".join(parts)
 
 
