@@ -30,7 +30,13 @@ def verified(tmp_path, code, to="native", edit=lambda text: text, steps=40):
     return one, other, verdict(one, other)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+def first_and_slow(names):
+    """Each starts two trainings in processes of their own: one by default, all nightly."""
+    first, *others = names
+    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
+
+
+@pytest.mark.parametrize("name", first_and_slow(TRAINED))
 def test_the_fixture_does_the_same_without_apex_and_ampcompat(name, tmp_path):
     one, other, result = verified(tmp_path, (FIXTURES / f"{name}_before.py").read_text())
     assert result.passed, "\n".join([*result.lines, other.output])
@@ -58,7 +64,7 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("name", BREAKS)
+@pytest.mark.parametrize("name", first_and_slow(BREAKS))
 def test_what_is_wrong_is_seen(name, tmp_path):
     _, _, result = verified(tmp_path, SIMPLE, edit=BREAKS[name])
     assert not result.passed
