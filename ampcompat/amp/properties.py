@@ -252,8 +252,8 @@ def check_unsharded(models: list[torch.nn.Module], properties: Properties) -> No
         if _torch.is_sharded(param):
             raise RuntimeError(
                 f"amp.initialize got a model sharded by fully_shard (its parameter {name!r} is a DTensor) at opt_level="
-                f"{properties.opt_level!r} - float32 masters of shards are fully_shard's own business - use opt_level="
-                "'O1' (O4 for bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
+                f"{properties.opt_level!r} - amp keeps no float32 masters of shards - use opt_level='O1' (O4 for"
+                " bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
             )
 
 
