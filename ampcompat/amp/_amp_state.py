@@ -1,4 +1,4 @@
-"""apex's module-global state, as a view of the latest ``initialize`` call.
+"""Show the latest ``initialize`` call as apex's module-global state (``apex/amp/_amp_state.py``).
 
 Scripts read ``loss_scalers``, ``opt_properties`` and ``handle`` here, test for them with ``hasattr``, and set
 ``allow_incoming_model_not_fp32``, ``hard_override`` and ``verbosity``.
@@ -16,14 +16,12 @@ from ampcompat._state import state
 
 
 class AmpState:
-    """Attributes live in ampcompat's one state object, so that a reset clears them."""
+    """A view of ``state.view``, so that a reset clears its attributes."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if name in state.view:
-            return state.view[name]
-        raise AttributeError(f"_amp_state has no attribute {name!r}; amp.initialize has not set it")
+        if name.startswith("__") or name not in state.view:
+            raise AttributeError(f"_amp_state has no attribute {name!r}; amp.initialize has not set it")
+        return state.view[name]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scalers" and state.session is not None and state.session.enabled:
@@ -31,9 +29,8 @@ class AmpState:
         state.view[name] = value
 
     def __delattr__(self, name: str) -> None:
-        if name not in state.view:
+        if state.view.pop(name, self) is self:
             raise AttributeError(name)
-        del state.view[name]
 
 
 _amp_state = AmpState()
@@ -41,10 +38,9 @@ _amp_state = AmpState()
 
 def warn_or_err(message: str) -> None:
     """Raise ``message`` as a RuntimeError; with ``_amp_state.hard_override`` print it as a warning instead."""
-    if _amp_state.hard_override:
-        say("Warning:  " + message)
-    else:
+    if not _amp_state.hard_override:
         raise RuntimeError(message)
+    say("Warning:  " + message)
 
 
 def maybe_print(message: str, rank0: bool = False) -> None:
@@ -54,19 +50,22 @@ def maybe_print(message: str, rank0: bool = False) -> None:
 
 
 def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the parameters that ``optimizer`` steps: float32 masters where the model's weights are half.
+    """Iterate over the parameters that ``optimizer`` steps (``apex/amp/_amp_state.py: master_params``).
 
     Args:
         optimizer: An optimizer; it need not have been given to ``initialize``.
 
     Returns:
-        An iterator over tensors, in the order of ``optimizer.param_groups``. Right after a ``scale_loss`` block their
-        gradients are unscaled float32: clip these.
+        An iterator over tensors, float32 masters where the model's weights are half, in the order of
+        ``optimizer.param_groups``. Right after a ``scale_loss`` block their gradients are unscaled float32: clip these.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``param_groups``.
     """
     if not hasattr(optimizer, "param_groups"):
+        got = type(optimizer).__name__
         raise TypeError(
-            f"master_params got {type(optimizer).__name__} - it takes an optimizer - pass the optimizer that"
-            " amp.initialize returned."
+            f"master_params got {got} - it takes an optimizer - pass the optimizer that amp.initialize returned."
         )
     stash = getattr(optimizer, "_amp_stash", None)
     if stash is not None:

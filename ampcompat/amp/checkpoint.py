@@ -65,10 +65,9 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 def apply_loaded(scalers: list[LossScaler], undo: ExitStack) -> None:
     """Restore into a new call's scalers what was loaded before it, unless ``undo`` runs."""
-    entries = state.loaded_scalers
-    if entries is not None:
-        _apply(entries, scalers)
-        undo.callback(setattr, state, "loaded_scalers", entries)
+    if state.loaded_scalers is not None:
+        _apply(state.loaded_scalers, scalers)
+        undo.callback(setattr, state, "loaded_scalers", state.loaded_scalers)
         state.loaded_scalers = None
 
 
@@ -91,7 +90,7 @@ def _read(saved: object) -> list[Entry]:
             " checkpoint, pass checkpoint['amp']."
         )
     if "scale" in saved and "_growth_tracker" in saved:  # torch.amp.GradScaler
-        entry = _entry("GradScaler", saved["scale"], saved["_growth_tracker"])
+        entry = _entry("GradScaler", {"loss_scale": saved["scale"], "unskipped": saved["_growth_tracker"]})
         maybe_print("amp.load_state_dict: this is a torch.amp.GradScaler's state.", True)
         return [entry]
     names = [f"{_PREFIX}{index}" for index in range(len(saved))]
@@ -104,19 +103,16 @@ def _read(saved: object) -> list[Entry]:
             + " - the keys are loss_scaler0, loss_scaler1, ... - pass what amp.state_dict() returned"
             + (f", which lies here under {inside!r}." if inside else ".")
         )
-    entries = []
-    for name in names:
-        parts = saved[name]
-        if not isinstance(parts, Mapping) or not {"loss_scale", "unskipped"} <= set(parts):
-            raise ValueError(
-                f"amp.load_state_dict: {name}={parts!r} - it must be a dict with 'loss_scale' and 'unskipped' - pass"
-                " what amp.state_dict() returned."
-            )
-        entries.append(_entry(name, parts["loss_scale"], parts["unskipped"]))
-    return entries
+    return [_entry(name, saved[name]) for name in names]
 
 
-def _entry(name: str, scale: Any, unskipped: Any) -> Entry:
+def _entry(name: str, parts: Any) -> Entry:
+    if not isinstance(parts, Mapping) or not {"loss_scale", "unskipped"} <= set(parts):
+        raise ValueError(
+            f"amp.load_state_dict: {name}={parts!r} - it must be a dict with 'loss_scale' and 'unskipped' - pass what"
+            " amp.state_dict() returned."
+        )
+    scale, unskipped = parts["loss_scale"], parts["unskipped"]
     try:
         value, count = float(scale), int(unskipped)
     except Exception:  # whatever a foreign object raises

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,10 +21,7 @@ from ampcompat.amp.rules import Rule, cast_arguments
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_BUILTIN: Final = (
-    *(types.BuiltinFunctionType, types.MethodDescriptorType),
-    *(types.MethodWrapperType, types.WrapperDescriptorType),
-)
+_C = types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType
 
 
 @dataclass
@@ -74,7 +71,7 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
 
 def _is_torch_op(function: Any) -> bool:
     module = str(getattr(function, "__module__", None) or "")
-    if isinstance(function, _BUILTIN):  # methods of Tensor name a class, functions of torch.* a bound type object
+    if isinstance(function, _C):  # methods of Tensor name a class, functions of torch.* a bound type object
         owners = (getattr(function, "__objclass__", None), type(getattr(function, "__self__", None)))
         return "torch" in (module.split(".")[0], *(getattr(owner, "__module__", "").split(".")[0] for owner in owners))
     return module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
@@ -138,11 +135,11 @@ def activate() -> None:
         target = getattr(module, name)
         if isinstance(target, type):
             _torch.replace(target, *_wrap_class(target, rule), functions.undo)
-        else:
-            # A function found on a class through staticmethod must not turn into a method.
-            static = isinstance(getattr(module, "__dict__", {}).get(name), staticmethod)
-            wrapper = make_wrapper(target, rule)
-            _torch.replace(module, name, staticmethod(wrapper) if static else wrapper, functions.undo)
+            continue
+        wrapper = make_wrapper(target, rule)
+        if isinstance(getattr(module, "__dict__", {}).get(name), staticmethod):
+            wrapper = staticmethod(wrapper)  # found on a class, it must not turn into a method
+        _torch.replace(module, name, wrapper, functions.undo)
 
 
 def deactivate() -> None:
@@ -152,13 +149,15 @@ def deactivate() -> None:
     functions.undo.close()
 
 
-def _decorated(function: Any, rule: Rule) -> Any:
+def _decorated(function: F, rule: Rule) -> F:
+    made: Any = function
     if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(make_wrapper(function.__func__, rule))
-    if isinstance(function, type):
+        made = type(function)(make_wrapper(function.__func__, rule))
+    elif isinstance(function, type):
         setattr(function, *_wrap_class(function, rule))
-        return function
-    return make_wrapper(function, rule)
+    else:
+        made = make_wrapper(function, rule)
+    return cast(F, made)
 
 
 def half_function(fn: F) -> F:
@@ -167,14 +166,14 @@ def half_function(fn: F) -> F:
     Works on Python functions, C builtins, ``Function.apply``, methods of every kind and classes, before or after any
     ``initialize`` (``apex/amp/amp.py: half_function``).
     """
-    return cast(F, _decorated(fn, Rule.HALF))
+    return _decorated(fn, Rule.HALF)
 
 
 def float_function(fn: F) -> F:
     """Decorate ``fn`` to get its half arguments in float32 while casts are on; see :func:`half_function`."""
-    return cast(F, _decorated(fn, Rule.FLOAT))
+    return _decorated(fn, Rule.FLOAT)
 
 
 def promote_function(fn: F) -> F:
     """Decorate ``fn`` to get its arguments in the widest dtype among them; see :func:`half_function`."""
-    return cast(F, _decorated(fn, Rule.PROMOTE))
+    return _decorated(fn, Rule.PROMOTE)

@@ -29,7 +29,7 @@ class _Wrapper:
 
 
 class PlainOptimWrapper(_Wrapper):
-    """What ``wrap_optimizer`` returns where amp is disabled (before 2019, ``NoOpHandle`` returned the like)."""
+    """An optimizer with a ``scale_loss`` that does nothing, of ``NoOpHandle.wrap_optimizer``."""
 
     def scale_loss(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Yield ``loss`` as it is."""

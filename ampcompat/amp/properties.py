@@ -39,7 +39,6 @@ BRIEFS: Mapping[str, str] = {
     "O4": "O4:  Insert automatic casts to BFLOAT16 around Pytorch functions and Tensor methods.",
     "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
 }
-CASTING_LEVELS = ("O1", "O4")
 _DTYPE_NAMES: Mapping[str, torch.dtype] = {
     **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
     **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
@@ -107,7 +106,7 @@ _NOT_AT_O1: Mapping[str, str] = {
 
 def refusal(level: str, name: str, value: object) -> str | None:
     """Say why ``level`` does not allow ``name=value``, or None where it does; apex allowed and refused the same."""
-    if level in CASTING_LEVELS:
+    if level in ("O1", "O4"):
         no_cast = name == "cast_model_type" and value in (False, torch.float32)
         reason = None if value is None or no_cast else _NOT_AT_O1.get(name)
     elif name == "patch_torch_functions" and value:
@@ -133,16 +132,14 @@ class Properties:
         self.options.update(new_options)
 
     def __getattr__(self, name: str) -> Any:
-        options = self.__dict__.get("options", {})
-        if name in options:
-            return options[name]
+        if name in self.__dict__.get("options", ()):
+            return self.options[name]
         raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _OPTIONS:
             value = checked_option(name, value)
-            reason = refusal(self.options["opt_level"] or "O0", name, value)
-            if reason:
+            if reason := refusal(self.options["opt_level"] or "O0", name, value):
                 raise RuntimeError(reason)
         (self.options if name in self.options else self.__dict__)[name] = value
 
@@ -167,9 +164,8 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     level = checked_level(outside or opt_level)
     dtype_name = os.environ.get("AMPCOMPAT_DTYPE") or None
     if dtype_name not in (None, *_DTYPE_NAMES):
-        raise ValueError(
-            f"AMPCOMPAT_DTYPE={dtype_name!r} - it must be one of {sorted(_DTYPE_NAMES)} - set one of these."
-        )
+        names = sorted(_DTYPE_NAMES)
+        raise ValueError(f"AMPCOMPAT_DTYPE={dtype_name!r} - it must be one of {names} - set one of these.")
     dtype = _DTYPE_NAMES.get(dtype_name or "")
     half = dtype or (torch.bfloat16 if level in ("O4", "O5") else torch.float16)
     options = dict(LEVELS[level])
@@ -204,8 +200,7 @@ def as_models(models: object) -> list[torch.nn.Module]:
     wanted = "a model - models must be a torch.nn.Module, or a list or tuple of them - pass the module itself."
     found = _as_list(models, lambda one: isinstance(one, torch.nn.Module), wanted)
     for model in found:
-        wrapper = _torch.parallel_wrapper(model)
-        if wrapper:
+        if wrapper := _torch.parallel_wrapper(model):
             raise RuntimeError(
                 f"amp.initialize got a model already wrapped in {wrapper} - amp casts weights, and the wrapper has"
                 " taken note of them - call amp.initialize first and wrap what it returns."
@@ -258,8 +253,8 @@ def check_unsharded(models: list[torch.nn.Module], properties: Properties) -> No
         if type(param) is not torch.nn.Parameter and _torch.is_sharded(param):
             raise RuntimeError(
                 f"amp.initialize got a model sharded by fully_shard (its parameter {name!r} is a DTensor) at opt_level="
-                f"{properties.opt_level!r} - float32 masters of shards are fully_shard's own business - use opt_level="
-                "'O1' (O4 for bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
+                f"{properties.opt_level!r} - amp keeps no float32 masters of shards - use opt_level='O1' (O4 for"
+                " bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
             )
 
 
@@ -271,8 +266,7 @@ def as_optimizers(optimizers: object) -> list[Any]:
     )
     found = [] if optimizers is None else _as_list(optimizers, is_optimizer, wanted)
     for optimizer in found:
-        stash = getattr(optimizer, "_amp_stash", None)
-        if stash is not None and stash.in_block:
+        if getattr(getattr(optimizer, "_amp_stash", None), "in_block", False):
             raise RuntimeError(
                 f"amp.initialize inside a scale_loss block of this {type(optimizer).__name__} - its gradients are still"
                 " multiplied by the loss scale - close the block first."

@@ -27,10 +27,10 @@ from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp import lists
 from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_overrides
+from ampcompat.amp.properties import HALF_DTYPES as HALVES
 from ampcompat.amp.trees import map_tree, tensors_in
 
-HALVES: Final = (torch.float16, torch.bfloat16)
-CASTABLE: Final = (torch.float16, torch.bfloat16, torch.float32)
+CASTABLE: Final = (*HALVES, torch.float32)
 
 
 class Rule(Enum):
@@ -45,12 +45,15 @@ class Rule(Enum):
     INPLACE_BANNED = "half left side refused"
 
 
+Plan = dict[torch._ops.OpOverload, tuple[str, Rule]]
+
+
 @dataclass
 class Rules:
     """What is installed, and its undo."""
 
     table: dict[str, Rule] = field(default_factory=dict)  # by public name, as last read from the lists
-    plans: dict[str, dict[torch._ops.OpOverload, tuple[str, Rule]]] = field(default_factory=dict)  # by device type
+    plans: dict[str, Plan] = field(default_factory=dict)  # by device type
     undo: ExitStack = field(default_factory=ExitStack)
     compiled: ExitStack = field(default_factory=ExitStack)  # undo of bind_compiled_code
     allow_banned: bool = False  # amp.init(allow_banned=True): banned ops run in float32
@@ -64,21 +67,8 @@ def installed() -> Rules:
 
 
 # -- From lists to names -----------------------------------------------------------------------------------------------
-
-#: The lists and the rule of each. Earlier ones win where users add a name to several: in apex half cast last.
-_READ: Final = tuple(
-    (module, name, rule)
-    for name, rule in (
-        *(("FP16_FUNCS", Rule.HALF), ("FP32_FUNCS", Rule.FLOAT), ("CASTS", Rule.PROMOTE)),
-        *(("SEQUENCE_CASTS", Rule.PROMOTE), ("BANNED_FUNCS", Rule.BANNED), ("UNCAST", Rule.UNCAST)),
-    )
-    for module in (functional_overrides, torch_overrides, tensor_overrides, lists)
-    if hasattr(module, name)
-)
-
-
 def _names(module: Any, list_name: str) -> set[str]:
-    """The ops on a list by public name; ``__rpow__`` is ``pow``."""
+    """Read the public names on a list; ``__rpow__`` is ``pow``."""
     found, pairs = set(), list_name == "BANNED_FUNCS"
     for entry in getattr(module, list_name):
         name = entry[0] if pairs and isinstance(entry, tuple) and len(entry) == 2 else entry
@@ -94,20 +84,26 @@ def _names(module: Any, list_name: str) -> set[str]:
     return found
 
 
-_SHIPPED_LISTS: Final = tuple(frozenset(_names(module, name)) for module, name, _ in _READ)
+#: Every list with its rule and the names it ships with. Earlier ones win where users add a name to several: in apex
+#: half cast last.
+_READ: Final = tuple(
+    (module, name, rule, frozenset(_names(module, name)))
+    for name, rule in (
+        *(("FP16_FUNCS", Rule.HALF), ("FP32_FUNCS", Rule.FLOAT), ("CASTS", Rule.PROMOTE)),
+        *(("SEQUENCE_CASTS", Rule.PROMOTE), ("BANNED_FUNCS", Rule.BANNED), ("UNCAST", Rule.UNCAST)),
+    )
+    for module in (functional_overrides, torch_overrides, tensor_overrides, lists)
+    if hasattr(module, name)
+)
 #: Rule by name before users edit the lists.
-SHIPPED: Final = {name: read[2] for read, names in zip(_READ, _SHIPPED_LISTS, strict=True) for name in sorted(names)}
+SHIPPED: Final = {name: rule for *_, rule, names in _READ for name in sorted(names)}
 
 
 def rules_by_name() -> dict[str, Rule]:
-    """Read the lists: the rule of every name on them, users' edits first; see :mod:`ampcompat.amp.lists`.
-
-    Raises:
-        TypeError: An entry is no name, or no pair of a name and a message.
-    """
+    """Read the rule of every name on the lists, users' edits first; raise a TypeError for an entry of a wrong kind."""
     added: dict[str, Rule] = {}
     removed: dict[str, Rule] = {}
-    for (module, list_name, rule), shipped in zip(_READ, _SHIPPED_LISTS, strict=True):
+    for module, list_name, rule, shipped in _READ:
         now = _names(module, list_name)
         removed.update(dict.fromkeys(sorted(shipped - now), Rule.UNCAST))
         for name in sorted(now - shipped):
@@ -182,41 +178,29 @@ PYTHON: Final = (
 
 def _overloads(name: str, edited: bool) -> list[torch._ops.OpOverload]:
     """List the overloads that ``name`` stands for: those of the table, all of ``aten::name`` where users added it."""
-    every: tuple[str, ...] = (f"{name}.*",)
-    if name.endswith("_"):
-        wanted = every
-    else:
-        wanted = (ATEN.get(name) or every) if edited else ATEN.get(name, (name,))
+    wanted: tuple[str, ...] = (f"{name}.*",)
+    if not name.endswith("_"):
+        wanted = (ATEN.get(name) or wanted) if edited else ATEN.get(name, (name,))
     return [op for aten in wanted for op in _torch.aten_overloads(aten)]
 
 
-def _native_is_enough(name: str, rule: Rule, op: torch._ops.OpOverload, device_type: str, key: str) -> bool:
-    """Whether native autocast on ``device_type`` already treats ``op``, reached by the public ``name``, as listed."""
-    # Native runs binary_cross_entropy in float32 (CPU) or refuses float32 too (CUDA), and promotes grid_sample (CUDA).
-    if rule in (Rule.BANNED, Rule.UNCAST) or (name == "grid_sample" and device_type != "cpu"):
-        return False
-    # Layers on CUDA are cast together with cuDNN's flat weight buffer, inside _cudnn_rnn.
-    return (name in _LAYERS and device_type == "cuda") or _torch.has_kernel(op, key)
-
-
-def planned(
-    device_type: str, key: str, table: dict[str, Rule] | None = None
-) -> dict[torch._ops.OpOverload, tuple[str, Rule]]:
+def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
     """List the public name and rule of each overload that needs a kernel of ours on ``device_type``."""
     plan = {}
     for name, rule in (rules_by_name() if table is None else table).items():
         edited = not name.endswith("_") and SHIPPED.get(name) is not rule
         if edited and rule is Rule.UNCAST and ATEN.get(name) == ():
             continue  # torch promotes by itself, or casts nothing
+        # Native refuses binary_cross_entropy in every dtype (CUDA) or in none (CPU), and promotes grid_sample (CUDA).
+        ours = edited or rule in (Rule.BANNED, Rule.UNCAST) or (name == "grid_sample" and device_type != "cpu")
+        native = name in _LAYERS and device_type == "cuda"  # cast inside _cudnn_rnn, with cuDNN's flat weight buffer
         for op in _overloads(name, edited):
-            if edited or not _native_is_enough(name, rule, op, device_type, key):
+            if ours or not (native or _torch.has_kernel(op, key)):
                 plan[op] = name, rule
     return plan
 
 
 # -- Kernels -----------------------------------------------------------------------------------------------------------
-
-
 def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: str, key: str) -> Callable[..., Any]:
     """Make the kernel that applies ``rule`` to ``op`` at the autocast ``key`` of ``device_type``.
 
@@ -318,15 +302,8 @@ def allow_banned(allowed: bool) -> None:
 
 
 # -- Functions written in Python ---------------------------------------------------------------------------------------
-
-
 def cast_arguments(rule: Rule, args: Any, kwargs: Any) -> tuple[str | None, Any, Any]:
-    """Cast the floating tensors in ``args`` and ``kwargs``, nested ones included, if casts are on for their device.
-
-    Args:
-        rule: HALF, FLOAT or PROMOTE.
-        args: Positional arguments of a call.
-        kwargs: Its keyword arguments; ``out``, which is written to, is never cast.
+    """Cast a call's floating tensors, nested ones too but not ``out``, where casts are on for their device.
 
     Returns:
         The device type of the first floating tensor whose casts are on, or None, and the arguments.
@@ -388,17 +365,11 @@ def _casting(rule: Rule, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # -- In force ----------------------------------------------------------------------------------------------------------
-
-
 def acquire(device_types: Iterable[str]) -> None:
     """Install the lists, as they are now, for ``device_types``; anew where lists were edited since.
 
-    Args:
-        device_types: As in ``torch.device(...).type``. One that this torch cannot autocast is passed over. Nothing is
-            installed if any registration fails.
-
-    Raises:
-        TypeError: A list holds an entry of the wrong kind.
+    A device type that this torch cannot autocast is passed over. Nothing is installed if any registration fails, or if
+    a list holds an entry of the wrong kind (TypeError).
     """
     rules, table = installed(), rules_by_name()
     wanted = dict.fromkeys([*rules.plans, *device_types])
