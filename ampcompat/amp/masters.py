@@ -403,6 +403,16 @@ def drop_masters(module: torch.nn.Module) -> None:
         state.masters.generation += 1
 
 
+def drop_master(master: Master) -> None:
+    """Forget ``master``; its half tensor stays."""
+    for home in master.homes:
+        module = home.module()
+        if module is not None:
+            masters_in(module).pop(home.name, None)
+    master.retire()
+    state.masters.generation += 1
+
+
 def restore_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
     """Put back the masters that ``module`` had."""
     drop_masters(module)

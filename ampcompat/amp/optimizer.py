@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import block, misuse
+from ampcompat.amp import block, misuse, zero
 from ampcompat.amp.autocast import OFF, Saved, switched
 from ampcompat.amp.block import Block
 from ampcompat.amp.masters import master_of, push, reconcile
@@ -42,6 +42,7 @@ def attach(optimizer: Any, session: Session) -> None:
         stash.spent = Spent(None, state.optimizers.blocks)
     stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
+    zero.attach(optimizer)
     optimizer._amp_stash = stash
     state.optimizers.live.add(optimizer)
     state.optimizers.disabled.discard(optimizer)
@@ -76,8 +77,9 @@ def detach(optimizer: Any) -> None:
 
 def remember(optimizer: Any) -> Callable[[], None]:
     """Return what puts ``optimizer`` back as it is now."""
-    groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-    held = dict(optimizer.state)
+    inner = zero.stepper(optimizer)
+    groups = [(group["params"], list(group["params"])) for group in inner.param_groups]
+    held = dict(inner.state)
     own = {name: value for name, value in vars(optimizer).items() if name in _OWN}
     index = state.optimizers
     sets = [(members, optimizer in members) for members in (index.live, index.disabled)]
@@ -85,8 +87,8 @@ def remember(optimizer: Any) -> Callable[[], None]:
     def put_back() -> None:
         for params, tensors in groups:
             params[:] = tensors
-        optimizer.state.clear()
-        optimizer.state.update(held)
+        inner.state.clear()
+        inner.state.update(held)
         for name in _OWN:
             vars(optimizer).pop(name, None)
         vars(optimizer).update(own)
@@ -383,6 +385,9 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
     original(*args, **kwargs)
+    inner = zero.stepper(optimizer)
+    if inner is not optimizer:
+        inner.zero_grad(*args, **kwargs)
     if stash.masters:
         for master in stash.masters:
             master.folded = master.half.grad = None
@@ -446,5 +451,5 @@ _OWN = ("_amp_stash", "_amp_wrapped", "step", "zero_grad", "add_param_group", *_
 
 
 def held_params(optimizers: list[Any]) -> set[int]:
-    """Ids of the tensors in the groups of ``optimizers``."""
-    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    """Ids of the tensors that ``optimizers`` step on this rank."""
+    return {id(p) for one in optimizers for group in zero.stepper(one).param_groups for p in group["params"]}

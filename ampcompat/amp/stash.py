@@ -22,6 +22,7 @@ from ampcompat.amp.masters import Master, ensure_master, master_of, needs_look
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
+from ampcompat.amp.zero import stepper
 
 
 class Gradients(Enum):
@@ -124,9 +125,11 @@ class AmpOptimizerState:
             else:
                 return
         adopt_masters(optimizer, self.session)
-        pairs = {id(p): (p, master_of(p)) for group in groups for p in group["params"]}.values()
-        self.masters = [master for _, master in pairs if master is not None]
-        self.direct = [param for param, master in pairs if master is None]
+        stepped = {id(p): master_of(p) for group in stepper(optimizer).param_groups for p in group["params"]}
+        self.masters = [master for master in stepped.values() if master is not None]
+        with_master = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
+        params = {id(p): p for group in groups for p in group["params"]}
+        self.direct = [param for key, param in params.items() if key not in with_master]
         self.groups = [list(group["params"]) for group in groups]
 
     def hand_out_masters(self, optimizer: Any) -> None:
@@ -203,6 +206,9 @@ def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
     exists for a parameter is carried over to its master (or back, where an earlier call had masters and this one has
     none). apex swapped params in the same way (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
+    if _torch.is_zero(optimizer):
+        _torch.separate_inner_groups(optimizer)
+    optimizer = stepper(optimizer)
     for group in optimizer.param_groups:
         params = group["params"]
         for index, param in enumerate(params):
