@@ -136,6 +136,8 @@ def _take_over(
     undo.callback(session.undo_casts, state.casts.ambient, state.casts.device_types)
     for model in modules:
         undo.callback(amp_model.put_back, model, model.__dict__.get("_amp_policy"))
+    for one in optimizers:
+        zero.gather(one)
     cast_weights(
         modules,
         policy.input_dtype,
@@ -172,6 +174,8 @@ def _disable(models: Any, optimizers: Any) -> None:
     _refuse_to_leave(under, optimizer_list, DISABLED.policy)
     with ExitStack() as undo:
         _keep_view(undo)
+        for one in with_stash:
+            zero.gather(one)
         if under:
             keep_fp32_.build_borders(under, [], DISABLED.policy, undo)
             cast_weights(under, None, undo)

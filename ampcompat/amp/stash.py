@@ -128,8 +128,8 @@ class AmpOptimizerState:
         stepped = {id(p): master_of(p) for group in stepper(optimizer).param_groups for p in group["params"]}
         self.masters = [master for master in stepped.values() if master is not None]
         with_master = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
-        params = {id(p): p for group in groups for p in group["params"]}
-        self.direct = [param for key, param in params.items() if key not in with_master]
+        held = {id(p): p for group in groups for p in group["params"]}
+        self.direct = [param for key, param in held.items() if key not in with_master]
         self.groups = [list(group["params"]) for group in groups]
 
     def hand_out_masters(self, optimizer: Any) -> None:

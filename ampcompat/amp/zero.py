@@ -33,21 +33,20 @@ from ampcompat.amp.properties import HALF_DTYPES, Properties
 
 def stepper(optimizer: Any) -> Any:
     """The optimizer whose params amp exchanges for masters: ``optimizer``, or the one inside that steps for it."""
-    return optimizer.optim if _torch.is_zero(optimizer) else optimizer
+    return vars(optimizer).get("optim", optimizer) if _torch.is_zero(optimizer) else optimizer
 
 
 def check(optimizers: Iterable[Any], options: Properties) -> None:
-    """Refuse ways to make the optimizer that cannot work at this level.
+    """Refuse a ZeroRedundancyOptimizer made in a way that cannot work.
 
     Raises:
-        RuntimeError: It steps before gradients are unscaled, or keeps the float32 weights in buckets of its own.
+        RuntimeError: It steps before gradients are unscaled, or keeps weights that are to be cast in its own buckets.
     """
     for optimizer in filter(_torch.is_zero, optimizers):
-        if _torch.steps_in_backward(optimizer) and (options.loss_scale != 1.0 or options.master_weights):
+        if _torch.steps_in_backward(optimizer):
             raise RuntimeError(
-                f"amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True at"
-                f" opt_level={options.opt_level!r} - it steps inside the backward pass, before gradients are unscaled -"
-                " make it with overlap_with_ddp=False."
+                "amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True - it steps inside the backward"
+                " pass, before gradients are unscaled - make it with overlap_with_ddp=False."
             )
         if optimizer.parameters_as_bucket_view and options.cast_model_type in HALF_DTYPES:
             raise RuntimeError(

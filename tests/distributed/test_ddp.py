@@ -1,4 +1,4 @@
-"""Data parallelism over gloo: the checks of ``checks.py`` and ``zero_checks.py`` on two ranks (by torchrun) and on four."""
+"""Data parallelism over gloo: ``checks.py`` and ``zero_checks.py`` on two ranks (by torchrun) and on four."""
 
 import json
 import os
