@@ -12,7 +12,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import amp_model, checkpoint, optimizer, properties, zero
+from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties, zero
 from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.amp_model import ModelPolicy
@@ -101,6 +101,7 @@ def initialize(
     model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
     properties.check_unsharded(model_list, options)
     zero.check(optimizer_list, options)
+    nested.check(optimizer_list, options)
     kept = keep_fp32_.select([_torch.uncompiled(model) for model in model_list], keep_fp32)
     scalers = [
         LossScaler(options.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)

@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import block, misuse, zero
+from ampcompat.amp import block, misuse, nested, zero
 from ampcompat.amp.autocast import OFF, Saved, switched
 from ampcompat.amp.block import Block
 from ampcompat.amp.masters import master_of, push, reconcile
@@ -53,6 +53,8 @@ def attach(optimizer: Any, session: Session) -> None:
         optimizer._amp_wrapped = True
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
             original = getattr(optimizer, name)
+            if name == "step":
+                original = nested.wrap_steps(optimizer, original, _step)
             setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
 
 
@@ -79,7 +81,7 @@ def remember(optimizer: Any) -> Callable[[], None]:
     """Return what puts ``optimizer`` back as it is now."""
     inner = zero.stepper(optimizer)
     groups = [(group["params"], list(group["params"])) for group in inner.param_groups]
-    held = dict(inner.state)
+    states = [(one.state, dict(one.state)) for one in (optimizer, *nested.inner_optimizers(optimizer))]
     own = {name: value for name, value in vars(optimizer).items() if name in _OWN}
     index = state.optimizers
     sets = [(members, optimizer in members) for members in (index.live, index.disabled)]
@@ -87,8 +89,9 @@ def remember(optimizer: Any) -> Callable[[], None]:
     def put_back() -> None:
         for params, tensors in groups:
             params[:] = tensors
-        inner.state.clear()
-        inner.state.update(held)
+        for kept, held in states:
+            kept.clear()
+            kept.update(held)
         for name in _OWN:
             vars(optimizer).pop(name, None)
         vars(optimizer).update(own)
@@ -158,7 +161,7 @@ def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimiz
             notify("on_step", optimizer, False)
         return result
     # An optimizer that looks at ``found_inf`` skips on the device (torch's ``fused=True``).
-    on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    on_device = _decides_itself(optimizer)
     skip, lent, result = _prepare(optimizer, stash, on_device), False, None
     if not skip:
         lent = on_device and bool(stash.overflows)
@@ -178,6 +181,12 @@ def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimiz
     if state.observers:
         notify("on_step", optimizer, stash.skipped)
     return result
+
+
+def _decides_itself(optimizer: Any) -> bool:
+    """Whether ``optimizer`` looks at its ``found_inf``: a wrapper that passes on what the one inside says does not."""
+    name = "_step_supports_amp_scaling"
+    return bool(getattr(optimizer, name, False)) and (name in vars(optimizer) or hasattr(type(optimizer), name))
 
 
 def _prepare(optimizer: Any, stash: AmpOptimizerState, on_device: bool = False) -> bool:
@@ -222,8 +231,7 @@ def _end(optimizer: Any, stash: AmpOptimizerState, skip: bool) -> None:
     """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay."""
     masters = stash.masters
     if masters:
-        if not skip:
-            push(masters)
+        push(masters)  # skipped or not: SAM has moved them, and put them back past the version counters
         others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer]
         shared = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
         for master in masters:

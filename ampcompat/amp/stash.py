@@ -19,6 +19,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp.masters import Master, ensure_master, master_of, needs_look
+from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
@@ -78,6 +79,7 @@ class AmpOptimizerState:
         reports: By step that the device decided, on their way to the host: each flag, with the scale to name.
         skipped: Whether the last step was skipped; None while only the device knows.
         spent: What the last step left behind.
+        stepping: Whether a step runs that optimizers inside take part in (see ``nested``).
     """
 
     session: Session
@@ -92,6 +94,7 @@ class AmpOptimizerState:
     reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
     skipped: bool | None = False
     spent: Spent = field(default_factory=lambda: Spent(None, 0))
+    stepping: bool = False
 
     lazy_init_called = True  # masters exist from ``initialize`` on
 
@@ -208,14 +211,15 @@ def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
     """
     if _torch.is_zero(optimizer):
         _torch.separate_inner_groups(optimizer)
-    optimizer = stepper(optimizer)
-    for group in optimizer.param_groups:
+    states = [one.state for one in (optimizer, *inner_optimizers(optimizer))]
+    for group in stepper(optimizer).param_groups:
         params = group["params"]
         for index, param in enumerate(params):
             new = _held_for(param, session)
             if new is not param:
-                if param in optimizer.state:
-                    optimizer.state[new] = optimizer.state.pop(param)
+                for held in states:
+                    if param in held:
+                        held[new] = held.pop(param)
                 params[index] = new
 
 
@@ -225,16 +229,15 @@ def match_state(optimizer: Any) -> None:
     State that was loaded or gathered before ``initialize`` changed the dtype of the params would not fit them. An
     optimizer with a ``load_state_dict`` of its own decides for itself which dtype its state has.
     """
-    optimizer = getattr(optimizer, "optim", optimizer)  # LARC
-    if getattr(type(optimizer), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
-        return
-    for param, held in list(optimizer.state.items()):
-        if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
+    for one in (optimizer, *inner_optimizers(optimizer)):
+        if getattr(type(one), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
             continue
-        wrong = {name for name, value in held.items() if name != "step" and _is_like(value, param)}
-        if wrong:
-            fit = {name: value.to(param.dtype) if name in wrong else value for name, value in held.items()}
-            optimizer.state[param] = fit
+        for param, held in list(one.state.items()):
+            if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
+                continue
+            wrong = {name for name, value in held.items() if name != "step" and _is_like(value, param)}
+            if wrong:
+                one.state[param] = {k: value.to(param.dtype) if k in wrong else value for k, value in held.items()}
 
 
 def _is_like(value: Any, param: torch.Tensor) -> bool:
