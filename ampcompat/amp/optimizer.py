@@ -231,7 +231,8 @@ def _end(optimizer: Any, stash: AmpOptimizerState, skip: bool) -> None:
     """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay."""
     masters = stash.masters
     if masters:
-        push(masters)  # skipped or not: SAM has moved them, and put them back past the version counters
+        if not skip:
+            push(masters)
         others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer]
         shared = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
         for master in masters:
