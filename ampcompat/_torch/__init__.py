@@ -79,6 +79,7 @@ from ampcompat._torch.patch import replace, wrap_everywhere
 from ampcompat._torch.version import (
     TORCH,
 )
+from ampcompat._torch.zero import is_zero, params_by_rank, separate_inner_groups, steps_in_backward
 
 __all__ = [
     "CACHES_WEIGHTS_ACROSS_GRAD_MODES",
@@ -127,10 +128,12 @@ __all__ = [
     "is_sharded",
     "is_uninitialized",
     "is_window",
+    "is_zero",
     "keys_excluded",
     "op_name",
     "owns_memory_alone",
     "parallel_wrapper",
+    "params_by_rank",
     "patch_ddp_constructor",
     "patch_engine",
     "patch_function_bodies",
@@ -138,7 +141,9 @@ __all__ = [
     "replace",
     "run_uncompiled",
     "run_untraced",
+    "separate_inner_groups",
     "setting",
+    "steps_in_backward",
     "sum_of",
     "tag_compile_caches",
     "uncompiled",

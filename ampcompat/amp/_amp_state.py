@@ -70,4 +70,6 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     stash = getattr(optimizer, "_amp_stash", None)
     if stash is not None:
         stash.hand_out_masters(optimizer)
+        sharded = {id(master.half): master.value for master in stash.masters}  # other optimizers' groups hold masters
+        return (sharded.get(id(param), param) for group in optimizer.param_groups for param in group["params"])
     return (param for group in optimizer.param_groups for param in group["params"])

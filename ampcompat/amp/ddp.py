@@ -35,19 +35,27 @@ def _made(wrapper: Any, synchronised: bool) -> None:
 
 
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) -> None:
-    """Give every rank rank 0's master of every half parameter in ``module``.
+    """Give every rank rank 0's master of every half parameter in ``module`` that has one there.
 
-    Parameters without a master take part: rank 0 alone makes more of them when it saves checkpoints.
+    Ranks need not have the same masters: rank 0 alone saves checkpoints, and ``ZeroRedundancyOptimizer`` shards them. A
+    master that rank 0 lacks keeps its low bits where it rounds to rank 0's half weight, as after any write to that.
+    One host sync, for which rank 0 has.
     """
     source = dist.get_global_rank(group, 0)
-    for name, param in module.named_parameters():
-        if param.dtype not in HALF_DTYPES or name in ignored:
-            continue
-        master = master_of(param)
-        value = param.detach().float() if master is None else master.value.detach()
-        dist.broadcast(value, source, group=group)
-        if master is not None:
-            master.push()
+    halves = [p for name, p in module.named_parameters() if p.dtype in HALF_DTYPES and name not in ignored]
+    if not halves:
+        return
+    masters = [master_of(param) for param in halves]
+    on_rank_0 = torch.tensor([master is not None for master in masters], device=halves[0].device, dtype=torch.uint8)
+    dist.broadcast(on_rank_0, source, group=group)
+    for param, master, there in zip(halves, masters, on_rank_0.tolist(), strict=True):
+        if there:
+            value = torch.empty_like(param, dtype=torch.float32) if master is None else master.value.detach()
+            dist.broadcast(value, source, group=group)
+            if master is not None:
+                master.push()
+        elif master is not None:
+            master.absorb()  # also what the constructor has written past the version counter
 
 
 def holds_back(params: Iterable[torch.Tensor]) -> bool:

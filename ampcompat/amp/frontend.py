@@ -13,7 +13,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import amp_model, checkpoint, optimizer, properties
+from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties, zero
 from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
@@ -117,6 +117,8 @@ def initialize(
     loudness = properties.check_verbosity(verbosity)
     model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
     properties.check_unsharded(model_list, options)
+    zero.check(optimizer_list, options)
+    nested.check(optimizer_list, options)
     kept: list[torch.nn.Module] = []
     if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
         kept = keep_fp32_.select([_torch.uncompiled(model) for model in model_list], keep_fp32)
@@ -154,6 +156,8 @@ def _take_over(
     undo.callback(session.undo_casts, state.casts.ambient, state.casts.device_types)
     for model in modules:
         undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
+    for one in optimizers:
+        zero.gather(one)
     cast_weights(
         modules,
         policy.input_dtype,
@@ -191,6 +195,8 @@ def _disable(models: Any, optimizers: Any) -> None:
     with_stash = [one for one in optimizer_list if "_amp_stash" in vars(one)]
     _refuse_to_leave(under, optimizer_list, DISABLED.policy)
     with ExitStack() as undo:
+        for one in with_stash:
+            zero.gather(one)
         if under:
             keep_fp32_.build_borders(under, [], DISABLED.policy, undo)
             cast_weights(under, None, undo)

@@ -347,6 +347,16 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
     return master
 
 
+def drop_master(master: Master) -> None:
+    """Forget ``master``; its half tensor stays."""
+    for home in master.homes:
+        module = home.module()
+        if module is not None:
+            masters_in(module).pop(home.name, None)
+    master.retire()
+    state.masters.generation += 1
+
+
 def set_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
     """Make ``held`` the masters of ``module``'s own tensors; none where they are float32 again."""
     module.__dict__.pop("_amp_masters", None)

@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import block, misuse
+from ampcompat.amp import block, misuse, nested, zero
 from ampcompat.amp.autocast import OFF, Saved, switched
 from ampcompat.amp.block import Block
 from ampcompat.amp.masters import master_of, push, reconcile
@@ -42,6 +42,7 @@ def attach(optimizer: Any, session: Session) -> None:
         stash.spent = Spent(None, state.optimizers.blocks)
     stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
+    zero.attach(optimizer)
     optimizer._amp_stash = stash
     state.optimizers.live.add(optimizer)
     state.optimizers.disabled.discard(optimizer)
@@ -52,6 +53,8 @@ def attach(optimizer: Any, session: Session) -> None:
         optimizer._amp_wrapped = True
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
             original = getattr(optimizer, name)
+            if name == "step":
+                original = nested.wrap_steps(optimizer, original, _step)
             setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
 
 
@@ -76,8 +79,9 @@ def detach(optimizer: Any) -> None:
 
 def remember(optimizer: Any) -> Callable[[], None]:
     """Return what puts ``optimizer`` back as it is now."""
-    groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
-    held = dict(optimizer.state)
+    inner = zero.stepper(optimizer)
+    groups = [(group["params"], list(group["params"])) for group in inner.param_groups]
+    states = [(one.state, dict(one.state)) for one in (optimizer, *nested.inner_optimizers(optimizer))]
     own = {name: value for name, value in vars(optimizer).items() if name in _OWN}
     index = state.optimizers
     sets = [(members, optimizer in members) for members in (index.live, index.disabled)]
@@ -85,8 +89,9 @@ def remember(optimizer: Any) -> Callable[[], None]:
     def put_back() -> None:
         for params, tensors in groups:
             params[:] = tensors
-        optimizer.state.clear()
-        optimizer.state.update(held)
+        for kept, held in states:
+            kept.clear()
+            kept.update(held)
         for name in _OWN:
             vars(optimizer).pop(name, None)
         vars(optimizer).update(own)
@@ -156,7 +161,7 @@ def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimiz
             notify("on_step", optimizer, False)
         return result
     # An optimizer that looks at ``found_inf`` skips on the device (torch's ``fused=True``).
-    on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    on_device = _decides_itself(optimizer)
     skip, lent, result = _prepare(optimizer, stash, on_device), False, None
     if not skip:
         lent = on_device and bool(stash.overflows)
@@ -178,6 +183,12 @@ def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimiz
     if state.observers:
         notify("on_step", optimizer, stash.skipped)
     return result
+
+
+def _decides_itself(optimizer: Any) -> bool:
+    """Whether ``optimizer`` looks at its ``found_inf``: a wrapper that passes on what the one inside says does not."""
+    name = "_step_supports_amp_scaling"
+    return bool(getattr(optimizer, name, False)) and (name in vars(optimizer) or hasattr(type(optimizer), name))
 
 
 def _prepare(optimizer: Any, stash: AmpOptimizerState, on_device: bool = False) -> bool:
@@ -367,6 +378,9 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
     original(*args, **kwargs)
+    inner = zero.stepper(optimizer)
+    if inner is not optimizer:
+        inner.zero_grad(*args, **kwargs)
     if stash.masters:
         for master in stash.masters:
             master.folded = master.half.grad = None
@@ -428,5 +442,5 @@ _OWN = ("_amp_stash", "_amp_wrapped", "step", "zero_grad", "add_param_group", *_
 
 
 def held_params(optimizers: list[Any]) -> set[int]:
-    """Ids of the tensors in the groups of ``optimizers``."""
-    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    """Ids of the tensors that ``optimizers`` step on this rank."""
+    return {id(p) for one in optimizers for group in zero.stepper(one).param_groups for p in group["params"]}

@@ -19,10 +19,12 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, ensure_master, master_of, needs_look
+from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.weights import hook
+from ampcompat.amp.zero import stepper
 
 
 class Gradients(Enum):
@@ -78,6 +80,7 @@ class AmpOptimizerState:
         reports: By step that the device decided, on their way to the host: each flag, with the scale to name.
         skipped: Whether the last step was skipped; None while only the device knows.
         spent: What the last step left behind.
+        stepping: Whether a step runs that optimizers inside take part in (see ``nested``).
     """
 
     session: Session
@@ -92,6 +95,7 @@ class AmpOptimizerState:
     reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
     skipped: bool | None = False
     spent: Spent = field(default_factory=lambda: Spent(None, 0))
+    stepping: bool = False
 
     lazy_init_called = True  # masters exist from ``initialize`` on
 
@@ -130,9 +134,11 @@ class AmpOptimizerState:
             else:
                 return
         adopt_masters(optimizer, self.session)
-        pairs = {id(p): (p, master_of(p)) for group in groups for p in group["params"]}.values()
-        self.masters = [master for _, master in pairs if master is not None]
-        self.direct = [param for param, master in pairs if master is None]
+        stepped = {id(p): master_of(p) for group in stepper(optimizer).param_groups for p in group["params"]}
+        self.masters = [master for master in stepped.values() if master is not None]
+        with_master = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
+        held = {id(p): p for group in groups for p in group["params"]}
+        self.direct = [param for key, param in held.items() if key not in with_master]
         self.groups = [list(group["params"]) for group in groups]
 
     def hand_out_masters(self, optimizer: Any) -> None:
@@ -205,13 +211,17 @@ def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
     exists for a parameter is carried over to its master (or back, where an earlier call had masters and this one has
     none). apex swapped params in the same way (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
-    for group in optimizer.param_groups:
+    if _torch.is_zero(optimizer):
+        _torch.separate_inner_groups(optimizer)
+    states = [one.state for one in (optimizer, *inner_optimizers(optimizer))]
+    for group in stepper(optimizer).param_groups:
         params = group["params"]
         for index, param in enumerate(params):
             new = _held_for(param, session)
             if new is not param:
-                if param in optimizer.state:
-                    optimizer.state[new] = optimizer.state.pop(param)
+                for held in states:
+                    if param in held:
+                        held[new] = held.pop(param)
                 params[index] = new
 
 
@@ -221,16 +231,16 @@ def match_state(optimizer: Any) -> None:
     State that was loaded or gathered before ``initialize`` changed the dtype of the params would not fit them. An
     optimizer with a ``load_state_dict`` of its own decides for itself which dtype its state has.
     """
-    optimizer = getattr(optimizer, "optim", optimizer)  # LARC
-    if getattr(type(optimizer), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
-        return
-    for param, held in list(optimizer.state.items()):
-        if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
+    for one in (optimizer, *inner_optimizers(optimizer)):
+        if getattr(type(one), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
             continue
-        for name, value in held.items():
-            is_state = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape
-            if is_state and name != "step" and value.dtype != param.dtype:
-                optimizer.state[param] = {**optimizer.state[param], name: value.to(param.dtype)}
+        for param, held in list(one.state.items()):
+            if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
+                continue
+            for name, value in held.items():
+                is_state = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape
+                if is_state and name != "step" and value.dtype != param.dtype:
+                    one.state[param] = {**one.state[param], name: value.to(param.dtype)}
 
 
 def _held_for(param: torch.Tensor, session: Session | None) -> torch.Tensor:

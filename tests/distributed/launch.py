@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 def rank_main(directory: str) -> int:
     import checks
+    import zero_checks
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    failed = checks.run_all()
+    failed = checks.run_all([*checks.CHECKS, *zero_checks.CHECKS])
     Path(directory).mkdir(parents=True, exist_ok=True)
     Path(directory, f"{dist.get_rank()}.json").write_text(json.dumps(failed))
     dist.barrier()  # torchrun ends the others as soon as one has failed
@@ -55,6 +56,7 @@ def main() -> int:
     if "RANK" in os.environ:
         run_rank(sys.argv[1])
     import checks  # noqa: F401 - imported once, before the ranks fork
+    import zero_checks  # noqa: F401
 
     world, directory = int(sys.argv[1]), sys.argv[2]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"], WORLD_SIZE=str(world))

@@ -1,4 +1,4 @@
-"""Data parallelism over gloo: the checks of ``checks.py`` on two ranks (by torchrun) and on four."""
+"""Data parallelism over gloo: ``checks.py`` and ``zero_checks.py`` on two ranks (by torchrun) and on four."""
 
 import json
 import os
@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from checks import NAMES
+import zero_checks
+from checks import CHECKS
 
 HERE = Path(__file__).parent
+NAMES = [f"{check.__name__}-{level}" for check, levels in [*CHECKS, *zero_checks.CHECKS] for level in levels]
 
 
 def free_port() -> str:

@@ -1,0 +1,353 @@
+"""``ZeroRedundancyOptimizer`` under DDP: what every rank runs (see ``checks``)."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import LEVELS, MASTERS, Net, batch, equal_on_ranks, step
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ampcompat import amp
+from ampcompat.amp.masters import masters_of
+
+ADAM = {"lr": 0.02, "weight_decay": 0.01, "eps": 1e-4}  # 1e-8 is zero in half, at O3
+
+
+def sharded_adam(params: Any, **options: Any) -> Any:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # torch 2.4 warns of something else in there
+
+    return ZeroRedundancyOptimizer(params, optimizer_class=torch.optim.Adam, **ADAM, **options)
+
+
+def adam(params: Any) -> Any:
+    return torch.optim.Adam(params, **ADAM)
+
+
+def made(level: str, optimizer_of: Any = sharded_adam, seed: int = 3, **overrides: Any) -> Any:
+    torch.manual_seed(seed)
+    model = Net()
+    model, optimizer = amp.initialize(
+        model, optimizer_of(model.parameters()), opt_level=level, verbosity=0, **overrides
+    )
+    return model, optimizer, DistributedDataParallel(model)
+
+
+def made_last(level: str) -> Any:
+    """The optimizer is built around the wrapped model's parameters, and initialized last."""
+    torch.manual_seed(3)
+    model = amp.initialize(Net(), opt_level=level, verbosity=0)
+    run = DistributedDataParallel(model)
+    model, optimizer = amp.initialize(model, sharded_adam(run.parameters()), opt_level=level, verbosity=0)
+    return model, optimizer, run
+
+
+def loss(run: Any, at: int) -> float:
+    with torch.no_grad():
+        return float(run(batch(at, 0)).float().pow(2).mean())
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def same(got: list[torch.Tensor], want: list[torch.Tensor]) -> bool:
+    return len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def own_params(optimizer: Any) -> list[torch.Tensor]:
+    """What this rank steps, as the model holds it."""
+    return [p for group in optimizer._partition_parameters()[optimizer.rank] for p in group["params"]]
+
+
+def exact(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """The float32 weights of all ranks, on every rank."""
+    saved = []
+    for to in range(dist.get_world_size()):
+        optimizer.consolidate_state_dict(to)
+        found = {name: value.clone() for name, value in model.state_dict().items()}
+        saved = found if to == dist.get_rank() else saved
+    return saved
+
+
+def trains_as_adam(level: str) -> None:
+    """The same weights as Adam's under amp, to the bit, in either order of wrapping and initializing."""
+    model, optimizer, run = made(level, adam)
+    start = loss(run, 0)
+    for at in range(20):
+        step(run, optimizer, at)
+    want, end = weights(model), loss(run, 0)
+    assert end < 0.5 * start, (start, end)
+    model, optimizer, run = made(level)
+    for at in range(20):
+        step(run, optimizer, at)
+        equal_on_ranks(model.parameters())
+    assert same(weights(model), want), (start, end, loss(run, 0))
+    if level in MASTERS:  # its masters begin from half weights
+        model, optimizer, run = made_last(level)
+        for at in range(20):
+            step(run, optimizer, at)
+            equal_on_ranks(model.parameters())
+        assert loss(run, 0) < 0.5 * start
+
+
+def shards_masters_and_state(level: str) -> None:
+    """A rank has float32 weights, gradients and state of what it steps, and of nothing else."""
+    model, optimizer, run = made(level)
+    for at in range(3):
+        own = own_params(optimizer)
+        assert 0 < len(own) < len(list(model.parameters()))
+        optimizer.zero_grad()
+        with amp.scale_loss(run(batch(at)).float().pow(2).mean() * 1e-3, optimizer) as scaled:
+            scaled.backward()
+        assert {id(m.half) for m in masters_of(model) if m.value.grad is not None} == {id(p) for p in own}
+        optimizer.step()
+        assert {id(m.half) for m in masters_of(model)} == {id(p) for p in own}
+        assert set(optimizer.optim.state) == {m.value for m in masters_of(model)}
+        assert not optimizer.state
+        if at == 1 and dist.get_rank() == 0:
+            model.state_dict()  # makes masters of everything: the next step drops those that others step
+
+
+def bytes_per_parameter(level: str, optimizer_of: Any) -> float:
+    """What this rank's tensors take between a block and the second step; DDP's own buckets are not among them."""
+
+    def live() -> int:
+        gc.collect()
+        tensors = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+    before = live()
+    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
+    model, optimizer = amp.initialize(model, optimizer_of(model.parameters()), opt_level=level, verbosity=0)
+    run = DistributedDataParallel(model)
+    for at in range(2):
+        with amp.scale_loss(run(torch.ones(1, 64)).float().sum() * 1e-3, optimizer) as scaled:
+            scaled.backward()
+        if not at:
+            optimizer.step()
+            optimizer.zero_grad()
+    del scaled
+    return (live() - before) / sum(p.numel() for p in model.parameters())
+
+
+def takes_bytes(level: str) -> None:
+    """With masters 4 for the half weight and gradient, and 16 for master, gradient and Adam's state over the ranks."""
+    whole, sharded = (8, 8) if level == "O1" else (4, 16)
+    for optimizer_of, ranks in ((adam, 1), (sharded_adam, dist.get_world_size())):
+        found = bytes_per_parameter(level, optimizer_of)
+        assert found == pytest.approx(whole + sharded / ranks, abs=0.2)  # and scalars
+
+
+def overflow_on_one_rank_is_skipped_by_all(level: str) -> None:
+    model, optimizer, run = made(level)
+    step(run, optimizer, 0, factor=1e-3)
+    before, held = weights(model), [p.detach().clone() for p in amp.master_params(optimizer)]
+    for count in (1, 2):
+        step(run, optimizer, 1, factor=float("inf") if dist.get_rank() == 1 else 1e-3)
+        assert amp.step_was_skipped(optimizer)
+        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0 ** (16 - count), "unskipped": 0}
+        assert same(weights(model), before)
+        assert same([p.detach() for p in amp.master_params(optimizer)], held)
+    step(run, optimizer, 2, factor=1e-3)
+    assert not amp.step_was_skipped(optimizer)
+    assert not same(weights(model), before)
+    equal_on_ranks(model.parameters())
+
+
+def clipping_sees_all_gradients(level: str) -> None:
+    norms, ends = [], []
+    for optimizer_of in (adam, sharded_adam):
+        model, optimizer, run = made(level, optimizer_of)
+        for at in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(run(batch(at)).float().pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+            norms.append(float(nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 0.01)))
+            optimizer.step()
+        equal_on_ranks(model.parameters())
+        ends.append(nn.utils.parameters_to_vector(model.parameters()).detach().float())
+    # Gradients that other ranks step were unscaled in half: off by 2^-11 (float16) or 2^-8 (bfloat16) each.
+    torch.testing.assert_close(norms[:3], norms[3:], rtol={"O5": 2.0**-7}.get(level, 2.0**-10), atol=0.0)
+    torch.testing.assert_close(ends[0], ends[1], rtol=2.0**-7, atol=0.02 * 3 * 2.0**-7)
+
+
+def accumulates_under_no_sync(level: str) -> None:
+    ends = []
+    for optimizer_of in (adam, sharded_adam):
+        model, optimizer, run = made(level, optimizer_of)
+        for at in range(3):
+            with run.no_sync(), amp.scale_loss(run(batch(10 + at)).float().pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+            with amp.scale_loss(run(batch(20 + at)).float().pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+            with amp.scale_loss(run(batch(30 + at)).float().pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(weights(model))
+    assert same(*ends)
+
+
+def consolidates_and_resumes(level: str) -> None:
+    """From a checkpoint of rank 0's: bitwise the uninterrupted run, whose exact weights are those of plain Adam."""
+    plain, optimizer, run = made(level, adam)
+    for at in range(5):
+        run = DistributedDataParallel(plain) if at == 3 else run  # as after resuming: see ``checks.resume``
+        step(run, optimizer, at, factor=1e-3)
+    want = plain.state_dict()
+    model, optimizer, run = made(level)
+    for at in range(3):
+        step(run, optimizer, at, factor=1e-3)
+    optimizer.consolidate_state_dict()
+    buffer = io.BytesIO()
+    if dist.get_rank() == 0:
+        parts = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
+        assert len(parts["optimizer"]["state"]) == len(list(model.parameters()))
+        torch.save(parts, buffer)
+    sent = [buffer.getvalue()]
+    dist.broadcast_object_list(sent, 0)
+    run = DistributedDataParallel(model)
+    for at in range(3, 5):
+        step(run, optimizer, at, factor=1e-3)
+    got = exact(model, optimizer)
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+    for late in (False, True):
+        saved = torch.load(io.BytesIO(sent[0]), weights_only=True)
+        model, optimizer, run = made(level, seed=50 + dist.get_rank())
+        if late:
+            optimizer.load_state_dict(saved["optimizer"])
+        run.module.load_state_dict(saved["model"])
+        if not late:
+            optimizer.load_state_dict(saved["optimizer"])
+        amp.load_state_dict(saved["amp"])
+        for at in range(3, 5):
+            step(run, optimizer, at, factor=1e-3)
+        got = exact(model, optimizer)
+        assert all(torch.equal(got[name], value) for name, value in want.items()), late
+        equal_on_ranks(model.parameters())
+
+
+def takes_another_group(level: str) -> None:
+    ends = []
+    for optimizer_of in (adam, sharded_adam):
+        torch.manual_seed(3)
+        model = Net()
+        optimizer = optimizer_of([*model.a.parameters(), *model.norm.parameters()])
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        run = DistributedDataParallel(model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.8**epoch)
+        for at in range(4):
+            if at == 2:
+                optimizer.zero_grad()
+                optimizer.add_param_group({"params": list(model.b.parameters()), "initial_lr": 0.1, "lr": 0.1})
+                schedule.base_lrs.append(0.1)
+                schedule.lr_lambdas.append(lambda epoch: 0.9**epoch)
+            step(run, optimizer, at)
+            schedule.step()
+        equal_on_ranks(model.parameters())
+        ends.append(weights(model))
+    assert same(*ends)
+
+
+def steps_with_a_closure(level: str) -> None:
+    ends = []
+    for optimizer_of in (adam, sharded_adam):
+        model, optimizer, run = made(level, optimizer_of)
+        for at in range(4):
+
+            def closure(at: int = at) -> torch.Tensor:
+                optimizer.zero_grad()
+                found: torch.Tensor = run(batch(at)).float().pow(2).mean()
+                with amp.scale_loss(found * (float("inf") if at == 2 else 1e-3), optimizer) as scaled:
+                    scaled.backward()
+                return found
+
+            assert optimizer.step(closure) is not None
+            assert amp.step_was_skipped(optimizer) == (at == 2)
+        equal_on_ranks(model.parameters())
+        ends.append(weights(model))
+    assert same(*ends)
+
+
+def clears_what_it_is_told_to(level: str) -> None:
+    """A second step without a block moves nothing, however the gradients were cleared."""
+    model, optimizer, run = made(level)
+    step(run, optimizer, 0, factor=1e-3)
+    for clear in (optimizer.zero_grad, model.zero_grad, lambda: None):
+        before = weights(model)
+        clear()
+        optimizer.step()
+        assert same(weights(model), before)
+    with amp.scale_loss(run(batch(1)).float().pow(2).mean() * 1e-3, optimizer) as scaled:
+        scaled.backward()
+    optimizer.zero_grad()
+    assert all(p.grad is None for p in [*model.parameters(), *amp.master_params(optimizer)])
+
+
+def leaves_amp_with_equal_weights(level: str) -> None:
+    plain, optimizer, run = made(level, adam)
+    for at in range(3):
+        step(run, optimizer, at, factor=1e-3)
+    amp.initialize(plain, optimizer, enabled=False)
+    model, optimizer, run = made(level)
+    for at in range(3):
+        step(run, optimizer, at, factor=1e-3)
+    amp.initialize(model, optimizer, enabled=False)
+    assert same(weights(model), weights(plain))
+    equal_on_ranks(model.parameters())
+    optimizer.zero_grad()
+    run = DistributedDataParallel(model)
+    run(batch(4)).pow(2).mean().backward()
+    optimizer.step()
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    assert not same(weights(model), weights(plain))
+    equal_on_ranks(model.parameters())
+    optimizer.consolidate_state_dict()
+
+
+def is_refused_where_it_cannot_work(level: str) -> None:
+    told = {"overlap_with_ddp": "overlap_with_ddp=True - it steps inside the backward pass.*overlap_with_ddp=False"}
+    if level in ("O2", "O3", "O5"):
+        told["parameters_as_bucket_view"] = "parameters_as_bucket_view=True at.*or use opt_level='O1'"
+    for option, words in told.items():
+        model = Net()
+        optimizer = sharded_adam(model.parameters(), **{option: True})
+        with pytest.raises(RuntimeError, match=words):
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        assert all(p.dtype == torch.float32 for p in model.parameters())
+        amp.initialize(model, optimizer, enabled=False)
+
+
+def weights_in_buckets(level: str) -> None:
+    ends = []
+    for options in ({}, {"parameters_as_bucket_view": True}):
+        model, optimizer, run = made(level, lambda params, options=options: sharded_adam(params, **options))
+        for at in range(3):
+            step(run, optimizer, at)
+        ends.append(weights(model))
+    assert same(*ends)
+
+
+CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
+    (trains_as_adam, LEVELS),
+    (shards_masters_and_state, MASTERS),
+    (takes_bytes, ["O1", "O2", "O5"]),
+    (overflow_on_one_rank_is_skipped_by_all, ["O1", "O2"]),
+    (clipping_sees_all_gradients, MASTERS),
+    (accumulates_under_no_sync, ["O1", "O2"]),
+    (consolidates_and_resumes, ["O1", "O2", "O5"]),
+    (takes_another_group, ["O1", "O2"]),
+    (steps_with_a_closure, ["O1", "O2"]),
+    (clears_what_it_is_told_to, MASTERS),
+    (leaves_amp_with_equal_weights, MASTERS),
+    (is_refused_where_it_cannot_work, LEVELS),
+    (weights_in_buckets, ["O1"]),
+]
