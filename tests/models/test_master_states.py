@@ -174,7 +174,7 @@ def replaced(level, dtype=None):
     if dtype is torch.float32:  # all of its bits are new
         want[1] = rounded[1]
     run.sides_are(want)
-    run.step(torch.ones(2, 4))
+    run.step(torch.full((2, 4), 0.25))
     assert torch.equal(new.detach(), run.held.detach().to(run.dtype))
     assert not torch.equal(run.held.detach(), want)
 
