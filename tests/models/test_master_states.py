@@ -1,0 +1,267 @@
+"""Each row of the table at the head of ``ampcompat/amp/masters.py``, both sides of it, seen from outside.
+
+Weights are thirds: no half holds them, so a master that was rounded on its way would show.
+"""
+
+import copy
+import pickle
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from nets import MASTER_LEVELS
+
+from ampcompat import amp
+
+PAGE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "architecture.py"))
+HEAD, *ROWS = PAGE["table_in"](PAGE["TABLES"]["masters"])
+ROW = torch.tensor([1.0, -0.25, 0.0, 3.0])  # exact in both halves
+LATE = 12  # forwards and steps after which values are compared no more
+
+
+def thirds(seed=0):
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) / 3
+
+
+class Run:
+    """A linear model with one half weight of two rows and its master."""
+
+    def __init__(self, level, steps=0):
+        self.level = level
+        self.model = torch.nn.Linear(4, 2, bias=False)
+        self.exact = thirds()
+        with torch.no_grad():
+            self.model.weight.copy_(self.exact)
+        self.model, self.optimizer = amp.initialize(
+            self.model, torch.optim.SGD(self.model.parameters(), lr=1.0), opt_level=level, verbosity=0
+        )
+        self.dtype = self.model.weight.dtype
+        for _ in range(steps):  # each with a gradient of zero: no bit moves
+            self.step(torch.zeros(2, 4))
+
+    @property
+    def held(self):
+        """The master, as the optimizer holds it: looking at it changes nothing."""
+        return self.optimizer.param_groups[0]["params"][0]
+
+    def forward(self):
+        return self.model(torch.ones(1, 4, device=self.model.weight.device))
+
+    def step(self, gradient):
+        self.forward()
+        with amp.scale_loss((self.model.weight.float() * gradient).sum(), self.optimizer) as scaled:
+            scaled.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def sides_are(self, value, half=None):
+        """Both sides, to the bit; ``half`` defaults to ``value`` rounded."""
+        half = value.to(self.dtype) if half is None else half
+        assert self.model.weight.dtype == self.dtype
+        assert torch.equal(self.model.weight.detach().cpu(), half)
+        assert torch.equal(self.held.detach().cpu(), value)
+
+    def taken(self, row):
+        """The master after row 0 of the model was written: the other row keeps its low bits."""
+        value = self.exact.clone()
+        value[0] = row
+        return value
+
+
+def initialized(level):
+    run = Run(level)
+    run.sides_are(run.exact)
+    assert run.held.dtype == torch.float32
+    assert not torch.equal(run.exact, run.exact.to(run.dtype).float())
+
+
+def stepped(level):
+    run = Run(level)
+    gradient = torch.full((2, 4), 2.0**-10)
+    run.step(gradient)
+    run.sides_are(run.exact - gradient)
+
+
+def loaded(level):
+    run, other = Run(level), thirds(1)
+    run.model.load_state_dict({"weight": other})
+    run.sides_are(other)
+    run.forward()
+    run.sides_are(other)
+
+
+def half_written(level):
+    for steps in (0, LATE):
+        run = Run(level, steps)
+        with torch.no_grad():
+            run.model.weight[0] = ROW
+        run.forward()
+        run.sides_are(run.taken(ROW))
+
+
+def half_written_past_the_counters(level):
+    run = Run(level)
+    run.model.weight.data[0] = ROW
+    run.forward()
+    run.sides_are(run.taken(ROW))
+    run.model.weight.data[0] = 2 * ROW  # whoever was seen once is looked for from then on
+    for _ in range(LATE):
+        run.step(torch.zeros(2, 4))
+    run.model.weight.data[0] = ROW
+    run.forward()
+    run.sides_are(run.taken(ROW))
+
+
+def half_written_past_the_counters_late(level):
+    """Where values are compared no more, a forward does not see the write; saving the model does."""
+    run = Run(level, LATE)
+    run.model.weight.data[0] = ROW
+    run.forward()
+    run.sides_are(run.exact, half=run.taken(ROW).to(run.dtype))
+    assert torch.equal(run.model.state_dict()["weight"], run.taken(ROW))
+    run.sides_are(run.taken(ROW))
+
+
+def half_written_and_written_back(level):
+    for steps in (0, LATE):
+        run = Run(level, steps)
+        before = run.model.weight.detach().clone()
+        for _ in range(2):
+            with torch.no_grad():
+                run.model.weight[0] = ROW
+            run.forward()
+            with torch.no_grad():
+                run.model.weight.copy_(before)
+            run.forward()
+            run.sides_are(run.exact)
+
+
+def value_written(level):
+    for steps in (0, LATE):
+        run, other = Run(level, steps), thirds(2)
+        with torch.no_grad():
+            next(amp.master_params(run.optimizer)).copy_(other)
+        run.forward()
+        run.sides_are(other)
+
+
+def both_written_after_state_dict(level):
+    for steps in (0, LATE):
+        run = Run(level, steps)
+        state = run.model.state_dict()
+        with torch.no_grad():
+            state["weight"][1] = 1 / 3
+            run.model.weight[0, :2] = ROW[:2]
+        run.forward()
+        want = run.exact.clone()
+        want[1], want[0, :2] = 1 / 3, ROW[:2]
+        run.sides_are(want)
+
+
+def replaced(level, dtype=None):
+    run = Run(level)
+    rounded = run.exact.to(run.dtype)
+    new = torch.nn.Parameter(rounded.to(dtype or run.dtype))
+    with torch.no_grad():
+        new[0] = ROW
+    run.model.weight = new
+    with pytest.warns(UserWarning, match="the master takes the new values"):
+        run.forward()
+    assert run.model.weight is new
+    want = run.taken(ROW)
+    if dtype is torch.float32:  # all of its bits are new
+        want[1] = rounded[1]
+    run.sides_are(want)
+    run.step(torch.full((2, 4), 0.25))
+    assert torch.equal(new.detach(), run.held.detach().to(run.dtype))
+    assert not torch.equal(run.held.detach(), want)
+
+
+def replaced_by_a_float32_one(level):
+    replaced(level, torch.float32)
+
+
+def moved_to_a_device(level):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a second device")
+    run = Run(level)
+    run.model.to("cuda")
+    with pytest.warns(UserWarning, match="its master weights follow"):
+        run.forward()
+    assert run.model.weight.is_cuda
+    assert run.held.is_cuda
+    run.sides_are(run.exact)
+
+
+def made_float(level):
+    run = Run(level)
+    run.model.float()
+    run.model.weight.data[0] = ROW
+    with pytest.warns(UserWarning, match="the dtype of the model is amp's business"):
+        run.forward()
+    run.sides_are(run.taken(ROW))
+
+
+def copied(level):
+    run = Run(level)
+    for copy_of in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
+        model, optimizer = copy_of((run.model, run.optimizer))
+        (master,) = amp.master_params(optimizer)
+        assert model.weight is not run.model.weight
+        assert master is not run.held
+        assert torch.equal(model.weight, run.model.weight)
+        assert torch.equal(master, run.exact)
+        assert torch.equal(model.state_dict()["weight"], run.exact)
+        with torch.no_grad():
+            master.fill_(0.5)
+        model(torch.ones(1, 4))
+        assert torch.equal(model.weight, torch.full_like(model.weight, 0.5))
+        run.forward()
+        run.sides_are(run.exact)
+
+
+def initialized_at_another_level(level):
+    run = Run(level)
+    amp.initialize(run.model, run.optimizer, opt_level="O1", verbosity=0)
+    assert run.model.weight.dtype == torch.float32
+    assert torch.equal(run.model.weight, run.exact)
+    assert run.held is run.model.weight
+
+
+#: Tests of each row of the table, by its first cell.
+EVENTS = {
+    "``initialize``": [initialized],
+    "``optimizer.step``": [stepped],
+    "``load_state_dict``": [loaded],
+    "half written, counters move": [half_written],
+    "half written past the counters": [half_written_past_the_counters, half_written_past_the_counters_late],
+    "half written, then written back": [half_written_and_written_back],
+    "value written": [value_written],
+    "both written after ``state_dict``": [both_written_after_state_dict],
+    "parameter replaced in its module": [replaced, replaced_by_a_float32_one],
+    "``model.to(device)``": [moved_to_a_device],
+    "``model.float()`` and the like": [made_float],
+    "deepcopy, pickle": [copied],
+    "``initialize`` at another level": [initialized_at_another_level],
+}
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+@pytest.mark.parametrize("act", [act for acts in EVENTS.values() for act in acts], ids=lambda act: act.__name__)
+def test_row(act, level):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        act(level)
+
+
+def test_levels_without_masters_step_the_weight_itself():
+    for level in ("O0", "O1", "O3"):
+        run = Run(level)
+        assert run.held is run.model.weight
+
+
+def test_every_row_of_the_table_has_a_test():
+    assert [row[0] for row in ROWS] == list(EVENTS)
+    assert all(all(row) for row in ROWS)
