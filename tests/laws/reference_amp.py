@@ -54,6 +54,7 @@ class Weight:
 
     leaf: torch.nn.Parameter
     value: torch.nn.Parameter
+    filled: bool = False  # a block since the last step has given the master its gradient
     cleared: bool = False  # in the model, since the last block or step
 
     @property
@@ -92,6 +93,11 @@ class Optimizer:
     plain: bool = False  # the gradients are of a backward pass outside any block
     blocks: int = 0  # how many there had been at the last step
 
+    spent: torch.Tensor | None = None
+
+    def first_gradient(self):
+        return next((w.leaf.grad for w in self.weights if w.has_master and w.leaf.grad is not None), None)
+
     def gradients(self):
         """What tells whether a backward pass has reached any weight."""
         grads = [weight.leaf.grad for weight in self.weights]
@@ -101,7 +107,7 @@ class Optimizer:
         self.torch.zero_grad(set_to_none)
         for weight in self.weights:
             if weight.has_master:
-                weight.leaf.grad = None
+                weight.leaf.grad, weight.filled = None, False
         self.aside, self.pending, self.used, self.plain = {}, None, False, False
 
     def put_back(self):
@@ -120,7 +126,7 @@ class Optimizer:
             self.torch.step()
         for weight in self.weights:
             if weight.has_master:
-                weight.value.grad, weight.cleared = None, False
+                weight.value.grad, weight.filled, weight.cleared = None, False, False
             weight.push()
         self.used = self.plain = False
 
@@ -209,7 +215,24 @@ class Reference:
     def take(self, step):
         """Take one step of a program; whether it is possible now."""
         self.saved, self.skipped = {}, None
+        if self.known_defect(step):
+            return False
         return getattr(self, step["do"])(step) is not False
+
+    def known_defect(self, step):
+        one = self.optimizers[step["optimizer"]]
+        if step["do"] == "clear" and step["who"] != "optimizer":
+            return any(w.filled and w.leaf.grad is None for w in self.cleared_by(step))
+        if step["do"] == "block":
+            return any(w.cleared for n, o in enumerate(self.optimizers) for w in o.weights if n not in step["optimizers"])
+        if step["do"] == "clip":
+            return any(w.cleared for w in one.weights)
+        if step["do"] == "step" and one.pending and one.used and not self.scalers[0].dynamic:
+            return not any(w.has_master for w in one.weights)
+        if step["do"] == "step" and not (one.used or one.plain or one.pending) and one.blocks == self.blocks:
+            first = one.first_gradient()
+            return first is not None and first is not one.spent
+        return False
 
     # -- steps of programs ---------------------------------------------------------------------------------------------
     def join(self, step):
@@ -294,6 +317,7 @@ class Reference:
                 if weight.has_master:
                     before = weight.value.grad
                     weight.value.grad = unscaled if before is None else before + unscaled
+                    weight.filled = True
                 else:
                     unscaled = unscaled.to(new.dtype)
                     weight.leaf.grad = unscaled if old is None else unscaled + old
@@ -315,7 +339,7 @@ class Reference:
             pending = one.pending
             self.end([o for o in pending.optimizers if o.pending is pending], pending.scalers[0], pending.scale)
         one.step()
-        one.blocks = self.blocks
+        one.blocks, one.spent = self.blocks, one.first_gradient()
         if step["asks"]:
             self.skipped = one.skipped
 
@@ -323,22 +347,27 @@ class Reference:
         who, how = step["who"], step["how"]
         if who == "optimizer":
             one = self.optimizers[step["optimizer"]]
+            if how == "zeros" and any(w.cleared for w in one.weights):
+                return False  # the masters' may be None or zeros
             if one.used:
                 one.blocks = self.blocks
             one.zero_grad(how == "none")
-            return
-        cleared = self.weights if who == "all" else [self.weights[step["weight"]]]
-        if who == "model":
-            members = {id(p) for p in self.models[step["model"]].parameters()}
-            cleared = [w for w in self.weights if id(w.leaf) in members]
-        for weight in cleared:
+            return True
+        for weight in self.cleared_by(step):
             if how == "none":
                 weight.leaf.grad = None
             elif weight.leaf.grad is not None:
-                weight.leaf.grad = torch.zeros_like(weight.leaf.grad)
+                weight.leaf.grad.zero_()
             owner = next((one for one in self.optimizers if weight in one.weights), None)
-            if weight.has_master and owner is not None and not owner.pending:
-                weight.value.grad, weight.cleared = None, True
+            if weight.filled and not owner.pending:
+                weight.value.grad, weight.filled, weight.cleared = None, False, True
+        return True
+
+    def cleared_by(self, step):
+        if step["who"] == "model":
+            members = {id(p) for p in self.models[step["model"]].parameters()}
+            return [w for w in self.weights if id(w.leaf) in members]
+        return self.weights if step["who"] == "all" else [self.weights[step["weight"]]]
 
     def clip(self, step):
         torch.nn.utils.clip_grad_norm_([w.value for w in self.optimizers[step["optimizer"]].weights], step["norm"])
@@ -369,7 +398,8 @@ class Reference:
         self.save_models()
         step["joined"] = self.joined
         for weight in self.weights:
-            weight.leaf.grad, weight.value.grad, weight.cleared = None, None, False
+            weight.leaf.grad = weight.value.grad = None
+            weight.filled = weight.cleared = False
         for one in self.optimizers:
             one.zero_grad()
             one.overflow, one.blocks = False, self.blocks
