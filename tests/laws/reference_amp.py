@@ -1,7 +1,7 @@
 """What amp owes, written from the tables of DESIGN: plain torch, one weight at a time, and nothing of ampcompat in it.
 
-The models are torch's own, cast by hand; gradients come from torch's autograd. Scaling, unscaling, overflows, masters and
-whose gradients are whose are done here, step by step. The arithmetic is that of amp, so results agree to the bit.
+The models are torch's own, cast by hand; gradients come from torch's autograd. Scaling, unscaling, overflows, masters,
+and whose gradients are whose are done here, step by step. The arithmetic is that of amp: results agree to the bit.
 """
 
 import contextlib
@@ -92,8 +92,7 @@ class Optimizer:
     skipped: bool = False
     plain: bool = False  # the gradients are of a backward pass outside any block
     blocks: int = 0  # how many there had been at the last step
-
-    spent: torch.Tensor | None = None
+    spent: torch.Tensor | None = None  # the first gradient that it has used
 
     def first_gradient(self):
         return next((w.leaf.grad for w in self.weights if w.has_master and w.leaf.grad is not None), None)
@@ -212,24 +211,26 @@ class Reference:
             found |= {f"buffer {name} of model {number}": b.clone() for name, b in model.named_buffers()}
         return {**found, **self.saved, "skipped": self.skipped}
 
-    def take(self, step):
-        """Take one step of a program; whether it is possible now."""
+    def take(self, step, avoid=True):
+        """Take one step of a program; whether it is possible now, and meets no known defect if those are avoided."""
         self.saved, self.skipped = {}, None
-        if self.known_defect(step):
+        if avoid and self.known_defect(step):
             return False
         return getattr(self, step["do"])(step) is not False
 
     def known_defect(self, step):
-        one = self.optimizers[step["optimizer"]]
-        if step["do"] == "clear" and step["who"] != "optimizer":
+        """Whether ``step`` meets one of the defects that the tests of KNOWN_DEFECTS expect; delete what is mended."""
+        kind, one = step["do"], self.optimizers[step["optimizer"]]
+        if kind == "clear" and step["who"] != "optimizer":  # "cleared where the last block gave none"
             return any(w.filled and w.leaf.grad is None for w in self.cleared_by(step))
-        if step["do"] == "block":
-            return any(w.cleared for n, o in enumerate(self.optimizers) for w in o.weights if n not in step["optimizers"])
-        if step["do"] == "clip":
+        if kind == "block":  # "cleared before the block of another"
+            others = [o for n, o in enumerate(self.optimizers) if n not in step["optimizers"]]
+            return any(w.cleared for o in others for w in o.weights)
+        if kind == "clip":  # "cleared before clipping"
             return any(w.cleared for w in one.weights)
-        if step["do"] == "step" and one.pending and one.used and not self.scalers[0].dynamic:
-            return not any(w.has_master for w in one.weights)
-        if step["do"] == "step" and not (one.used or one.plain or one.pending) and one.blocks == self.blocks:
+        if kind == "step" and one.pending:  # "accumulated, then delayed"
+            return one.used and not self.scalers[0].dynamic and not any(w.has_master for w in one.weights)
+        if kind == "step" and not one.used and not one.plain and one.blocks == self.blocks:  # "scaled, taken as plain"
             first = one.first_gradient()
             return first is not None and first is not one.spent
         return False
