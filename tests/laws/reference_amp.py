@@ -1,18 +1,22 @@
-"""What DESIGN says of loss scaling and masters, in plain Python and float64: slow, and nothing of ampcompat in it.
+"""What amp owes, written from the tables of DESIGN: plain torch, one weight at a time, and nothing of ampcompat in it.
 
-The training problem is made so that the truth is known: ``loss = sum(c * p)`` over chosen coefficients, so the true
-gradient of each parameter is its coefficient, and every coefficient is a small multiple of a power of two, exact in
-half precision under any scale that does not overflow.
+The models are torch's own, cast by hand; gradients come from torch's autograd. Scaling, unscaling, overflows, masters,
+and whose gradients are whose are done here, step by step. The arithmetic is that of amp: results agree to the bit.
 """
 
-import math
+import copy
 from dataclasses import dataclass, field
 
-HALF_MAX = {"float16": 65504.0, "bfloat16": 3.3895313892515355e38, "float32": 3.4028234663852886e38}
+import programs
+import torch
+
+HALF = {"O1": torch.float16, "O2": torch.float16, "O3": torch.float16, "O4": torch.bfloat16, "O5": torch.bfloat16}
 FLOOR = 2.0**-24
+# Before torch 2.7 the cache of weights keeps what a no_grad forward has cast: it is unused there.
+CACHES_WEIGHTS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 
-@dataclass
+@dataclass(eq=False)
 class Scaler:
     """One loss scale: x2 after ``window`` clean passes, /2 on overflow, clamped where it moves."""
 
@@ -22,6 +26,7 @@ class Scaler:
     maximum: float
     window: int
     unskipped: int = 0
+    put_off: bool = False
 
     @classmethod
     def make(cls, loss_scale, minimum, maximum, window):
@@ -30,6 +35,7 @@ class Scaler:
         return cls(False, float(loss_scale), minimum, maximum, window)
 
     def update(self, overflow):
+        overflow, self.put_off = overflow or self.put_off, False
         if not self.dynamic:
             self.unskipped += 1
         elif overflow:
@@ -43,61 +49,400 @@ class Scaler:
                 self.scale, self.unskipped = min(self.maximum, self.scale * 2), 0
 
 
-@dataclass
-class Param:
-    """One parameter: its exact value, the dtype its gradient travels in, and what has accumulated."""
+@dataclass(eq=False)
+class Weight:
+    """A weight of the model (``leaf``), and the one that the optimizer steps (``value``): a master, or the same."""
 
-    value: list[float]
-    travels: str
-    grad: list[float] | None = None
-    momentum: list[float] | None = None
+    leaf: torch.nn.Parameter
+    value: torch.nn.Parameter
+    filled: bool = False  # a block since the last step has given the master its gradient
+    cleared: bool = False  # in the model, since the last block or step
+
+    @property
+    def has_master(self):
+        return self.value is not self.leaf
+
+    def push(self):
+        self.leaf.data.copy_(self.value)
+
+    def pull(self):
+        """Take the elements that somebody wrote into the model."""
+        kept = self.value.to(self.leaf.dtype) == self.leaf
+        self.value.data.copy_(torch.where(kept, self.value, self.leaf.to(self.value.dtype)))
 
 
-@dataclass
+@dataclass(eq=False)
+class Pending:
+    """Scaled gradients of one backward pass, left by blocks of ``scalers`` to ``optimizers``."""
+
+    scale: float
+    scalers: list[Scaler]
+    optimizers: list["Optimizer"]
+
+
+@dataclass(eq=False)
 class Optimizer:
-    """SGD with momentum, as torch defines it, in float64; ``pending``: an overflow was seen since the last step."""
+    """A torch optimizer, and the state of its gradients (the columns of the table)."""
 
-    params: list[Param]
-    lr: float
-    momentum: float
-    pending: bool = False
+    torch: torch.optim.Optimizer
+    weights: list[Weight]
+    used: bool = False  # UNSCALED, or EMPTY: there was a block since the last step
+    pending: Pending | None = None
+    aside: dict[Weight, torch.Tensor | None] = field(default_factory=dict)
+    overflow: bool = False
     skipped: bool = False
-    history: list[bool] = field(default_factory=list)
+    plain: bool = False  # the gradients are of a backward pass outside any block
+    blocks: int = 0  # how many there had been at the last step
+    spent: torch.Tensor | None = None  # the first gradient that it has used
 
-    def block(self, scaler, coefficients, poison):
-        """One ``scale_loss`` block. ``coefficients``: per param a list, or None for no gradient."""
-        overflow = False
-        for param, coefficient in zip(self.params, coefficients, strict=True):
-            if coefficient is None:
-                continue
-            scaled = [c * scaler.scale for c in coefficient]
-            overflow |= poison or any(abs(s) > HALF_MAX[param.travels] for s in scaled)
-            old = param.grad or [0.0] * len(coefficient)
-            param.grad = [a + b for a, b in zip(old, coefficient, strict=True)]
-        return overflow
+    def first_gradient(self):
+        return next((w.leaf.grad for w in self.weights if w.has_master and w.leaf.grad is not None), None)
 
-    def note(self, scaler, overflow):
-        self.pending |= overflow and scaler.dynamic
+    def gradients(self):
+        """What tells whether a backward pass has reached any weight."""
+        grads = [weight.leaf.grad for weight in self.weights]
+        return [(id(grad), grad._version) for grad in grads if grad is not None]
+
+    def zero_grad(self, set_to_none=True):
+        self.torch.zero_grad(set_to_none)
+        for weight in self.weights:
+            if weight.has_master:
+                weight.leaf.grad, weight.filled = None, False
+        self.aside, self.pending, self.used, self.plain = {}, None, False, False
+
+    def put_back(self):
+        """What accumulated before the block is there again; its own gradients are not."""
+        for weight in self.weights:
+            weight.leaf.grad = self.aside.get(weight)
+        self.aside, self.pending = {}, None
 
     def step(self):
-        self.skipped, self.pending = self.pending, False
+        self.skipped, self.overflow = self.overflow, False
         if not self.skipped:
-            for param in self.params:
-                if param.grad is None:
+            if self.plain:
+                for weight in self.weights:
+                    if weight.has_master and weight.leaf.grad is not None:
+                        weight.value.grad = weight.leaf.grad.float()
+            self.torch.step()
+        for weight in self.weights:
+            if weight.has_master:
+                weight.value.grad, weight.filled, weight.cleared = None, False, False
+            weight.push()
+        self.used = self.plain = False
+
+
+def clone(tensor):
+    return None if tensor is None else tensor.clone()
+
+
+class Raised(Exception):
+    """What the programs raise inside blocks."""
+
+
+class Reference:
+    """A run of a program."""
+
+    def __init__(self, config):
+        self.config = config
+        level = config["level"]
+        self.half = torch.bfloat16 if config["bfloat16"] else HALF.get(level)
+        self.casts = level in ("O2", "O3", "O5")
+        masters = config["masters"] if config["masters"] is not None else level in ("O2", "O5")
+        keeps = config["batchnorm"] if config["batchnorm"] is not None else level in ("O2", "O5")
+        self.models, leaves = programs.build(config, 0)
+        exact = [p.detach().clone() for p in leaves]
+        if self.casts:
+            for module in [m for model in self.models for m in model.modules()]:
+                if not (keeps and isinstance(module, torch.nn.BatchNorm1d)):
+                    for tensor in (*module._parameters.values(), *module._buffers.values()):
+                        if tensor is not None and tensor.dtype == torch.float32:
+                            tensor.data = tensor.data.to(self.half)
+        self.weights = []
+        for leaf, full, owner in zip(leaves, exact, config["owners"], strict=True):
+            value = leaf
+            if masters and leaf.dtype != torch.float32:  # that of a weight that nobody trains yet is made of the half
+                value = torch.nn.Parameter(full if owner is not None else leaf.detach().float())
+            self.weights.append(Weight(leaf, value))
+        made = programs.make_optimizers(config, [w.value for w in self.weights])
+        self.optimizers = [Optimizer(one, []) for one in made]
+        self.list_weights()
+        dynamic = level in ("O1", "O2") and self.half is torch.float16
+        loss_scale = config["loss_scale"] or ("dynamic" if dynamic else 1.0)
+        self.scalers = [
+            Scaler.make(loss_scale, config["minimum"], config["maximum"], config["window"])
+            for _ in range(config["losses"])
+        ]
+        # As in apex: where nothing is scaled and there are no masters, a block does nothing and counts nothing.
+        self.idle = loss_scale == 1.0 and not (masters and self.casts)
+        self.joined = False
+        self.kept, self.saved, self.skipped = None, {}, None
+        self.blocks = 0  # those that unscaled gradients
+
+    def list_weights(self):
+        by_value = {id(w.value): w for w in self.weights}
+        for one in self.optimizers:
+            one.weights = [by_value[id(p)] for group in one.torch.param_groups for p in group["params"]]
+
+    def forward(self, number):
+        model = self.models[number]
+
+        def call(x):
+            if self.casts:
+                return model(x.to(self.half)).float()
+            if self.half is None:
+                return model(x)
+            with torch.autocast("cpu", self.half, cache_enabled=CACHES_WEIGHTS):
+                return model(x)
+
+        return call
+
+    def loss(self, step):
+        return programs.loss_of([self.forward(n) for n in range(len(self.models))], step)
+
+    def seen(self):
+        """What a script may look at, by name; nothing where masters hear of a clearing only when they are needed."""
+        found = {f"weight {n}": w.leaf.detach().clone() for n, w in enumerate(self.weights)}
+        found |= {f"p.grad of weight {n}": clone(w.leaf.grad) for n, w in enumerate(self.weights)}
+        for number, one in enumerate(self.optimizers):
+            for index, weight in enumerate(one.weights):
+                found[f"param {index} of optimizer {number}"] = weight.value.detach().clone()
+                if not weight.cleared:
+                    found[f"gradient of param {index} of optimizer {number}"] = clone(weight.value.grad)
+        for number, scaler in enumerate(self.scalers):
+            found[f"scaler {number}"] = scaler.scale, scaler.unskipped
+        for number, model in enumerate(self.models):
+            found |= {f"buffer {name} of model {number}": b.clone() for name, b in model.named_buffers()}
+        return {**found, **self.saved, "skipped": self.skipped}
+
+    def take(self, step, avoid=True):
+        """Take one step of a program; whether it is possible now, and meets no known defect if those are avoided."""
+        self.saved, self.skipped = {}, None
+        if avoid and self.known_defect(step):
+            return False
+        return getattr(self, step["do"])(step) is not False
+
+    def known_defect(self, step):
+        """Whether ``step`` meets one of the defects that the tests of KNOWN_DEFECTS expect; delete what is mended."""
+        kind, one = step["do"], self.optimizers[step["optimizer"]]
+        if kind == "clear" and step["who"] != "optimizer":  # "cleared where the last block gave none"
+            return any(w.filled and w.leaf.grad is None for w in self.cleared_by(step))
+        if kind == "block":  # "cleared before the block of another"
+            others = [o for n, o in enumerate(self.optimizers) if n not in step["optimizers"]]
+            return any(w.cleared for o in others for w in o.weights)
+        if kind == "clip":  # "cleared before clipping"
+            return any(w.cleared for w in one.weights)
+        if kind == "step" and one.pending:  # "accumulated, then delayed"
+            return one.used and not self.scalers[0].dynamic and not any(w.has_master for w in one.weights)
+        if kind == "step" and not one.used and not one.plain and one.blocks == self.blocks:  # "scaled, taken as plain"
+            first = one.first_gradient()
+            return first is not None and first is not one.spent
+        return False
+
+    # -- steps of programs ---------------------------------------------------------------------------------------------
+    def join(self, step):
+        if self.joined:
+            return False
+        programs.join(self.config, [one.torch for one in self.optimizers], [w.value for w in self.weights])
+        self.list_weights()
+        self.joined = True
+        return True
+
+    def plain(self, step):
+        """Run a backward pass outside any block, where its gradients cannot be taken for those of a block."""
+        if any(w.leaf.grad is not None or w.value.grad is not None for w in self.weights):
+            return False
+        if any(one.used or one.pending or one.blocks != self.blocks for one in self.optimizers):
+            return False
+        loss = self.loss(step)
+        if loss.requires_grad:
+            loss.backward()
+        for one in self.optimizers:
+            one.plain = True
+        return True
+
+    def block(self, step):
+        chosen, scaler = [self.optimizers[n] for n in step["optimizers"]], self.scalers[step["loss_id"]]
+        scale, loss = scaler.scale, self.loss(step)
+        if self.idle:
+            self.backward(loss, chosen, step)
+            return
+        for one in self.optimizers:
+            one.plain = False
+        for one in chosen:
+            self.begin(one, scale)
+        found = {one: one.gradients() for one in chosen}
+        self.backward(loss.float() * scale, chosen, step)
+        if step["raises"]:
+            for one in chosen:
+                if not one.pending or one.gradients() != found[one]:
+                    one.put_back()
+        elif step["delay_unscale"]:
+            held = [s for one in chosen if one.pending for s in one.pending.scalers]
+            pending = Pending(scale, list(dict.fromkeys([scaler, *held])), chosen)
+            for one in chosen:
+                one.pending = pending
+        else:
+            self.end(chosen, scaler, scale, check=not step["delay_overflow_check"])
+
+    def backward(self, loss, chosen, step):
+        if step["raises"] == "before":
+            return
+        if step["clears"]:
+            for one in chosen:
+                one.zero_grad()
+        for _ in range(step["passes"] if loss.requires_grad else 0):
+            loss.backward(retain_graph=True)
+
+    def begin(self, one, scale):
+        if one.pending:
+            for weight in one.weights:
+                grad = weight.leaf.grad
+                if grad is not None:
+                    weight.leaf.grad = (grad.float() * (scale / one.pending.scale)).to(grad.dtype)
+            one.pending = Pending(scale, one.pending.scalers, one.pending.optimizers)
+            return
+        for weight in one.weights:
+            if not weight.has_master:
+                one.aside[weight] = weight.leaf.grad
+            weight.leaf.grad, weight.cleared = None, False
+
+    def end(self, chosen, scaler, scale, check=True):
+        """Unscale, add up, note overflows, and move the scales."""
+        overflow = False
+        inverse = torch.tensor(1 / scale)
+        for one in chosen:
+            for weight in one.weights:
+                new, old = weight.leaf.grad, one.aside.get(weight)
+                if new is None:
+                    weight.leaf.grad = old if not weight.has_master else None
                     continue
-                grad = param.grad
-                if self.momentum:
-                    if param.momentum is None:
-                        param.momentum = list(grad)
-                    else:
-                        param.momentum = [self.momentum * m + g for m, g in zip(param.momentum, grad, strict=True)]
-                    grad = param.momentum
-                param.value = [v - self.lr * g for v, g in zip(param.value, grad, strict=True)]
+                overflow |= not bool(new.isfinite().all())
+                unscaled = new.float() * inverse
+                if weight.has_master:
+                    before = weight.value.grad
+                    weight.value.grad = unscaled if before is None else before + unscaled
+                    weight.filled = True
+                else:
+                    unscaled = unscaled.to(new.dtype)
+                    weight.leaf.grad = unscaled if old is None else unscaled + old
+        others = dict.fromkeys(s for one in chosen if one.pending for s in one.pending.scalers if s is not scaler)
+        if check:
+            scaler.update(overflow)
+        else:
+            scaler.put_off |= overflow and scaler.dynamic
+        for other in others:
+            other.update(overflow)
+        self.blocks += 1
+        for one in chosen:
+            one.aside, one.pending, one.used = {}, None, True
+            one.overflow |= overflow and scaler.dynamic
 
-    def zero_grad(self):
-        for param in self.params:
-            param.grad = None
+    def step(self, step):
+        one = self.optimizers[step["optimizer"]]
+        if one.pending:
+            pending = one.pending
+            self.end([o for o in pending.optimizers if o.pending is pending], pending.scalers[0], pending.scale)
+        one.step()
+        one.blocks, one.spent = self.blocks, one.first_gradient()
+        if step["asks"]:
+            self.skipped = one.skipped
 
+    def clear(self, step):
+        who, how = step["who"], step["how"]
+        if who == "optimizer":
+            one = self.optimizers[step["optimizer"]]
+            if how == "zeros" and any(w.cleared for w in one.weights):
+                return False  # the masters' may be None or zeros
+            if one.used:
+                one.blocks = self.blocks
+            one.zero_grad(how == "none")
+            return True
+        for weight in self.cleared_by(step):
+            if how == "none":
+                weight.leaf.grad = None
+            elif weight.leaf.grad is not None:
+                weight.leaf.grad.zero_()
+            owner = next((one for one in self.optimizers if weight in one.weights), None)
+            if weight.filled and not owner.pending:
+                weight.value.grad, weight.filled, weight.cleared = None, False, True
+        return True
 
-def is_power_of_two(number):
-    return number > 0 and math.frexp(number)[0] == 0.5
+    def cleared_by(self, step):
+        if step["who"] == "model":
+            members = {id(p) for p in self.models[step["model"]].parameters()}
+            return [w for w in self.weights if id(w.leaf) in members]
+        return self.weights if step["who"] == "all" else [self.weights[step["weight"]]]
+
+    def clip(self, step):
+        torch.nn.utils.clip_grad_norm_([w.value for w in self.optimizers[step["optimizer"]].weights], step["norm"])
+
+    def scale(self, step):
+        scaler = self.scalers[step["loss_id"]]
+        if scaler.dynamic:
+            scaler.scale = step["value"]
+        return scaler.dynamic
+
+    def freeze(self, step):
+        leaf = self.weights[step["weight"]].leaf
+        leaf.requires_grad_(not leaf.requires_grad)
+
+    @torch.no_grad()
+    def write(self, step):
+        weight = self.weights[step["weight"]]
+        if step["how"] == "masters":
+            for weight in self.optimizers[step["optimizer"]].weights:
+                weight.value.mul_(0.5)
+                weight.push()
+        elif step["how"] != "and back":
+            weight.leaf.view(-1)[0] = step["value"]
+            weight.pull()
+
+    def save(self, step):
+        """Forget what is not part of a checkpoint: gradients, and what is known of them."""
+        self.save_models()
+        step["joined"] = self.joined
+        for weight in self.weights:
+            weight.leaf.grad = weight.value.grad = None
+            weight.filled = weight.cleared = False
+        for one in self.optimizers:
+            one.zero_grad()
+            one.overflow, one.blocks = False, self.blocks
+        for scaler in self.scalers:
+            scaler.put_off = False
+
+    def save_models(self):
+        """State dicts are float32, and have the masters."""
+        values = {id(w.leaf): w.value for w in self.weights}
+        for number, model in enumerate(self.models):
+            for name, tensor in model.state_dict(keep_vars=True).items():
+                value = values.get(id(tensor), tensor).detach()
+                value = value.float() if value.is_floating_point() else value.clone()
+                self.saved[f"saved {name} of model {number}"] = value.clone()
+
+    def snapshot(self, step):
+        self.save_models()
+        self.kept = self.joined, self.blocks_of_state()
+
+    def rewind(self, step):
+        if self.kept is None or self.kept[0] != self.joined:
+            return False
+        tensors, optimizers, scales = self.kept[1]
+        for tensor, value in zip(self.tensors(), tensors, strict=True):
+            tensor.data.copy_(value)
+        for weight in self.weights:
+            weight.push()
+        for one, held in zip(self.optimizers, optimizers, strict=True):
+            one.torch.load_state_dict(copy.deepcopy(held))
+        for scaler, (scale, unskipped) in zip(self.scalers, scales, strict=True):
+            scaler.scale, scaler.unskipped = scale, unskipped
+        return True
+
+    def tensors(self):
+        return [w.value for w in self.weights] + [b for m in self.models for b in m.buffers()]
+
+    def blocks_of_state(self):
+        return (
+            [t.detach().clone() for t in self.tensors()],
+            copy.deepcopy([one.torch.state_dict() for one in self.optimizers]),
+            [(s.scale, s.unskipped) for s in self.scalers],
+        )

@@ -1,0 +1,174 @@
+"""Random training programs: plain data drawn from a seed, and what they share when torch runs them.
+
+A program is ``{"config": ..., "steps": [...]}``. Both sides (amp, and the reference) build the same modules and compute
+the same loss; any sequence of steps is a program, so that a failing one can be shortened by leaving steps out.
+"""
+
+import random
+
+import torch
+
+LEVELS = ("O0", "O1", "O2", "O2", "O2", "O3", "O4", "O5", "O5")
+FEATURES, BATCH = 4, 3
+# eps: float16 must hold it, where there are no masters.
+OPTIMIZERS = {
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.125),
+    "momentum": lambda groups: torch.optim.SGD(groups, lr=0.125, momentum=0.5, weight_decay=2.0**-6, nesterov=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01, eps=2.0**-10, weight_decay=2.0**-6),
+    "fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, eps=2.0**-10, fused=True),
+}
+
+
+class Net(torch.nn.Module):
+    """A stack of layers; ``unused`` never gets a gradient."""
+
+    def __init__(self, layers, tied):
+        super().__init__()
+        made = {
+            "linear": lambda: torch.nn.Linear(FEATURES, FEATURES),
+            "batchnorm": lambda: torch.nn.BatchNorm1d(FEATURES),
+            "relu": torch.nn.ReLU,
+            "tied": lambda: tied,
+        }
+        self.layers = torch.nn.Sequential(*[made[name]() for name in layers])
+        self.unused = torch.nn.Parameter(torch.randn(2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def build(config, seed):
+    """The models, and their weights, each once."""
+    torch.manual_seed(seed)
+    tied = torch.nn.Linear(FEATURES, FEATURES)
+    models = [Net(layers, tied) for layers in config["models"]]
+    weights = list({id(p): p for model in models for p in model.parameters()}.values())
+    for number in config["frozen"]:
+        weights[number].requires_grad_(False)
+    return models, weights
+
+
+def make_optimizers(config, tensors):
+    """The optimizers, over ``tensors``: one per weight. Late weights join afterwards."""
+    made = []
+    for number, kind in enumerate(config["optimizers"]):
+        mine = [t for t, owner in zip(tensors, config["owners"], strict=True) if owner == number]
+        half = (len(mine) + 1) // 2
+        groups = [{"params": mine[:half]}, {"params": mine[half:], "lr": 0.0625}] if config["groups"] else []
+        made.append(OPTIMIZERS[kind]([g for g in groups if g["params"]] or [{"params": mine}]))
+    return made
+
+
+def join(config, optimizers, tensors):
+    for number, optimizer in enumerate(optimizers):
+        mine = [t for t, owner in zip(tensors, config["late"], strict=True) if owner == number]
+        if mine:
+            optimizer.add_param_group({"params": mine, "lr": 0.25})
+
+
+def loss_of(forwards, step):
+    """The loss of a block; ``forwards`` call the models."""
+    data = torch.Generator().manual_seed(step["data"])
+    total = torch.zeros(())
+    for path in step["paths"]:  # models, one after the other: a discriminator judges what a generator made
+        out = torch.randn(BATCH, FEATURES, generator=data)
+        for number in path:
+            out = forwards[number](out)
+        total = total + (out.float() * torch.randn(BATCH, FEATURES, generator=data)).sum()
+    return total * step["size"]
+
+
+def generate(seed):
+    """The program of ``seed``."""
+    rng = random.Random(seed)
+    level = rng.choice(LEVELS)
+    casts = level in ("O2", "O3", "O5")
+    kinds = ["linear", "linear", "batchnorm", "relu", "tied", "tied"]
+    models = [["linear", *rng.choices(kinds, k=rng.randint(0, 3))] for _ in range(rng.choice([1, 1, 2, 2, 3]))]
+    config = {
+        "level": level,
+        "bfloat16": casts and rng.random() < 0.2,
+        "masters": rng.choice([None, None, None, True, False]) if casts else None,
+        "batchnorm": rng.choice([None, None, True, False]) if casts else None,
+        "loss_scale": rng.choice([None, None, None, "dynamic", "dynamic", 1.0, 128.0]),
+        "minimum": rng.choice([None, None, 1.0, 16.0]),
+        "maximum": rng.choice([2.0**24, 2.0**17, 2.0**10]),
+        "losses": rng.randint(1, 3),
+        "window": rng.choice([1, 2, 3, 2000]),
+        "models": models,
+        "groups": rng.random() < 0.3,
+        "frozen": [],
+    }
+    count = len(build(config, 0)[1])
+    config["frozen"] = sorted(n for n in range(count) if rng.random() < 0.1)
+    optimizers = rng.choice([1, 1, 2, 2, 3])
+    owners, late = spread(rng, config, count, optimizers)
+    kept = [n for n in range(optimizers) if n in owners]
+    config["owners"] = [kept.index(n) if n in kept else None for n in owners]
+    config["late"] = [kept.index(n) if n in kept else None for n in late]
+    config["optimizers"] = [rng.choice(list(OPTIMIZERS)) for _ in kept]
+    steps = [draw_step(rng, config) for _ in range(rng.randint(3, 16))]
+    return {"seed": seed, "config": config, "steps": steps}
+
+
+def spread(rng, config, count, optimizers):
+    """The optimizer of each weight, from the start and late; None: no optimizer's."""
+    by_model = {}
+    models, weights = build(config, 0)
+    for number, model in enumerate(models):
+        for p in model.parameters():
+            by_model.setdefault(id(p), number % optimizers)
+    owners, late = [], []
+    scattered = rng.random() < 0.2
+    for p in weights:
+        owner = rng.randrange(optimizers) if scattered else by_model[id(p)]
+        when = rng.random()
+        owners.append(owner if when < 0.9 else None)
+        late.append(owner if 0.9 <= when < 0.97 else None)
+    if all(owner is None for owner in owners):
+        owners[0], late[0] = 0, None
+    return owners, late
+
+
+def draw_step(rng, config):
+    optimizers, models = len(config["optimizers"]), len(config["models"])
+    kind = rng.choices(
+        ["block", "step", "clear", "clip", "save", "snapshot", "rewind", "write", "join", "scale", "freeze", "plain"],
+        [12, 9, 7, 1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5, 1],
+    )[0]
+    step = {"do": kind, "optimizer": rng.randrange(optimizers)}
+    if kind in ("block", "plain"):
+        paths = [rng.sample(range(models), rng.randint(1, models)) for _ in range(rng.randint(1, 2))]
+        step |= {"data": rng.randrange(1000), "paths": paths, "size": 2.0 ** rng.randint(-12, 1)}
+        if rng.random() < 0.1:
+            step["size"] = 0.0
+    if kind == "block":
+        step |= {
+            "optimizers": rng.sample(range(optimizers), rng.choice([1, 1, optimizers])),
+            "loss_id": rng.randrange(config["losses"]),
+            "passes": rng.choice([0, 1, 1, 1, 1, 1, 1, 2]),
+            "delay_unscale": rng.random() < 0.15,
+            "delay_overflow_check": rng.random() < 0.1,
+            "clears": rng.random() < 0.1,  # zero_grad inside the block
+            "raises": rng.choice(["before", "after"]) if rng.random() < 0.1 else None,
+        }
+        if rng.random() < 0.12:
+            step["size"] = rng.choice([float("inf"), float("nan"), 2.0**20])
+    elif kind == "clear":
+        step |= {"who": rng.choice(["optimizer", "model", "all", "one"]), "how": rng.choice(["none", "zeros"])}
+        step |= {"weight": rng.randrange(len(config["owners"])), "model": rng.randrange(models)}
+    elif kind == "step":
+        step["asks"] = rng.random() < 0.7  # step_was_skipped may have to wait for the device
+    elif kind == "clip":
+        step["norm"] = rng.choice([2.0**-6, 1.0])
+    elif kind == "save":
+        names = [f"model{n}" for n in range(models)] + [f"optimizer{n}" for n in range(optimizers)] + ["amp"]
+        step |= {"order": rng.sample(names, len(names)), "joined": False}
+    elif kind == "write":
+        how = rng.choice(["model", "and back", "masters", "data"])
+        step |= {"how": how, "weight": rng.randrange(len(config["owners"])), "value": rng.randint(-63, 63) / 64}
+    elif kind == "scale":
+        step |= {"loss_id": rng.randrange(config["losses"]), "value": 2.0 ** rng.randint(-2, 18)}
+    elif kind == "freeze":
+        step["weight"] = rng.randrange(len(config["owners"]))
+    return step
