@@ -129,13 +129,13 @@ class Block:
         self.plain = scaler.is_one
         for one in self.optimizers:
             stash: AmpOptimizerState = one._amp_stash
-            if stash.block is not None and stash.in_block:
-                raise RuntimeError(
-                    "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be"
-                    " told apart - close the first block, or add the losses up."
-                )
-            if stash.block is not None:  # dropped without its exit
-                abandon(one, stash)
+            if stash.block is not None:
+                if stash.in_block:
+                    raise RuntimeError(
+                        "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be"
+                        " told apart - close the first block, or add the losses up."
+                    )
+                abandon(one, stash)  # dropped without its exit
             if stash.session.policy.master_weights or stash.pending is not None or stash.overflows:
                 self.plain = False
         if state.observers:
@@ -162,8 +162,7 @@ class Block:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         if kind is not None:
-            if not self.plain:
-                self._give_up()
+            self._give_up()
             return
         if self.plain:
             for one in self.optimizers:
@@ -178,7 +177,7 @@ class Block:
                 self._lose()
                 raise
             if reached and self.used is not None and not self.used:
-                misuse.warn_of_unused_loss()
+                misuse.warn_of("unscaled loss in a block")
         if state.observers:
             notify("on_gradients", self.scaler, self.optimizers)
 
@@ -204,9 +203,9 @@ class Block:
             for param, old in stash.aside:
                 param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
         flags = [] if by_hand else [(scaler, scaler.adjust(put_off=not check))]
+        others.pop(scaler, None)
         for other in others:  # the loss of any of them may have overflowed: the pass counts for each
-            if other is not scaler:
-                flags.append((other, other.adjust(scaler._last_found)))
+            flags.append((other, other.adjust(scaler._last_found)))
         noted = [(owner, found) for owner, found in flags if found is not None] if flags else []
         for one in self.optimizers:
             stash = one._amp_stash
@@ -220,25 +219,27 @@ class Block:
     def _leave_pending(self) -> None:
         refuse_shared(self.optimizers, among_themselves=True)
         scale: torch.Tensor = self.scale  # type: ignore[assignment] # the block scaled its loss
-        pending = Pending(scale, {self.scaler: None}, [weakref.ref(one) for one in self.optimizers])
+        pending = Pending(scale, {self.scaler: None}, list(map(weakref.ref, self.optimizers)))
         for one in self.optimizers:
             stash: AmpOptimizerState = one._amp_stash
-            if stash.pending is not None:
-                pending.scalers.update(stash.pending.scalers)
+            pending.scalers.update(stash.pending.scalers if stash.pending is not None else {})
             stash.pending, stash.block = pending, None
             state.optimizers.pending.add(one)
 
     def _give_up(self) -> None:
         """Undo the block: it raised. Pending gradients stay where no backward pass has added to them."""
+        if self.plain:
+            return
         self.scaler._found_inf = {}
         stay = all(p.grad is grad and (grad is None or grad._version == version) for p, grad, version in self.marks)
         for one in self.optimizers:
             stash: AmpOptimizerState = one._amp_stash
-            if stash.block is not None and stash.block() is self:
-                if stash.pending is not None and stay:
-                    stash.block = None
-                else:
-                    abandon(one, stash)
+            if stash.block is None or stash.block() is not self:
+                continue
+            if stash.pending is not None and stay:
+                stash.block = None
+            else:
+                abandon(one, stash)
 
     def _lose(self) -> None:
         """Clear what the end of the block left half unscaled, and have the next step skipped."""
@@ -263,10 +264,9 @@ def begin(optimizer: Any, stash: AmpOptimizerState, scaler: LossScaler) -> None:
     if stash.pending is not None:
         stash.pending = _rescaled(stash, stash.pending, scaler)
         return
-    masters = stash.masters
-    if masters:
-        heed_cleared(masters)
-        for master in masters:
+    if stash.masters:
+        heed_cleared(stash.masters)
+        for master in stash.masters:
             master.folded = master.half.grad = None
     for param in stash.direct:
         grad = param.grad
@@ -291,7 +291,7 @@ def abandon(optimizer: Any, stash: AmpOptimizerState) -> None:
     for param, old in stash.aside:
         param.grad = old
     if stash.pending is not None:
-        misuse.warn_of_lost_pending()
+        misuse.warn_of("pending gradients lost")
     settle(optimizer, stash)
 
 
@@ -309,17 +309,15 @@ def unscale_pending(optimizer: Any) -> None:
 
 
 def heed_cleared(masters: list[Master]) -> bool:
-    """Clear the masters' gradients where the model's were cleared since a block, by None or by zeros.
+    """Clear masters' gradients where the model's were, by None or zeros; whether any were edited instead.
 
-    Returns whether a half gradient was edited or replaced instead. One host sync per half gradient that was written.
+    One host sync per half gradient that was written.
     """
     edited = False
-    for master in [
-        m
-        for m in masters
-        if m.folded is not None and (m.half.grad is not m.folded[0] or m.folded[0]._version != m.folded[1])
-    ]:
-        grad = master.half.grad
+    for master in masters:
+        folded, grad = master.folded, master.half.grad
+        if folded is None or (grad is folded[0] and grad._version == folded[1]):
+            continue
         if grad is None or (not grad.is_sparse and not grad.any()):
             master.folded = master.value.grad = None
         else:
@@ -328,10 +326,7 @@ def heed_cleared(masters: list[Master]) -> bool:
 
 
 def refuse_shared(optimizers: Sequence[Any], among_themselves: bool = False) -> None:
-    """Refuse scaled gradients pending in a tensor that two optimizers hold: it would be unscaled twice, or not at all.
-
-    ``among_themselves``: those of ``optimizers`` are about to be pending.
-    """
+    """Refuse scaled gradients pending (or about to be: ``among_themselves``) in a tensor that two optimizers hold."""
     others = [one for one in state.optimizers.pending if not any(one is mine for mine in optimizers)]
     held: dict[int, Any] = {}
     for one in (*others, *optimizers):
@@ -363,17 +358,14 @@ def _rescaled(stash: AmpOptimizerState, pending: Pending, scaler: LossScaler) ->
 def unscale(
     masters: Sequence[Master], direct: Sequence[torch.Tensor], scaler: LossScaler | None, scale: torch.Tensor | None
 ) -> bool:
-    """Unscale the gradients of ``direct`` in place, and half ones into their masters'; returns whether there were any.
-
-    With no ``scaler`` they are taken as they are: those of a plain ``backward()``.
-    """
+    """Unscale ``direct`` in place and half gradients into masters, where there is a ``scaler``; whether any were."""
     fresh: list[torch.Tensor] = []
     for param in direct:
         grad = param.grad
+        if grad is not None and grad.is_sparse:
+            param.grad = _torch.coalesced(grad)
+            grad = param.grad._values()
         if grad is not None:
-            if grad.is_sparse:
-                grad = param.grad = _torch.coalesced(grad)
-                grad = grad._values()
             fresh.append(grad)
     reached = bool(fresh)
     for chunk in _chunks(masters) if masters else ():
@@ -392,17 +384,16 @@ def unscale(
 
 def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
     """The masters whose half tensor has a gradient, at most :data:`CHUNK` elements at a time."""
-    fresh = [master for master in masters if master.half.grad is not None]
-    if sum([master.half.numel() for master in fresh]) <= CHUNK:
-        return [fresh] if fresh else []
-    chunks: list[list[Master]] = [[]]
-    room = CHUNK
-    for master in fresh:
-        room -= master.half.numel()
-        if room < 0 and chunks[-1]:
-            chunks.append([])
-            room = CHUNK - master.half.numel()
-        chunks[-1].append(master)
+    chunks: list[list[Master]] = []
+    room = -1
+    for master in masters:
+        if master.half.grad is not None:
+            size = master.half.numel()
+            if size > room:
+                chunks.append([])
+                room = CHUNK
+            chunks[-1].append(master)
+            room -= size
     return chunks
 
 
@@ -419,8 +410,7 @@ def _to_float32(masters: list[Master]) -> list[torch.Tensor]:
 
 def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
     """Add float32 gradients to those of their masters, and note where they come from."""
-    old: list[torch.Tensor] = []
-    new: list[torch.Tensor] = []
+    old, new = list[torch.Tensor](), list[torch.Tensor]()
     for master, grad in zip(masters, wide, strict=True):
         half: torch.Tensor = master.half.grad  # type: ignore[assignment] # chunks have only those
         before = master.value.grad
@@ -451,10 +441,9 @@ def _join(flags: list[tuple[LossScaler, torch.Tensor]]) -> list[tuple[LossScaler
 # -- whose block -------------------------------------------------------------------------------------------------------
 def _find(optimizers: Any) -> tuple[list[Any], Session]:
     """The optimizers of a block, each once, and the ``initialize`` call that it belongs to."""
-    stash = getattr(optimizers, "_amp_stash", None)
-    if stash is not None and state.session is not None:  # fast path: one optimizer under amp
+    stash, latest = getattr(optimizers, "_amp_stash", None), state.session
+    if stash is not None and latest is not None:  # fast path: one optimizer under amp
         return [optimizers], stash.session
-    latest = state.session
     if latest is None:
         raise RuntimeError(
             "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
@@ -491,8 +480,8 @@ def known(optimizer: Any) -> Any:
 
 
 def _find_scaler(owner: Session, loss_id: int) -> LossScaler:
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(owner.scalers):
-        last = len(owner.scalers) - 1
+    last = len(owner.scalers) - 1
+    if not isinstance(loss_id, int) or not 0 <= loss_id <= last:
         larger = isinstance(loss_id, int) and loss_id > last
         raise IndexError(
             f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={last + 1}) made scalers 0 to {last} -"

@@ -37,12 +37,9 @@ class PlainOptimWrapper(_Wrapper):
 
 
 class OptimWrapper(_Wrapper):
-    """An optimizer that picks its scalers itself: the n-th block of a step gets the n-th (``apex/amp/opt.py``).
+    """An optimizer that picks its scalers itself: of ``num_loss``, the n-th block of a step gets the n-th.
 
-    Args:
-        optimizer: Any torch optimizer; its attributes show through.
-        amp_handle: What ``amp.init`` returned.
-        num_loss: Losses per step.
+    As in apex (``apex/amp/opt.py: OptimWrapper``).
     """
 
     def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
@@ -74,7 +71,7 @@ class AmpHandle:
     """What ``amp._amp_state.handle`` is while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
 
     def __init__(self, owner: Session, verbose: bool = False) -> None:
-        self._session, self._verbose = owner, verbose
+        self._session, self.verbose = owner, verbose  # no cast is logged
 
     def is_active(self) -> bool:
         """Whether this call's casts are in force."""
@@ -85,11 +82,6 @@ class AmpHandle:
     @property
     def _default_scaler(self) -> LossScaler:
         return self._session.scalers[0]
-
-    @property
-    def verbose(self) -> bool:
-        """What ``amp.init(verbose=...)`` was given; no cast is logged."""
-        return self._verbose
 
     def has_cache(self) -> bool:
         """Whether there may be cached casts of weights."""

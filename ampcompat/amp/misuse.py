@@ -12,6 +12,30 @@ WATCHED = 16
 
 _FIX = "write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`."
 
+_MISTAKES = {
+    "unscaled loss in a block": "A scale_loss block whose gradients do not come from the scaled loss - they are divided"
+    " by the loss scale at its exit, and were never multiplied by it - call backward() on what the block yields, not on"
+    " the loss.",
+    "pending gradients lost": "A scale_loss block raised in its backward pass while scaled gradients of delay_unscale,"
+    " or gradients of DDP's no_sync() were waiting - they are in the same tensors as the failed ones, and are cleared"
+    " with them - start the accumulation of this step again.",
+    "block without gradients": "optimizer.step() after scale_loss blocks that gave this optimizer no gradient - the"
+    f" scaled loss must be backpropagated inside the block - {_FIX}",
+    "unscaled backward": "optimizer.step() with gradients that no scale_loss block produced - their loss was not"
+    f" scaled, so small half gradients vanished - {_FIX}",
+    "stray gradients": "optimizer.step() without a scale_loss block of this optimizer, on gradients that a block of"
+    " another one has left - they are still multiplied by the loss scale; half gradients of weights with masters are"
+    f" not used - give this optimizer a block of its own, or clear its gradients: {_FIX}",
+    "half gradients edited": "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the"
+    " optimizer steps with the float32 gradients of the masters, which did not change - clip"
+    " amp.master_params(optimizer) instead of model.parameters().",
+}
+
+
+def warn_of(mistake: str) -> None:
+    """Warn of ``mistake``, one of those above, the first time."""
+    warn_once(mistake, _MISTAKES[mistake])
+
 
 def watch_loss(scaler: LossScaler, scaled: torch.Tensor) -> list[bool]:
     """Return a list that stays empty until ``scaled`` is backpropagated."""
@@ -19,60 +43,3 @@ def watch_loss(scaler: LossScaler, scaled: torch.Tensor) -> list[bool]:
     used: list[bool] = []
     scaled.register_hook(lambda _grad: used.append(True))  # type: ignore[no-untyped-call]
     return used
-
-
-def warn_of_unused_loss() -> None:
-    """Warn of gradients in a block that do not come from the loss it scaled."""
-    warn_once(
-        "unscaled loss in a block",
-        "A scale_loss block whose gradients do not come from the scaled loss - they are divided by the loss scale at"
-        " its exit, and were never multiplied by it - call backward() on what the block yields, not on the loss.",
-    )
-
-
-def warn_of_lost_pending() -> None:
-    """Warn that a block raised, and its gradients took those of earlier ``delay_unscale`` blocks with them."""
-    warn_once(
-        "pending gradients lost",
-        "A scale_loss block raised in its backward pass while scaled gradients of delay_unscale, or gradients of DDP's"
-        " no_sync() were waiting - they are in the same tensors as the failed ones, and are cleared with them - start"
-        " the accumulation of this step again.",
-    )
-
-
-def warn_of_empty_blocks() -> None:
-    """Warn of a step after blocks that gave no gradient."""
-    warn_once(
-        "block without gradients",
-        "optimizer.step() after scale_loss blocks that gave this optimizer no gradient - the scaled loss must be"
-        f" backpropagated inside the block - {_FIX}",
-    )
-
-
-def warn_of_plain_backward() -> None:
-    """Warn of a step with gradients that no block has seen."""
-    warn_once(
-        "unscaled backward",
-        "optimizer.step() with gradients that no scale_loss block produced - their loss was not scaled, so small"
-        f" half gradients vanished - {_FIX}",
-    )
-
-
-def warn_of_stray_gradients() -> None:
-    """Warn of a step with gradients that another optimizer's block has left."""
-    warn_once(
-        "stray gradients",
-        "optimizer.step() without a scale_loss block of this optimizer, on gradients that a block of another one has"
-        " left - they are still multiplied by the loss scale; half gradients of weights with masters are not used -"
-        f" give this optimizer a block of its own, or clear its gradients: {_FIX}",
-    )
-
-
-def warn_of_edited_gradients() -> None:
-    """Warn of half gradients that were clipped or replaced after their block."""
-    warn_once(
-        "half gradients edited",
-        "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the optimizer steps"
-        " with the float32 gradients of the masters, which did not change - clip amp.master_params(optimizer)"
-        " instead of model.parameters().",
-    )

@@ -89,7 +89,7 @@ def _as_outers(outer: Any, inner: Any, step: Callable[..., Any]) -> Any:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = reference()
         stash = None if found is None else vars(found).get("_amp_stash")
-        if stash is None or stash.stepping or "_amp_stash" in vars(self):
+        if stash is None or vars(found).get("_amp_stepping") or "_amp_stash" in vars(self):
             return original(*args, **kwargs)
         return step(found, marking, *args, **kwargs)
 
@@ -106,10 +106,10 @@ def _marking(outer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         stash = None if found is None else vars(found).get("_amp_stash")
         if stash is None:
             return original(*args, **kwargs)
-        stash.stepping = True
+        found._amp_stepping = True
         try:
             return original(*args, **kwargs)
         finally:
-            stash.stepping = False
+            found._amp_stepping = False
 
     return marking

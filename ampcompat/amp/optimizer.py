@@ -59,10 +59,9 @@ def attach(optimizer: Any, session: Session) -> None:
 
 
 def detach(optimizer: Any) -> None:
-    """Undo :func:`attach`: ``optimizer`` holds the model's own tensors and is a plain one.
+    """Undo :func:`attach`: ``optimizer`` holds the model's own tensors; gradients that are still scaled are cleared.
 
-    The wrappers of its methods stay, and pass on: LR schedulers have taken note of them. Gradients that are still
-    scaled are cleared.
+    The wrappers of its methods stay, and pass on: LR schedulers have taken note of them.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
@@ -83,8 +82,7 @@ def remember(optimizer: Any) -> Callable[[], None]:
     groups = [(group["params"], list(group["params"])) for group in inner.param_groups]
     states = [(one.state, dict(one.state)) for one in (optimizer, *nested.inner_optimizers(optimizer))]
     own = {name: value for name, value in vars(optimizer).items() if name in _OWN}
-    index = state.optimizers
-    sets = [(members, optimizer in members) for members in (index.live, index.disabled)]
+    sets = [(members, optimizer in members) for members in (state.optimizers.live, state.optimizers.disabled)]
 
     def put_back() -> None:
         for params, tensors in groups:
@@ -132,12 +130,11 @@ def _step(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: An
             " returns the loss, or nothing."
         )
     room = state.casts
-    if closure is not None:
-        with switched(OFF) as outside:
-            return _step_with_closure(optimizer, original, closure, outside, **kwargs)
-    if room.found is None and not any(map(torch.is_autocast_enabled, room.device_types)):
+    if closure is None and room.found is None and not any(map(torch.is_autocast_enabled, room.device_types)):
         return _step_uncast(optimizer, original, stash, kwargs)  # neither amp nor a region of the user's casts
-    with switched(OFF):
+    with switched(OFF) as outside:
+        if closure is not None:
+            return _step_with_closure(optimizer, original, closure, outside, **kwargs)
         return _step_uncast(optimizer, original, stash, kwargs)
 
 
@@ -146,11 +143,7 @@ def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tup
     first, *rest = args
     if first is not None and not callable(first) and "closure" not in inspect.signature(step).parameters:
         return functools.partial(step, *args), closure  # ``step(lr)``
-
-    def bound(given: Any = None, **kwargs: Any) -> Any:
-        return step(given, *rest, **kwargs)
-
-    return bound if rest else step, first
+    return (lambda given=None, **kwargs: step(given, *rest, **kwargs)) if rest else step, first
 
 
 def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimizerState, kwargs: dict[str, Any]) -> Any:
@@ -177,11 +170,7 @@ def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimiz
         if lent:
             copies = [(s, _torch.HostCopy([found, s.scale_after_back_off()])) for s, found in stash.overflows]
             stash.reports = [*stash.reports, copies]
-    _end(optimizer, stash, skip)
-    if lent:
-        stash.skipped = None
-    if state.observers:
-        notify("on_step", optimizer, stash.skipped)
+    _end(optimizer, stash, None if lent else skip)
     return result
 
 
@@ -198,11 +187,10 @@ def _prepare(optimizer: Any, stash: AmpOptimizerState, on_device: bool = False) 
         block.refuse_shared([optimizer])
         if stash.pending is not None:
             block.unscale_pending(optimizer)
-    masters = stash.masters
-    if masters:
-        if block.heed_cleared(masters):
-            misuse.warn_of_edited_gradients()
-        reconcile(masters, stepping=True)
+    if stash.masters:
+        if block.heed_cleared(stash.masters):
+            misuse.warn_of("half gradients edited")
+        reconcile(stash.masters, stepping=True)
     if stash.gradients is not Gradients.UNSCALED:
         _heed_missing_block(stash)
     if stash.reports:
@@ -217,19 +205,19 @@ def _heed_missing_block(stash: AmpOptimizerState) -> None:
     if all([scaler.is_one for scaler in stash.session.scalers]) and not stash.masters:  # noqa: C419 - faster
         return
     if stash.gradients is Gradients.EMPTY:
-        misuse.warn_of_empty_blocks()
+        misuse.warn_of("block without gradients")
     elif stash.gradients is Gradients.NONE:
         first, (spent, blocks) = stash.first_gradient(), stash.spent
         if first is None or (spent is not None and spent() is first):
             return
         if state.optimizers.blocks != blocks:
-            misuse.warn_of_stray_gradients()
+            misuse.warn_of("stray gradients")
         else:
-            misuse.warn_of_plain_backward()
+            misuse.warn_of("unscaled backward")
             block.unscale(stash.masters, (), None, None)
 
 
-def _end(optimizer: Any, stash: AmpOptimizerState, skip: bool) -> None:
+def _end(optimizer: Any, stash: AmpOptimizerState, skip: bool | None) -> None:
     """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay."""
     masters = stash.masters
     if masters:
@@ -248,6 +236,8 @@ def _end(optimizer: Any, stash: AmpOptimizerState, skip: bool) -> None:
     stash.overflows, stash.gradients, stash.skipped = [], Gradients.NONE, skip
     if skip:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
+    if state.observers:
+        notify("on_step", optimizer, skip)
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------
@@ -258,11 +248,9 @@ def _overflowed(stash: AmpOptimizerState) -> bool:
         stash.report()
     if len(noted) == 1 and not noted[0][1].item():
         return False
-    by_device: dict[torch.device, list[tuple[LossScaler, torch.Tensor]]] = {}
-    for scaler, found in noted:
-        by_device.setdefault(found.device, []).append((scaler, found))
     overflowed = []
-    for entries in by_device.values():
+    for device in dict.fromkeys([found.device for _, found in noted]):
+        entries = [entry for entry in noted if entry[1].device == device]
         flags = torch.stack([found for _, found in entries]).to("cpu").tolist()
         overflowed += [scaler for (scaler, _), flag in zip(entries, flags, strict=True) if flag]
     announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
@@ -275,10 +263,9 @@ def step_was_skipped(optimizer: Any) -> bool:
     Reads the device if only that knows: one host sync, with an optimizer that takes ``found_inf``.
     """
     stash = getattr(block.known(optimizer), "_amp_stash", None)
-    if stash is None:
-        return False
-    stash.report()
-    return bool(stash.skipped)
+    if stash is not None:
+        stash.report()
+    return stash is not None and bool(stash.skipped)
 
 
 # -- step(closure) -----------------------------------------------------------------------------------------------------
@@ -291,13 +278,9 @@ def _step_with_closure(
 ) -> Any:
     """Step with ``closure``, which runs with grad on and the casts of the caller. apex refused closures.
 
-    When the first evaluation overflows, the whole step is skipped. torch's optimizers begin with it, so it happens
-    before their own step; others may act before they ask (SAM) and are put back to where they were. A later evaluation
-    (LBFGS) is repeated at the lower scale a few times; when that does not help, params and optimizer state go back and
-    the step is skipped.
-
-    Returns:
-        What the optimizer's step returns; the loss of the first evaluation if the step was skipped.
+    When the first evaluation overflows, the whole step is skipped, and its loss returned. torch's optimizers begin with
+    it, so it happens before their own step; others may act before they ask (SAM) and are put back to where they were. A
+    later one (LBFGS) is repeated at the lower scale; when that does not help, params and optimizer state go back.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     losses: list[Any] = []
@@ -333,44 +316,40 @@ def _step_with_closure(
         skip = (stash.gradients is not Gradients.NONE or stash.pending is not None) and overflowed()
         if skip:
             evaluate()  # for the loss to return
-    snapshot, dynamic = None, any(scaler.dynamic for scaler in stash.session.scalers)
-    if not skip and dynamic and (not asks_first or type(optimizer).__name__ == "LBFGS"):
-        snapshot = _snapshot(optimizer)
     pending, result = losses[:], None
     if not skip:
+        dynamic = any(scaler.dynamic for scaler in stash.session.scalers)
+        mid_step = not asks_first or type(optimizer).__name__ == "LBFGS"
+        restore = _snapshot(optimizer) if dynamic and mid_step else None
         try:
             result = original(asked, **kwargs)
         except BaseException as error:
-            _restore(optimizer, stash, snapshot)  # LBFGS cannot go on from the middle of its search
+            if restore is not None:
+                restore()  # LBFGS cannot go on from the middle of its search
             skip = isinstance(error, _Abandon)
             if not skip:
                 raise
     _end(optimizer, stash, skip)
-    if state.observers:
-        notify("on_step", optimizer, stash.skipped)
     return losses[0] if skip else result
 
 
-def _snapshot(optimizer: Any) -> Any:
+def _snapshot(optimizer: Any) -> Callable[[], None]:
+    """Return what puts params and state of ``optimizer`` back as they are now."""
     params = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
     held = {p: copy.deepcopy(dict(values)) for p, values in optimizer.state.items()}
     groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-    return params, held, groups
 
+    @torch.no_grad()
+    def restore() -> None:
+        for param, value in params:
+            param.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(held)
+        for group, options in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options)  # some optimizers count steps here
+        push(optimizer._amp_stash.masters)
 
-@torch.no_grad()
-def _restore(optimizer: Any, stash: AmpOptimizerState, snapshot: Any) -> None:
-    if snapshot is None:
-        return
-    params, held, groups = snapshot
-    for param, value in params:
-        param.copy_(value)
-    optimizer.state.clear()
-    for param, values in held.items():
-        optimizer.state[param] = values
-    for group, options in zip(optimizer.param_groups, groups, strict=True):
-        group.update(options)  # some optimizers count steps here
-    push(stash.masters)
+    return restore
 
 
 # -- zero_grad, add_param_group ----------------------------------------------------------------------------------------
@@ -378,12 +357,10 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
     original(*args, **kwargs)
-    inner = zero.stepper(optimizer)
-    if inner is not optimizer:
-        inner.zero_grad(*args, **kwargs)
-    if stash.masters:
-        for master in stash.masters:
-            master.folded = master.half.grad = None
+    if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
+        optimizer.optim.zero_grad(*args, **kwargs)
+    for master in stash.masters:
+        master.folded = master.half.grad = None
     if stash.aside or stash.pending is not None:
         inside = stash.block  # a block that is open stays open
         block.settle(optimizer, stash)

@@ -22,7 +22,7 @@ WINDOW = 2000
 #: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
 FLOOR = 2.0**-24
 
-_DEVICE, _DTYPE = attrgetter("device"), attrgetter("dtype")
+_KIND = attrgetter("device", "dtype")
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -54,8 +54,7 @@ class LossScaler(torch.amp.GradScaler):
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
         first = min(max_loss_scale, init_scale) if self.dynamic else float(loss_scale)
-        # The device named here only decides whether GradScaler checks for CUDA; the scale itself is made on the
-        # device of the first loss.
+        # This device only decides whether GradScaler checks for CUDA; the scale is made on that of the first loss.
         super().__init__("cpu", first, scale_factor, 1.0 / scale_factor, scale_window)
         self._min_loss_scale = FLOOR if min_loss_scale is None else min_loss_scale
         self._max_loss_scale = max_loss_scale
@@ -150,19 +149,17 @@ class LossScaler(torch.amp.GradScaler):
         """
         if hasattr(grads, "param_groups"):
             grads = [p.grad for group in grads.param_groups for p in group["params"] if p.grad is not None]
-        if len(set(map(_DEVICE, grads))) > 1 or len(set(map(_DTYPE, grads))) > 1:
-            for device, dtype in dict.fromkeys([(grad.device, grad.dtype) for grad in grads]):
-                self.unscale_([g for g in grads if g.device == device and g.dtype == dtype], scale)
-            return
-        if not grads:
+        kinds = dict.fromkeys(map(_KIND, grads))
+        if len(kinds) != 1:
+            for kind in kinds:
+                self.unscale_([grad for grad in grads if _KIND(grad) == kind], scale)
             return
         device = grads[0].device
         if grads[0].is_complex():
             grads = [torch.view_as_real(grad) for grad in grads]
         if scale is None:
-            scale = self._scale
-        if scale is None:
-            self._lazy_init_scale_growth_tracker(device)
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(device)
             scale = self.scale_on(device)
         elif scale.device != device:
             scale = scale.to(device, non_blocking=True)
@@ -192,11 +189,12 @@ class LossScaler(torch.amp.GradScaler):
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu") if found is None else found.device)
         scale: torch.Tensor = self._scale  # type: ignore[assignment] # made above
+        tracker: torch.Tensor = self._growth_tracker  # type: ignore[assignment] # made with the scale
         found = torch.zeros_like(scale) if found is None else found.to(scale.device, non_blocking=True)
         self._last_found = found
         if not self.dynamic:
             if not put_off:
-                self._growth_tracker.add_(1)  # type: ignore[union-attr] # made with the scale
+                tracker.add_(1)
             return None
         if self._lent_buffer is not None:
             self._lent_buffer.copy_(found, non_blocking=True)
@@ -205,21 +203,17 @@ class LossScaler(torch.amp.GradScaler):
             # In place, from the first on: ``update_scale`` takes the decision from all steps that hold it.
             self._put_off = found.clone() if earlier is None else earlier.copy_(torch.maximum(earlier, found))
             return self._put_off
-        self._move(scale, found if earlier is None else torch.maximum(found, earlier))
-        return found
-
-    def _move(self, before: torch.Tensor, found: torch.Tensor) -> None:
-        scale = before.clone()
-        tracker: torch.Tensor = self._growth_tracker  # type: ignore[assignment] # made with the scale
-        _torch.update_scale_(scale, tracker, found, self._growth_factor, self._backoff_factor, self._growth_interval)
+        counted = found if earlier is None else torch.maximum(found, earlier)
+        growth, back_off = self._growth_factor, self._backoff_factor
+        moved = scale.clone()
+        _torch.update_scale_(moved, tracker, counted, growth, back_off, self._growth_interval)
         cap, floor = self._max_loss_scale, self._min_loss_scale
-        known = _torch.host_value(before)
-        if known is None or not floor <= known * self._backoff_factor <= known * self._growth_factor <= cap:
-            grown = torch.where(scale > before, scale.clamp(max=cap), scale)
-            scale = torch.where(scale < before, scale.clamp(min=floor), grown)
-        if known is None and _torch.is_capturing():
-            scale = before.copy_(scale)
-        self._scale = scale
+        known = _torch.host_value(scale)
+        if known is None or not floor <= known * back_off <= known * growth <= cap:
+            grown = torch.where(moved > scale, moved.clamp(max=cap), moved)
+            moved = torch.where(moved < scale, moved.clamp(min=floor), grown)
+        self._scale = scale.copy_(moved) if known is None and _torch.is_capturing() else moved
+        return found
 
     def scale_after_back_off(self) -> torch.Tensor:
         """The scale to name when a step is skipped: with the back-off that was put off. No host sync."""
@@ -227,25 +221,20 @@ class LossScaler(torch.amp.GradScaler):
         return scale if self._put_off is None else (scale * self._backoff_factor).clamp(min=self._min_loss_scale)
 
     def update_scale(self) -> bool:
-        """End a backward pass by hand (``apex/amp/scaler.py: LossScaler.update_scale``). One host sync.
+        """End a backward pass by hand; returns whether the step must be skipped. One host sync.
 
         The caller decides about the step: overflows that ``delay_overflow_check`` blocks noted skip none any more. A
-        buffer that was lent to ``_overflow_buf`` is looked at instead of what they noted: it may hold the overflows of
-        all ranks.
-
-        Returns:
-            Whether the step must be skipped.
+        buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
+        (``apex/amp/scaler.py: LossScaler.update_scale``).
         """
-        lent, put_off = self._lent_buffer, self._put_off
-        noted = put_off.clone() if put_off is not None and lent is None else None
-        if lent is not None:
-            noted = (lent.reshape(()) != 0).float()
-        if put_off is not None:
-            put_off.zero_()
-        self._put_off = None
+        noted = self._put_off if self._lent_buffer is None else self._lent_buffer
         if noted is not None:
+            noted = (noted.reshape(()) != 0).float()
             earlier = self._found_inf.get(noted.device)
             self._found_inf[noted.device] = noted if earlier is None else torch.maximum(noted, earlier)
+        if self._put_off is not None:
+            self._put_off.zero_()
+            self._put_off = None
         self.adjust()
         return self._has_overflow
 

@@ -38,64 +38,39 @@ class Gradients(Enum):
 
 @dataclass(eq=False)
 class Pending:
-    """Scaled gradients in ``param.grad`` that a later block unscales, or the step.
+    """Scaled gradients in ``param.grad`` that a later block unscales, or the step."""
 
-    Attributes:
-        scale: What they are scaled by (0-dim float32).
-        scalers: Scalers whose losses they stem from: the pass counts for each of them.
-        optimizers: Optimizers of the block that left them; what it left all of them is one backward pass.
-    """
-
-    scale: torch.Tensor
-    scalers: dict[LossScaler, None]
-    optimizers: list[weakref.ref[Any]]
+    scale: torch.Tensor  # what they are scaled by (0-dim float32)
+    scalers: dict[LossScaler, None]  # whose losses they stem from: the pass counts for each of them
+    optimizers: list[weakref.ref[Any]]  # of the block that left them: one backward pass for all of these
 
 
 class Spent(NamedTuple):
-    """What tells new gradients from those that the next step must not use.
+    """What tells new gradients from those that the next step must not use."""
 
-    Attributes:
-        first: The first gradient that the last step has used.
-        blocks: Blocks of all optimizers until then: a later one of another leaves gradients that are still scaled.
-    """
-
-    first: TensorWeakRef | None
-    blocks: int
+    first: TensorWeakRef | None  # the first gradient that the last step has used
+    blocks: int  # of all optimizers until then: a later one of another leaves gradients that are still scaled
 
 
 @dataclass(eq=False)
 class AmpOptimizerState:
-    """Masters and gradients of one optimizer between blocks and steps.
-
-    Attributes:
-        session: The ``initialize`` call that the optimizer belongs to.
-        groups: The params of each group, as last looked up.
-        masters: Masters among them.
-        direct: Params without one.
-        block: The open ``scale_loss`` block of this optimizer.
-        gradients: What blocks have left since the last step.
-        aside: Unscaled gradients of ``direct``, while scaled ones take their place in ``param.grad``.
-        pending: Scaled gradients that a block has left, if any.
-        overflows: By scaler, overflow flags that the next step looks at (0-dim float32).
-        reports: By step that the device decided, on their way to the host: each flag, with the scale to name.
-        skipped: Whether the last step was skipped; None while only the device knows.
-        spent: What the last step left behind.
-        stepping: Whether a step runs that optimizers inside take part in (see ``nested``).
-    """
+    """Masters and gradients of one optimizer between blocks and steps."""
 
     session: Session
-    groups: list[list[torch.Tensor]] = field(default_factory=list)
-    masters: list[Master] = field(default_factory=list)
-    direct: list[torch.Tensor] = field(default_factory=list)
-    block: weakref.ref[Any] | None = None
-    gradients: Gradients = Gradients.NONE
+    groups: list[list[torch.Tensor]] = field(default_factory=list)  # the params of each group, as last looked up
+    masters: list[Master] = field(default_factory=list)  # of these params
+    direct: list[torch.Tensor] = field(default_factory=list)  # params without a master
+    block: weakref.ref[Any] | None = None  # the open ``scale_loss`` block of this optimizer
+    gradients: Gradients = Gradients.NONE  # what blocks have left since the last step
+    # Unscaled gradients of ``direct``, while scaled ones take their place in ``param.grad``.
     aside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     pending: Pending | None = None
+    # Overflow flags that the next step looks at (0-dim float32), by scaler.
     overflows: list[tuple[LossScaler, torch.Tensor]] = field(default_factory=list)
+    # By step that the device decided, on their way to the host: each flag, with the scale to name.
     reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
-    skipped: bool | None = False
+    skipped: bool | None = False  # whether the last step was; None while only the device knows
     spent: Spent = field(default_factory=lambda: Spent(None, 0))
-    stepping: bool = False
 
     lazy_init_called = True  # masters exist from ``initialize`` on
 
@@ -128,8 +103,7 @@ class AmpOptimizerState:
         groups, known = optimizer.param_groups, self.groups
         if len(groups) == len(known):
             for group, params in zip(groups, known, strict=True):
-                held = group["params"]
-                if len(held) != len(params) or not all(map(operator.is_, held, params)):
+                if len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params)):
                     break
             else:
                 return
@@ -154,11 +128,8 @@ class AmpOptimizerState:
     def report(self, wait: bool = True) -> None:
         """Say which earlier steps the device skipped; ``wait`` for flags not on the host yet: a host sync."""
         while self.reports and (wait or all(copied.arrived() for _, copied in self.reports[0])):
-            overflowed = []
-            for scaler, copied in self.reports.pop(0):
-                found, scale = copied.read()
-                if found:
-                    overflowed.append((scaler, scale))
+            read = [(scaler, copied.read()) for scaler, copied in self.reports.pop(0)]
+            overflowed = [(scaler, scale) for scaler, (found, scale) in read if found]
             if not self.reports and self.skipped is None:
                 self.skipped = bool(overflowed)
             announce(overflowed)
@@ -205,11 +176,10 @@ def announce(overflowed: list[tuple[LossScaler, float]]) -> None:
 
 # -- which tensors an optimizer holds ----------------------------------------------------------------------------------
 def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
-    """Bring the params in ``optimizer``'s groups in line with the model: masters where it has half weights.
+    """Have ``optimizer`` hold the masters of half weights; with no ``session``, the model's own tensors.
 
-    With no ``session`` they are the model's own tensors. The groups and their lists keep their identity, and state that
-    exists for a parameter is carried over to its master (or back, where an earlier call had masters and this one has
-    none). apex swapped params in the same way (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
+    Groups and their lists keep their identity; state moves with its parameter. apex swapped params in the same way
+    (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
     if _torch.is_zero(optimizer):
         _torch.separate_inner_groups(optimizer)
@@ -226,10 +196,9 @@ def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
 
 
 def match_state(optimizer: Any) -> None:
-    """Give the state of every param the param's dtype, as ``Optimizer.load_state_dict`` does.
+    """Give state from before ``initialize`` the dtype of its param, as ``Optimizer.load_state_dict`` does.
 
-    State that was loaded or gathered before ``initialize`` changed the dtype of the params would not fit them. An
-    optimizer with a ``load_state_dict`` of its own decides for itself which dtype its state has.
+    An optimizer with a ``load_state_dict`` of its own decides for itself which dtype its state has.
     """
     for one in (optimizer, *inner_optimizers(optimizer)):
         if getattr(type(one), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
@@ -265,9 +234,5 @@ def _held_for(param: torch.Tensor, session: Session | None) -> torch.Tensor:
 
 def _home_of(param: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
     """The module of an initialized model that holds ``param``, and its name there."""
-    for model in state.models.live:
-        for module in model.modules():
-            for name, tensor in module._parameters.items():
-                if tensor is param:
-                    return module, name
-    return None
+    modules = (module for model in state.models.live for module in model.modules())
+    return next(((m, name) for m in modules for name, held in m._parameters.items() if held is param), None)
