@@ -47,7 +47,7 @@ def size() -> dict[str, int]:
 
 def figures() -> dict[str, dict[str, int]]:
     """The figures of a step and of ``initialize``, measured now, each level in a process of its own."""
-    found = {}
+    found: dict[str, dict[str, int]] = {}
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     for level in ("O0", "O1", "O2"):
         walk = [sys.executable, str(ROOT / "tests" / "structure" / "walk.py"), level]

@@ -87,7 +87,7 @@ def _imports_in(node: ast.AST, source: str, known: dict[str, Path], lazy: bool) 
 def imports() -> list[Import]:
     """Every import between modules of ampcompat, those inside functions and conditions (``lazy``) included."""
     known = modules()
-    found = []
+    found: list[Import] = []
     for name, path in known.items():
         found += _imports_in(ast.parse(path.read_text(encoding="utf-8")), name, known, lazy=False)
     return found
