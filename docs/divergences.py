@@ -24,7 +24,9 @@ def page() -> str:
         for entry in entries:
             if entry["area"] == area:
                 torch = f" (torch {entry['torch']})" if entry["torch"] else ""
-                parts.append(f"| {entry['number']} | {entry['apex']} | {entry['ampcompat']}{torch} | {entry['why']} |\n")
+                parts.append(
+                    f"| {entry['number']} | {entry['apex']} | {entry['ampcompat']}{torch} | {entry['why']} |\n"
+                )
     return "".join(parts)
 
 

@@ -196,9 +196,8 @@ def _in_forked_child() -> None:
             torch.set_autocast_enabled(device_type, False)
 
 
-_register_at_fork: Callable[..., None] | None = getattr(os, "register_at_fork", None)
-if _register_at_fork is not None:
-    _register_at_fork(after_in_child=_in_forked_child)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_forked_child)
 
 
 # -- what casting needs of torch ---------------------------------------------------------------------------------------

@@ -119,15 +119,16 @@ def initialize(
     properties.check_unsharded(model_list, options)
     zero.check(optimizer_list, options)
     nested.check(optimizer_list, options)
+    bare = [_torch.uncompiled(model) for model in model_list]
     kept: list[torch.nn.Module] = []
     if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
-        kept = keep_fp32_.select([_torch.uncompiled(model) for model in model_list], keep_fp32)
+        kept = keep_fp32_.select(bare, keep_fp32)
     scalers = [
         LossScaler(options.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
         for loss_id in range(num_losses)
     ]
     session = Session(options, half, cast_model_outputs, scalers)
-    modules = _castable(model_list)
+    modules = [model for model in bare if not isinstance(model, torch.jit.ScriptModule)]
     _refuse_scripted_parts(modules, session.policy)
     _refuse_to_leave(modules, optimizer_list, session.policy)
     if loudness > 0:
@@ -182,11 +183,7 @@ def _take_over(
 
 
 def _disable(models: Any, optimizers: Any) -> None:
-    """Take models, and models within them, and optimizers out of amp; what is not under amp is left alone.
-
-    They become what they would be without amp: the user's class, float32 weights with the masters' values, an optimizer
-    that holds the model's own parameters and steps them. (apex left the casts in place and stopped scaling.)
-    """
+    """Take models, and models within them, and optimizers out of amp; what is not under amp is left alone."""
     options = Properties()
     given = models if isinstance(models, (list, tuple)) else [models]
     roots = [_torch.uncompiled(model) for model in given if isinstance(model, torch.nn.Module)]
@@ -222,9 +219,6 @@ def _refuse_to_leave(models: Iterable[torch.nn.Module], given: list[Any], policy
 
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
     loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
-
-    Raises:
-        RuntimeError: There is such an optimizer.
     """
 
     def left() -> Iterable[Any]:
@@ -255,12 +249,6 @@ def _refuse_scripted_parts(models: Iterable[torch.nn.Module], policy: ModelPolic
                 " the weights of a ScriptModule cannot be cast in place - script it after amp.initialize, or use"
                 " opt_level='O1'."
             )
-
-
-def _castable(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-    """What is to be cast of ``models``: what is behind compiled ones, and no ScriptModule."""
-    found = [_torch.uncompiled(model) for model in models]
-    return [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
 
 
 def _show(session: Session, values: dict[str, Any], undo: ExitStack) -> None:

@@ -59,9 +59,7 @@ class Home(NamedTuple):
 class Watch:
     """What comparing a master by value needs."""
 
-    fingerprint: torch.Tensor | None = (
-        None  # of the half tensor, when both sides were last equal: tells which side was written
-    )
+    fingerprint: torch.Tensor | None = None  # of half, when both sides were last equal: tells which was written
     steps: int = EARLY_STEPS  # after which there will be more comparisons
 
 
@@ -268,9 +266,6 @@ class Master:
         self.settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
-        if id(self) in memo:
-            found: Master = memo[id(self)]
-            return found
         self.absorb()
         # Copy both sides through the memo: an optimizer copied along goes on holding the copy's masters.
         half, value = copy.deepcopy(self.half, memo), copy.deepcopy(self.value, memo)
@@ -306,10 +301,7 @@ def master_of(tensor: torch.Tensor) -> Master | None:
 
 def masters_in(module: torch.nn.Module) -> dict[str, Master]:
     """Masters of the tensors that ``module`` itself (not its children) holds, by name; created empty."""
-    found: dict[str, Master] | None = module.__dict__.get("_amp_masters")
-    if found is None:
-        found = {}
-        object.__setattr__(module, "_amp_masters", found)
+    found: dict[str, Master] = module.__dict__.setdefault("_amp_masters", {})
     return found
 
 
@@ -448,10 +440,9 @@ def rebind(master: Master, now: torch.Tensor) -> None:
     master.register()
     for home in master.homes:
         module = home.module()
-        if module is None:
-            continue
-        masters_in(module)[home.name] = master
-        home.tensors[home.name] = now
+        if module is not None:
+            masters_in(module)[home.name] = master
+            home.tensors[home.name] = now
     state.masters.generation += 1
     if master.value.device != now.device:
         with torch.no_grad():

@@ -104,7 +104,7 @@ def _marking(outer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     def marking(*args: Any, **kwargs: Any) -> Any:
         found = reference()
         stash = None if found is None else vars(found).get("_amp_stash")
-        if stash is None:
+        if found is None or stash is None:
             return original(*args, **kwargs)
         found._amp_stepping = True
         try:

@@ -10,7 +10,7 @@ whether there are masters, while its tensors are half.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from operator import itemgetter
 from typing import Any
@@ -21,14 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.masters import (
-    Master,
-    ensure_master,
-    master_of,
-    own_tensors,
-    rebind,
-    set_masters,
-)
+from ampcompat.amp.masters import Master, ensure_master, master_of, own_tensors, rebind, set_masters
 from ampcompat.amp.properties import HALF_DTYPES
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
@@ -40,7 +33,7 @@ def cast_weights(
     undo: ExitStack,
     keep_batchnorm_fp32: bool = False,
     master_weights: bool = False,
-    trained: set[int] = frozenset(),  # type: ignore[assignment] # never written
+    trained: Collection[int] = frozenset(),
     kept: frozenset[torch.nn.Module] = frozenset(),
 ) -> None:
     """Cast every floating parameter and buffer of ``models`` to ``dtype``, in place; complex tensors stay.
@@ -86,7 +79,7 @@ def _cast(
     tensor: torch.Tensor,
     target: torch.dtype,
     master_weights: bool,
-    trained: set[int],
+    trained: Collection[int],
     undo: ExitStack,
 ) -> None:
     master = module.__dict__.get("_amp_masters", {}).get(name) or master_of(tensor)
@@ -171,8 +164,7 @@ def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, 
             continue
         master = ensure_master(module, name)
         master.absorb()
-        keep_vars = handed is tensor
-        state_dict[prefix + name] = master.value if keep_vars else master.hand_out()
+        state_dict[prefix + name] = master.value if handed is tensor else master.hand_out()  # tensor: keep_vars
 
 
 @torch.no_grad()
@@ -184,10 +176,9 @@ def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, l
         incoming = state_dict.get(prefix + name)
         if half is None or tensor.dtype != half or not isinstance(incoming, torch.Tensor):
             continue
-        if incoming.shape != tensor.shape or not incoming.is_floating_point():
-            continue  # torch reports the mismatch
-        if incoming.layout != torch.strided or incoming.is_meta:
-            continue  # torch reports that it cannot be copied
+        fits = incoming.shape == tensor.shape and incoming.is_floating_point()
+        if not fits or incoming.layout != torch.strided or incoming.is_meta:
+            continue  # torch reports the mismatch, or that it cannot be copied
         if local_metadata.get("assign_to_params_buffers", False):
             state_dict[prefix + name] = incoming.to(half)
         if master_weights:
