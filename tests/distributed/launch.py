@@ -56,6 +56,7 @@ def main() -> int:
     if "RANK" in os.environ:
         run_rank(sys.argv[1])
     import checks  # noqa: F401 - imported once, before the ranks fork
+    import torch.distributed.optim  # noqa: F401
     import zero_checks  # noqa: F401
 
     world, directory = int(sys.argv[1]), sys.argv[2]
