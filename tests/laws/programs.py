@@ -107,7 +107,12 @@ def generate(seed):
     config["owners"] = [kept.index(n) if n in kept else None for n in owners]
     config["late"] = [kept.index(n) if n in kept else None for n in late]
     config["optimizers"] = [rng.choice(list(OPTIMIZERS)) for _ in kept]
-    steps = [draw_step(rng, config) for _ in range(rng.randint(3, 16))]
+    # Each program has habits of its own: rare things meet each other in those that do them often.
+    habits = {name: rng.choice([0, 0, 0.1, 0.4]) for name in ("delays", "puts off", "raises", "clears", "overflows")}
+    habits["weights"] = [12, 9, 7] + [rng.choice([0, 0.5, 2]) for _ in OTHERS]
+    steps = []
+    for _ in range(rng.randint(3, 16)):
+        steps += draw_steps(rng, config, habits)
     return {"seed": seed, "config": config, "steps": steps}
 
 
@@ -130,12 +135,24 @@ def spread(rng, config, count, optimizers):
     return owners, late
 
 
-def draw_step(rng, config):
+OTHERS = ("clip", "save", "snapshot", "rewind", "write", "join", "scale", "freeze", "plain")
+
+
+def draw_steps(rng, config, habits):
+    """One step; before a backward pass outside any block, what makes it possible."""
+    step = draw_step(rng, config, habits)
+    if step["do"] != "plain":
+        return [step]
+    optimizers = range(len(config["optimizers"]))
+    taken = [{"do": "step", "optimizer": n, "asks": True} for n in optimizers if rng.random() < 0.5]
+    clear = {"do": "clear", "how": "none", "weight": 0, "model": 0}
+    cleared = [{**clear, "optimizer": n, "who": "optimizer"} for n in optimizers]
+    return [*taken, *cleared, {**clear, "optimizer": 0, "who": "all"}, step, {**step, "do": "step", "asks": True}]
+
+
+def draw_step(rng, config, habits):
     optimizers, models = len(config["optimizers"]), len(config["models"])
-    kind = rng.choices(
-        ["block", "step", "clear", "clip", "save", "snapshot", "rewind", "write", "join", "scale", "freeze", "plain"],
-        [12, 9, 7, 1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5, 1],
-    )[0]
+    kind = rng.choices(["block", "step", "clear", *OTHERS], habits["weights"])[0]
     step = {"do": kind, "optimizer": rng.randrange(optimizers)}
     if kind in ("block", "plain"):
         paths = [rng.sample(range(models), rng.randint(1, models)) for _ in range(rng.randint(1, 2))]
@@ -147,12 +164,12 @@ def draw_step(rng, config):
             "optimizers": rng.sample(range(optimizers), rng.choice([1, 1, optimizers])),
             "loss_id": rng.randrange(config["losses"]),
             "passes": rng.choice([0, 1, 1, 1, 1, 1, 1, 2]),
-            "delay_unscale": rng.random() < 0.15,
-            "delay_overflow_check": rng.random() < 0.1,
-            "clears": rng.random() < 0.1,  # zero_grad inside the block
-            "raises": rng.choice(["before", "after"]) if rng.random() < 0.1 else None,
+            "delay_unscale": rng.random() < habits["delays"],
+            "delay_overflow_check": rng.random() < habits["puts off"],
+            "clears": rng.random() < habits["clears"],  # zero_grad inside the block
+            "raises": rng.choice(["before", "after"]) if rng.random() < habits["raises"] else None,
         }
-        if rng.random() < 0.12:
+        if rng.random() < habits["overflows"]:
             step["size"] = rng.choice([float("inf"), float("nan"), 2.0**20])
     elif kind == "clear":
         step |= {"who": rng.choice(["optimizer", "model", "all", "one"]), "how": rng.choice(["none", "zeros"])}

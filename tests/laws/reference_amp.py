@@ -226,7 +226,9 @@ class Reference:
         kind, one = step["do"], self.optimizers[step["optimizer"]]
         if kind == "clear" and step["who"] != "optimizer":  # "cleared where the last block gave none"
             return any(w.filled and w.leaf.grad is None for w in self.cleared_by(step))
-        if kind == "block":  # "cleared before the block of another"
+        if kind == "block":  # "put off again", "cleared before the block of another"
+            if step["delay_overflow_check"] and self.scalers[step["loss_id"]].put_off:
+                return True
             others = [o for n, o in enumerate(self.optimizers) if n not in step["optimizers"]]
             return any(w.cleared for o in others for w in o.weights)
         if kind == "clip":  # "cleared before clipping"
