@@ -69,17 +69,20 @@ from ampcompat._torch.modules import (
     is_scripting,
     is_sharded,
     is_uninitialized,
+    is_zero,
     owns_memory_alone,
     parallel_wrapper,
+    params_by_rank,
     patch_ddp_constructor,
     register_state_dict_hooks,
+    separate_inner_groups,
+    steps_in_backward,
     uncompiled,
 )
 from ampcompat._torch.patch import replace, wrap_everywhere
 from ampcompat._torch.version import (
     TORCH,
 )
-from ampcompat._torch.zero import is_zero, params_by_rank, separate_inner_groups, steps_in_backward
 
 __all__ = [
     "CACHES_WEIGHTS_ACROSS_GRAD_MODES",

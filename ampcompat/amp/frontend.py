@@ -13,7 +13,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties, zero
+from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
 from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
@@ -117,7 +117,6 @@ def initialize(
     loudness = properties.check_verbosity(verbosity)
     model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
     properties.check_unsharded(model_list, options)
-    zero.check(optimizer_list, options)
     nested.check(optimizer_list, options)
     bare = [_torch.uncompiled(model) for model in model_list]
     kept: list[torch.nn.Module] = []
@@ -158,7 +157,8 @@ def _take_over(
     for model in modules:
         undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
     for one in optimizers:
-        zero.gather(one)
+        if "optim" in vars(one):
+            nested.gather(one)
     cast_weights(
         modules,
         policy.input_dtype,
@@ -193,7 +193,8 @@ def _disable(models: Any, optimizers: Any) -> None:
     _refuse_to_leave(under, optimizer_list, DISABLED.policy)
     with ExitStack() as undo:
         for one in with_stash:
-            zero.gather(one)
+            if "optim" in vars(one):
+                nested.gather(one)
         if under:
             keep_fp32_.build_borders(under, [], DISABLED.policy, undo)
             cast_weights(under, None, undo)

@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import block, misuse, nested, zero
+from ampcompat.amp import block, misuse, nested
 from ampcompat.amp.autocast import OFF, Saved, switched
 from ampcompat.amp.block import Block
 from ampcompat.amp.masters import master_of, push, reconcile
@@ -42,7 +42,8 @@ def attach(optimizer: Any, session: Session) -> None:
         stash.spent = Spent(None, state.optimizers.blocks)
     stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
-    zero.attach(optimizer)
+    if "optim" in vars(optimizer):  # perhaps a ZeroRedundancyOptimizer
+        nested.attach_zero(optimizer)
     optimizer._amp_stash = stash
     state.optimizers.live.add(optimizer)
     state.optimizers.disabled.discard(optimizer)
@@ -78,8 +79,8 @@ def detach(optimizer: Any) -> None:
 
 def remember(optimizer: Any) -> Callable[[], None]:
     """Return what puts ``optimizer`` back as it is now."""
-    inner = zero.stepper(optimizer)
-    groups = [(group["params"], list(group["params"])) for group in inner.param_groups]
+    stepper = nested.stepper(optimizer) if "optim" in vars(optimizer) else optimizer
+    groups = [(group["params"], list(group["params"])) for group in stepper.param_groups]
     states = [(one.state, dict(one.state)) for one in (optimizer, *nested.inner_optimizers(optimizer))]
     own = {name: value for name, value in vars(optimizer).items() if name in _OWN}
     sets = [(members, optimizer in members) for members in (state.optimizers.live, state.optimizers.disabled)]
@@ -420,4 +421,5 @@ _OWN = ("_amp_stash", "_amp_wrapped", "step", "zero_grad", "add_param_group", *_
 
 def held_params(optimizers: list[Any]) -> set[int]:
     """Ids of the tensors that ``optimizers`` step on this rank."""
-    return {id(p) for one in optimizers for group in zero.stepper(one).param_groups for p in group["params"]}
+    steppers = [nested.stepper(one) if "optim" in vars(one) else one for one in optimizers]
+    return {id(p) for one in steppers for group in one.param_groups for p in group["params"]}

@@ -19,12 +19,11 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, ensure_master, master_of, needs_look
-from ampcompat.amp.nested import inner_optimizers
+from ampcompat.amp.nested import inner_optimizers, stepper
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.weights import hook
-from ampcompat.amp.zero import stepper
 
 
 class Gradients(Enum):
@@ -108,7 +107,8 @@ class AmpOptimizerState:
             else:
                 return
         adopt_masters(optimizer, self.session)
-        stepped = {id(p): master_of(p) for group in stepper(optimizer).param_groups for p in group["params"]}
+        steps = stepper(optimizer) if "optim" in vars(optimizer) else optimizer
+        stepped = {id(p): master_of(p) for group in steps.param_groups for p in group["params"]}
         self.masters = [master for master in stepped.values() if master is not None]
         with_master = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
         held = {id(p): p for group in groups for p in group["params"]}
@@ -181,10 +181,11 @@ def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
     Groups and their lists keep their identity; state moves with its parameter. apex swapped params in the same way
     (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
-    if _torch.is_zero(optimizer):
+    steps = stepper(optimizer) if "optim" in vars(optimizer) else optimizer
+    if steps is not optimizer:  # a ZeroRedundancyOptimizer
         _torch.separate_inner_groups(optimizer)
     states = [one.state for one in (optimizer, *inner_optimizers(optimizer))]
-    for group in stepper(optimizer).param_groups:
+    for group in steps.param_groups:
         params = group["params"]
         for index, param in enumerate(params):
             new = _held_for(param, session)
