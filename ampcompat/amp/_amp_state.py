@@ -66,8 +66,9 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
         optimizer: An optimizer; it need not have been given to ``initialize``.
 
     Returns:
-        An iterator over tensors, in the order of ``optimizer.param_groups``. Right after a ``scale_loss`` block their
-        gradients are unscaled float32: clip these.
+        An iterator over tensors, in the order of ``optimizer.param_groups``; of a ``ZeroRedundancyOptimizer``, half
+        weights where another rank has the master. Right after a ``scale_loss`` block their gradients are unscaled
+        float32: clip these.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
