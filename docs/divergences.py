@@ -10,8 +10,8 @@ HERE = Path(__file__).parent
 HEAD = """<!-- Generated from divergences.json by divergences.py: change that file. -->
 # Where ampcompat and apex differ
 
-On purpose, each for the reason given; cite a row by its number, as messages do. A row that names torch versions holds on
-those only; its test is expected to fail there, and fails the suite when it does not.
+On purpose, each for the reason given; cite a row by its number. A row that names torch versions holds only there: its
+test is expected to fail there, and fails the suite when it does not.
 """
 
 

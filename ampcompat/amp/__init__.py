@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 # not rebind the name, which scripts expect to be the state object.
 from ampcompat import __version__
 from ampcompat.amp import _amp_state as _amp_state_module  # noqa: F401 - see above
-from ampcompat.amp import _initialize  # noqa: F401 - scripts say amp._initialize.applier without importing it
+
+# Scripts say amp._initialize.applier, amp.lists.functional_overrides... without importing these.
+from ampcompat.amp import _initialize, compat, lists, rnn_compat, utils, wrap  # noqa: F401
 from ampcompat.amp._amp_state import _amp_state, master_params
 from ampcompat.amp.amp import (
     float_function,

@@ -65,7 +65,7 @@ def check(optimizers: Iterable[Any], options: Properties) -> None:
     given = list(optimizers)
     for outer in given:
         inside = inner_optimizers(outer)
-        if inside and _torch.is_zero(outer):
+        if _torch.is_zero(outer):
             _check_zero(outer, options)
         elif inside and options.master_weights:
             _check_groups(outer, [one for one in inside if not any(one is other for other in given)], options)
