@@ -93,7 +93,7 @@ def generate(seed):
         "loss_scale": rng.choice([None, None, None, "dynamic", "dynamic", 1.0, 128.0]),
         "minimum": rng.choice([None, None, 1.0, 16.0]),
         "maximum": rng.choice([2.0**24, 2.0**17, 2.0**10]),
-        "losses": rng.randint(1, 3),
+        "losses": rng.choice([1, 1, 2, 3]),
         "window": rng.choice([1, 2, 3, 2000]),
         "models": models,
         "groups": rng.random() < 0.3,
@@ -108,10 +108,10 @@ def generate(seed):
     config["late"] = [kept.index(n) if n in kept else None for n in late]
     config["optimizers"] = [rng.choice(list(OPTIMIZERS)) for _ in kept]
     # Each program has habits of its own: rare things meet each other in those that do them often.
-    habits = {name: rng.choice([0, 0, 0.1, 0.4]) for name in ("delays", "puts off", "raises", "clears", "overflows")}
+    habits = {name: rng.choice([0, 0.1, 0.3, 0.6]) for name in ("delays", "puts off", "raises", "clears", "overflows")}
     habits["weights"] = [12, 9, 7] + [rng.choice([0, 0.5, 2]) for _ in OTHERS]
     steps = []
-    for _ in range(rng.randint(3, 16)):
+    for _ in range(rng.randint(4, 24)):
         steps += draw_steps(rng, config, habits)
     return {"seed": seed, "config": config, "steps": steps}
 

@@ -27,6 +27,7 @@ class Scaler:
     window: int
     unskipped: int = 0
     put_off: bool = False
+    puts_off: bool = False  # blocks that the next transition counts
 
     @classmethod
     def make(cls, loss_scale, minimum, maximum, window):
@@ -35,7 +36,7 @@ class Scaler:
         return cls(False, float(loss_scale), minimum, maximum, window)
 
     def update(self, overflow):
-        overflow, self.put_off = overflow or self.put_off, False
+        overflow, self.put_off, self.puts_off = overflow or self.put_off, False, False
         if not self.dynamic:
             self.unskipped += 1
         elif overflow:
@@ -56,6 +57,7 @@ class Weight:
     leaf: torch.nn.Parameter
     value: torch.nn.Parameter
     filled: bool = False  # a block since the last step has given the master its gradient
+    source: torch.Tensor | None = None  # the gradient in the model that the last block has given it
     cleared: bool = False  # in the model, since the last block or step
 
     @property
@@ -97,6 +99,9 @@ class Optimizer:
 
     def first_gradient(self):
         return next((w.leaf.grad for w in self.weights if w.has_master and w.leaf.grad is not None), None)
+
+    def shares_pending(self):
+        return self.pending and any(one is not self and one.pending is self.pending for one in self.pending.optimizers)
 
     def gradients(self):
         """What tells whether a backward pass has reached any weight."""
@@ -225,10 +230,12 @@ class Reference:
         """Whether ``step`` meets one of the defects that the tests of KNOWN_DEFECTS expect; delete what is mended."""
         kind, one = step["do"], self.optimizers[step["optimizer"]]
         if kind == "clear" and step["who"] != "optimizer":  # "cleared where the last block gave none"
-            return any(w.filled and w.leaf.grad is None for w in self.cleared_by(step))
+            return any(w.filled and w.source is None for w in self.cleared_by(step))
         if kind == "block":  # "put off again", "cleared before the block of another"
-            if step["delay_overflow_check"] and self.scalers[step["loss_id"]].put_off:
+            if step["delay_overflow_check"] and self.scalers[step["loss_id"]].puts_off:
                 return True
+            if step["raises"] and any(self.optimizers[n].shares_pending() for n in step["optimizers"]):
+                return True  # how often the pass counts depends on whether its gradients are rescaled
             others = [o for n, o in enumerate(self.optimizers) if n not in step["optimizers"]]
             return any(w.cleared for o in others for w in o.weights)
         if kind == "clip":  # "cleared before clipping"
@@ -306,7 +313,7 @@ class Reference:
         for weight in one.weights:
             if not weight.has_master:
                 one.aside[weight] = weight.leaf.grad
-            weight.leaf.grad, weight.cleared = None, False
+            weight.leaf.grad, weight.source, weight.cleared = None, None, False
 
     def end(self, chosen, scaler, scale, check=True):
         """Unscale, add up, note overflows, and move the scales."""
@@ -323,7 +330,7 @@ class Reference:
                 if weight.has_master:
                     before = weight.value.grad
                     weight.value.grad = unscaled if before is None else before + unscaled
-                    weight.filled = True
+                    weight.filled, weight.source = True, new
                 else:
                     unscaled = unscaled.to(new.dtype)
                     weight.leaf.grad = unscaled if old is None else unscaled + old
@@ -332,6 +339,7 @@ class Reference:
             scaler.update(overflow)
         else:
             scaler.put_off |= overflow and scaler.dynamic
+            scaler.puts_off = scaler.dynamic
         for other in others:
             other.update(overflow)
         self.blocks += 1
@@ -410,7 +418,7 @@ class Reference:
             one.zero_grad()
             one.overflow, one.blocks = False, self.blocks
         for scaler in self.scalers:
-            scaler.put_off = False
+            scaler.put_off = scaler.puts_off = False
 
     def save_models(self):
         """State dicts are float32, and have the masters."""
@@ -423,7 +431,7 @@ class Reference:
 
     def snapshot(self, step):
         self.save_models()
-        self.kept = self.joined, self.blocks_of_state()
+        self.kept = self.joined, self.state_dicts()
 
     def rewind(self, step):
         if self.kept is None or self.kept[0] != self.joined:
@@ -442,7 +450,7 @@ class Reference:
     def tensors(self):
         return [w.value for w in self.weights] + [b for m in self.models for b in m.buffers()]
 
-    def blocks_of_state(self):
+    def state_dicts(self):
         return (
             [t.detach().clone() for t in self.tensors()],
             copy.deepcopy([one.torch.state_dict() for one in self.optimizers]),
