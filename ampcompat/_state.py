@@ -101,7 +101,7 @@ class OptimizerIndex:
         live: Those under amp.
         pending: Of these, those with scaled gradients that a block has left.
         disabled: Those given to ``initialize(enabled=False)``.
-        blocks: Counts the blocks of all of them that have unscaled gradients.
+        blocks: Counts the blocks of all of them that have scaled a loss.
     """
 
     live: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)

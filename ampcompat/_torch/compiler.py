@@ -16,9 +16,9 @@ def in_fake_mode() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def run_uncompiled(function: Callable[..., None], *args: Any) -> None:
+def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)``, which a compiler that traces the caller does not look into."""
-    torch.compiler.disable(function)(*args)  # type: ignore[no-untyped-call]
+    return torch.compiler.disable(function)(*args)  # type: ignore[no-untyped-call]
 
 
 def run_untraced(function: Callable[..., Any], *args: Any) -> Any:

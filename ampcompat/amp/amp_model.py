@@ -101,6 +101,8 @@ class ModelPolicy:
     def _run_casting(self, model: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
         stamp: tuple[Casts | None, str] | None = model.__dict__.get("_amp_stamp")
         room, casts = state.casts, self.casts
+        if casts.enabled and room.patches is None:  # unpickled in a process that has called no initialize
+            return _torch.run_uncompiled(self._run_covered, model, forward, args, kwargs)
         if stamp is not None:
             stamped, device_type = stamp
             if stamped is None:
@@ -114,10 +116,12 @@ class ModelPolicy:
                 casts = OFF
             elif room.thread.regions.get(device_type):
                 return forward(*args, **kwargs)  # in a region of the user's, who decides
-        if casts.enabled and room.patches is None:  # unpickled in a process that has called no initialize
-            _torch.run_uncompiled(cover, [device_type])
         with switched(casts, device_type):
             return forward(*args, **kwargs)
+
+    def _run_covered(self, model: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+        cover([_device_type(model)])
+        return self._run_casting(model, forward, args, kwargs)
 
     def _run_compiled(self, forward: Forward, args: Any, kwargs: Any) -> Any:
         # Leave out what dynamo cannot trace: checks of masters (the step makes them) and the thread's state. A user's

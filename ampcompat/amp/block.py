@@ -144,6 +144,7 @@ class Block:
             return loss.float()
         if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
             refuse_shared(self.optimizers, among_themselves=self.delay)
+        state.optimizers.blocks += 1
         try:
             for one in self.optimizers:
                 stash = one._amp_stash
@@ -213,7 +214,6 @@ class Block:
             if stash.gradients is not Gradients.LOST and (reached or stash.gradients is Gradients.NONE):
                 stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
             stash.overflows = _join([*stash.overflows, *noted]) if stash.overflows else noted
-        state.optimizers.blocks += 1
         return reached
 
     def _leave_pending(self) -> None:
@@ -433,7 +433,7 @@ def _join(flags: list[tuple[LossScaler, torch.Tensor]]) -> list[tuple[LossScaler
     joined: dict[tuple[LossScaler, bool], torch.Tensor] = {}
     for scaler, found in flags:
         # An overflow that was put off stays the tensor that it is, which ``update_scale`` may clear.
-        key = (scaler, found is scaler._put_off)
+        key = (scaler, any(found is one for one in scaler._put_off))
         joined[key] = found if key not in joined or key[1] else torch.maximum(joined[key].to(found.device), found)
     return [(scaler, found) for (scaler, _), found in joined.items()]
 

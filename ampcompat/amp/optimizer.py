@@ -148,7 +148,8 @@ def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tup
 
 
 def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimizerState, kwargs: dict[str, Any]) -> Any:
-    if stash.gradients is Gradients.UNSCALED and not (stash.overflows or stash.reports or stash.masters):
+    plain = not (stash.overflows or stash.reports or stash.masters or stash.pending)
+    if stash.gradients is Gradients.UNSCALED and plain:
         result = original(**kwargs)  # fast path: scale one, no masters
         stash.gradients, stash.skipped = Gradients.NONE, False
         if state.observers:
@@ -362,12 +363,13 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
         optimizer.optim.zero_grad(*args, **kwargs)
     for master in stash.masters:
         master.folded = master.half.grad = None
+    held = stash.pending is not None or stash.gradients is not Gradients.NONE
     if stash.aside or stash.pending is not None:
         inside = stash.block  # a block that is open stays open
         block.settle(optimizer, stash)
         stash.block = inside
     if stash.gradients is not Gradients.LOST:
-        if stash.gradients is not Gradients.NONE:
+        if held:
             stash.spent = stash.spent._replace(blocks=state.optimizers.blocks)
         stash.gradients = Gradients.NONE
 

@@ -19,10 +19,18 @@ import torch
 from ampcompat import _torch
 
 WINDOW = 2000
+#: Overflow flags that are kept apart until a step or a transition looks at them; more become one.
+MANY = 64
 #: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
 FLOOR = 2.0**-24
 
 _KIND = attrgetter("device", "dtype")
+
+
+def _any(flags: list[torch.Tensor]) -> torch.Tensor:
+    """Whether one of ``flags`` is set, on the device of the first. No host sync."""
+    first, *rest = flags
+    return torch.stack([first, *(flag.to(first.device, non_blocking=True) for flag in rest)]).amax() if rest else first
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -62,7 +70,7 @@ class LossScaler(torch.amp.GradScaler):
         self.watched = 0  # blocks whose loss was watched (see misuse)
         self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
         self._last_found: torch.Tensor | None = None
-        self._put_off: torch.Tensor | None = None  # overflows that the next transition counts
+        self._put_off: list[torch.Tensor] = []  # overflow flags that the next transition counts
         self._lent_buffer: torch.Tensor | None = None  # a script's ``_overflow_buf``
 
     # -- what legacy code reads and writes -----------------------------------------------------------------------------
@@ -121,7 +129,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def clear_overflow_state(self) -> None:
         """Forget the overflows noted since the last transition."""
-        self._found_inf, self._last_found, self._put_off = {}, None, None
+        self._found_inf, self._last_found, self._put_off = {}, None, []
         if self._lent_buffer is not None:
             self._lent_buffer.zero_()
 
@@ -198,12 +206,12 @@ class LossScaler(torch.amp.GradScaler):
             return None
         if self._lent_buffer is not None:
             self._lent_buffer.copy_(found, non_blocking=True)
-        earlier, self._put_off = self._put_off, None
+        counted = _any([found, *self._put_off])
         if put_off:
-            # In place, from the first on: ``update_scale`` takes the decision from all steps that hold it.
-            self._put_off = found.clone() if earlier is None else earlier.copy_(torch.maximum(earlier, found))
-            return self._put_off
-        counted = found if earlier is None else torch.maximum(found, earlier)
+            # The flag itself: ``update_scale`` takes the decision from the steps that hold it.
+            self._put_off = [*self._put_off, found] if len(self._put_off) < MANY else [counted]
+            return found
+        self._put_off = []
         growth, back_off = self._growth_factor, self._backoff_factor
         moved = scale.clone()
         _torch.update_scale_(moved, tracker, counted, growth, back_off, self._growth_interval)
@@ -218,7 +226,7 @@ class LossScaler(torch.amp.GradScaler):
     def scale_after_back_off(self) -> torch.Tensor:
         """The scale to name when a step is skipped: with the back-off that was put off. No host sync."""
         scale = self.scale_on(torch.device("cpu")) if self._scale is None else self._scale
-        return scale if self._put_off is None else (scale * self._backoff_factor).clamp(min=self._min_loss_scale)
+        return scale if not self._put_off else (scale * self._backoff_factor).clamp(min=self._min_loss_scale)
 
     def update_scale(self) -> bool:
         """End a backward pass by hand; returns whether the step must be skipped. One host sync.
@@ -227,14 +235,15 @@ class LossScaler(torch.amp.GradScaler):
         buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
         (``apex/amp/scaler.py: LossScaler.update_scale``).
         """
-        noted = self._put_off if self._lent_buffer is None else self._lent_buffer
+        put_off, self._put_off, noted = self._put_off, [], self._lent_buffer
+        if noted is None and put_off:
+            noted = _any(put_off)
         if noted is not None:
             noted = (noted.reshape(()) != 0).float()
             earlier = self._found_inf.get(noted.device)
             self._found_inf[noted.device] = noted if earlier is None else torch.maximum(noted, earlier)
-        if self._put_off is not None:
-            self._put_off.zero_()
-            self._put_off = None
+        for flag in put_off:
+            flag.zero_()
         self.adjust()
         return self._has_overflow
 
