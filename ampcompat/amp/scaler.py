@@ -20,7 +20,7 @@ from ampcompat import _torch
 
 WINDOW = 2000
 #: Overflow flags that are kept apart until a step or a transition looks at them; more become one.
-MANY = 64
+MANY = 1024
 #: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
 FLOOR = 2.0**-24
 
@@ -206,11 +206,13 @@ class LossScaler(torch.amp.GradScaler):
             return None
         if self._lent_buffer is not None:
             self._lent_buffer.copy_(found, non_blocking=True)
-        counted = _any([found, *self._put_off])
         if put_off:
             # The flag itself: ``update_scale`` takes the decision from the steps that hold it.
-            self._put_off = [*self._put_off, found] if len(self._put_off) < MANY else [counted]
+            if len(self._put_off) == MANY:
+                self._put_off = [_any(self._put_off)]
+            self._put_off.append(found)
             return found
+        counted = _any([found, *self._put_off])
         self._put_off = []
         growth, back_off = self._growth_factor, self._backoff_factor
         moved = scale.clone()

@@ -31,9 +31,10 @@ DEPTH = 12
 
 @functools.cache
 def listed(name: str) -> frozenset[str]:
-    """The operations on one of ampcompat's O1 lists, read from its source: importing it would need torch."""
-    tree = ast.parse((PACKAGE / "amp" / "lists.py").read_bytes())
-    values = [n.value for n in tree.body if isinstance(n, ast.AnnAssign) and text(n.target) == name and n.value]
+    """The operations on the O1 lists called ``name``, read from their source: importing them would need torch."""
+    files = sorted((PACKAGE / "amp" / "lists").glob("*_overrides.py"))
+    nodes = [node for file in files for node in ast.parse(file.read_bytes()).body if isinstance(node, ast.Assign)]
+    values = [node.value for node in nodes if name in map(text, node.targets)]
     return frozenset(
         str(n.value)
         for value in values
@@ -133,9 +134,9 @@ class Halves:
         first = node.args[0] if node.args else None
         # The operands stand behind a function, around a method.
         operand = first if self._is_function(node.func) else getattr(node.func, "value", None)
-        if name in listed("HALF"):
+        if name in listed("FP16_FUNCS"):
             return self.casts or (operand is not None and self.of(operand, depth + 1, line))
-        if name in listed("FLOAT"):
+        if name in listed("FP32_FUNCS"):
             return not self.casts and operand is not None and self.of(operand, depth + 1, line)
         if name in KEEPS and operand is not None:
             given = operand.elts if isinstance(operand, ast.List | ast.Tuple) else [operand]

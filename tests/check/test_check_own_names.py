@@ -12,7 +12,7 @@ from ampcompat.check import scan, scan_source
 OURS = [
     "import ampcompat\nampcompat.install_as_apex()",
     "from ampcompat import amp\namp.report()\namp.unwrap(model)\namp.explain_overflows()",
-    "from ampcompat import amp\namp.casts.set_ambient(x, y)",
+    "from ampcompat import amp\namp.autocast.set_ambient(x, y)",
     "from ampcompat.amp import lists\nlists.torch_overrides.CASTS",
     "from ampcompat import amp\namp.lists.functional_overrides.FP32_FUNCS.remove('softmax')",
     "from ampcompat.amp.masters import Master",
@@ -35,7 +35,7 @@ def test_what_ampcompat_has_is_not_unsupported(code):
     [
         "from ampcompat import nonsense",
         "import ampcompat\nampcompat.nonsense()",
-        "from ampcompat import amp\namp.autocast()",
+        "from ampcompat import amp\namp.autocasts()",
         "from ampcompat.amp.masters import nonsense",
         "from ampcompat.RNN import LSTM",
         "from ampcompat.contrib.fmha import FMHA",

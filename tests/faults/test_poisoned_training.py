@@ -68,7 +68,7 @@ def test_one_bad_gradient_skips_one_step(kind, name, opt_level, value, capsys):
     torch.manual_seed(0)
     model = Net(kind)
     optimizer = OPTIMIZERS[name](model.parameters())
-    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic", verbosity=0)
+    amp.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic")
     train(model, optimizer)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     hook = model.poisoned().register_hook(lambda grad: grad * value)
@@ -105,7 +105,7 @@ def test_out_of_memory_inside_backward(opt_level):
         torch.manual_seed(0)
         model = Net("weight")
         optimizer = OPTIMIZERS["sgd"](model.parameters())
-        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic", verbosity=0)
+        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic")
         with amp.scale_loss(model(torch.arange(5)).float().square().mean() * 0.01, optimizer) as scaled:
             scaled.backward()  # accumulated, and must survive
         if fails:

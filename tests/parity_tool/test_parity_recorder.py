@@ -11,7 +11,7 @@ def make(level, kind=torch.optim.SGD, model=None, **kwargs):
     torch.manual_seed(0)
     model = model or torch.nn.Linear(4, 3)
     optimizer = kind(model.parameters(), lr=0.1, **kwargs)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return amp.initialize(model, optimizer, opt_level=level)
 
 
 def backward(loss, optimizer, **kwargs):
