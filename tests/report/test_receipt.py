@@ -80,7 +80,7 @@ def test_o2_counts_masters_and_halved_weights():
     parameters = sum(p.numel() for p in model.parameters())
     assert memory["weights"] == 2 * parameters
     assert memory["weights_in_float32"] == memory["masters"] == 4 * parameters
-    # Less, but for what initialize itself makes: some 256 weights in float32, by which a half moving average is recognised.
+    # But for what initialize itself makes: some 256 weights in float32, by which a half moving average is recognised.
     assert memory["forward_results"] - 4 * 256 < memory["forward_results_in_float32"]
 
 
