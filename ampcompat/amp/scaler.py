@@ -20,7 +20,7 @@ from ampcompat import _torch
 
 WINDOW = 2000
 #: Overflow flags that are kept apart until a step or a transition looks at them; more become one.
-MANY = 1024
+_MANY = 1024
 #: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
 FLOOR = 2.0**-24
 
@@ -208,7 +208,7 @@ class LossScaler(torch.amp.GradScaler):
             self._lent_buffer.copy_(found, non_blocking=True)
         if put_off:
             # The flag itself: ``update_scale`` takes the decision from the steps that hold it.
-            if len(self._put_off) == MANY:
+            if len(self._put_off) == _MANY:
                 self._put_off = [_any(self._put_off)]
             self._put_off.append(found)
             return found
