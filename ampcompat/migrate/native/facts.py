@@ -198,12 +198,15 @@ class Facts:
         for call in sorted(calls, key=lambda c: (c.lineno, c.col_offset)):
             item = source.parents.get(call)
             block = source.parents.get(item) if item is not None else None
-            plain = isinstance(item, ast.withitem) and isinstance(block, ast.With) and len(block.items) == 1
-            if not plain or len(call.args) < 2 or any(k.arg is None for k in call.keywords):
+            if (
+                not isinstance(item, ast.withitem)
+                or not (isinstance(block, ast.With) and len(block.items) == 1)
+                or len(call.args) < 2
+                or any(k.arg is None for k in call.keywords)
+            ):
                 raise Untranslatable(
                     "amp.scale_loss is not used as `with amp.scale_loss(loss, optimizer) as scaled_loss`"
                 )
-            assert isinstance(item, ast.withitem)
             if item.optional_vars is not None and not isinstance(item.optional_vars, ast.Name):
                 raise Untranslatable("amp.scale_loss yields into something else than a plain name")
             labels = self.objects.optimizers(call.args[1])
