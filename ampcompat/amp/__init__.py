@@ -6,13 +6,14 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
-# _amp_state is imported as a module first: a later ``import ampcompat.amp._amp_state`` then finds it imported and does
-# not rebind the name, which scripts expect to be the state object.
-from ampcompat import __version__
+# Import the modules _amp_state and __version__ before the objects of the same names: a later import of either module
+# then does not rebind the name to the module.
+from ampcompat.amp import __version__ as _version_module  # noqa: F401 - see above
 from ampcompat.amp import _amp_state as _amp_state_module  # noqa: F401 - see above
 
 # Scripts say amp._initialize.applier, amp.lists.functional_overrides... without importing these.
 from ampcompat.amp import _initialize, compat, lists, rnn_compat, utils, wrap  # noqa: F401
+from ampcompat.amp.__version__ import __version__
 from ampcompat.amp._amp_state import _amp_state, master_params
 from ampcompat.amp.amp import (
     float_function,

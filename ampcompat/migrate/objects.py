@@ -48,6 +48,14 @@ Labels = frozenset[Label]
 NONE: Labels = frozenset()
 
 
+def handed_over(call: ast.Call) -> Iterator[ast.expr]:
+    """The arguments of ``call`` that may be or hold a managed object: names, paths, elements and displays."""
+    for given in [*call.args, *(keyword.value for keyword in call.keywords)]:
+        inner = given.value if isinstance(given, ast.Starred) else given
+        if isinstance(inner, ast.Name | ast.Attribute | ast.Subscript | ast.List | ast.Tuple | ast.Dict):
+            yield inner
+
+
 class Objects:
     """The labels of every path of a file.
 

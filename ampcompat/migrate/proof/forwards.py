@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from ampcompat.check.source import called
 from ampcompat.migrate.casts import in_autocast
+from ampcompat.migrate.objects import handed_over
 from ampcompat.migrate.proof.subject import Subject
 
 #: Functions that get a model and run none of it, by what their names say.
@@ -75,11 +76,8 @@ def _handed(subject: Subject, call: ast.Call) -> Iterator[tuple[int, str]]:
     name = called(call)
     if objects.called(call) or name in objects.classes or TRUSTED.search(name) or subject.casts.is_forward(call):
         return
-    for given in [*call.args, *(k.value for k in call.keywords)]:
-        inner = given.value if isinstance(given, ast.Starred) else given
-        if not isinstance(inner, ast.Name | ast.Attribute | ast.Subscript | ast.List | ast.Tuple | ast.Dict):
-            continue
-        labels = objects.models(inner)
+    for given in handed_over(call):
+        labels = objects.models(given)
         if labels and not objects.models(call) and not in_autocast(subject.source, call):
             names = ", ".join(subject.managed.models[label.index] for label in sorted(labels))
             yield call.lineno, HANDED.format(names, name or ast.unparse(call.func)[:40])

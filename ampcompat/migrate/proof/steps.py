@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ampcompat.check.bindings import dotted
 from ampcompat.check.source import called, text
-from ampcompat.migrate.objects import FUNCTIONS
+from ampcompat.migrate.objects import FUNCTIONS, handed_over
 from ampcompat.migrate.proof.subject import Subject
 
 Failure = tuple[int, str]
@@ -146,11 +146,8 @@ def _handed(subject: Subject, node: ast.Call) -> Iterator[Failure]:
     path = dotted(node.func) or name
     if "lr_scheduler" in path:
         return
-    for given in [*node.args, *(k.value for k in node.keywords)]:
-        inner = given.value if isinstance(given, ast.Starred) else given
-        if not isinstance(inner, ast.Name | ast.Attribute | ast.Subscript | ast.List | ast.Tuple | ast.Dict):
-            continue
-        labels = objects.optimizers(inner)
+    for given in handed_over(node):
+        labels = objects.optimizers(given)
         if labels and not objects.optimizers(node):
             names = ", ".join(subject.managed.optimizers[label.index] for label in sorted(labels))
             yield node.lineno, HANDED.format(names, name or ast.unparse(node.func), subject.managed.scaler)
