@@ -1,4 +1,4 @@
-"""What ``importlib.metadata`` says of apex while the alias is in force."""
+"""Answer ``importlib.metadata`` queries for apex while the alias is in force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ampcompat does not supply of apex, and what to use instead: one table, and the error that quotes it."""
+"""List the parts of apex that ampcompat does not supply, with replacements, and make the error that quotes them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NATIVE: Final[dict[str, str]] = {
 
 
 def advice(path: str) -> str:
-    """What to use instead of ``apex.<path>``."""
+    """Say what to use instead of ``apex.<path>``."""
     known = [key for key in NATIVE if path == key or path.startswith(key + ".")]
     instead = NATIVE[max(known, key=len)] if known else "the plain torch modules"
     return f"apex.{path} - ampcompat does not supply it - use {instead} instead."

@@ -14,12 +14,13 @@ if TYPE_CHECKING:
     from ampcompat.amp.autocast import Casts, Saved
     from ampcompat.amp.functions import Functions
     from ampcompat.amp.masters import Master
+    from ampcompat.amp.properties import Optimizer
     from ampcompat.amp.rules import Rules
     from ampcompat.amp.session import Session
 
 
 class ThreadCasts(threading.local):
-    """What one thread is in the middle of.
+    """Track what one thread is in the middle of.
 
     Attributes:
         forwards: Depth of casting forwards of initialized models; the outermost one owns autocast's weight cache.
@@ -104,9 +105,9 @@ class OptimizerIndex:
         blocks: Counts the blocks of all of them that have scaled a loss.
     """
 
-    live: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    pending: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
-    disabled: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    live: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    pending: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    disabled: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     blocks: int = 0
 
 

@@ -146,7 +146,7 @@ def _take_modules() -> dict[str, ModuleType]:
 
 
 def _real_apex() -> str | None:
-    """Where an installed apex with an ``amp`` lies; None without one. Nothing of it is imported."""
+    """Find the folder of an installed apex that has ``amp``, or None; nothing of it is imported."""
     try:
         spec = importlib.util.find_spec("apex")
     except ValueError:  # somebody put a stand-in without a spec into sys.modules

@@ -45,13 +45,13 @@ class AnyDeviceDDP(torch.nn.parallel.DistributedDataParallel):
 
 
 def buffers_keyword() -> str:
-    """What DDP's constructor calls the broadcast of buffers in forward."""
+    """Name DDP's keyword for the broadcast of buffers in forward."""
     known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
     return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
 
 def parallel_wrapper(model: torch.nn.Module) -> str | None:
-    """The name of the data-parallel wrapper that ``model`` is, if it is one."""
+    """Name the data-parallel wrapper that ``model`` is, if it is one."""
     wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
     if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
         return type(model).__name__

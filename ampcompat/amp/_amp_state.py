@@ -23,7 +23,7 @@ class AmpState:
             raise AttributeError(f"_amp_state has no attribute {name!r}; amp.initialize has not set it")
         return state.view[name]
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "loss_scalers" and state.session is not None and state.session.enabled:
             state.session.replace_scalers(value)
         state.view[name] = value

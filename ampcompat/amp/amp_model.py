@@ -28,7 +28,9 @@ from ampcompat.amp.observers import notify
 from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.weights import cast_weights, watch_averages
 
-Forward = Callable[..., Any]
+Forward = Callable[..., object]
+Args = tuple[object, ...]
+Kwargs = dict[str, object]
 _IS_THERE = functools.partial(operator.is_not, None)
 
 
@@ -52,7 +54,7 @@ class ModelPolicy:
     half: torch.dtype | None
     master_weights: bool
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelPolicy:
+    def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         return self
 
     def alike(self, other: ModelPolicy) -> bool:
@@ -60,7 +62,7 @@ class ModelPolicy:
         mine, its = (self.opt_level, self.casts, self.half), (other.opt_level, other.casts, other.half)
         return (*mine, self.master_weights) == (*its, other.master_weights)
 
-    def run(self, model: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+    def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """``forward(*args, **kwargs)`` of ``model`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(forward, args, kwargs)
@@ -78,7 +80,7 @@ class ModelPolicy:
             notify("on_output", model, output)
         return output
 
-    def _run_half(self, model: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+    def _run_half(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         if self.master_weights:
             reconcile(masters_of(model))
         running = state.casts.thread.running
@@ -98,7 +100,7 @@ class ModelPolicy:
             return output
         return cast_tree(output, self.output_dtype)
 
-    def _run_casting(self, model: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+    def _run_casting(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         stamp: tuple[Casts | None, str] | None = model.__dict__.get("_amp_stamp")
         room, casts = state.casts, self.casts
         if casts.enabled and room.patches is None:  # unpickled in a process that has called no initialize
@@ -119,11 +121,11 @@ class ModelPolicy:
         with switched(casts, device_type):
             return forward(*args, **kwargs)
 
-    def _run_covered(self, model: torch.nn.Module, forward: Forward, args: Any, kwargs: Any) -> Any:
+    def _run_covered(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         cover([_device_type(model)])
         return self._run_casting(model, forward, args, kwargs)
 
-    def _run_compiled(self, forward: Forward, args: Any, kwargs: Any) -> Any:
+    def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         # Leave out what dynamo cannot trace: checks of masters (the step makes them) and the thread's state. A user's
         # region is recognised by not being the ambient casts.
         if self.casts.enabled and state.casts.patches is None:
@@ -140,7 +142,7 @@ class ModelPolicy:
         output = self._in_graph(device_types, forward, args, kwargs)
         return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
 
-    def _in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Any, kwargs: Any) -> Any:
+    def _in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """``forward`` with this policy's casts on ``device_types``, wherever the ambient casts are in force now."""
         if not device_types:
             return forward(*args, **kwargs)
@@ -211,7 +213,7 @@ class AmpModel:
 
     _amp_policy: ModelPolicy | None = None
 
-    def __init_subclass__(cls, _amp: bool = False, **kwargs: Any) -> None:
+    def __init_subclass__(cls, _amp: bool = False, **kwargs: object) -> None:
         """Skip the user's ``__init_subclass__``, so that registries of the user's class do not see our subclass."""
         if not _amp:
             super().__init_subclass__(**kwargs)
@@ -220,11 +222,11 @@ class AmpModel:
 class InstanceForward:
     """Wraps a ``forward`` that an instance has of its own (``self.forward = self.impl``, a user's patch)."""
 
-    def __init__(self, model: torch.nn.Module, inner: Any) -> None:
+    def __init__(self, model: torch.nn.Module, inner: Forward) -> None:
         self.model, self.inner = model, inner
         functools.update_wrapper(self, inner, updated=())
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the instance's forward under the model's policy."""
         policy: ModelPolicy | None = getattr(self.model, "_amp_policy", None)
         if policy is None:
@@ -269,7 +271,7 @@ def amp_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 def _make_class(cls: Any) -> Any:
     @functools.wraps(cls.forward)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         policy = self._amp_policy
         bound = functools.partial(cls.forward, self)
         if policy is None or isinstance(self.__dict__.get("forward"), InstanceForward):

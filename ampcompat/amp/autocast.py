@@ -233,7 +233,7 @@ def uncover() -> None:
 
 def _engine(original: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(original)
-    def run(*args: Any, **kwargs: Any) -> T:
+    def run(*args: object, **kwargs: object) -> T:
         with switched(OFF):
             return original(*args, **kwargs)
 
@@ -247,9 +247,9 @@ def _record_forward(ctx: Any) -> None:
         ctx._amp_forward_casts = saved
 
 
-def _body(original: Callable[..., Any]) -> Callable[..., Any]:
+def _body(original: Callable[..., object]) -> Callable[..., object]:
     @functools.wraps(original)
-    def apply(self: Any, *args: Any) -> Any:
+    def apply(self: object, *args: object) -> object:
         forward: Saved | None = getattr(self, "_amp_forward_casts", None)
         if forward is None or state.casts.thread.disabled:
             return original(self, *args)
@@ -269,7 +269,7 @@ def _patch_regions(undo: ExitStack) -> None:
     enter, leave = region.__enter__, region.__exit__
 
     @functools.wraps(enter)
-    def counted_enter(self: Any) -> Any:
+    def counted_enter(self: Any) -> object:
         before = torch.get_autocast_dtype(self.device)
         result = enter(self)
         if not _torch.is_scripting():
@@ -281,7 +281,7 @@ def _patch_regions(undo: ExitStack) -> None:
         return result
 
     @functools.wraps(leave)
-    def counted_exit(self: Any, *exc: Any) -> Any:
+    def counted_exit(self: Any, *exc: object) -> object:
         before = torch.get_autocast_dtype(self.device)
         result = leave(self, *exc)
         if not _torch.is_scripting():

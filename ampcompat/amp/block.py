@@ -43,7 +43,7 @@ from ampcompat.amp.autocast import assert_ambience
 from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.masters import Master
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import is_optimizer
+from ampcompat.amp.properties import Optimizer, is_optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import DISABLED, Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
@@ -109,7 +109,7 @@ class Block:
     def __init__(
         self,
         loss: torch.Tensor | None,
-        optimizers: Sequence[Any],
+        optimizers: Sequence[Optimizer],
         scaler: LossScaler,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
@@ -256,7 +256,7 @@ class Block:
 
 
 # -- what happens to one optimizer -------------------------------------------------------------------------------------
-def begin(optimizer: Any, stash: AmpOptimizerState, scaler: LossScaler) -> None:
+def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler) -> None:
     """Make room for new gradients (``apex/amp/_process_optimizer.py: prepare_backward_with_master_weights``)."""
     stash.look_up(optimizer)
     if stash.reports:
@@ -276,7 +276,7 @@ def begin(optimizer: Any, stash: AmpOptimizerState, scaler: LossScaler) -> None:
             param.grad = None
 
 
-def settle(optimizer: Any, stash: AmpOptimizerState) -> None:
+def settle(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     """Note that nothing of ``optimizer`` is scaled or aside any more."""
     stash.aside, stash.block = [], None
     if stash.pending is not None:
@@ -284,7 +284,7 @@ def settle(optimizer: Any, stash: AmpOptimizerState) -> None:
         state.optimizers.pending.discard(optimizer)
 
 
-def abandon(optimizer: Any, stash: AmpOptimizerState) -> None:
+def abandon(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     """Put back what was aside when a block began; new gradients, and those pending, are cleared."""
     for param in stash.leaves():
         param.grad = None
@@ -295,9 +295,9 @@ def abandon(optimizer: Any, stash: AmpOptimizerState) -> None:
     settle(optimizer, stash)
 
 
-def unscale_pending(optimizer: Any) -> None:
+def unscale_pending(optimizer: Optimizer) -> None:
     """End the backward pass that ``delay_unscale`` has left, before its gradients are stepped with."""
-    pending: Pending = optimizer._amp_stash.pending
+    pending: Pending = optimizer._amp_stash.pending  # type: ignore[assignment] # the caller has looked
     found = [one for one in [ref() for ref in pending.optimizers] if one is not None]
     together = [one for one in found if "_amp_stash" in vars(one) and one._amp_stash.pending is pending]
     block = Block(None, together, next(iter(pending.scalers)), scale=pending.scale)
@@ -325,7 +325,7 @@ def heed_cleared(masters: list[Master]) -> bool:
     return edited
 
 
-def refuse_shared(optimizers: Sequence[Any], among_themselves: bool = False) -> None:
+def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = False) -> None:
     """Refuse scaled gradients pending (or about to be: ``among_themselves``) in a tensor that two optimizers hold."""
     others = [one for one in state.optimizers.pending if not any(one is mine for mine in optimizers)]
     held: dict[int, Any] = {}
@@ -471,7 +471,7 @@ def _find(optimizers: Any) -> tuple[list[Any], Session]:
     return list(unique.values()), next((one._amp_stash.session for one in unique.values()), latest)
 
 
-def known(optimizer: Any) -> Any:
+def known(optimizer: Optimizer) -> Any:
     """``optimizer``; but for a LARC that was built around an initialized optimizer, that one."""
     inner = getattr(optimizer, "optim", None)
     if inner is None or hasattr(optimizer, "_amp_stash"):

@@ -38,7 +38,7 @@ def state_dict(destination: Any = None) -> Any:
     return found
 
 
-def load_state_dict(state_dict: Mapping[str, Any]) -> None:
+def load_state_dict(state_dict: Mapping[str, object]) -> None:
     """Restore what :func:`state_dict` saved, here or under apex (``apex/amp/frontend.py: load_state_dict``).
 
     Before ``initialize`` it is kept for the next call; under apex ``initialize`` had to come first. A
@@ -106,7 +106,7 @@ def _read(saved: object) -> list[Entry]:
     return [_entry(name, saved[name]) for name in names]
 
 
-def _entry(name: str, parts: Any) -> Entry:
+def _entry(name: str, parts: object) -> Entry:
     if not isinstance(parts, Mapping) or not {"loss_scale", "unskipped"} <= set(parts):
         raise ValueError(
             f"amp.load_state_dict: {name}={parts!r} - it must be a dict with 'loss_scale' and 'unskipped' - pass what"

@@ -29,7 +29,7 @@ def _in_float(native: Callable[..., Any], slow: frozenset[torch.dtype]) -> Calla
         layout = torch.contiguous_format if result.dim() == 5 else torch.preserve_format
         return result.to(dtype, memory_format=layout)
 
-    def kernel(*args: Any, **settings: Any) -> Any:
+    def kernel(*args: Any, **settings: object) -> object:
         tensors, dtype = args[:3], args[0].dtype
         if dtype not in slow or any(t is not None and t.dtype is not dtype for t in tensors):
             return native(*args, **settings)  # mixed dtypes: torch's own error

@@ -18,7 +18,7 @@ from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
+from ampcompat.amp.properties import BRIEFS, LEVELS, Optimizer, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import DISABLED, Session, release_casts
 from ampcompat.amp.weights import cast_weights
@@ -56,7 +56,7 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
-    keep_fp32: Any = None,
+    keep_fp32: object = None,
 ) -> Any:
     """Put models and optimizers under mixed precision, in place.
 
@@ -147,7 +147,7 @@ def initialize(
 def _take_over(
     session: Session,
     modules: list[torch.nn.Module],
-    optimizers: list[Any],
+    optimizers: list[Optimizer],
     kept: list[torch.nn.Module],
     undo: ExitStack,
 ) -> None:
@@ -182,7 +182,7 @@ def _take_over(
     _show(session, {"opt_properties": session.properties, "loss_scalers": session.scalers, "handle": handle}, undo)
 
 
-def _disable(models: Any, optimizers: Any) -> None:
+def _disable(models: object, optimizers: object) -> None:
     """Take models, and models within them, and optimizers out of amp; what is not under amp is left alone."""
     options = Properties()
     given = models if isinstance(models, (list, tuple)) else [models]
@@ -206,7 +206,7 @@ def _disable(models: Any, optimizers: Any) -> None:
             if one in with_stash:
                 optimizer.detach(one)
             state.optimizers.disabled.add(one)
-        values: dict[str, Any] = {"opt_properties": options, "loss_scalers": []}
+        values: dict[str, object] = {"opt_properties": options, "loss_scalers": []}
         if under or with_stash:
             values["handle"] = NoOpHandle()
         _show(Session(options), values, undo)
@@ -215,7 +215,7 @@ def _disable(models: Any, optimizers: Any) -> None:
         release_casts()  # ambient casts stay while other models need them for their losses
 
 
-def _refuse_to_leave(models: Iterable[torch.nn.Module], given: list[Any], policy: ModelPolicy) -> None:
+def _refuse_to_leave(models: Iterable[torch.nn.Module], given: list[Optimizer], policy: ModelPolicy) -> None:
     """Refuse to change a model's level without an optimizer under amp that holds its tensors.
 
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
@@ -252,7 +252,7 @@ def _refuse_scripted_parts(models: Iterable[torch.nn.Module], policy: ModelPolic
             )
 
 
-def _show(session: Session, values: dict[str, Any], undo: ExitStack) -> None:
+def _show(session: Session, values: dict[str, object], undo: ExitStack) -> None:
     """Make ``session`` the one that the module-level views show."""
     before, latest = dict(state.view), state.session
 

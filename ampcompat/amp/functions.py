@@ -28,7 +28,7 @@ _C = types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperT
 class Functions:
     """What is registered, by module and name, and the undo of what is wrapped now."""
 
-    registered: dict[tuple[int, str], tuple[Any, str, Rule]] = field(default_factory=dict)
+    registered: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack)
     active: bool = False
 
@@ -57,7 +57,7 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     overrule = overrule or _is_torch_op(function)
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: object) -> object:
         if state.casts.patches is None:  # amp casts nothing in this process now
             return function(*args, **kwargs)
         device_type, args, kwargs = cast_arguments(rule, args, kwargs)
@@ -69,7 +69,7 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     return wrapper
 
 
-def _is_torch_op(function: Any) -> bool:
+def _is_torch_op(function: object) -> bool:
     module = str(getattr(function, "__module__", None) or "")
     if isinstance(function, _C):  # methods of Tensor name a class, functions of torch.* a bound type object
         owners = (getattr(function, "__objclass__", None), type(getattr(function, "__self__", None)))
@@ -86,7 +86,7 @@ def _wrap_class(cls: type, rule: Rule) -> tuple[str, Any]:
     return name, make_wrapper(getattr(cls, name), rule, overrule=rule is Rule.FLOAT and of_torch)
 
 
-def _register(module: Any, name: str, rule: Rule) -> None:
+def _register(module: object, name: str, rule: Rule) -> None:
     if not isinstance(name, str) or not hasattr(module, name):
         shown = getattr(module, "__name__", type(module).__name__)
         raise ValueError(
@@ -100,7 +100,7 @@ def _register(module: Any, name: str, rule: Rule) -> None:
         activate()
 
 
-def register_half_function(module: Any, name: str) -> None:
+def register_half_function(module: object, name: str) -> None:
     """Have ``module.name`` cast its arguments to half while casts are on (``apex/amp/amp.py: register_half_function``).
 
     Args:
@@ -114,12 +114,12 @@ def register_half_function(module: Any, name: str) -> None:
     _register(module, name, Rule.HALF)
 
 
-def register_float_function(module: Any, name: str) -> None:
+def register_float_function(module: object, name: str) -> None:
     """Have ``module.name`` cast its arguments to float32 while casts are on; see :func:`register_half_function`."""
     _register(module, name, Rule.FLOAT)
 
 
-def register_promote_function(module: Any, name: str) -> None:
+def register_promote_function(module: object, name: str) -> None:
     """Have ``module.name`` cast its arguments to the widest dtype among them; see :func:`register_half_function`."""
     _register(module, name, Rule.PROMOTE)
 

@@ -8,7 +8,7 @@ deepcopy, pickle, DataParallel, a direct ``module.forward(x)`` and ``torch.compi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import amp_model
-from ampcompat.amp.amp_model import ModelPolicy
+from ampcompat.amp.amp_model import Args, Forward, Kwargs, ModelPolicy
 from ampcompat.amp.autocast import OFF, Casts
 from ampcompat.amp.masters import own_tensors
 from ampcompat.amp.properties import HALF_DTYPES
@@ -39,7 +39,7 @@ class BorderPolicy(ModelPolicy):
     def __init__(self, opt_level: str, outside: torch.dtype | None) -> None:
         super().__init__(opt_level, OFF, torch.float32, outside, None, False)
 
-    def run(self, model: torch.nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run ``forward`` on float32 inputs, casts off."""
         tensors = tensors_in((args, kwargs))
         given = [t.dtype for t in tensors if t.is_floating_point()]
@@ -97,7 +97,7 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
     return [module for module in kept if module not in inner]
 
 
-def _matches(one: Any, names: Names) -> Names:
+def _matches(one: object, names: Names) -> Names:
     if isinstance(one, torch.nn.Module):
         return {one: names[one]} if one in names else {}
     if isinstance(one, type) and issubclass(one, torch.nn.Module):
@@ -171,11 +171,11 @@ def _set(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
         module.register_forward_pre_hook(_pass)
 
 
-def _pass(module: torch.nn.Module, args: Any) -> None:
+def _pass(module: torch.nn.Module, args: object) -> None:
     """Disable torch's fused encoder path, by being a hook."""
 
 
-def _show(one: Any) -> str:
+def _show(one: object) -> str:
     return type(one).__name__ if isinstance(one, torch.nn.Module) else repr(one)
 
 

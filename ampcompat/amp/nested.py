@@ -39,13 +39,13 @@ import torch.distributed as dist
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.masters import drop_master, ensure_master, master_of, push
-from ampcompat.amp.properties import HALF_DTYPES, Properties
+from ampcompat.amp.properties import HALF_DTYPES, Optimizer, Properties
 
 
-def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+def inner_optimizers(optimizer: object) -> list[Any]:
     """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
     found: dict[int, torch.optim.Optimizer] = {}
-    to_do = [optimizer]
+    to_do: list[object] = [optimizer]
     while to_do:
         for held in getattr(to_do.pop(), "__dict__", {}).values():
             several = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
@@ -56,7 +56,7 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return list(found.values())
 
 
-def check(optimizers: Iterable[Any], options: Properties) -> None:
+def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
     """Refuse optimizers around others where masters would not reach the one inside, or cannot work at all.
 
     Raises:
@@ -71,7 +71,7 @@ def check(optimizers: Iterable[Any], options: Properties) -> None:
             _check_groups(outer, [one for one in inside if not any(one is other for other in given)], options)
 
 
-def _check_groups(outer: Any, inside: list[torch.optim.Optimizer], options: Properties) -> None:
+def _check_groups(outer: Optimizer, inside: list[Optimizer], options: Properties) -> None:
     lists, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
     for inner in inside:
         apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in lists]
@@ -84,7 +84,7 @@ def _check_groups(outer: Any, inside: list[torch.optim.Optimizer], options: Prop
             )
 
 
-def wrap_steps(outer: Any, original: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
     """Let the ``step`` of an optimizer inside, where no step of ``outer`` calls it, be one of ``outer``'s.
 
     Args:
@@ -98,20 +98,20 @@ def wrap_steps(outer: Any, original: Callable[..., Any], step: Callable[..., Any
     lists = _lists(outer)
     inner = [one for one in inner_optimizers(outer) if _lists(one) == lists]
     for one in inner:
-        one.step = _as_outers(outer, one, step)  # type: ignore[method-assign]
+        one.step = _as_outers(outer, one, step)
     return _marking(outer, original) if inner else original
 
 
-def _lists(optimizer: Any) -> set[int]:
+def _lists(optimizer: Optimizer) -> set[int]:
     return {id(group["params"]) for group in optimizer.param_groups}
 
 
-def _as_outers(outer: Any, inner: Any, step: Callable[..., Any]) -> Any:
+def _as_outers(outer: Optimizer, inner: Any, step: Callable[..., Any]) -> Any:
     reference, original = weakref.ref(outer), inner.step
     marking = _marking(outer, original)
 
     @functools.wraps(getattr(original, "__func__", original))
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Any, *args: object, **kwargs: object) -> object:
         found = reference()
         stash = None if found is None else vars(found).get("_amp_stash")
         if stash is None or vars(found).get("_amp_stepping") or "_amp_stash" in vars(self):
@@ -121,12 +121,12 @@ def _as_outers(outer: Any, inner: Any, step: Callable[..., Any]) -> Any:
     return types.MethodType(wrapper, inner)
 
 
-def _marking(outer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _marking(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
     """``original``, which notes meanwhile that ``outer`` is stepping."""
     reference = weakref.ref(outer)
 
     @functools.wraps(original)
-    def marking(*args: Any, **kwargs: Any) -> Any:
+    def marking(*args: object, **kwargs: object) -> object:
         found = reference()
         stash = None if found is None else vars(found).get("_amp_stash")
         if found is None or stash is None:
@@ -141,7 +141,7 @@ def _marking(outer: Any, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------------
-def stepper(optimizer: Any) -> Any:
+def stepper(optimizer: Optimizer) -> Optimizer:
     """The optimizer whose params amp exchanges for masters: ``optimizer``, or the one inside that steps for it."""
     return vars(optimizer).get("optim", optimizer) if _torch.is_zero(optimizer) else optimizer
 

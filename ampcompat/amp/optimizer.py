@@ -26,6 +26,7 @@ from ampcompat.amp.autocast import OFF, Saved, switched
 from ampcompat.amp.block import Block
 from ampcompat.amp.masters import master_of, push, reconcile
 from ampcompat.amp.observers import notify
+from ampcompat.amp.properties import Optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Spent, adopt_masters, announce, match_state
@@ -34,7 +35,7 @@ from ampcompat.amp.stash import AmpOptimizerState, Gradients, Spent, adopt_maste
 RETRIES = 4
 
 
-def attach(optimizer: Any, session: Session) -> None:
+def attach(optimizer: Optimizer, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients."""
     stash = copy.copy(getattr(optimizer, "_amp_stash", None) or AmpOptimizerState(session))
     stash.session, stash.groups, stash.overflows = session, [], stash.overflows[:]
@@ -59,7 +60,7 @@ def attach(optimizer: Any, session: Session) -> None:
             setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
 
 
-def detach(optimizer: Any) -> None:
+def detach(optimizer: Optimizer) -> None:
     """Undo :func:`attach`: ``optimizer`` holds the model's own tensors; gradients that are still scaled are cleared.
 
     The wrappers of its methods stay, and pass on: LR schedulers have taken note of them.
@@ -77,7 +78,7 @@ def detach(optimizer: Any) -> None:
     state.optimizers.live.discard(optimizer)
 
 
-def remember(optimizer: Any) -> Callable[[], None]:
+def remember(optimizer: Optimizer) -> Callable[[], None]:
     """Return what puts ``optimizer`` back as it is now."""
     stepper = nested.stepper(optimizer) if "optim" in vars(optimizer) else optimizer
     groups = [(group["params"], list(group["params"])) for group in stepper.param_groups]
@@ -111,7 +112,7 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
 
 
 # -- step --------------------------------------------------------------------------------------------------------------
-def _step(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow.
 
     Host syncs: one, none with an optimizer that takes ``found_inf`` or where nothing is scaled.
@@ -147,7 +148,9 @@ def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tup
     return (lambda given=None, **kwargs: step(given, *rest, **kwargs)) if rest else step, first
 
 
-def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimizerState, kwargs: dict[str, Any]) -> Any:
+def _step_uncast(
+    optimizer: Optimizer, original: Callable[..., Any], stash: AmpOptimizerState, kwargs: dict[str, Any]
+) -> Any:
     plain = not (stash.overflows or stash.reports or stash.masters or stash.pending)
     if stash.gradients is Gradients.UNSCALED and plain:
         result = original(**kwargs)  # fast path: scale one, no masters
@@ -176,13 +179,13 @@ def _step_uncast(optimizer: Any, original: Callable[..., Any], stash: AmpOptimiz
     return result
 
 
-def _decides_itself(optimizer: Any) -> bool:
+def _decides_itself(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` looks at its ``found_inf``: a wrapper that passes on what the one inside says does not."""
     name = "_step_supports_amp_scaling"
     return bool(getattr(optimizer, name, False)) and (name in vars(optimizer) or hasattr(type(optimizer), name))
 
 
-def _prepare(optimizer: Any, stash: AmpOptimizerState, on_device: bool = False) -> bool:
+def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = False) -> bool:
     """Have unscaled gradients and masters ready for a step; whether the host skips it."""
     stash.look_up(optimizer)
     if len(state.optimizers.pending):
@@ -219,7 +222,7 @@ def _heed_missing_block(stash: AmpOptimizerState) -> None:
             block.unscale(stash.masters, (), None, None)
 
 
-def _end(optimizer: Any, stash: AmpOptimizerState, skip: bool | None) -> None:
+def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> None:
     """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay."""
     masters = stash.masters
     if masters:
@@ -259,7 +262,7 @@ def _overflowed(stash: AmpOptimizerState) -> bool:
     return bool(overflowed)
 
 
-def step_was_skipped(optimizer: Any) -> bool:
+def step_was_skipped(optimizer: Optimizer) -> bool:
     """Whether the last ``optimizer.step()`` was skipped for an overflow. apex had no such call.
 
     Reads the device if only that knows: one host sync, with an optimizer that takes ``found_inf``.
@@ -276,7 +279,7 @@ class _Abandon(Exception):
 
 
 def _step_with_closure(
-    optimizer: Any, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved, **kwargs: Any
+    optimizer: Optimizer, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved, **kwargs: Any
 ) -> Any:
     """Step with ``closure``, which runs with grad on and the casts of the caller. apex refused closures.
 
@@ -335,7 +338,7 @@ def _step_with_closure(
     return losses[0] if skip else result
 
 
-def _snapshot(optimizer: Any) -> Callable[[], None]:
+def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
     """Return what puts params and state of ``optimizer`` back as they are now."""
     params = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
     held = {p: copy.deepcopy(dict(values)) for p, values in optimizer.state.items()}
@@ -355,12 +358,12 @@ def _snapshot(optimizer: Any) -> Callable[[], None]:
 
 
 # -- zero_grad, add_param_group ----------------------------------------------------------------------------------------
-def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
     original(*args, **kwargs)
     if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
-        optimizer.optim.zero_grad(*args, **kwargs)
+        nested.stepper(optimizer).zero_grad(*args, **kwargs)
     for master in stash.masters:
         master.folded = master.half.grad = None
     held = stash.pending is not None or stash.gradients is not Gradients.NONE
@@ -374,7 +377,7 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
         stash.gradients = Gradients.NONE
 
 
-def _add_param_group(optimizer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     original(*args, **kwargs)
@@ -389,22 +392,22 @@ def _add_param_group(optimizer: Any, original: Callable[..., Any], *args: Any, *
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------
-def _lazy_init(optimizer: Any) -> None:
+def _lazy_init(optimizer: Optimizer) -> None:
     """Look the parameters up again; masters exist since ``initialize``."""
     optimizer._amp_stash.look_up(optimizer)
 
 
-def _masters_to_model(optimizer: Any) -> None:
+def _masters_to_model(optimizer: Optimizer) -> None:
     _lazy_init(optimizer)
     push(optimizer._amp_stash.masters)
 
 
-def _prepare_backward(optimizer: Any) -> None:
+def _prepare_backward(optimizer: Optimizer) -> None:
     """Begin a block by hand; the scaler is not known before its end."""
     block.begin(optimizer, optimizer._amp_stash, optimizer._amp_stash.session.scalers[0])
 
 
-def _post_backward(optimizer: Any, scaler: LossScaler) -> None:
+def _post_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
     """End a block by hand; ``scaler`` is updated by its own caller."""
     Block(None, [optimizer], scaler, scale=scaler._scale).end(by_hand=True)
 
@@ -421,7 +424,7 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
 _OWN = ("_amp_stash", "_amp_wrapped", "step", "zero_grad", "add_param_group", *_LEGACY_METHODS)
 
 
-def held_params(optimizers: list[Any]) -> set[int]:
+def held_params(optimizers: list[Optimizer]) -> set[int]:
     """Ids of the tensors that ``optimizers`` step on this rank."""
     steppers = [nested.stepper(one) if "optim" in vars(one) else one for one in optimizers]
     return {id(p) for one in steppers for group in one.param_groups for p in group["params"]}

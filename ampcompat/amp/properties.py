@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -17,10 +17,13 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp._amp_state import warn_or_err
 
+if TYPE_CHECKING:
+    from ampcompat.amp.stash import AmpOptimizerState
+
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
 _OPTIONS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
-LEVELS: Mapping[str, Mapping[str, Any]] = {
+LEVELS: Mapping[str, Mapping[str, object]] = {
     level: dict(zip(_OPTIONS, values, strict=True))
     for level, values in {
         "O0": (torch.float32, False, None, False, 1.0),
@@ -125,7 +128,7 @@ class Properties:
     def __init__(self) -> None:
         self.__dict__["options"] = {"enabled": False, **dict.fromkeys(("opt_level", *_OPTIONS))}
 
-    def _update_options_dict(self, new_options: Mapping[str, Any]) -> None:
+    def _update_options_dict(self, new_options: Mapping[str, object]) -> None:
         unknown = sorted(set(new_options) - set(self.options))
         if unknown:
             raise ValueError(f"Unknown option(s) {unknown} - the options are {sorted(self.options)} - drop the others.")
@@ -136,7 +139,7 @@ class Properties:
             return self.options[name]
         raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in _OPTIONS:
             value = checked_option(name, value)
             if reason := refusal(self.options["opt_level"] or "O0", name, value):
@@ -258,7 +261,7 @@ def check_unsharded(models: list[torch.nn.Module], properties: Properties) -> No
             )
 
 
-def as_optimizers(optimizers: object) -> list[Any]:
+def as_optimizers(optimizers: object) -> list[Optimizer]:
     """Return ``optimizers`` as a list (None: empty), each checked to be an optimizer or to look like one."""
     wanted = (
         "an optimizer - optimizers must be a torch.optim.Optimizer (or a wrapper with its methods, as LARC), or a list"
@@ -272,6 +275,27 @@ def as_optimizers(optimizers: object) -> list[Any]:
                 " multiplied by the loss scale - close the block first."
             )
     return found
+
+
+class Optimizer(Protocol):
+    """What amp needs of an optimizer (torch's own, or a wrapper with its methods, as LARC), and what it sets on one."""
+
+    param_groups: list[dict[str, Any]]
+    _amp_stash: AmpOptimizerState  # while it is under amp
+    _amp_wrapped: bool  # for good: the wrappers of its methods stay
+    _amp_stepping: bool  # one that steps by another, meanwhile
+    _opt_called: bool  # LR schedulers ask it whether there was a step
+    grad_scale: torch.Tensor | None  # both as torch.amp.GradScaler lends them
+    found_inf: torch.Tensor
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]: ...  # noqa: D102
+
+    def step(self, *args: Any, **kwargs: Any) -> object: ...  # noqa: D102
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> object: ...  # noqa: D102
+
+    def add_param_group(self, *args: Any, **kwargs: Any) -> object: ...  # noqa: D102
 
 
 def is_optimizer(value: object) -> bool:

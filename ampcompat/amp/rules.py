@@ -201,17 +201,19 @@ def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) ->
 
 
 # -- Kernels -----------------------------------------------------------------------------------------------------------
-def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: str, key: str) -> Callable[..., Any]:
+def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: str, key: str) -> Callable[..., object]:
     """Make the kernel that applies ``rule`` to ``op`` at the autocast ``key`` of ``device_type``.
 
     It casts the positional arguments, and those alone: no listed op takes a tensor as a keyword-only argument.
     """
     if name in _CELLS and rule is Rule.HALF:
         return _cell_kernel(op, device_type)
-    call = functools.partial(_softmax, op) if _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax") else op
+    call: Callable[..., object] = (
+        functools.partial(_softmax, op) if _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax") else op
+    )
     below, target = _torch.keys_excluded(key), _target(name, rule, device_type)
 
-    def kernel(*args: Any, **kwargs: Any) -> Any:
+    def kernel(*args: object, **kwargs: object) -> object:
         # One loop and no helper: this is the price of every listed op.
         if target is not None:
             dtype = target(args)
@@ -243,14 +245,14 @@ def _softmax(op: torch._ops.OpOverload, x: torch.Tensor, dim: int, half_to_float
     return op(x, dim, half_to_float and x.dtype is not torch.float32)
 
 
-def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., Any]:
+def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., object]:
     """Cast input and states of a recurrent cell; its inner ``linear`` casts the weights.
 
     An unrolled cell casts the same weights at every step, and only native kernels reach autocast's weight cache.
     """
     inner = _torch.composite(op)
 
-    def kernel(x: torch.Tensor, hidden: Any, *weights: Any) -> Any:
+    def kernel(x: torch.Tensor, hidden: Any, *weights: object) -> object:
         dtype, several = torch.get_autocast_dtype(device_type), isinstance(hidden, (list, tuple))
         x, *states = _cast_list((x, *hidden) if several else (x, hidden), dtype, device_type)
         return inner(x, states if several else states[0], *weights)
@@ -258,10 +260,10 @@ def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., A
     return kernel
 
 
-def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[Any, ...]], torch.dtype | None] | None:
+def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, ...]], torch.dtype | None] | None:
     """Make what chooses the dtype to cast arguments to (None: leave them) of these; float32 needs no choice."""
 
-    def dtypes(args: tuple[Any, ...]) -> set[torch.dtype]:
+    def dtypes(args: tuple[object, ...]) -> set[torch.dtype]:
         found, pending = set(), list(args)
         for a in pending:
             if isinstance(a, torch.Tensor):
@@ -280,13 +282,13 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[Any, ...
             )
         return dtype if dtype.is_floating_point else None
 
-    def banned(args: tuple[Any, ...]) -> torch.dtype | None:
+    def banned(args: tuple[object, ...]) -> torch.dtype | None:
         if not installed().allow_banned and not dtypes(args).isdisjoint(HALVES):
             raise NotImplementedError(message)
         return torch.float32
 
     message = dict(functional_overrides.BANNED_FUNCS).get(name)
-    choosers: dict[Rule, Callable[[tuple[Any, ...]], torch.dtype | None]] = {
+    choosers: dict[Rule, Callable[[tuple[object, ...]], torch.dtype | None]] = {
         Rule.HALF: lambda args: torch.get_autocast_dtype(device_type),
         Rule.PROMOTE: lambda args: torch.float32 if len(dtypes(args)) > 1 else None,  # as float16 and bfloat16 do
         Rule.UNCAST: lambda args: None,
@@ -328,7 +330,7 @@ def cast_arguments(rule: Rule, args: Any, kwargs: Any) -> tuple[str | None, Any,
     return casting[0] if casting else None, args, kwargs
 
 
-def _python_function(name: str) -> tuple[Any, Callable[..., Any]] | None:
+def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
     """Find the function called ``name``, and what holds it."""
     found = ((owner, getattr(owner, name, None)) for owner in (F, torch, torch.Tensor))
     return next(((owner, function) for owner, function in found if callable(function)), None)
@@ -343,21 +345,23 @@ def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
             _torch.wrap_everywhere(*found, functools.partial(_casting, rule), undo)
 
 
-def _casting(rule: Rule, function: Callable[..., Any]) -> Callable[..., Any]:
+def _casting(rule: Rule, function: Callable[..., object]) -> Callable[..., object]:
     device_types = installed().plans
 
-    def widen(a: Any) -> Any:
+    def widen(a: object) -> object:
         if not isinstance(a, torch.Tensor) or a.dtype not in HALVES or a.device.type not in device_types:
             return a
         return a.float() if torch.is_autocast_enabled(a.device.type) else a
 
     @functools.wraps(function)
-    def in_float(*args: Any, **kwargs: Any) -> Any:  # as below, for the functions we ship, whose arguments are flat
+    def in_float(
+        *args: object, **kwargs: object
+    ) -> object:  # as below, for the functions we ship, whose arguments are flat
         given = [widen(a) for a in args]
         return function(*given, **{name: a if name == "out" else widen(a) for name, a in kwargs.items()})
 
     @functools.wraps(function)
-    def cast(*args: Any, **kwargs: Any) -> Any:
+    def cast(*args: object, **kwargs: object) -> object:
         _, args, kwargs = cast_arguments(rule, args, kwargs)
         return function(*args, **kwargs)
 

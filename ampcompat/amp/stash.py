@@ -20,7 +20,7 @@ from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, ensure_master, master_of, needs_look
 from ampcompat.amp.nested import inner_optimizers, stepper
-from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.amp.properties import HALF_DTYPES, Optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.weights import hook
@@ -41,7 +41,7 @@ class Pending:
 
     scale: torch.Tensor  # what they are scaled by (0-dim float32)
     scalers: dict[LossScaler, None]  # whose losses they stem from: the pass counts for each of them
-    optimizers: list[weakref.ref[Any]]  # of the block that left them: one backward pass for all of these
+    optimizers: list[weakref.ref[Optimizer]]  # of the block that left them: one backward pass for all of these
 
 
 class Spent(NamedTuple):
@@ -97,7 +97,7 @@ class AmpOptimizerState:
         tensors = [master.half for master in self.masters] or self.direct
         return next((tensor.grad for tensor in tensors if tensor.grad is not None), None)
 
-    def look_up(self, optimizer: Any) -> None:
+    def look_up(self, optimizer: Optimizer) -> None:
         """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
         groups, known = optimizer.param_groups, self.groups
         if len(groups) == len(known):
@@ -115,7 +115,7 @@ class AmpOptimizerState:
         self.direct = [param for key, param in held.items() if key not in with_master]
         self.groups = [list(group["params"]) for group in groups]
 
-    def hand_out_masters(self, optimizer: Any) -> None:
+    def hand_out_masters(self, optimizer: Optimizer) -> None:
         """Expect writes to the masters, which are asked for where there is no gradient to clip."""
         if self.in_block or self.gradients is not Gradients.NONE or self.pending is not None:
             return
@@ -175,7 +175,7 @@ def announce(overflowed: list[tuple[LossScaler, float]]) -> None:
 
 
 # -- which tensors an optimizer holds ----------------------------------------------------------------------------------
-def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
+def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> None:
     """Have ``optimizer`` hold the masters of half weights; with no ``session``, the model's own tensors.
 
     Groups and their lists keep their identity; state moves with its parameter. apex swapped params in the same way
@@ -196,7 +196,7 @@ def adopt_masters(optimizer: Any, session: Session | None = None) -> None:
                 params[index] = new
 
 
-def match_state(optimizer: Any) -> None:
+def match_state(optimizer: Optimizer) -> None:
     """Give state from before ``initialize`` the dtype of its param, as ``Optimizer.load_state_dict`` does.
 
     An optimizer with a ``load_state_dict`` of its own decides for itself which dtype its state has.

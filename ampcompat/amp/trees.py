@@ -8,15 +8,17 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 #: Never looked into: they hold no tensors, and some of them have a ``.to`` of their own.
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.nn.Module)
 
 
-def cast_tree(value: Any, dtype: torch.dtype) -> Any:
+def cast_tree(value: T, dtype: torch.dtype) -> T:
     """Cast every floating tensor in ``value`` to ``dtype``; objects with a ``.to`` method (batches) cast themselves.
 
     Reproduces what apex did to the inputs and outputs of an O2 model (``apex/amp/_initialize.py: applier``), for
@@ -31,18 +33,19 @@ def cast_tree(value: Any, dtype: torch.dtype) -> Any:
         into its argument writes into the caller's.
     """
 
-    def cast(leaf: Any) -> Any:
+    def cast(leaf: Any) -> object:
         keep = isinstance(leaf, torch.Tensor) and (leaf.dtype == dtype or not leaf.is_floating_point())
         return leaf if keep else leaf.to(dtype)
 
-    return _map(value, cast, True)[0]
+    changed: T = _map(value, cast, True)[0]
+    return changed
 
 
-def tensors_in(value: Any, objects: bool = True) -> list[torch.Tensor]:
+def tensors_in(value: object, objects: bool = True) -> list[torch.Tensor]:
     """List the tensors in ``value``, in order; see :func:`map_tree`. Objects with ``.to`` are not looked into."""
     found: list[torch.Tensor] = []
 
-    def collect(leaf: Any) -> Any:
+    def collect(leaf: object) -> object:
         if isinstance(leaf, torch.Tensor):
             found.append(leaf)
         return leaf
@@ -51,7 +54,7 @@ def tensors_in(value: Any, objects: bool = True) -> list[torch.Tensor]:
     return found
 
 
-def map_tree(value: Any, function: Callable[[Any], Any], objects: bool = True) -> Any:
+def map_tree(value: T, function: Callable[[Any], object], objects: bool = True) -> T:
     """Replace every tensor in ``value``, and every object that has ``.to``, by ``function`` of it.
 
     Args:
@@ -62,10 +65,11 @@ def map_tree(value: Any, function: Callable[[Any], Any], objects: bool = True) -
     Returns:
         The same structure; a container in which nothing changes is returned itself, never a copy.
     """
-    return _map(value, function, objects)[0]
+    changed: T = _map(value, function, objects)[0]
+    return changed
 
 
-def _map(value: Any, function: Callable[[Any], Any], objects: bool) -> tuple[Any, bool]:
+def _map(value: Any, function: Callable[[Any], object], objects: bool) -> tuple[Any, bool]:
     """As :func:`map_tree`; says whether anything changed: torch 2.4 compiles ``is`` of two lists as ``==``."""
     parts: Any
     if isinstance(value, (list, tuple)):
@@ -101,7 +105,7 @@ def _map(value: Any, function: Callable[[Any], Any], objects: bool) -> tuple[Any
     return tuple(items) if type(value) is tuple else _rebuild(value, items), True  # spares a forward's arguments a call
 
 
-def _rebuild(value: Any, items: list[Any]) -> Any:
+def _rebuild(value: Any, items: list[object]) -> object:
     """Make a container like ``value`` of ``items``, which are its own in their order, some replaced."""
     kind: Any = type(value)
     if isinstance(value, (list, tuple)):  # _make: namedtuples, PackedSequence among them

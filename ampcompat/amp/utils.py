@@ -31,7 +31,7 @@ def type_string(x: torch.Tensor) -> str:
     return str(x.type()).rpartition(".")[2]
 
 
-def collect_fp_tensor_types(args: Any, kwargs: Any) -> set[str]:
+def collect_fp_tensor_types(args: object, kwargs: object) -> set[str]:
     """The :func:`type_string` of every floating tensor in ``args`` and ``kwargs``."""
     return {type_string(t) for t in tensors_in((args, kwargs)) if t.is_floating_point()}
 

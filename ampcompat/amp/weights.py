@@ -22,7 +22,7 @@ from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp.masters import Master, ensure_master, master_of, own_tensors, rebind, set_masters
-from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.amp.properties import HALF_DTYPES, Optimizer
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
 
@@ -238,7 +238,7 @@ class HalfAverage:
         param = self.param()
         self.writes, self.next_look, self.version = 0, _WRITES, 0 if param is None else param._version
 
-    def on_step(self, optimizer: Any, skipped: bool | None) -> None:
+    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Count writes after a step; once there are enough, compare. Host sync: ever more rarely, when it compares."""
         param, original = self.param(), self.original()
         if param is None or original is None or original.shape != param.shape:

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.functions import make_wrapper
 from ampcompat.amp.rules import Rule
 from ampcompat.amp.utils import casted_args
 
+T = TypeVar("T")
+
 __all__ = ["disable_casts", "make_cast_wrapper", "make_promote_wrapper"]
 
 
 def make_cast_wrapper(
-    orig_fn: Callable[..., Any], cast_fn: Callable[[Any], Any], handle: Any, try_caching: bool = False
-) -> Callable[..., Any]:
+    orig_fn: Callable[..., T], cast_fn: Callable[[Any], object], handle: Any, try_caching: bool = False
+) -> Callable[..., T]:
     """Wrap ``orig_fn`` so that ``cast_fn`` is applied to its floating arguments while ``handle`` is active."""
 
     @functools.wraps(orig_fn)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: object, **kwargs: Any) -> T:
         return orig_fn(*(casted_args(cast_fn, args, kwargs) if handle.is_active() else args), **kwargs)
 
     return wrapper
 
 
-def make_promote_wrapper(orig_fn: Callable[..., Any], cast_fn: Any = None, handle: Any = None) -> Callable[..., Any]:
+def make_promote_wrapper(orig_fn: Callable[..., T], cast_fn: object = None, handle: object = None) -> Callable[..., T]:
     """Wrap ``orig_fn`` so that it gets its floating arguments in the widest dtype among them while casts are on."""
-    wrapper: Callable[..., Any] = make_wrapper(orig_fn, Rule.PROMOTE)
+    wrapper: Callable[..., T] = make_wrapper(orig_fn, Rule.PROMOTE)
     return wrapper

@@ -133,16 +133,8 @@ def multi_tensor_lamb(
     Reproduces ``csrc/multi_tensor_lamb.cu: multi_tensor_lamb_cuda``, which left its update in the gradients' memory:
     here it is rounded to their dtype, and the gradients stay.
     """
-    hyper = Hyper(
-        lr,
-        weight_decay,
-        epsilon,
-        (beta1, beta2),
-        step,
-        bool(bias_correction),
-        bool(grad_averaging),
-        decoupled=bool(mode),
-    )
+    corrected, averaged, decoupled = bool(bias_correction), bool(grad_averaging), bool(mode)
+    hyper = Hyper(lr, weight_decay, epsilon, (beta1, beta2), step, corrected, averaged, decoupled=decoupled)
     with _lent(tensor_lists, 4, "multi_tensor_lamb") as (grads, params, exp_avgs, exp_avg_sqs):
         if params:
             _layerwise.lamb_(
@@ -260,16 +252,8 @@ def multi_tensor_novograd(
 
     Reproduces ``csrc/multi_tensor_novograd.cu: multi_tensor_novograd_cuda``.
     """
-    hyper = Hyper(
-        lr,
-        weight_decay,
-        epsilon,
-        (beta1, beta2),
-        step,
-        bool(bias_correction),
-        bool(grad_averaging),
-        decoupled=moment_mode != 0,
-    )
+    corrected, averaged, decoupled = bool(bias_correction), bool(grad_averaging), moment_mode != 0
+    hyper = Hyper(lr, weight_decay, epsilon, (beta1, beta2), step, corrected, averaged, decoupled=decoupled)
     with _lent(tensor_lists, 3, "multi_tensor_novograd") as (grads, params, exp_avgs):
         if params:
             _layerwise.novograd_(params, grads, exp_avgs, list(grad_norms.unbind()), hyper, norm_type=norm_type)

@@ -1,4 +1,4 @@
-"""What the fused optimizers share: apex's ``step``, ``zero_grad`` and checkpoints around an update rule."""
+"""Share apex's ``step``, ``zero_grad`` and checkpoints among the fused optimizers, around an update rule each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ampcompat.optimizers._working import WorkingCopies, math_dtype
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a scaler says of the gradients of a step.
+    """Carry what a scaler says of the gradients of a step.
 
     Attributes:
         found_inf: 0-dim float32, 1 after an overflow, or None.

@@ -55,7 +55,7 @@ class Hyper:
         return 1.0 - self.betas[0] if self.grad_averaging else 1.0
 
     def biases(self) -> tuple[float | Tensor, float | Tensor]:
-        """What corrects both moments for their start at zero: ``1 - beta ** step``, or 1 without a correction."""
+        """Return the corrections of both moments for their start at zero: ``1 - beta ** step``, or 1 without one."""
         if not self.bias_correction:
             return 1.0, 1.0
         return bias(self.betas[0], self.step), bias(self.betas[1], self.step)
