@@ -117,7 +117,8 @@ def initialize(
     loudness = properties.check_verbosity(verbosity)
     model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
     properties.check_unsharded(model_list, options)
-    nested.check(optimizer_list, options)
+    if any(map(properties.inner_optimizers, optimizer_list)):
+        nested.check(optimizer_list, options)
     bare = [_torch.uncompiled(model) for model in model_list]
     kept: list[torch.nn.Module] = []
     if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:

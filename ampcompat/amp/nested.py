@@ -39,21 +39,7 @@ import torch.distributed as dist
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.masters import drop_master, ensure_master, master_of, push
-from ampcompat.amp.properties import HALF_DTYPES, Optimizer, Properties
-
-
-def inner_optimizers(optimizer: object) -> list[Any]:
-    """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
-    found: dict[int, torch.optim.Optimizer] = {}
-    to_do: list[object] = [optimizer]
-    while to_do:
-        for held in getattr(to_do.pop(), "__dict__", {}).values():
-            several = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
-            for one in several:
-                if isinstance(one, torch.optim.Optimizer) and one is not optimizer and id(one) not in found:
-                    found[id(one)] = one
-                    to_do.append(one)
-    return list(found.values())
+from ampcompat.amp.properties import HALF_DTYPES, Optimizer, Properties, inner_optimizers
 
 
 def check(optimizers: Iterable[Optimizer], options: Properties) -> None:

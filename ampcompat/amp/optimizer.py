@@ -26,7 +26,7 @@ from ampcompat.amp.autocast import OFF, Saved, switched
 from ampcompat.amp.block import Block
 from ampcompat.amp.masters import master_of, push, reconcile
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import Optimizer
+from ampcompat.amp.properties import Optimizer, inner_optimizers
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Spent, adopt_masters, announce, match_state
@@ -55,7 +55,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
         optimizer._amp_wrapped = True
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
             original = getattr(optimizer, name)
-            if name == "step":
+            if name == "step" and inner_optimizers(optimizer):
                 original = nested.wrap_steps(optimizer, original, _step)
             setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
 
@@ -82,7 +82,7 @@ def remember(optimizer: Optimizer) -> Callable[[], None]:
     """Return what puts ``optimizer`` back as it is now."""
     stepper = nested.stepper(optimizer) if "optim" in vars(optimizer) else optimizer
     groups = [(group["params"], list(group["params"])) for group in stepper.param_groups]
-    states = [(one.state, dict(one.state)) for one in (optimizer, *nested.inner_optimizers(optimizer))]
+    states = [(one.state, dict(one.state)) for one in (optimizer, *inner_optimizers(optimizer))]
     own = {name: value for name, value in vars(optimizer).items() if name in _OWN}
     sets = [(members, optimizer in members) for members in (state.optimizers.live, state.optimizers.disabled)]
 

@@ -306,6 +306,20 @@ def is_optimizer(value: object) -> bool:
     return isinstance(value, torch.optim.Optimizer) or all(hasattr(value, name) for name in names)
 
 
+def inner_optimizers(optimizer: object) -> list[Any]:
+    """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
+    found: dict[int, torch.optim.Optimizer] = {}
+    to_do: list[object] = [optimizer]
+    while to_do:
+        for held in getattr(to_do.pop(), "__dict__", {}).values():
+            several = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
+            for one in several:
+                if isinstance(one, torch.optim.Optimizer) and one is not optimizer and id(one) not in found:
+                    found[id(one)] = one
+                    to_do.append(one)
+    return list(found.values())
+
+
 def check_verbosity(verbosity: object) -> int:
     """Check the ``verbosity`` keyword of ``initialize``; scripts pass False, too."""
     if not isinstance(verbosity, int):

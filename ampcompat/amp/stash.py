@@ -19,8 +19,8 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, ensure_master, master_of, needs_look
-from ampcompat.amp.nested import inner_optimizers, stepper
-from ampcompat.amp.properties import HALF_DTYPES, Optimizer
+from ampcompat.amp.nested import stepper
+from ampcompat.amp.properties import HALF_DTYPES, Optimizer, inner_optimizers
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.weights import hook
