@@ -453,8 +453,8 @@ def rebind(master: Master, now: torch.Tensor) -> None:
 def sync_masters(model: torch.nn.Module) -> int:
     """Take what the model's half weights hold into their float32 masters, comparing by value.
 
-    Needed only after a write that moves no version counter: ``p.data.copy_()``, ``dist.broadcast(p.data)``,
-    ``torch.nn.utils.vector_to_parameters``. Elements that nobody wrote keep their master's low bits. apex had no such
+    Needed only after a write that moves neither a version counter nor the data pointer: ``p.data.copy_()``,
+    ``dist.broadcast(p.data)``. Elements that nobody wrote keep their master's low bits. apex had no such
     call: its masters kept their own values, and the write was lost at the next step.
 
     Args:

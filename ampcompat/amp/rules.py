@@ -84,7 +84,7 @@ def _names(module: Any, list_name: str) -> set[str]:
     return found
 
 
-#: Every list with its rule and the names it ships with. Earlier ones win where users add a name to several: in apex
+#: Every list with its rule and the names it ships with. Where users add a name to several, the earliest wins: in apex
 #: half cast last.
 _READ: Final = tuple(
     (module, name, rule, frozenset(_names(module, name)))
@@ -95,7 +95,7 @@ _READ: Final = tuple(
     for module in (functional_overrides, torch_overrides, tensor_overrides, lists)
     if hasattr(module, name)
 )
-#: Rule by name before users edit the lists.
+#: Rule by name before users edit the lists; none ships on lists of two rules.
 SHIPPED: Final = {name: rule for *_, rule, names in _READ for name in sorted(names)}
 
 

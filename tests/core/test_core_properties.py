@@ -5,8 +5,9 @@ import itertools
 import pytest
 import torch
 
+from ampcompat import amp
 from ampcompat.amp.frontend import Properties
-from ampcompat.amp.properties import read_properties
+from ampcompat.amp.properties import LEVELS, read_properties
 
 TABLE = {
     "O0": (torch.float32, False, None, False, 1.0),
@@ -60,6 +61,12 @@ def test_every_override_at_every_level(level, name, value):
     found = getattr(read(level, **{name: value}), name)
     assert found == want
     assert type(found) in (type(want), float)
+
+
+@pytest.mark.parametrize("name", LEVELS["O2"])
+def test_initialize_takes_every_option_as_a_keyword(name):
+    with pytest.raises((TypeError, ValueError), match=name):
+        amp.initialize(torch.nn.Linear(1, 1), opt_level="O2", **{name: object()})
 
 
 def test_bfloat16_needs_no_scaling_unless_asked_for():

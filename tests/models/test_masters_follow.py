@@ -133,6 +133,21 @@ def test_a_write_to_the_model_reaches_the_master(level, write, then, steps_befor
     assert any(p is master for p in amp.master_params(optimizer))
 
 
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_write_late_in_training_reaches_the_master_when_saved_if_not_before(write):
+    model, optimizer = initialized("O2")
+    train(model, optimizer, 12)
+    row = (torch.arange(8) / 8).to(model.head.weight.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # replacement is loud: see below
+        write(model, row)
+        if write not in (through_data, through_numpy):  # these move neither a version counter nor the data pointer
+            model(batch())
+            assert torch.equal(head_master(model).detach()[0], row.float())
+        assert torch.equal(model.state_dict()["head.weight"][0], row.float())
+    masters_agree(model, optimizer)
+
+
 def test_replacement_says_so_and_trains_the_new_parameter():
     model, optimizer = initialized()
     new = nn.Parameter(torch.zeros(2, 8))
