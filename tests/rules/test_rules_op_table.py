@@ -1,9 +1,8 @@
 """The page of op lists is what the lists say."""
 
 import importlib.util
-from pathlib import Path
-
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
