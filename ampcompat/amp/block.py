@@ -16,6 +16,7 @@ ends in DDP's ``no_sync``    PENDING                       PENDING, the others a
 ``step``                     moves no masters              steps or skips: NONE          unscaled first: UNSCALED
 ``zero_grad``                NONE                          NONE                          NONE
 ``p.grad`` cleared           NONE                          the master's is cleared too   what is left is unscaled
+``add_param_group``          new ones' are not used        new ones' are not used        new ones' count
 ``load_state_dict``          NONE                          UNSCALED                      PENDING
 ===========================  ============================  ============================  ===============================
 
@@ -41,7 +42,7 @@ from ampcompat._state import state
 from ampcompat.amp import misuse
 from ampcompat.amp.autocast import assert_ambience
 from ampcompat.amp.ddp import holds_back
-from ampcompat.amp.masters import Master
+from ampcompat.amp.masters import Master, heed_cleared
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import is_optimizer
 from ampcompat.amp.scaler import LossScaler
@@ -135,7 +136,7 @@ class Block:
                         "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be"
                         " told apart - close the first block, or add the losses up."
                     )
-                abandon(one, stash)  # dropped without its exit
+                abandon(one, stash, None)  # dropped without its exit
             if stash.session.policy.master_weights or stash.pending is not None or stash.overflows:
                 self.plain = False
         if state.observers:
@@ -145,6 +146,10 @@ class Block:
         if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
             refuse_shared(self.optimizers, among_themselves=self.delay)
         state.optimizers.blocks += 1
+        if len(state.optimizers.live) > 1:  # its backward pass may add to what was cleared
+            for one in state.optimizers.live:
+                if one._amp_stash.gradients is Gradients.UNSCALED:
+                    heed_cleared(one._amp_stash.masters)
         try:
             for one in self.optimizers:
                 stash = one._amp_stash
@@ -239,7 +244,7 @@ class Block:
             if stash.pending is not None and stay:
                 stash.block = None
             else:
-                abandon(one, stash)
+                abandon(one, stash, self.scale)
 
     def _lose(self) -> None:
         """Clear what the end of the block left half unscaled, and have the next step skipped."""
@@ -284,10 +289,11 @@ def settle(optimizer: Any, stash: AmpOptimizerState) -> None:
         state.optimizers.pending.discard(optimizer)
 
 
-def abandon(optimizer: Any, stash: AmpOptimizerState) -> None:
+def abandon(optimizer: Any, stash: AmpOptimizerState, scale: torch.Tensor | None) -> None:
     """Put back what was aside when a block began; new gradients, and those pending, are cleared."""
     for param in stash.leaves():
         param.grad = None
+    _show(stash.masters, scale)
     for param, old in stash.aside:
         param.grad = old
     if stash.pending is not None:
@@ -308,23 +314,6 @@ def unscale_pending(optimizer: Any) -> None:
         raise
 
 
-def heed_cleared(masters: list[Master]) -> bool:
-    """Clear masters' gradients where the model's were, by None or zeros; whether any were edited instead.
-
-    One host sync per half gradient that was written.
-    """
-    edited = False
-    for master in masters:
-        folded, grad = master.folded, master.half.grad
-        if folded is None or (grad is folded[0] and grad._version == folded[1]):
-            continue
-        if grad is None or (not grad.is_sparse and not grad.any()):
-            master.folded = master.value.grad = None
-        else:
-            edited = True
-    return edited
-
-
 def refuse_shared(optimizers: Sequence[Any], among_themselves: bool = False) -> None:
     """Refuse scaled gradients pending (or about to be: ``among_themselves``) in a tensor that two optimizers hold."""
     others = [one for one in state.optimizers.pending if not any(one is mine for mine in optimizers)]
@@ -337,16 +326,14 @@ def refuse_shared(optimizers: Sequence[Any], among_themselves: bool = False) -> 
                     f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"
                     f" {type(other).__name__} and {type(one).__name__} share - one of them would step with gradients"
                     " still multiplied by the loss scale - leave out delay_unscale (gradients accumulate without it),"
-                    " or give each optimizer its own parameters."
+                    " or give each optimizer its own parameters (D30)."
                 )
 
 
 @torch.no_grad()
 def _rescaled(stash: AmpOptimizerState, pending: Pending, scaler: LossScaler) -> Pending:
     """Rescale pending gradients in place to the scaler's current scale. Exact while half gradients keep their range."""
-    if pending.scale is scaler._scale:
-        return pending
-    for param in stash.leaves():
+    for param in stash.leaves() if pending.scale is not scaler._scale else ():
         if param.grad is not None:
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             grad.mul_(scaler.scale_on(grad.device) / pending.scale.to(grad.device, non_blocking=True))
@@ -368,7 +355,10 @@ def unscale(
         if grad is not None:
             fresh.append(grad)
     reached = bool(fresh)
-    for chunk in _chunks(masters) if masters else ():
+    chunks, missed = _chunks(masters) if masters else ([], [])
+    if missed:
+        _show(missed, scale)
+    for chunk in chunks:
         reached = True
         wide = _to_float32(chunk)
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
@@ -382,10 +372,9 @@ def unscale(
     return reached
 
 
-def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
-    """The masters whose half tensor has a gradient, at most :data:`CHUNK` elements at a time."""
-    chunks: list[list[Master]] = []
-    room = -1
+def _chunks(masters: Sequence[Master]) -> tuple[list[list[Master]], list[Master]]:
+    """The masters whose half tensor has a gradient, at most :data:`CHUNK` elements at a time, and the others."""
+    chunks, missed, room = list[list[Master]](), list[Master](), -1
     for master in masters:
         if master.half.grad is not None:
             size = master.half.numel()
@@ -394,7 +383,19 @@ def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
                 room = CHUNK
             chunks[-1].append(master)
             room -= size
-    return chunks
+        else:
+            missed.append(master)
+    return chunks, missed
+
+
+def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
+    """Show in the model, scaled like the others, what masters have accumulated; the script may clear it there."""
+    for master in masters:
+        grad = master.value.grad
+        if grad is not None:
+            scaled = grad if scale is None else grad * scale.to(grad.device, non_blocking=True)
+            shown = master.half.grad = scaled.to(master.half.dtype)
+            master.folded = shown, shown._version
 
 
 def _to_float32(masters: list[Master]) -> list[torch.Tensor]:
