@@ -16,7 +16,6 @@ ends in DDP's ``no_sync``    PENDING                       PENDING, the others a
 ``step``                     moves no masters              steps or skips: NONE          unscaled first: UNSCALED
 ``zero_grad``                NONE                          NONE                          NONE
 ``p.grad`` cleared           NONE                          the master's is cleared too   what is left is unscaled
-``add_param_group``          new ones' are not used        new ones' are not used        new ones' count
 ``load_state_dict``          NONE                          UNSCALED                      PENDING
 ===========================  ============================  ============================  ===============================
 
@@ -91,9 +90,9 @@ def scale_loss(
     No host sync. At exit the *new* gradients are unscaled, by the scale of the block's entry, and added to what had
     accumulated; overflow is noted and the scale moves; the step after an overflow is skipped.
 
-    When the block raises, gradients that had accumulated unscaled are as they were at its entry; half gradients that
-    an earlier block has added to the masters' are cleared, as at any entry. Scaled ones of ``delay_unscale`` or of
-    DDP's ``no_sync`` are lost with those of the failed backward pass, and a warning says so.
+    When the block raises, unscaled gradients are as at its entry. Scaled ones of ``delay_unscale`` or of DDP's
+    ``no_sync`` are lost with those of the failed backward pass, and a warning says so. Where the scale is 1 for ever,
+    and there are no masters, what the failed pass has added stays, as in plain torch.
     """
     found, owner = _find(optimizers)
     if not owner.enabled:
@@ -204,6 +203,8 @@ class Block:
                 direct = [p for p in direct if id(p) not in seen]
                 seen.update(map(id, (*masters, *direct)))
             reached |= unscale(masters, direct, scaler, self.scale)
+            if masters:
+                _show(masters, self.scale)
             if stash.pending is not None:
                 others.update(stash.pending.scalers)
             for param, old in stash.aside:
@@ -355,10 +356,7 @@ def unscale(
         if grad is not None:
             fresh.append(grad)
     reached = bool(fresh)
-    chunks, missed = _chunks(masters) if masters else ([], [])
-    if missed:
-        _show(missed, scale)
-    for chunk in chunks:
+    for chunk in _chunks(masters) if masters else ():
         reached = True
         wide = _to_float32(chunk)
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
@@ -372,9 +370,10 @@ def unscale(
     return reached
 
 
-def _chunks(masters: Sequence[Master]) -> tuple[list[list[Master]], list[Master]]:
-    """The masters whose half tensor has a gradient, at most :data:`CHUNK` elements at a time, and the others."""
-    chunks, missed, room = list[list[Master]](), list[Master](), -1
+def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
+    """The masters whose half tensor has a gradient, at most :data:`CHUNK` elements at a time."""
+    chunks: list[list[Master]] = []
+    room = -1
     for master in masters:
         if master.half.grad is not None:
             size = master.half.numel()
@@ -383,16 +382,14 @@ def _chunks(masters: Sequence[Master]) -> tuple[list[list[Master]], list[Master]
                 room = CHUNK
             chunks[-1].append(master)
             room -= size
-        else:
-            missed.append(master)
-    return chunks, missed
+    return chunks
 
 
 def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
-    """Show in the model, scaled like the others, what masters have accumulated; the script may clear it there."""
+    """Show in the model, where there is no gradient, what its master has accumulated; a script may clear it there."""
     for master in masters:
         grad = master.value.grad
-        if grad is not None:
+        if grad is not None and master.half.grad is None:
             scaled = grad if scale is None else grad * scale.to(grad.device, non_blocking=True)
             shown = master.half.grad = scaled.to(master.half.dtype)
             master.folded = shown, shown._version

@@ -87,13 +87,7 @@ def _check_groups(outer: Any, inside: list[torch.optim.Optimizer], options: Prop
 
 
 def refuse_lookahead(optimizer: Any) -> None:
-    """Refuse a step of ``optimizer`` from inside a Lookahead that amp was not given.
-
-    It goes on after this step, where masters have no gradients any more and the model has been written.
-
-    Raises:
-        RuntimeError: A caller is a method of such an object.
-    """
+    """Raise a RuntimeError where a Lookahead that amp was not given calls: it goes on after the masters' step."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         outer, frame = frame.f_locals.get("self"), frame.f_back

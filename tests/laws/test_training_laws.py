@@ -327,6 +327,14 @@ def test_a_clearing_in_the_model_reaches_the_masters(before, after, how):
         run({"config": {**CONFIG, "level": "O2"}, "steps": [*before, clear(who, how), *after, step(0)]})
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O3", "O4", "O5"])
+@pytest.mark.parametrize("raises", ["before", "after"])
+def test_a_block_that_raises_at_a_scale_of_one(level, raises):
+    """With masters, gradients are as before it; without, as in plain torch."""
+    steps = [block(0), block(0, raises=raises), block(0), step(0), block(0, raises=raises), step(0)]
+    run({"config": {**CONFIG, "level": level, "loss_scale": 1.0}, "steps": steps})
+
+
 def test_scaled_gradients_of_a_weight_that_joins():
     config = {**CONFIG, "level": "O2", "owners": [0, 0, 0, 0, None, 0], "late": [None, None, None, None, 0, None]}
     steps = [block(0), step(0), clear("optimizer", "none"), {"do": "join", "optimizer": 0}, step(0)]
