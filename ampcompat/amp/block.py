@@ -173,6 +173,7 @@ class Block:
             for one in self.optimizers:
                 one._amp_stash.gradients = Gradients.UNSCALED
         else:
+            state.optimizers.blocks += 1  # another optimizer may have cleared its gradients inside
             try:
                 if self.delay or (state.models.ddp and any(holds_back(s._amp_stash.leaves()) for s in self.optimizers)):
                     self._leave_pending()
@@ -300,6 +301,7 @@ def abandon(optimizer: Any, stash: AmpOptimizerState, scale: torch.Tensor | None
     if stash.pending is not None:
         misuse.warn_of("pending gradients lost")
     settle(optimizer, stash)
+    stash.spend()
 
 
 def unscale_pending(optimizer: Any) -> None:

@@ -365,14 +365,12 @@ def _zero_grad(optimizer: Any, original: Callable[..., Any], *args: Any, **kwarg
         optimizer.optim.zero_grad(*args, **kwargs)
     for master in stash.masters:
         master.folded = master.half.grad = None
-    held = stash.pending is not None or stash.gradients is not Gradients.NONE
     if stash.aside or stash.pending is not None:
         inside = stash.block  # a block that is open stays open
         block.settle(optimizer, stash)
         stash.block = inside
+    stash.spent = Spent(stash.spent.gradients, state.optimizers.blocks)
     if stash.gradients is not Gradients.LOST:
-        if held:
-            stash.spent = stash.spent._replace(blocks=state.optimizers.blocks)
         stash.gradients = Gradients.NONE
 
 

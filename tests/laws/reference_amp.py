@@ -179,7 +179,7 @@ class Reference:
         self.idle = loss_scale == 1.0 and not (masters and self.casts)
         self.joined = False
         self.kept, self.saved, self.skipped = None, {}, None
-        self.blocks = 0  # those that unscaled gradients
+        self.blocks = 0
 
     def list_weights(self):
         by_value = {id(w.value): w for w in self.weights}
@@ -250,6 +250,7 @@ class Reference:
         if self.idle:
             self.backward(loss, chosen, step)
             return
+        self.blocks += 1
         for one in self.optimizers:
             one.plain = False
         for one in chosen:
@@ -260,6 +261,7 @@ class Reference:
             for one in chosen:
                 if not one.pending or one.gradients() != found[one]:
                     one.put_back(scale)
+                    one.blocks = self.blocks
         elif step["delay_unscale"]:
             held = [s for one in chosen if one.pending for s in one.pending.scalers]
             pending = Pending(scale, list(dict.fromkeys([scaler, *held])), chosen)
@@ -318,7 +320,6 @@ class Reference:
             scaler.puts_off = scaler.dynamic
         for other in others:
             other.update(overflow)
-        self.blocks += 1
         for one in chosen:
             one.aside, one.pending, one.used = {}, None, True
             one.overflow |= overflow and scaler.dynamic
@@ -337,8 +338,7 @@ class Reference:
         who, how = step["who"], step["how"]
         if who == "optimizer":
             one = self.optimizers[step["optimizer"]]
-            if one.used:
-                one.blocks = self.blocks
+            one.blocks = self.blocks
             one.zero_grad(how == "none")
             return True
         for weight in self.cleared_by(step):
