@@ -77,6 +77,7 @@ from ampcompat._torch.modules import (
     register_state_dict_hooks,
     separate_inner_groups,
     steps_in_backward,
+    tensor_of,
     uncompiled,
 )
 from ampcompat._torch.patch import replace, wrap_everywhere
@@ -149,6 +150,7 @@ __all__ = [
     "steps_in_backward",
     "sum_of",
     "tag_compile_caches",
+    "tensor_of",
     "uncompiled",
     "unscale_and_check_",
     "update_scale_",

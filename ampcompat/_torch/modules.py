@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -78,6 +79,14 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """View ``tensor`` as integers: NaN equals itself, and 0.0 is not -0.0."""
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def tensor_of(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
+    """Return the tensor that a plain weak reference leads to; torch must be told that Python holds it again."""
+    tensor = reference()
+    if tensor is not None:
+        tensor._fix_weakref()  # type: ignore[attr-defined] # as torch.utils.weak.TensorWeakRef does
+    return tensor
 
 
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:

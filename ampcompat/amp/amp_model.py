@@ -174,7 +174,7 @@ def _explain_float32_weights(model: torch.nn.Module, error: RuntimeError) -> Non
                     error,
                     f"ampcompat: {name!r} of a {type(module).__name__} is {tensor.dtype} in this forward, in a model"
                     f" that amp.initialize cast to {half} - the forward of a half model needs half weights - pass"
-                    f" functional_call values cast to {half}, leave out model.float(), or use opt_level='O1'.",
+                    f" functional_call values cast to {half}, leave out model.float(), or use opt_level='O1' (D33).",
                 )
                 return
 

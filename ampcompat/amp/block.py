@@ -41,7 +41,7 @@ from ampcompat._state import state
 from ampcompat.amp import misuse
 from ampcompat.amp.autocast import assert_ambience
 from ampcompat.amp.ddp import holds_back
-from ampcompat.amp.masters import Master
+from ampcompat.amp.masters import Master, heed_cleared
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, is_optimizer
 from ampcompat.amp.scaler import LossScaler
@@ -90,9 +90,9 @@ def scale_loss(
     No host sync. At exit the *new* gradients are unscaled, by the scale of the block's entry, and added to what had
     accumulated; overflow is noted and the scale moves; the step after an overflow is skipped.
 
-    When the block raises, gradients that had accumulated unscaled are as they were at its entry; half gradients that
-    an earlier block has added to the masters' are cleared, as at any entry. Scaled ones of ``delay_unscale`` or of
-    DDP's ``no_sync`` are lost with those of the failed backward pass, and a warning says so.
+    When the block raises, unscaled gradients are as at its entry. Scaled ones of ``delay_unscale`` or of DDP's
+    ``no_sync`` are lost with those of the failed backward pass, and a warning says so. Where the scale is 1 for ever,
+    and there are no masters, what the failed pass has added stays, as in plain torch.
     """
     found, owner = _find(optimizers)
     if not owner.enabled:
@@ -135,7 +135,7 @@ class Block:
                         "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be"
                         " told apart - close the first block, or add the losses up."
                     )
-                abandon(one, stash)  # dropped without its exit
+                abandon(one, stash, None)  # dropped without its exit
             if stash.session.policy.master_weights or stash.pending is not None or stash.overflows:
                 self.plain = False
         if state.observers:
@@ -145,6 +145,10 @@ class Block:
         if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
             refuse_shared(self.optimizers, among_themselves=self.delay)
         state.optimizers.blocks += 1
+        if len(state.optimizers.live) > 1:  # its backward pass may add to what was cleared
+            for one in state.optimizers.live:
+                if one._amp_stash.gradients is Gradients.UNSCALED:
+                    heed_cleared(one._amp_stash.masters)
         try:
             for one in self.optimizers:
                 stash = one._amp_stash
@@ -169,6 +173,7 @@ class Block:
             for one in self.optimizers:
                 one._amp_stash.gradients = Gradients.UNSCALED
         else:
+            state.optimizers.blocks += 1  # another optimizer may have cleared its gradients inside
             try:
                 if self.delay or (state.models.ddp and any(holds_back(s._amp_stash.leaves()) for s in self.optimizers)):
                     self._leave_pending()
@@ -199,6 +204,8 @@ class Block:
                 direct = [p for p in direct if id(p) not in seen]
                 seen.update(map(id, (*masters, *direct)))
             reached |= unscale(masters, direct, scaler, self.scale)
+            if masters:
+                _show(masters, self.scale)
             if stash.pending is not None:
                 others.update(stash.pending.scalers)
             for param, old in stash.aside:
@@ -239,7 +246,7 @@ class Block:
             if stash.pending is not None and stay:
                 stash.block = None
             else:
-                abandon(one, stash)
+                abandon(one, stash, self.scale)
 
     def _lose(self) -> None:
         """Clear what the end of the block left half unscaled, and have the next step skipped."""
@@ -284,15 +291,17 @@ def settle(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
         state.optimizers.pending.discard(optimizer)
 
 
-def abandon(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
+def abandon(optimizer: Optimizer, stash: AmpOptimizerState, scale: torch.Tensor | None) -> None:
     """Put back what was aside when a block began; new gradients, and those pending, are cleared."""
     for param in stash.leaves():
         param.grad = None
+    _show(stash.masters, scale)
     for param, old in stash.aside:
         param.grad = old
     if stash.pending is not None:
         misuse.warn_of("pending gradients lost")
     settle(optimizer, stash)
+    stash.spend()
 
 
 def unscale_pending(optimizer: Optimizer) -> None:
@@ -308,23 +317,6 @@ def unscale_pending(optimizer: Optimizer) -> None:
         raise
 
 
-def heed_cleared(masters: list[Master]) -> bool:
-    """Clear masters' gradients where the model's were, by None or zeros; whether any were edited instead.
-
-    One host sync per half gradient that was written.
-    """
-    edited = False
-    for master in masters:
-        folded, grad = master.folded, master.half.grad
-        if folded is None or (grad is folded[0] and grad._version == folded[1]):
-            continue
-        if grad is None or (not grad.is_sparse and not grad.any()):
-            master.folded = master.value.grad = None
-        else:
-            edited = True
-    return edited
-
-
 def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = False) -> None:
     """Refuse scaled gradients pending (or about to be: ``among_themselves``) in a tensor that two optimizers hold."""
     others = [one for one in state.optimizers.pending if not any(one is mine for mine in optimizers)]
@@ -337,16 +329,14 @@ def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = Fals
                     f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"
                     f" {type(other).__name__} and {type(one).__name__} share - one of them would step with gradients"
                     " still multiplied by the loss scale - leave out delay_unscale (gradients accumulate without it),"
-                    " or give each optimizer its own parameters."
+                    " or give each optimizer its own parameters (D30)."
                 )
 
 
 @torch.no_grad()
 def _rescaled(stash: AmpOptimizerState, pending: Pending, scaler: LossScaler) -> Pending:
     """Rescale pending gradients in place to the scaler's current scale. Exact while half gradients keep their range."""
-    if pending.scale is scaler._scale:
-        return pending
-    for param in stash.leaves():
+    for param in stash.leaves() if pending.scale is not scaler._scale else ():
         if param.grad is not None:
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             grad.mul_(scaler.scale_on(grad.device) / pending.scale.to(grad.device, non_blocking=True))
@@ -395,6 +385,16 @@ def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
             chunks[-1].append(master)
             room -= size
     return chunks
+
+
+def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
+    """Show in the model, where there is no gradient, what its master has accumulated; a script may clear it there."""
+    for master in masters:
+        grad = master.value.grad
+        if grad is not None and master.half.grad is None:
+            scaled = grad if scale is None else grad * scale.to(grad.device, non_blocking=True)
+            shown = master.half.grad = scaled.to(master.half.dtype)
+            master.folded = shown, shown._version
 
 
 def _to_float32(masters: list[Master]) -> list[torch.Tensor]:

@@ -238,7 +238,7 @@ def _refuse_to_leave(models: Iterable[torch.nn.Module], given: list[Optimizer], 
             raise RuntimeError(
                 f"amp.initialize got a model without its {type(one).__name__}, which an earlier call put under amp at"
                 f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
-                " it too, with all of its models, or drop it (del optimizer) before."
+                " it too, with all of its models, or drop it (del optimizer) before (D32)."
             )
 
 

@@ -231,7 +231,7 @@ class Master:
         warn_once(
             "master device",
             f"The model moved from {self.value.device} to {self.half.device} after amp.initialize - its master weights"
-            " follow, but optimizer state does not - move the model before amp.initialize.",
+            " follow, but optimizer state does not - move the model before amp.initialize (D15).",
         )
         version = self.value._version
         moved = self.value.data.to(self.half.device)
@@ -416,7 +416,7 @@ def _follow_replacement(master: Master) -> None:
     warn_once(
         f"replaced {where}",
         f"Parameter {where} was replaced after amp.initialize - the optimizer holds the master of the old one - the"
-        " master takes the new values and goes on training them.",
+        " master takes the new values and goes on training them (D15).",
     )
     grad, now.grad = now.grad, None
     other = master_of(now)  # made for the new one by a state_dict or a load in between
@@ -466,6 +466,24 @@ def sync_masters(model: torch.nn.Module) -> int:
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
     return sum([master.absorb() for master in masters_of(model)])
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+def heed_cleared(masters: list[Master]) -> bool:
+    """Clear masters' gradients where the model's were, by None or zeros; whether any were edited instead.
+
+    One host sync per half gradient that was written.
+    """
+    edited = False
+    for master in masters:
+        folded, grad = master.folded, master.half.grad
+        if folded is None or (grad is folded[0] and grad._version == folded[1]):
+            continue
+        if grad is None or (not grad.is_sparse and not grad.any()):
+            master.folded = master.value.grad = None
+        else:
+            edited = True
+    return edited
 
 
 # -- push --------------------------------------------------------------------------------------------------------------

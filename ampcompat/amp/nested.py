@@ -28,9 +28,11 @@ the next step                              those of other ranks are dropped
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -66,7 +68,21 @@ def _check_groups(outer: Optimizer, inside: list[Optimizer], options: Properties
                 f"amp.initialize got a {type(outer).__name__} around a {type(inner).__name__} at"
                 f" opt_level={options.opt_level!r} - each has param groups of its own, and masters put into the first's"
                 f" do not reach the second, which steps - pass the {type(inner).__name__}, have both share the groups"
-                " (self.param_groups = inner.param_groups), or use opt_level='O1' (O4 for bfloat16)."
+                " (self.param_groups = inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
+            )
+
+
+def refuse_lookahead(optimizer: Optimizer) -> None:
+    """Raise a RuntimeError where a Lookahead that amp was not given calls: it goes on after the masters' step."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        outer, frame = frame.f_locals.get("self"), frame.f_back
+        if "lookahead" in type(outer).__name__.lower() and any(one is optimizer for one in inner_optimizers(outer)):
+            inner, outer = type(optimizer).__name__, type(outer).__name__
+            raise RuntimeError(
+                f"A {inner} under amp is stepped by a {outer} - that reads gradients and weights when the step of"
+                f" the masters is over - give the {outer} to amp.initialize and amp.scale_loss instead of the {inner}"
+                " (D37)."
             )
 
 

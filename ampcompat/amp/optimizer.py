@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from ampcompat import _torch
 from ampcompat._log import say
@@ -24,7 +23,7 @@ from ampcompat._state import state
 from ampcompat.amp import block, misuse, nested
 from ampcompat.amp.autocast import OFF, Saved, switched
 from ampcompat.amp.block import Block
-from ampcompat.amp.masters import master_of, push, reconcile
+from ampcompat.amp.masters import heed_cleared, master_of, push, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, inner_optimizers
 from ampcompat.amp.scaler import LossScaler
@@ -39,8 +38,8 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients."""
     stash = copy.copy(getattr(optimizer, "_amp_stash", None) or AmpOptimizerState(session))
     stash.session, stash.groups, stash.overflows = session, [], stash.overflows[:]
-    if stash.spent.first is None:
-        stash.spent = Spent(None, state.optimizers.blocks)
+    if not stash.spent.gradients:
+        stash.spent = Spent([], state.optimizers.blocks)
     stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
     if "optim" in vars(optimizer):  # perhaps a ZeroRedundancyOptimizer
@@ -193,7 +192,9 @@ def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = F
         if stash.pending is not None:
             block.unscale_pending(optimizer)
     if stash.masters:
-        if block.heed_cleared(stash.masters):
+        if not stash.spent.gradients:  # no step yet
+            nested.refuse_lookahead(optimizer)
+        if heed_cleared(stash.masters):
             misuse.warn_of("half gradients edited")
         reconcile(stash.masters, stepping=True)
     if stash.gradients is not Gradients.UNSCALED:
@@ -212,8 +213,8 @@ def _heed_missing_block(stash: AmpOptimizerState) -> None:
     if stash.gradients is Gradients.EMPTY:
         misuse.warn_of("block without gradients")
     elif stash.gradients is Gradients.NONE:
-        first, (spent, blocks) = stash.first_gradient(), stash.spent
-        if first is None or (spent is not None and spent() is first):
+        present, (spent, blocks) = set(map(id, stash.present())), stash.spent
+        if not present or not present.isdisjoint([id(_torch.tensor_of(reference)) for reference in spent]):
             return
         if state.optimizers.blocks != blocks:
             misuse.warn_of("stray gradients")
@@ -236,8 +237,7 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
                 master.value.grad = None
     if stash.gradients is Gradients.LOST:
         say("Gradients of a scale_loss block were lost.  Skipping step")
-    first = stash.first_gradient()
-    stash.spent = Spent(None if first is None else TensorWeakRef(first), state.optimizers.blocks)
+    stash.spend()
     stash.overflows, stash.gradients, stash.skipped = [], Gradients.NONE, skip
     if skip:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
@@ -361,25 +361,27 @@ def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
 def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
+    if stash.gradients is Gradients.UNSCALED:
+        heed_cleared(stash.masters)  # before what is None becomes zeros
     original(*args, **kwargs)
     if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
         nested.stepper(optimizer).zero_grad(*args, **kwargs)
     for master in stash.masters:
         master.folded = master.half.grad = None
-    held = stash.pending is not None or stash.gradients is not Gradients.NONE
     if stash.aside or stash.pending is not None:
         inside = stash.block  # a block that is open stays open
         block.settle(optimizer, stash)
         stash.block = inside
+    stash.spent = Spent(stash.spent.gradients, state.optimizers.blocks)
     if stash.gradients is not Gradients.LOST:
-        if held:
-            stash.spent = stash.spent._replace(blocks=state.optimizers.blocks)
         stash.gradients = Gradients.NONE
 
 
 def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
+    stash: AmpOptimizerState = optimizer._amp_stash
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    had = stash.present()
     original(*args, **kwargs)
     masters = [master_of(p) for p in optimizer.param_groups[-1]["params"]]
     if any(id(master.value) in held for master in masters if master is not None):
@@ -388,7 +390,9 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
-    optimizer._amp_stash.look_up(optimizer)
+    stash.look_up(optimizer)
+    if not had:
+        stash.spend()  # what blocks of others have left to a new one is still scaled
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------

@@ -338,7 +338,7 @@ def check_scaling(num_losses: object, min_loss_scale: float | None, max_loss_sca
     if low > max_loss_scale:
         raise ValueError(
             f"min_loss_scale={min_loss_scale!r} with max_loss_scale={max_loss_scale!r} - the minimum must not exceed"
-            " the maximum - swap or drop one."
+            " the maximum - swap or drop one (D28)."
         )
 
 

@@ -13,12 +13,11 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.masters import Master, ensure_master, master_of, needs_look
+from ampcompat.amp.masters import Master, ensure_master, heed_cleared, master_of, needs_look
 from ampcompat.amp.nested import stepper
 from ampcompat.amp.properties import HALF_DTYPES, Optimizer, inner_optimizers
 from ampcompat.amp.scaler import LossScaler
@@ -47,7 +46,7 @@ class Pending:
 class Spent(NamedTuple):
     """What tells new gradients from those that the next step must not use."""
 
-    first: TensorWeakRef | None  # the first gradient that the last step has used
+    gradients: list[weakref.ref[torch.Tensor]]  # those that were there at the last step
     blocks: int  # of all optimizers until then: a later one of another leaves gradients that are still scaled
 
 
@@ -69,7 +68,7 @@ class AmpOptimizerState:
     # By step that the device decided, on their way to the host: each flag, with the scale to name.
     reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
     skipped: bool | None = False  # whether the last step was; None while only the device knows
-    spent: Spent = field(default_factory=lambda: Spent(None, 0))
+    spent: Spent = field(default_factory=lambda: Spent([], 0))
 
     lazy_init_called = True  # masters exist from ``initialize`` on
 
@@ -92,10 +91,14 @@ class AmpOptimizerState:
         """The tensors that a backward pass gives gradients to."""
         return [*[master.half for master in self.masters], *self.direct]
 
-    def first_gradient(self) -> torch.Tensor | None:
-        """The first gradient that there is: of half params, where there are any with masters."""
+    def present(self) -> list[torch.Tensor]:
+        """The gradients that there are: of half params, where there are any with masters."""
         tensors = [master.half for master in self.masters] or self.direct
-        return next((tensor.grad for tensor in tensors if tensor.grad is not None), None)
+        return [grad for tensor in tensors if (grad := tensor.grad) is not None]
+
+    def spend(self) -> None:
+        """Have the next step use none of the gradients that are there now."""
+        self.spent = Spent(list(map(weakref.ref, self.present())), state.optimizers.blocks)
 
     def look_up(self, optimizer: Optimizer) -> None:
         """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
@@ -117,6 +120,7 @@ class AmpOptimizerState:
 
     def hand_out_masters(self, optimizer: Optimizer) -> None:
         """Expect writes to the masters, which are asked for where there is no gradient to clip."""
+        heed_cleared(self.masters)
         if self.in_block or self.gradients is not Gradients.NONE or self.pending is not None:
             return
         self.look_up(optimizer)

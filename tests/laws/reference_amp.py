@@ -56,9 +56,8 @@ class Weight:
 
     leaf: torch.nn.Parameter
     value: torch.nn.Parameter
-    filled: bool = False  # a block since the last step has given the master its gradient
-    source: torch.Tensor | None = None  # the gradient in the model that the last block has given it
-    cleared: bool = False  # in the model, since the last block or step
+    filled: bool = False  # the model shows the gradient of the master, and may clear it there
+    cleared: bool = False  # there, and amp has had no reason to look since
 
     @property
     def has_master(self):
@@ -66,6 +65,11 @@ class Weight:
 
     def push(self):
         self.leaf.data.copy_(self.value)
+
+    def show(self, scale):
+        """Have the model show what its master has accumulated, where the last block has given nothing."""
+        if self.has_master and self.value.grad is not None:
+            self.leaf.grad, self.filled = (self.value.grad * scale).to(self.leaf.dtype), True
 
     def pull(self):
         """Take the elements that somebody wrote into the model."""
@@ -95,13 +99,6 @@ class Optimizer:
     skipped: bool = False
     plain: bool = False  # the gradients are of a backward pass outside any block
     blocks: int = 0  # how many there had been at the last step
-    spent: torch.Tensor | None = None  # the first gradient that it has used
-
-    def first_gradient(self):
-        return next((w.leaf.grad for w in self.weights if w.has_master and w.leaf.grad is not None), None)
-
-    def shares_pending(self):
-        return self.pending and any(one is not self and one.pending is self.pending for one in self.pending.optimizers)
 
     def gradients(self):
         """What tells whether a backward pass has reached any weight."""
@@ -115,10 +112,11 @@ class Optimizer:
                 weight.leaf.grad, weight.filled = None, False
         self.aside, self.pending, self.used, self.plain = {}, None, False, False
 
-    def put_back(self):
+    def put_back(self, scale):
         """What accumulated before the block is there again; its own gradients are not."""
         for weight in self.weights:
             weight.leaf.grad = self.aside.get(weight)
+            weight.show(scale)
         self.aside, self.pending = {}, None
 
     def step(self):
@@ -181,7 +179,7 @@ class Reference:
         self.idle = loss_scale == 1.0 and not (masters and self.casts)
         self.joined = False
         self.kept, self.saved, self.skipped = None, {}, None
-        self.blocks = 0  # those that unscaled gradients
+        self.blocks = 0
 
     def list_weights(self):
         by_value = {id(w.value): w for w in self.weights}
@@ -219,33 +217,10 @@ class Reference:
             found |= {f"buffer {name} of model {number}": b.clone() for name, b in model.named_buffers()}
         return {**found, **self.saved, "skipped": self.skipped}
 
-    def take(self, step, avoid=True):
-        """Take one step of a program; whether it is possible now, and meets no known defect if those are avoided."""
+    def take(self, step):
+        """Take one step of a program; whether it is possible now."""
         self.saved, self.skipped = {}, None
-        if avoid and self.known_defect(step):
-            return False
         return getattr(self, step["do"])(step) is not False
-
-    def known_defect(self, step):
-        """Whether ``step`` meets one of the defects that the tests of KNOWN_DEFECTS expect; delete what is mended."""
-        kind, one = step["do"], self.optimizers[step["optimizer"]]
-        if kind == "clear" and step["who"] != "optimizer":  # "cleared where the last block gave none"
-            return any(w.filled and w.source is None for w in self.cleared_by(step))
-        if kind == "block":  # "put off again", "cleared before the block of another"
-            if step["delay_overflow_check"] and self.scalers[step["loss_id"]].puts_off:
-                return True
-            if step["raises"] and any(self.optimizers[n].shares_pending() for n in step["optimizers"]):
-                return True  # how often the pass counts depends on whether its gradients are rescaled
-            others = [o for n, o in enumerate(self.optimizers) if n not in step["optimizers"]]
-            return any(w.cleared for o in others for w in o.weights)
-        if kind == "clip":  # "cleared before clipping"
-            return any(w.cleared for w in one.weights)
-        if kind == "step" and one.pending:  # "accumulated, then delayed"
-            return one.used and not self.scalers[0].dynamic and not any(w.has_master for w in one.weights)
-        if kind == "step" and not one.used and not one.plain and one.blocks == self.blocks:  # "scaled, taken as plain"
-            first = one.first_gradient()
-            return first is not None and first is not one.spent
-        return False
 
     # -- steps of programs ---------------------------------------------------------------------------------------------
     def join(self, step):
@@ -275,6 +250,7 @@ class Reference:
         if self.idle:
             self.backward(loss, chosen, step)
             return
+        self.blocks += 1
         for one in self.optimizers:
             one.plain = False
         for one in chosen:
@@ -284,7 +260,8 @@ class Reference:
         if step["raises"]:
             for one in chosen:
                 if not one.pending or one.gradients() != found[one]:
-                    one.put_back()
+                    one.put_back(scale)
+                    one.blocks = self.blocks
         elif step["delay_unscale"]:
             held = [s for one in chosen if one.pending for s in one.pending.scalers]
             pending = Pending(scale, list(dict.fromkeys([scaler, *held])), chosen)
@@ -313,7 +290,7 @@ class Reference:
         for weight in one.weights:
             if not weight.has_master:
                 one.aside[weight] = weight.leaf.grad
-            weight.leaf.grad, weight.source, weight.cleared = None, None, False
+            weight.leaf.grad, weight.cleared = None, False
 
     def end(self, chosen, scaler, scale, check=True):
         """Unscale, add up, note overflows, and move the scales."""
@@ -324,13 +301,14 @@ class Reference:
                 new, old = weight.leaf.grad, one.aside.get(weight)
                 if new is None:
                     weight.leaf.grad = old if not weight.has_master else None
+                    weight.show(scale)
                     continue
                 overflow |= not bool(new.isfinite().all())
                 unscaled = new.float() * inverse
                 if weight.has_master:
                     before = weight.value.grad
                     weight.value.grad = unscaled if before is None else before + unscaled
-                    weight.filled, weight.source = True, new
+                    weight.filled = True
                 else:
                     unscaled = unscaled.to(new.dtype)
                     weight.leaf.grad = unscaled if old is None else unscaled + old
@@ -342,7 +320,6 @@ class Reference:
             scaler.puts_off = scaler.dynamic
         for other in others:
             other.update(overflow)
-        self.blocks += 1
         for one in chosen:
             one.aside, one.pending, one.used = {}, None, True
             one.overflow |= overflow and scaler.dynamic
@@ -353,7 +330,7 @@ class Reference:
             pending = one.pending
             self.end([o for o in pending.optimizers if o.pending is pending], pending.scalers[0], pending.scale)
         one.step()
-        one.blocks, one.spent = self.blocks, one.first_gradient()
+        one.blocks = self.blocks
         if step["asks"]:
             self.skipped = one.skipped
 
@@ -361,10 +338,7 @@ class Reference:
         who, how = step["who"], step["how"]
         if who == "optimizer":
             one = self.optimizers[step["optimizer"]]
-            if how == "zeros" and any(w.cleared for w in one.weights):
-                return False  # the masters' may be None or zeros
-            if one.used:
-                one.blocks = self.blocks
+            one.blocks = self.blocks
             one.zero_grad(how == "none")
             return True
         for weight in self.cleared_by(step):

@@ -106,7 +106,7 @@ def larc_then(inner: Callable[..., None]) -> Callable[..., None]:
             rate = o["trust_coefficient"] * l2(p) / (l2(g) + l2(p) * decay + o["larc_eps"])
             if o["clip"]:
                 rate = min(rate / o["lr"], 1.0)
-            grads = [(x + decay * w) * rate for x, w in zip(g, p, strict=True)]
+            grads = o["rounded"]([(x + decay * w) * rate for x, w in zip(g, p, strict=True)])  # stored in p.grad
         inner(p, grads, s, step, {**o, "weight_decay": 0.0})
 
     return rule

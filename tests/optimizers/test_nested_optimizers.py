@@ -247,7 +247,6 @@ def train(kind, level=None, given="outer", bad=(), before=0):
         return error(model).item()
 
 
-#: With the inner one, a master's gradient is gone when Lookahead asks for it; apex cleared it too.
 BY_INNER = ["LARC", "SAM", "Engine"]
 
 
@@ -264,6 +263,14 @@ def test_the_outer_one_trains_as_in_float32(kind, level):
 @pytest.mark.parametrize("kind", BY_INNER)
 def test_the_inner_one_trains_as_in_float32(kind, level):
     assert train(kind, level, given="inner") == pytest.approx(train(kind), rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["Lookahead", "EagerLookahead"])
+def test_lookahead_by_its_inner_one(kind):
+    """A master's gradient is gone when Lookahead looks for it after the inner step; apex cleared it too."""
+    assert train(kind, "O1", given="inner") == pytest.approx(train(kind), rel=0.01)
+    with pytest.raises(RuntimeError, match=rf"A SGD under amp is stepped by a {kind} .* give the {kind} to .*D37"):
+        train(kind, "O2", given="inner")
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -110,7 +110,32 @@ def test_the_divergences_page_is_what_the_file_says():
 def test_every_divergence_has_its_own_name():
     entries = json.loads((ROOT / "docs" / "divergences.json").read_text())
     assert len({entry["id"] for entry in entries}) == len(entries)
+    assert [entry["number"] for entry in entries] == [f"D{index:02}" for index in range(1, len(entries) + 1)]
     assert all(entry[field] for entry in entries for field in ("id", "area", "apex", "ampcompat", "why"))
+
+
+def texts_of_the_package():
+    """Every string in the sources; what f-strings format is {}."""
+    for path in (ROOT / "ampcompat").rglob("*.py"):
+        parts = set()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):  # parents first
+            if isinstance(node, ast.JoinedStr):
+                parts.update(node.values)
+                yield "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in parts:
+                yield node.value
+
+
+def test_messages_cite_the_divergences_that_they_concern():
+    entries = {entry["number"]: entry for entry in json.loads((ROOT / "docs" / "divergences.json").read_text())}
+    texts = list(texts_of_the_package())
+    cited = {number for text in texts for number in re.findall(r"\bD\d\d\b", text)}
+    assert cited == {number for number, entry in entries.items() if entry.get("messages")}
+    for number, entry in entries.items():
+        for words in entry.get("messages", ()):
+            found = [text for text in texts if words in text]
+            assert found, (number, words)
+            assert all(re.search(rf"[( ]{number}\)", text) for text in found), found
 
 
 #: Types that torch has under no public name, for annotations and isinstance.
