@@ -23,7 +23,7 @@ from ampcompat.parity.record import Run
 from ampcompat.parity.save import save_csv, save_json
 from ampcompat.parity.table import table
 
-TAKES_VALUE = ("--opt-levels", "--dtypes", "--steps", "--seed", "--rtol", "--atol", "--smooth", "--timeout", "--out")
+TAKES_VALUE = ("--opt-levels", "--dtypes", "--dtype", "--keep-fp32", "--steps", "--seed", "--rtol", "--atol", "--smooth", "--timeout", "--out")
 LOG_LINES = 15
 
 EPILOG = """everything after the script's (or the module's) name is the script's own.
@@ -41,7 +41,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "parity",
         help="run a script at every opt_level and compare the losses",
-        usage="ampcompat parity [options] (script.py | -m module) [args ...]",
+        usage="ampcompat parity [options] (script.py | -m module | -c code) [args ...]",
         description="Run a script once per opt_level, unchanged and from the same seeds, and compare its losses with"
         " those at O0.",
         epilog=EPILOG,
@@ -50,6 +50,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     )
     parser.add_argument("--opt-levels", default="O0,O1,O2,O3", help="comma-separated (default: %(default)s)")
     parser.add_argument("--dtypes", default="fp16", help="half dtypes, fp16,bf16 for both (default: %(default)s)")
+    parser.add_argument(
+        "--keep-fp32", metavar="PATTERNS", help="modules that stay float32 at every level, as under run: a,b"
+    )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of Python, numpy and torch (default: %(default)s)")
     parser.add_argument("--rtol", type=float, default=0.1, help="tolerance of the loss (default: %(default)s)")
@@ -69,7 +72,7 @@ def main(args: argparse.Namespace) -> int:
     """Run all levels, print the table, and return the exit status."""
     levels = _checked(args)
     target: list[str] = args.target
-    if target[0] != "-m" and not run_command._can_open(target[0]):
+    if not run_command.can_open(target[0]):
         return 2
     if args.out is not None:
         try:
@@ -92,8 +95,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _checked(args: argparse.Namespace) -> list[Level]:
     """The levels; bad usage ends here, with status 2."""
-    if len(args.target) < (2 if args.target[:1] == ["-m"] else 1):
-        args.parser.error("no script given - name one (script.py or -m module) after the options")
+    run_command.check_target(args)
+    if args.target[0] == "-":
+        args.parser.error("a script from standard input - it is run several times - put it into a file")
     if min(args.steps, args.smooth) < 1 or not all(value >= 0 for value in (args.rtol, args.atol, args.timeout)):
         args.parser.error("--steps and --smooth must be 1 or more; --rtol, --atol and --timeout 0 or more")
     try:

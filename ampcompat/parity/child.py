@@ -48,10 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         error: BaseException | None = None
         _write(file, to_line("ready", {}))
         try:
-            if args.target[0] == "-m":
-                _script.run_module(args.target[1], args.target[2:])
-            else:
-                _script.run_path(args.target[0], args.target[1:])
+            _script.run(args.target)
         except BaseException as raised:
             error = raised
             raise
