@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 #: Seconds that the ranks may take, the import of torch included.
-TIMEOUT = 90
+TIMEOUT = 120
 WORLD = 2
 
 

@@ -45,6 +45,7 @@ def run(devices: Sequence[str]) -> Iterator[Row]:
     kinds = list(dict.fromkeys(torch.device(name).type for name in devices))
     enough = [kind for kind in kinds if _can_distribute(kind)]
     with _undisturbed(), started(enough) as groups:
+        checks.build(torch.device("cpu"))  # the first optimizer imports torch's compiler, which takes seconds
         for name in devices:
             for check, function, levels in checks.CHECKS:
                 for level in levels:
