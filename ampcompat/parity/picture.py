@@ -63,7 +63,15 @@ def _draw(panels: Sequence[Any], result: Result, optimizer: int) -> None:
     deviations = result.deviation.by_step if result.deviation else []
     steps = [(i, step) for i, step in enumerate(result.run.steps) if step.optimizer == optimizer]
     numbers = [step.step for _, step in steps]
-    panels[0].plot(numbers, [_finite(step.loss) for _, step in steps], label=level.name, **style)
+    lost = [step.step for _, step in steps if step.loss is not None and not math.isfinite(step.loss)]
+    label = f"{level.name} (not finite from {lost[0]})" if lost else level.name
+    panels[0].plot(numbers, [_finite(step.loss) for _, step in steps], label=label, **style)
+    # Along the upper edge, a row per level: a curve that ends, or was never there, is seen to be lost.
+    height = 0.98 - 0.05 * list(COLOURS).index(level.opt_level) - (0.025 if level.dtype == "bfloat16" else 0.0)
+    place = panels[0].get_xaxis_transform()
+    panels[0].scatter(
+        lost, [height] * len(lost), marker="v", s=14, color=style["color"], transform=place, clip_on=False, zorder=6
+    )
     panels[2].plot(numbers, [_finite(step.scale) for _, step in steps], **style)
     skips = [(step.step, _finite(step.scale)) for _, step in steps if step.skipped]
     panels[2].scatter(
