@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ampcompat.amp.stash import Gradients
 from ampcompat.parity.recorder import Recorder
 
 
@@ -39,7 +40,8 @@ class Skips:
         """Note an overflow where the step that begins is one to skip."""
         stash = getattr(optimizer, "_amp_stash", None)
         if stash is not None and self._recorder.steps + 1 in self._steps:
-            stash.overflows = [(stash.session.scalers[0], torch.ones(()))]
+            stash.overflows = [(stash.session.scalers[0], torch.ones(()))]  # no plain block inside of a closure
+            stash.gradients = Gradients.LOST  # skipped on the host, by an optimizer that would on the device too
 
 
 def _wrapped(step: Callable[..., Any], before: Callable[[Any], None]) -> Callable[..., Any]:
