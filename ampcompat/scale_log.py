@@ -105,7 +105,7 @@ class _Underway:
 
     def read(self) -> StepRecord:
         scale, passes = self.numbers if isinstance(self.numbers, tuple) else self.numbers.read()
-        skipped = any([flag.read()[0] for flag in self.flags]) if self.skipped is None else self.skipped
+        skipped = any(flag.read()[0] for flag in self.flags) if self.skipped is None else self.skipped
         return StepRecord(self.step, self.loss_id, scale, bool(skipped), int(passes))
 
 

@@ -13,7 +13,6 @@ from types import ModuleType, TracebackType
 
 from ampcompat._distribution import SHIM
 
-
 #: First words of a target that are no file; the value says how many words the target must have.
 WORDS = {"-m": 2, "-c": 2, "-": 1}
 

@@ -24,7 +24,19 @@ from ampcompat.parity.record import Run
 from ampcompat.parity.save import passed, save_csv, save_json
 from ampcompat.parity.table import table
 
-TAKES_VALUE = ("--opt-levels", "--dtypes", "--dtype", "--keep-fp32", "--steps", "--seed", "--rtol", "--atol", "--smooth", "--timeout", "--out")
+TAKES_VALUE = (
+    "--opt-levels",
+    "--dtypes",
+    "--dtype",
+    "--keep-fp32",
+    "--steps",
+    "--seed",
+    "--rtol",
+    "--atol",
+    "--smooth",
+    "--timeout",
+    "--out",
+)
 LEVELS = "O0,O1,O2,O3"
 LOG_LINES = 15
 

@@ -13,11 +13,15 @@ from torch.nn import functional as F
 
 from ampcompat import _torch, amp
 from ampcompat._state import state
+from ampcompat.amp.frontend import OptLevel
 
 #: The half dtype of each level.
-HALVES = {
-    **dict.fromkeys(("O1", "O2", "O3"), torch.float16),
-    **dict.fromkeys(("O4", "O5"), torch.bfloat16),
+HALVES: dict[OptLevel, torch.dtype] = {
+    "O1": torch.float16,
+    "O2": torch.float16,
+    "O3": torch.float16,
+    "O4": torch.bfloat16,
+    "O5": torch.bfloat16,
 }
 STEPS = 12
 
@@ -78,7 +82,7 @@ PROMOTE_CALLS: dict[str, Call] = {
 }
 
 
-def check_ops(device: torch.device, level: str) -> str:
+def check_ops(device: torch.device, level: OptLevel) -> str:
     """Each call has the dtype of its list at O1 (O4), and about the values that float32 has."""
     half = HALVES[level]
     if device.type not in _torch.autocast_device_types():
@@ -86,7 +90,9 @@ def check_ops(device: torch.device, level: str) -> str:
     x = torch.linspace(-1.49, 2.0, 64).reshape(8, 8)
     wide = {"half": torch.float32, "float": half, "promote": half}
     calls = {"half": HALF_CALLS, "float": FLOAT_CALLS, "promote": PROMOTE_CALLS}
-    known = {(kind, name): call(*[x] * (1 + (kind == "promote"))) for kind in calls for name, call in calls[kind].items()}
+    known = {
+        (kind, name): call(*[x] * (1 + (kind == "promote"))) for kind in calls for name, call in calls[kind].items()
+    }
     wrong = []
     with fresh():
         amp.initialize(torch.nn.Linear(2, 2).to(device), opt_level=level, verbosity=0)
@@ -113,7 +119,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 # -- a small training --------------------------------------------------------------------------------------------------
-def build(device: torch.device, optimizer: str = "SGD") -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+def build(device: torch.device, optimizer: str = "SGD") -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
     """A model with a convolution, a batch norm and linear layers, and its optimizer; the same each time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -147,7 +153,7 @@ def step(model: torch.nn.Module, optimizer: Any, data: tuple[torch.Tensor, torch
     optimizer.zero_grad()
     loss = F.cross_entropy(model(data[0]), data[1]).float() * factor
     with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
+        scaled.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     return float(loss.detach())
 
@@ -160,13 +166,13 @@ def float32_losses(device: torch.device) -> list[float]:
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(images), kinds)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
 
 
-def check_training(device: torch.device, level: str) -> str:
+def check_training(device: torch.device, level: OptLevel) -> str:
     """The losses of a small training follow those of plain float32, in the dtypes of the level."""
     expected, half = float32_losses(device), HALVES.get(level)
     with fresh():
@@ -191,7 +197,7 @@ def check_training(device: torch.device, level: str) -> str:
     return f"loss {losses[0]:.2f} to {losses[-1]:.3f}, within {apart:.2%} of float32"
 
 
-def _check_dtypes(model: Any, optimizer: Any, level: str) -> None:
+def _check_dtypes(model: Any, optimizer: Any, level: OptLevel) -> None:
     """The weights, the batch norm and the masters have the dtypes of the level's table."""
     half = HALVES.get(level)
     weights = half if level in ("O2", "O3", "O5") and half is not None else torch.float32
@@ -207,7 +213,7 @@ def _check_dtypes(model: Any, optimizer: Any, level: str) -> None:
 
 
 # -- resume and overflow -----------------------------------------------------------------------------------------------
-def check_resume(device: torch.device, level: str) -> str:
+def check_resume(device: torch.device, level: OptLevel) -> str:
     """A training that was saved and loaded goes on with the losses of one that was not interrupted."""
     data = batch(device)
     with fresh():
@@ -239,7 +245,7 @@ def check_resume(device: torch.device, level: str) -> str:
     return "the same bits" if apart == 0 else f"within {apart:.1e}"
 
 
-def check_overflow(device: torch.device, level: str) -> str:
+def check_overflow(device: torch.device, level: OptLevel) -> str:
     """An overflow skips its step, halves the scale, and the next step is made."""
     data = batch(device)
     with fresh():
@@ -264,7 +270,7 @@ def check_overflow(device: torch.device, level: str) -> str:
 
 
 #: What is checked on each device: a name, the check and its levels.
-CHECKS: tuple[tuple[str, Callable[[torch.device, str], str], tuple[str, ...]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[torch.device, OptLevel], str], tuple[OptLevel, ...]], ...] = (
     ("ops", check_ops, ("O1", "O4")),
     ("training", check_training, ("O0", *HALVES)),
     ("resume", check_resume, ("O1", "O2")),

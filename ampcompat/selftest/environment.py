@@ -48,7 +48,9 @@ def _torch_facts() -> dict[str, Any]:
         import torch
     except Exception as problem:  # whatever is wrong with it, the rest is worth reporting
         return {"torch": f"cannot be imported: {type(problem).__name__}: {problem}", "devices": {}}
-    built = [f"{name} {number}" for name, number in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)) if number]
+    built = [
+        f"{name} {number}" for name, number in (("CUDA", torch.version.cuda), ("ROCm", torch.version.hip)) if number
+    ]
     return {
         "torch": f"{torch.__version__} ({', '.join(built) or 'no CUDA'})",
         "devices": {name: describe_device(name) for name in device_names()},

@@ -33,9 +33,7 @@ class Ranks:
             command = [sys.executable, "-m", __name__, str(folder / f"{device_type}-store")]
             command += [str(rank), str(WORLD), device_type]
             with output.open("wb") as file:
-                self.processes.append(
-                    subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
-                )
+                self.processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment))
 
     def problem(self) -> str:
         """What went wrong, in a line, once all have ended; "" for nothing."""
@@ -78,6 +76,7 @@ def main(file: str, rank: int, world: int, device_type: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
 
     from ampcompat import amp
+    from ampcompat.amp.frontend import OptLevel
     from ampcompat.selftest.checks import Failed, batch, build, fresh, step
 
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
@@ -87,7 +86,8 @@ def main(file: str, rank: int, world: int, device_type: str) -> None:
         "nccl" if device_type == "cuda" else "gloo", init_method=f"file://{file}", rank=rank, world_size=world
     )
     images, kinds = batch(device)
-    for level in ("O1", "O2"):
+    levels: tuple[OptLevel, ...] = ("O1", "O2")
+    for level in levels:
         with fresh():
             model, optimizer = build(device)
             model[1] = torch.nn.Identity()  # a batch norm sees its own half of the batch

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -49,9 +50,9 @@ def run(devices: Sequence[str]) -> Iterator[Row]:
         for name in devices:
             for check, function, levels in checks.CHECKS:
                 for level in levels:
-                    yield _row(name, check, level, lambda f=function, n=name, v=level: f(torch.device(n), v))
+                    yield _row(name, check, level, partial(function, torch.device(name), level))
         for kind in kinds:
-            yield _row(kind, "ddp", "O1, O2", lambda k=kind: _distributed(groups.get(k)))
+            yield _row(kind, "ddp", "O1, O2", partial(_distributed, groups.get(kind)))
 
 
 def _can_distribute(kind: str) -> bool:

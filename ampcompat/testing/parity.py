@@ -98,7 +98,7 @@ def _losses(
     state.reset()
     recorder = Recorder(recorded.append)
     try:
-        with _seeded(seed), observing(recorder), (observing(Skips(recorder, skips)) if skips else nullcontext()):
+        with _seeded(seed), observing(recorder), observing(Skips(recorder, skips)) if skips else nullcontext():
             returned = train(level)
             losses = None if returned is None else [float(loss) for loss in returned]
     finally:

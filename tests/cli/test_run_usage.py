@@ -53,7 +53,9 @@ def test_an_unknown_command_is_answered_by_a_like_one(capsys):
     assert said.startswith("ampcompat: error: no command 'chek' - did you mean check? - commands: check, ")
 
 
-@pytest.mark.parametrize("line", [["--receipt", "r.html", "train.py"], ["--receipt", "old.json"], ["--receipt", "r.txt"]])
+@pytest.mark.parametrize(
+    "line", [["--receipt", "r.html", "train.py"], ["--receipt", "old.json"], ["--receipt", "r.txt"]]
+)
 def test_a_receipts_file_as_a_word_of_its_own_gets_a_hint(capsys, ran, line):
     said = refusal(capsys, "run", *line)
     file = line[1]

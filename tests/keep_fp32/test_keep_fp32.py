@@ -103,7 +103,9 @@ def test_a_pattern_of_the_environment_that_no_model_has_is_refused_before_anythi
     model, optimizer = build("O1")
     before = [p.detach().clone() for p in model.parameters()]
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"--keep-fp32\): 'nowhere\*' - it matches no module of any model - modules"):
+        with pytest.raises(
+            ValueError, match=r"--keep-fp32\): 'nowhere\*' - it matches no module of any model - modules"
+        ):
             train(model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 

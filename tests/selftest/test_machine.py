@@ -52,7 +52,6 @@ def no_casts(monkeypatch):
     monkeypatch.setattr(session.Session, "begin_casts", nothing)
 
 
-
 def no_weights_in_half(monkeypatch):
     monkeypatch.setattr("ampcompat.amp.frontend.cast_weights", nothing)
 
@@ -132,7 +131,12 @@ def few(monkeypatch):
     def skips(device, level):
         raise Skipped("not here")
 
-    each = [("passes", passes, ("O1",)), ("fails", fails, ("O2",)), ("raises", raises, ("O3",)), ("skips", skips, ("O1",))]
+    each = [
+        ("passes", passes, ("O1",)),
+        ("fails", fails, ("O2",)),
+        ("raises", raises, ("O3",)),
+        ("skips", skips, ("O1",)),
+    ]
     monkeypatch.setattr(checks, "CHECKS", each)
     monkeypatch.setattr(run_module, "_can_distribute", lambda kind: False)
     monkeypatch.setenv("AMPCOMPAT_OPT_LEVEL", "O0")
@@ -238,11 +242,17 @@ def test_a_torch_that_cannot_be_imported_is_a_fact_too(monkeypatch, capsys):
 
 @pytest.mark.parametrize(
     ("capability", "said"),
-    [((9, 0), "float16 fast, bfloat16 fast"), ((7, 5), "float16 fast, bfloat16 slow"), ((6, 1), "float16 slow, bfloat16 slow")],
+    [
+        ((9, 0), "float16 fast, bfloat16 fast"),
+        ((7, 5), "float16 fast, bfloat16 slow"),
+        ((6, 1), "float16 slow, bfloat16 slow"),
+    ],
 )
 def test_a_cuda_device_by_its_capability(monkeypatch, capability, said):
     class Properties:
         name, total_memory, (major, minor) = "NVIDIA X", 80 * 2**30, capability
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    assert environment.describe_device("cuda:0") == f"NVIDIA X, 80 GiB, capability {capability[0]}.{capability[1]}; {said}"
+    assert (
+        environment.describe_device("cuda:0") == f"NVIDIA X, 80 GiB, capability {capability[0]}.{capability[1]}; {said}"
+    )
