@@ -35,20 +35,22 @@ def install_as_apex(force: bool = False) -> bool:
     nothing. Undone by :func:`uninstall_as_apex`.
 
     Args:
-        force: Take the name even from an installed apex that still has ``amp``; otherwise that one is left alone,
-            which is said in one line.
+        force: Take the name even from an installed apex that still has ``amp``; otherwise that one is left alone.
+            Either is said in one line.
 
     Returns:
         Whether the alias is in force after the call.
     """
     if _finder() is not None:
         return True
-    real = None if force else _real_apex()
+    real = real_apex()
     if real is not None:
         from ampcompat._log import say
 
-        say(f"ampcompat: the apex at {real} has amp and is left alone; install_as_apex(force=True) takes its place.")
-        return False
+        if not force:
+            say(f"ampcompat: the apex at {real} has amp and is left alone; force=True (run --force) takes its place.")
+            return False
+        say(f"ampcompat: takes the place of the apex at {real}, which has amp too.")
     sys.meta_path.insert(0, AliasFinder(displaced=_take_modules()))
     state.undo.callback(uninstall_as_apex)
     return True
@@ -145,7 +147,7 @@ def _take_modules() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in names}
 
 
-def _real_apex() -> str | None:
+def real_apex() -> str | None:
     """Find the folder of an installed apex that has ``amp``, or None; nothing of it is imported."""
     try:
         spec = importlib.util.find_spec("apex")

@@ -40,7 +40,7 @@ THIN: Final = frozenset(
 #: Of these, names alone: the facade imports them so that scripts find them, which takes no arrow.
 NAMES: Final = frozenset(("__version__", "_initialize", "compat", "rnn_compat", "utils", "wrap"))
 #: What the facade, ``amp/__init__.py``, may import from above, inside functions only.
-FACADE_MAY_IMPORT: Final = frozenset(("explain", "report"))
+FACADE_MAY_IMPORT: Final = frozenset(("explain", "report", "scale_log"))
 
 
 class Import(NamedTuple):

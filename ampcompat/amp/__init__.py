@@ -33,23 +33,69 @@ from ampcompat.amp.masters import sync_masters
 from ampcompat.amp.optimizer import step_was_skipped
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from ampcompat.report import Receipt
+    from ampcompat.scale_log import StepHandle, StepRecord
 
 __all__ = ["__version__", "_amp_state", "disable_casts", "explain_overflows", "float_function", "half_function", "init"]
-__all__ += ["initialize", "load_state_dict", "master_params", "promote_function", "register_float_function"]
+__all__ += ["initialize", "load_state_dict", "master_params", "on_step", "promote_function", "register_float_function"]
 __all__ += ["register_half_function", "register_promote_function", "report", "scale_loss", "state_dict"]
 __all__ += ["step_was_skipped", "sync_masters", "unwrap"]
 
 
 def explain_overflows(limit: int = 3) -> None:
-    """Explain lost steps from here on; see :func:`ampcompat.explain.explain_overflows`."""
+    """Explain lost steps from here on: the op, its module and line, and the cure, in one printed message each.
+
+    apex had nothing like it; see :func:`ampcompat.explain.explain_overflows` for what it observes and what it costs.
+
+    Args:
+        limit: How many different faults to explain; the same fault is explained once.
+
+    Raises:
+        ValueError: ``limit`` is not a positive integer.
+    """
     from ampcompat import explain  # it builds on this package
 
     explain.explain_overflows(limit)
 
 
+def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
+    """Call ``callback`` with a small record after each optimizer step, until ``remove()`` of the handle returned.
+
+    The record has ``step``, ``loss_id``, ``scale``, ``skipped`` and ``clean_passes``. No host sync is made for it. apex
+    had nothing like it; see :func:`ampcompat.scale_log.on_step`.
+
+    Args:
+        callback: A function of one record; or an object to log to: a TensorBoard ``SummaryWriter``, or anything with
+            ``log_metrics(dict, step=...)`` or ``log(dict)``.
+
+    Returns:
+        The handle: ``remove()`` ends it, ``flush()`` waits for records still on their way from the device; it is a
+        context manager too.
+
+    Raises:
+        TypeError: ``callback`` is none of these.
+    """
+    from ampcompat import scale_log
+
+    return scale_log.on_step(callback)
+
+
 def report(steps: int = 3) -> Receipt:
-    """Observe what runs from here on; see :func:`ampcompat.report.report`."""
+    """Observe what runs from here on, and in which dtype: the precision receipt.
+
+    apex had nothing like it; see :func:`ampcompat.report.report` for what it observes and what it costs.
+
+    Args:
+        steps: Optimizer steps whose ops are counted.
+
+    Returns:
+        The receipt: ``print(receipt)``, ``receipt.write("receipt.html")`` (or .json, .txt), ``receipt.facts()``.
+
+    Raises:
+        ValueError: ``steps`` is not a positive integer.
+    """
     from ampcompat import report as reports
 
     return reports.report(steps)
@@ -59,6 +105,10 @@ def __getattr__(name: str) -> object:
     if name == "_DECORATOR_HANDLE":
         return getattr(_amp_state, "handle", None)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 if "AMPCOMPAT_EXPLAIN" in os.environ:  # set by ``ampcompat run --explain``, for the processes that a script starts

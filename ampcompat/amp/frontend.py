@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
 
 import torch
 
@@ -23,7 +23,42 @@ from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import DISABLED, Session, release_casts
 from ampcompat.amp.weights import cast_weights
 
-__all__ = ["O0", "O1", "O2", "O3", "Properties", "initialize", "load_state_dict", "opt_levels", "state_dict"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = [
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "OptLevel",
+    "Properties",
+    "initialize",
+    "load_state_dict",
+    "opt_levels",
+    "state_dict",
+]
+
+#: The levels, for annotations: a checker refuses any other string.
+OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+
+
+class _Options(TypedDict, total=False):
+    """The keywords of ``initialize`` after ``opt_level``, for its overloads; the docstring says what they are."""
+
+    cast_model_type: torch.dtype | Literal[False] | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | Literal["True", "False"] | None
+    master_weights: bool | None
+    loss_scale: float | str | None
+    cast_model_outputs: torch.dtype | None
+    num_losses: int
+    verbosity: int
+    min_loss_scale: float | None
+    max_loss_scale: float
+    keep_fp32: Any
 
 
 class _Level:
@@ -40,6 +75,54 @@ O0, O1, O2, O3 = (type(name, (_Level,), {"name": name, "brief": BRIEFS[name]}) f
 opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3)}
 
 
+@overload
+def initialize(
+    models: _Model,
+    optimizers: None = None,
+    enabled: bool = True,
+    opt_level: OptLevel = "O1",
+    **options: Unpack[_Options],
+) -> _Model: ...
+@overload
+def initialize(
+    models: _Model,
+    optimizers: _Optimizer,
+    enabled: bool = True,
+    opt_level: OptLevel = "O1",
+    **options: Unpack[_Options],
+) -> tuple[_Model, _Optimizer]: ...
+@overload
+def initialize(
+    models: _Model,
+    optimizers: Sequence[_Optimizer],
+    enabled: bool = True,
+    opt_level: OptLevel = "O1",
+    **options: Unpack[_Options],
+) -> tuple[_Model, list[_Optimizer]]: ...
+@overload
+def initialize(
+    models: list[_Model] | tuple[_Model, ...],
+    optimizers: None = None,
+    enabled: bool = True,
+    opt_level: OptLevel = "O1",
+    **options: Unpack[_Options],
+) -> list[_Model]: ...
+@overload
+def initialize(
+    models: list[_Model] | tuple[_Model, ...],
+    optimizers: _Optimizer,
+    enabled: bool = True,
+    opt_level: OptLevel = "O1",
+    **options: Unpack[_Options],
+) -> tuple[list[_Model], _Optimizer]: ...
+@overload
+def initialize(
+    models: list[_Model] | tuple[_Model, ...],
+    optimizers: Sequence[_Optimizer],
+    enabled: bool = True,
+    opt_level: OptLevel = "O1",
+    **options: Unpack[_Options],
+) -> tuple[list[_Model], list[_Optimizer]]: ...
 def initialize(
     models: Any,
     optimizers: Any = None,

@@ -80,8 +80,8 @@ def refuse_lookahead(optimizer: Optimizer) -> None:
         if "lookahead" in type(outer).__name__.lower() and any(one is optimizer for one in inner_optimizers(outer)):
             inner, outer = type(optimizer).__name__, type(outer).__name__
             raise RuntimeError(
-                f"A {inner} under amp is stepped by a {outer} - that reads gradients and weights when the step of"
-                f" the masters is over - give the {outer} to amp.initialize and amp.scale_loss instead of the {inner}"
+                f"A {inner} under amp is stepped by a {outer} - it reads gradients and writes weights after the"
+                f" masters have stepped - give the {outer} to amp.initialize and amp.scale_loss instead of the {inner}"
                 " (D37)."
             )
 

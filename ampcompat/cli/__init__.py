@@ -7,11 +7,12 @@ arguments and sets ``main`` as a default, ``main(args)`` does the work and retur
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import pkgutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 from ampcompat import __version__
@@ -36,8 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     target: list[str] = []
     if ours and ours[0] in RUN_SCRIPTS:
         ours, target = importlib.import_module(f"{__name__}.{ours[0]}").split(ours)
-    parser = _parser(ours[0] if ours else "")
-    args = parser.parse_args(ours)
+    commands = [name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_")]
+    parser = _parser(commands, ours[0] if ours else "")
+    if ours and not ours[0].startswith("-") and ours[0] not in commands:
+        parser.error(f"no command {ours[0]!r}{_suggestion(ours[0], commands)} - commands: {', '.join(commands)}")
+    args, unknown = parser.parse_known_args(ours)
+    if unknown:
+        words = [*dict.fromkeys(_suggestion(word, args.parser._option_string_actions) for word in unknown)]
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(words)}")
     args.target = target
     status: int = args.main(args)
     return status
@@ -51,11 +58,17 @@ def _can_be_passed(word: str) -> bool:
         return False
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    """What of ``known`` may have been meant by ``word``, as a question; "" for nothing like it."""
+    option = word.partition("=")[0].replace("_", "-")
+    close = difflib.get_close_matches(option, list(known), n=1)
+    return f" - did you mean {close[0]}?" if close else ""
+
+
+def _parser(commands: Sequence[str], command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ampcompat", description="apex.amp on native torch AMP.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"ampcompat {__version__} (torch {_torch_version()})")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    commands = [name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_")]
     # One command needs no other's imports; the script under "run" should find the process as empty as can be.
     for name in [command] if command in commands else commands:
         importlib.import_module(f"{__name__}.{name}").add_parser(subparsers)

@@ -1,4 +1,4 @@
-"""A script or module as ``__main__``, indistinguishable from what ``python`` makes of it."""
+"""A script, module or piece of code as ``__main__``, indistinguishable from what ``python`` makes of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,26 @@ import runpy
 import sys
 import zipfile
 from collections.abc import Callable, Sequence
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import ModuleType, TracebackType
 
 from ampcompat._distribution import SHIM
+
+#: First words of a target that are no file; the value says how many words the target must have.
+WORDS = {"-m": 2, "-c": 2, "-": 1}
+
+
+def run(target: Sequence[str]) -> None:
+    """Run ``target``: ``[script, args…]``, ``["-m", module, args…]``, ``["-c", code, args…]`` or ``["-", args…]``."""
+    first, *rest = target
+    if first == "-m":
+        run_module(rest[0], rest[1:])
+    elif first == "-c":
+        run_code("-c", rest[0], "<string>", rest[1:])
+    elif first == "-":
+        run_code("-", sys.stdin.buffer.read(), "<stdin>", rest)
+    else:
+        run_path(first, rest)
 
 
 def run_path(script: str, args: Sequence[str]) -> None:
@@ -42,6 +58,21 @@ def run_module(name: str, args: Sequence[str]) -> None:
     _new_main()
     _set_first_path(os.getcwd())
     _as_python_would(lambda: _runpy_main(name, alter_argv=True), ours=3)
+
+
+def run_code(word: str, source: str | bytes, file: str, args: Sequence[str]) -> None:
+    """Run ``source``, which tracebacks name ``file``, with ``word`` and ``args`` in ``sys.argv``."""
+    sys.argv[:] = [word, *args]
+    main = _new_main()
+    _set_first_path("")
+    main.__dict__.update(__package__=None, __loader__=BuiltinImporter)
+    if word == "-" and sys.version_info < (3, 15):
+        main.__dict__.update(__file__=file, __cached__=None)
+
+    def execute() -> None:
+        exec(compile(source, file, "exec", dont_inherit=True), main.__dict__)
+
+    _as_python_would(execute, ours=2)
 
 
 def hand_alias_to_children() -> None:

@@ -34,7 +34,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     parser.add_argument("--select", type=_rules, default=[], metavar="RULES", help="report these rules only, a,b")
     parser.add_argument("--ignore", type=_rules, default=[], metavar="RULES", help="do not report these rules, a,b")
-    parser.set_defaults(main=main)
+    parser.set_defaults(main=main, parser=parser)
     return parser
 
 

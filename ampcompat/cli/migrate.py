@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ampcompat.check.table import plain
-from ampcompat.cli._emit import emit
+from ampcompat.cli._emit import emit, painted, painted_diff
 from ampcompat.migrate import MissingLibcst
 from ampcompat.migrate.source import TARGETS
 from ampcompat.migrate.tree import Change, migrate_paths
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
                 change.write()
                 emit(f"rewrote {plain(change.name)}")
             elif change.changed:
-                emit(change.diff().rstrip("\n"))
+                emit(painted_diff(change.diff().rstrip("\n")))
     except (OSError, ValueError, MissingLibcst) as problem:
         emit(f"ampcompat migrate: {plain(str(problem))}", error=True)
         return 2
@@ -145,5 +145,6 @@ def _verify(args: argparse.Namespace, changes: Sequence[Change], target: Sequenc
         result = verdict(traces[0], traces[1])
     emit("\n".join(map(plain, result.lines)))
     left = _list_left(changes)
-    emit(f"{'the same training' if result.passed else 'NOT the same training'}, {left} places need you")
+    same = painted("the same training", "green") if result.passed else painted("NOT the same training", "red")
+    emit(f"{same}, {left} places need you")
     return int(not result.passed or left > 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,21 +15,35 @@ from typing import Any
 
 from ampcompat import __version__
 from ampcompat.cli import run as run_command
-from ampcompat.cli._emit import emit
-from ampcompat.parity.compare import Result, Tolerance, judge
+from ampcompat.cli._emit import emit, painted
+from ampcompat.parity.compare import Result, Tolerance, first_not_finite, judge, skipped_steps
 from ampcompat.parity.launch import Options, run_level
 from ampcompat.parity.levels import Level, read_levels
 from ampcompat.parity.progress import Progress
 from ampcompat.parity.record import Run
-from ampcompat.parity.save import save_csv, save_json
+from ampcompat.parity.save import passed, save_csv, save_json
 from ampcompat.parity.table import table
 
-TAKES_VALUE = ("--opt-levels", "--dtypes", "--steps", "--seed", "--rtol", "--atol", "--smooth", "--timeout", "--out")
+TAKES_VALUE = (
+    "--opt-levels",
+    "--dtypes",
+    "--dtype",
+    "--keep-fp32",
+    "--steps",
+    "--seed",
+    "--rtol",
+    "--atol",
+    "--smooth",
+    "--timeout",
+    "--out",
+)
+LEVELS = "O0,O1,O2,O3"
 LOG_LINES = 15
 
 EPILOG = """everything after the script's (or the module's) name is the script's own.
-exit status: 0 every level is within the tolerance; 1 one is not, or did not run through; 2 bad usage;
-130 interrupted (what was recorded by then is shown and written)"""
+a level that skipped steps for an overflow is compared with a run of O0 that skips the same.
+exit status: 0 every level that is judged is within the tolerance; 1 one is not, or did not run through;
+2 bad usage; 130 interrupted (what was recorded by then is shown and written)"""
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -41,15 +56,22 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "parity",
         help="run a script at every opt_level and compare the losses",
-        usage="ampcompat parity [options] (script.py | -m module) [args ...]",
+        usage="ampcompat parity [options] (script.py | -m module | -c code) [args ...]",
         description="Run a script once per opt_level, unchanged and from the same seeds, and compare its losses with"
         " those at O0.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--opt-levels", default="O0,O1,O2,O3", help="comma-separated (default: %(default)s)")
-    parser.add_argument("--dtypes", default="fp16", help="half dtypes, fp16,bf16 for both (default: %(default)s)")
+    parser.add_argument(
+        "--opt-levels", help=f"comma-separated; all are judged (default: {LEVELS}, of which O3 is shown and not judged)"
+    )
+    parser.add_argument(
+        "--dtypes", "--dtype", default="fp16", help="half dtypes, fp16,bf16 for both (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--keep-fp32", metavar="PATTERNS", help="modules that stay float32 at every level, as under run: a,b"
+    )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of Python, numpy and torch (default: %(default)s)")
     parser.add_argument("--rtol", type=float, default=0.1, help="tolerance of the loss (default: %(default)s)")
@@ -69,35 +91,39 @@ def main(args: argparse.Namespace) -> int:
     """Run all levels, print the table, and return the exit status."""
     levels = _checked(args)
     target: list[str] = args.target
-    if target[0] != "-m" and not run_command._can_open(target[0]):
+    if not run_command.can_open(target[0]):
         return 2
     if args.out is not None:
         try:
             args.out.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             args.parser.error(f"--out {args.out} - it is no directory ({problem.strerror}) - name a directory")
-    options = Options(target, args.steps, args.seed, args.timeout)
+    options = Options(target, args.steps, args.seed, args.timeout, args.keep_fp32)
     tolerance = Tolerance(args.rtol, args.atol)
     with ExitStack() as stack:
         folder: Path = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampcompat-parity-")))
         runs = _run_all(levels, options, folder, keep_logs=args.out is not None)
-        results = judge(runs, tolerance, args.smooth)
-        emit("\n" + table(results, tolerance))
+        skipping = _run_skipping(runs, options, folder)
+        results = judge(runs, tolerance, args.smooth, skipping, () if args.opt_levels else ("O3",))
+        emit("\n" + table(results, tolerance, painted))
+        for command in _next_commands(results, args):
+            emit(f"next: {command}")
         if args.out:
             _save(args.out, results, args, tolerance)
-    if any(run.ending == "interrupted" for run in runs):
+    if any(run.ending == "interrupted" for run in (*runs, *skipping.values())):
         return 130
-    return 0 if all(result.passed for result in results) else 1
+    return 0 if passed(results) else 1
 
 
 def _checked(args: argparse.Namespace) -> list[Level]:
     """The levels; bad usage ends here, with status 2."""
-    if len(args.target) < (2 if args.target[:1] == ["-m"] else 1):
-        args.parser.error("no script given - name one (script.py or -m module) after the options")
+    run_command.check_target(args)
+    if args.target[0] == "-":
+        args.parser.error("a script from standard input - it is run several times - put it into a file")
     if min(args.steps, args.smooth) < 1 or not all(value >= 0 for value in (args.rtol, args.atol, args.timeout)):
         args.parser.error("--steps and --smooth must be 1 or more; --rtol, --atol and --timeout 0 or more")
     try:
-        return read_levels(args.opt_levels, args.dtypes)
+        return read_levels(LEVELS if args.opt_levels is None else args.opt_levels, args.dtypes)
     except ValueError as problem:
         args.parser.error(str(problem))
         raise  # not reached: error() exits
@@ -122,6 +148,35 @@ def _run_all(levels: Sequence[Level], options: Options, folder: Path, keep_logs:
     return runs
 
 
+def _run_skipping(runs: Sequence[Run], options: Options, folder: Path) -> dict[tuple[int, ...], Run]:
+    """Runs of the reference that skip the steps that an overflow cost another level, by these steps."""
+    made: dict[tuple[int, ...], Run] = {}
+    reference = runs[0]
+    if reference.ending not in ("complete", "ended") or any(run.ending == "interrupted" for run in runs):
+        return made
+    for steps in dict.fromkeys(map(skipped_steps, runs[1:])):
+        if steps and len(steps) < options.steps:
+            progress = Progress(f"{reference.level.name} skipping the same", options.steps, _write, sys.stderr.isatty())
+            made[steps] = run_level(reference.level, options, folder, progress.on_step, steps)
+            progress.finish(made[steps])
+            if made[steps].ending == "interrupted":
+                break
+    return made
+
+
+def _next_commands(results: Sequence[Result], args: argparse.Namespace) -> list[str]:
+    """The command that explains where a loss is not finite, for each such level."""
+    commands = []
+    for result in results[1:]:
+        level = result.run.level
+        if first_not_finite(result.run) and not (result.reference and first_not_finite(result.reference)):
+            words = ["ampcompat", "run", "--explain", "--opt-level", level.opt_level]
+            words += ["--dtype", "bf16"] if level.dtype == "bfloat16" else []
+            words += ["--keep-fp32", args.keep_fp32] if args.keep_fp32 is not None else []
+            commands.append(shlex.join([*words, *args.target]))
+    return commands
+
+
 def _write(text: str, end: str) -> None:
     emit(text, error=True, end=end)
 
@@ -134,6 +189,7 @@ def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tol
         "rtol": args.rtol,
         "atol": args.atol,
         "smooth": args.smooth,
+        "keep_fp32": args.keep_fp32,
         "ampcompat": __version__,
         "torch": _torch_version(),
     }

@@ -28,12 +28,12 @@ exit status: the script's; 2 when the script cannot be opened or the command lin
 
 
 def split(argv: Sequence[str], takes_value: Sequence[str] = TAKES_VALUE) -> tuple[list[str], list[str]]:
-    """Split ``["run", …]`` into our arguments and the script's: ``["-m", module, …]`` or ``[script, …]``.
+    """Split ``["run", …]`` into our arguments and the target with its own (see :func:`_script.run`).
 
     argparse cannot do it: it takes a ``--lr`` of the script's for one of ours, and eats its ``--``.
     """
     at = 1
-    while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("-", "--", "-m"):
+    while at < len(argv) and argv[at].startswith("-") and argv[at] not in ("--", *_script.WORDS):
         at += 2 if argv[at] in takes_value else 1
     target = list(argv[at:])
     return list(argv[:at]), target[1:] if target[:1] == ["--"] else target
@@ -44,7 +44,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "run",
         help="run a script that imports apex, unchanged",
-        usage="ampcompat run [options] (script.py | -m module) [args ...]",
+        usage="ampcompat run [options] (script.py | -m module | -c code | -) [args ...]",
         description="Run a script as python would, with `import apex` resolved to ampcompat.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -70,18 +70,19 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
 
 def main(args: argparse.Namespace) -> int:
     """Run ``args.target``; what it raises is let through, with a traceback that begins at the script."""
-    module = args.target[0] == "-m" if args.target else False
-    if len(args.target) < (2 if module else 1):
-        args.parser.error("no script given - name one (script.py or -m module) after the options")
+    check_target(args)
+    if args.receipt == "" and _is_receipt(args.target):
+        file = args.target[0]
+        args.parser.error(f"--receipt {file} - the file is a part of the option - write --receipt={file}")
     if args.receipt and not os.path.isdir(os.path.dirname(os.path.abspath(args.receipt))):
         args.parser.error(f"--receipt={args.receipt!r} - its folder does not exist - name a file in one that does")
     if args.opt_level:
         os.environ["AMPCOMPAT_OPT_LEVEL"] = args.opt_level
     if args.dtype:
         os.environ["AMPCOMPAT_DTYPE"] = DTYPES.get(args.dtype, args.dtype)
-    if args.keep_fp32:
+    if args.keep_fp32 is not None:
         os.environ["AMPCOMPAT_KEEP_FP32"] = args.keep_fp32
-    if not module and not _can_open(args.target[0]):
+    if not can_open(args.target[0]):
         return 2
 
     from ampcompat.alias import install_as_apex
@@ -94,11 +95,22 @@ def main(args: argparse.Namespace) -> int:
         os.environ["AMPCOMPAT_EXPLAIN"] = "1"  # for the processes that the script starts
         explain_overflows()
     with _gloo_let_go(), _watched(args.receipt):
-        if module:
-            _script.run_module(args.target[1], args.target[2:])
-        else:
-            _script.run_path(args.target[0], args.target[1:])
+        _script.run(args.target)
     return 0
+
+
+def check_target(args: argparse.Namespace) -> None:
+    """Refuse a line without a script, and ``--keep-fp32`` without a pattern."""
+    if len(args.target) < (_script.WORDS.get(args.target[0], 1) if args.target else 1):
+        args.parser.error("no script given - name one (script.py, -m module or -c code) after the options")
+    if args.keep_fp32 is not None and not args.keep_fp32.replace(",", "").strip():
+        args.parser.error(f"--keep-fp32 {args.keep_fp32!r} - it names no module - name some, such as 'decoder.*,head'")
+
+
+def _is_receipt(target: Sequence[str]) -> bool:
+    """Whether the target is the file of a receipt rather than a script."""
+    kind = os.path.splitext(target[0])[1]
+    return kind in (".html", ".json") or (kind == ".txt" and not os.path.exists(target[0]))
 
 
 @contextmanager
@@ -145,8 +157,10 @@ def _show(seen: Receipt, file: str) -> None:
         emit(str(seen))
 
 
-def _can_open(script: str) -> bool:
-    """Whether ``script`` can be opened; if not, that is said in python's words."""
+def can_open(script: str) -> bool:
+    """Whether ``script`` is no file or can be opened; if not, that is said in python's words."""
+    if script in _script.WORDS:
+        return True
     path = os.path.abspath(script)
     try:
         if not os.path.isdir(path):

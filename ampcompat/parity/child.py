@@ -27,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--record", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--skips", type=lambda text: [int(word) for word in text.split(",")], default=[])
     parser.add_argument("target", nargs=argparse.REMAINDER)
     args = parser.parse_args(argv)
 
@@ -36,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from ampcompat.amp.observers import observers
     from ampcompat.cli import _script
     from ampcompat.parity.recorder import Recorder
+    from ampcompat.parity.skips import Skips
 
     children = _watch_for_children()
     _seed(torch, args.seed)
@@ -45,13 +47,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         writer = _Writer(file, args.steps)
         recorder = Recorder(writer)
         observers().append(recorder)
+        if args.skips:
+            observers().append(Skips(recorder, args.skips))
         error: BaseException | None = None
         _write(file, to_line("ready", {}))
         try:
-            if args.target[0] == "-m":
-                _script.run_module(args.target[1], args.target[2:])
-            else:
-                _script.run_path(args.target[0], args.target[1:])
+            _script.run(args.target)
         except BaseException as raised:
             error = raised
             raise

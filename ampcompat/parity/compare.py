@@ -1,9 +1,12 @@
-"""How far a run's losses are from those of the reference, step by step."""
+"""How far a run's losses are from those of the reference, step by step.
+
+A run that skipped steps is compared with a reference that skipped the same (see :mod:`ampcompat.parity.skips`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ampcompat.parity.record import Run
@@ -78,12 +81,23 @@ def relative_deviation(loss: float, reference: float) -> float | None:
 
 @dataclass(frozen=True)
 class Result:
-    """A run, its deviation from the reference (None for the reference itself) and the judgement."""
+    """A run and the judgement.
+
+    Attributes:
+        run: The run.
+        deviation: From the reference; None for the reference itself.
+        passed: Whether it is within the tolerance.
+        verdict: The same in words, with the reason.
+        judged: Whether it counts; a run that does not is shown.
+        reference: What it was compared with.
+    """
 
     run: Run
     deviation: Deviation | None
     passed: bool
     verdict: str
+    judged: bool = True
+    reference: Run | None = None
 
 
 def smoothed(run: Run, window: int) -> list[float | None]:
@@ -101,30 +115,50 @@ def smoothed(run: Run, window: int) -> list[float | None]:
     return means
 
 
-def judge(runs: Sequence[Run], tolerance: Tolerance, window: int = 1) -> list[Result]:
+def skipped_steps(run: Run) -> tuple[int, ...]:
+    """The numbers of the steps that an overflow cost."""
+    return tuple(step.step for step in run.steps if step.skipped)
+
+
+def judge(
+    runs: Sequence[Run],
+    tolerance: Tolerance,
+    window: int = 1,
+    skipping: Mapping[tuple[int, ...], Run] | None = None,
+    shown: Sequence[str] = (),
+) -> list[Result]:
     """Compare all of ``runs`` with the first, the reference; losses are means over ``window`` steps.
 
     A run passes when no loss is out of tolerance and it got as far as it should: through all its steps, or, where the
     reference ended by itself, as far as that.
+
+    Args:
+        runs: The reference and the others.
+        tolerance: What a loss may be off.
+        window: Steps to take the mean of.
+        skipping: References that skipped steps, by these; a run that skipped the same is compared with that one.
+        shown: Levels that are not judged.
     """
     reference = runs[0]
     base = smoothed(reference, window)
+    others = {steps: run for steps, run in (skipping or {}).items() if run.ending == reference.ending}
     ran = reference.ending in ("complete", "ended") and any(loss is not None for loss in base)
-    broken = _first_not_finite(reference)
+    broken = first_not_finite(reference)
     verdict = "reference" if ran else reference.message
     if ran and broken is not None:
         verdict = f"{broken} in float32 itself: not for want of precision"
     results = [Result(reference, None, ran and broken is None, verdict)]
     for run in runs[1:]:
-        deviation = compare(smoothed(run, window), base, tolerance)
-        passed, verdict = _verdict(run, deviation, reference)
+        other = others.get(skipped_steps(run), reference)
+        deviation = compare(smoothed(run, window), base if other is reference else smoothed(other, window), tolerance)
+        passed, verdict = _verdict(run, deviation, other)
         if passed and not ran:
             passed, verdict = False, "nothing to compare with"
-        results.append(Result(run, deviation, passed, verdict))
+        results.append(Result(run, deviation, passed, verdict, run.level.opt_level not in shown, other))
     return results
 
 
-def _first_not_finite(run: Run) -> str | None:
+def first_not_finite(run: Run) -> str | None:
     """Where the loss first is not finite, in words."""
     for step in run.steps:
         if step.loss is not None and not math.isfinite(step.loss):
@@ -138,6 +172,8 @@ def _verdict(run: Run, deviation: Deviation, reference: Run) -> tuple[bool, str]
         return False, run.message
     if deviation.largest is None:
         return False, "no loss to compare"
+    if run.steps and all(step.skipped for step in run.steps):
+        return False, f"no update was made: all {len(run.steps)} steps were skipped"
     if deviation.first_beyond is not None:
         loss = run.steps[deviation.first_beyond - 1].loss
         if loss is not None and not math.isfinite(loss):

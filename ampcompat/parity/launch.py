@@ -31,27 +31,33 @@ class Options:
         steps: Optimizer steps after which a run is ended.
         seed: Of Python, numpy and torch, set before the script starts; also ``PYTHONHASHSEED``.
         timeout: Seconds without a step after which a run is ended, the import of torch not counted; 0: never.
+        keep_fp32: Patterns of modules that stay float32; None leaves ``AMPCOMPAT_KEEP_FP32`` as it is.
     """
 
     target: Sequence[str]
     steps: int
     seed: int
     timeout: float
+    keep_fp32: str | None = None
 
 
-def run_level(level: Level, options: Options, folder: Path, on_step: Callable[[Step], None]) -> Run:
+def run_level(
+    level: Level, options: Options, folder: Path, on_step: Callable[[Step], None], skips: Sequence[int] = ()
+) -> Run:
     """Run the script at ``level``, its output in a log in ``folder``; ``on_step`` is called with every step.
+
+    Steps numbered ``skips`` are skipped as after an overflow.
 
     Returns:
         The record, however the run ended; one that Ctrl-C ended has the ending ``"interrupted"``.
     """
-    name = level.name.replace(" ", "-")
+    name = level.name.replace(" ", "-") + (f"-skipping-{len(skips)}-from-{skips[0]}" if skips else "")
     run = Run(level, log=str(folder / f"{name}.log"))
     record = folder / f"{name}.jsonl"
     record.write_text("")
     notes: dict[str, Any] = {}
     code: int | None = None
-    with _started(level, options, record, Path(str(run.log))) as process, record.open(encoding="utf-8") as lines:
+    with _started(level, options, record, Path(str(run.log)), skips) as process, record.open(encoding="utf-8") as lines:
         try:
             code = _follow(process, lines, options, run, notes, on_step)
         except KeyboardInterrupt:
@@ -95,11 +101,16 @@ def _follow(
 
 
 @contextmanager
-def _started(level: Level, options: Options, record: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _started(
+    level: Level, options: Options, record: Path, log: Path, skips: Sequence[int]
+) -> Iterator[subprocess.Popen[bytes]]:
     """The process; at the end of the block it and whatever it started and left behind are gone."""
     environment = {k: v for k, v in os.environ.items() if k not in ("AMPCOMPAT_OPT_LEVEL", "AMPCOMPAT_DTYPE")}
     environment.update(level.environment, PYTHONHASHSEED=str(options.seed % 2**32), PYTHONUNBUFFERED="1")
+    if options.keep_fp32 is not None:
+        environment["AMPCOMPAT_KEEP_FP32"] = options.keep_fp32
     command = [sys.executable, "-m", "ampcompat.parity.child", "--record", str(record)]
+    command += ["--skips", ",".join(map(str, skips))] if skips else []
     command += ["--steps", str(options.steps), "--seed", str(options.seed), *options.target]
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from PIL import Image
 
-from ampcompat.parity.compare import Result, Tolerance
+from ampcompat.parity.compare import Result, Tolerance, first_not_finite
 
 #: Okabe and Ito's colours, which the colour-blind can tell apart; O0 is black, a level keeps its colour in each dtype.
 COLOURS = {"O0": "#000000", "O1": "#0072B2", "O2": "#D55E00", "O3": "#009E73", "O4": "#56B4E9", "O5": "#E69F00"}
@@ -35,8 +35,11 @@ def save_picture(path: Path, results: Sequence[Result], tolerance: Tolerance, ti
     grid: Any = figure.subplots(3, len(optimizers), sharex=True, squeeze=False, height_ratios=[1.3, 1.1, 0.8])
     for column, optimizer in enumerate(optimizers):
         panels = grid[:, column]
+        lost = [result for result in results if first_not_finite(result.run)]
+        if lost:  # leave room for the rows of marks
+            panels[0].margins(y=0.05 + 0.06 * len(lost))
         for result in results:
-            _draw(panels, result, optimizer)
+            _draw(panels, result, optimizer, lost.index(result) if result in lost else 0)
         _finish(panels, results, optimizer, tolerance)
         if len(optimizers) > 1:
             panels[0].set_title(f"optimizer {optimizer}", fontsize=FONT)
@@ -45,14 +48,14 @@ def save_picture(path: Path, results: Sequence[Result], tolerance: Tolerance, ti
     if window > 1:
         grid[1, 0].set_ylabel(f"relative deviation from O0\n(means of {window} steps)", fontsize=FONT)
     figure.align_ylabels(grid[:, 0])
-    _legend(figure, grid[0, 0], grid[2, 0], results)
-    figure.suptitle(title, fontsize=FONT + 1, x=0.01, ha="left")
+    _legend(figure, grid[0, 0], grid[2, 0], results, title)
     canvas.draw()
     # A palette: a third of the bytes, and no eye sees it in a line drawing.
     Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128).save(path, optimize=True)
 
 
-def _draw(panels: Sequence[Any], result: Result, optimizer: int) -> None:
+def _draw(panels: Sequence[Any], result: Result, optimizer: int, row: int) -> None:
+    """Draw one level's curves; steps without a finite loss are marked in the row numbered ``row`` from above."""
     level = result.run.level
     style: dict[str, Any] = {
         "color": COLOURS[level.opt_level],
@@ -63,7 +66,12 @@ def _draw(panels: Sequence[Any], result: Result, optimizer: int) -> None:
     deviations = result.deviation.by_step if result.deviation else []
     steps = [(i, step) for i, step in enumerate(result.run.steps) if step.optimizer == optimizer]
     numbers = [step.step for _, step in steps]
-    panels[0].plot(numbers, [_finite(step.loss) for _, step in steps], label=level.name, **style)
+    lost = [step.step for _, step in steps if step.loss is not None and not math.isfinite(step.loss)]
+    label = f"{level.name} (not finite from {lost[0]})" if lost else level.name
+    panels[0].plot(numbers, [_finite(step.loss) for _, step in steps], label=label, **style)
+    # Along the upper edge, a row per level: a curve that ends, or was never there, is seen to be lost.
+    place = {"transform": panels[0].get_xaxis_transform(), "clip_on": False, "zorder": 6}
+    panels[0].scatter(lost, [0.97 - 0.045 * row] * len(lost), marker="v", s=12, color=style["color"], **place)
     panels[2].plot(numbers, [_finite(step.scale) for _, step in steps], **style)
     skips = [(step.step, _finite(step.scale)) for _, step in steps if step.skipped]
     panels[2].scatter(
@@ -107,16 +115,26 @@ def _finish(panels: Sequence[Any], results: Sequence[Result], optimizer: int, to
         panel.tick_params(labelsize=FONT - 1)
 
 
-def _legend(figure: Any, losses: Any, scale: Any, results: Sequence[Result]) -> None:
-    """One column per level where there are two dtypes, else one row."""
+def _legend(figure: Any, losses: Any, scale: Any, results: Sequence[Result], title: str) -> None:
+    """One column per level where there are two dtypes, else one row; the title above, where it takes its own room."""
     handles, labels = losses.get_legend_handles_labels()
     two_dtypes = len({result.run.level.dtype for result in results} - {None}) > 1
     if two_dtypes or any(step.skipped for result in results for step in result.run.steps):
         place = 1 if two_dtypes else len(labels)
         handles.insert(place, scale.scatter([], [], marker="x", s=22, color="0.3"))
         labels.insert(place, "skipped step")
-    columns = -(-len(labels) // 2) if two_dtypes else len(labels)
-    figure.legend(handles, labels, loc="outside upper center", ncols=columns, fontsize=FONT - 0.5, frameon=False)
+    columns = -(-len(labels) // 2) if two_dtypes or max(map(len, labels)) > 16 else len(labels)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside upper center",
+        ncols=columns,
+        fontsize=FONT - 0.5,
+        frameon=False,
+        title=title,
+        title_fontsize=FONT + 1,
+        alignment="left",
+    )
 
 
 def _finite(value: float | None) -> float:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ampcompat.parity.compare import Result
+from ampcompat.parity.compare import Result, skipped_steps
 from ampcompat.parity.record import plain
 from ampcompat.parity.table import peak_memory, seconds_per_step, skipped
 
@@ -19,8 +19,13 @@ COLUMNS = ("level", "step", "optimizer", "loss", "deviation", "scale", "grad_nor
 def save_json(path: Path, results: Sequence[Result], settings: Mapping[str, Any]) -> None:
     """Write settings, summaries and steps; non-finite numbers are the strings "nan", "inf" and "-inf"."""
     levels = [_summary(result) for result in results]
-    content = plain({**settings, "passed": all(result.passed for result in results), "levels": levels})
+    content = plain({**settings, "passed": passed(results), "levels": levels})
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def passed(results: Sequence[Result]) -> bool:
+    """Whether every level that is judged is within the tolerance."""
+    return all(result.passed for result in results if result.judged)
 
 
 def save_csv(path: Path, results: Sequence[Result]) -> None:
@@ -41,6 +46,7 @@ def _summary(result: Result) -> dict[str, Any]:
         "opt_level": run.level.opt_level,
         "dtype": run.level.dtype,
         "passed": result.passed,
+        "judged": result.judged,
         "verdict": result.verdict,
         "ending": run.ending,
         "message": run.message,
@@ -48,6 +54,8 @@ def _summary(result: Result) -> dict[str, Any]:
         "mean_deviation": deviation.mean if deviation else None,
         "first_beyond": deviation.first_beyond if deviation else None,
         "skipped": skipped(run),
+        "skipped_steps": skipped_steps(run),
+        "reference_losses": [step.loss for step in result.reference.steps] if result.reference else None,
         "seconds_per_step": seconds_per_step(run),
         "peak_memory": peak_memory(run),
         "steps": [{**asdict(step), "deviation": value} for step, value in _steps(result)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from ampcompat.parity.compare import Deviation, Tolerance, compare
 from ampcompat.parity.levels import OPT_LEVELS
 from ampcompat.parity.record import Step
 from ampcompat.parity.recorder import Recorder
+from ampcompat.parity.skips import Skips
 from ampcompat.testing.report import failure
 
 __all__ = ["assert_opt_level_parity"]
@@ -32,7 +33,8 @@ def assert_opt_level_parity(
     """Fail unless ``train`` has the same losses at every one of ``levels`` as at ``reference``, within the tolerance.
 
     Args:
-        train: Called once per level with the level's name: builds the model, calls ``amp.initialize(...,
+        train: Called once per level with the level's name (and once more at the reference for a level that skipped
+            steps, see below): builds the model, calls ``amp.initialize(...,
             opt_level=level)`` and trains. It returns the losses (floats or one-element tensors, on any device, read
             with one host sync each), or None: then those are taken that ``scale_loss`` and ``step`` saw, one per
             optimizer step.
@@ -51,6 +53,9 @@ def assert_opt_level_parity(
             differ. The message names the first such step and holds a table of the losses around it.
         ValueError: An unknown level, a negative tolerance, or a ``train`` that shows no losses.
 
+    A level that skipped steps for an overflow, as the first ones are while the loss scale is found, is compared with a
+    training at the reference that skips the same steps: the same updates are applied. The message names them.
+
     amp is reset before each level and at the end: what an earlier ``amp.initialize`` did to torch is undone, and each
     level starts from a torch that nobody has touched.
     """
@@ -64,11 +69,17 @@ def assert_opt_level_parity(
         )
     tolerance = Tolerance(rtol, atol)
     losses: dict[str, list[float]] = {}
+    skipped: dict[str, tuple[int, ...]] = {}
     for level in dict.fromkeys((reference, *levels)):
-        losses[level] = _losses(train, level, seed)
-    results = {level: compare(losses[level], losses[reference], tolerance) for level in levels}
-    if any(_failed(losses[level], losses[reference], result) for level, result in results.items()):
-        raise AssertionError(failure(losses, reference, results, tolerance))
+        losses[level], skipped[level] = _losses(train, level, seed)
+    bases = {skipped[reference]: losses[reference], (): losses[reference]}
+    for level in levels:
+        if skipped[level] not in bases:
+            bases[skipped[level]], _ = _losses(train, reference, seed, skipped[level])
+    by_level = {level: bases[skipped[level]] for level in levels}
+    results = {level: compare(losses[level], by_level[level], tolerance) for level in levels}
+    if any(_failed(losses[level], by_level[level], result) for level, result in results.items()):
+        raise AssertionError(failure(losses, reference, results, tolerance, by_level, skipped))
     return losses
 
 
@@ -76,12 +87,18 @@ def _failed(losses: list[float], reference: list[float], result: Deviation) -> b
     return result.first_beyond is not None or len(losses) != len(reference)
 
 
-def _losses(train: Callable[[str], Iterable[Any] | None], level: str, seed: int) -> list[float]:
-    """The losses of one level, from the seed and a torch that amp has not touched."""
+def _losses(
+    train: Callable[[str], Iterable[Any] | None], level: str, seed: int, skips: tuple[int, ...] = ()
+) -> tuple[list[float], tuple[int, ...]]:
+    """The losses of one level, from the seed and a torch that amp has not touched, and the steps that it skipped.
+
+    Steps numbered ``skips`` are skipped as after an overflow.
+    """
     recorded: list[Step] = []
     state.reset()
+    recorder = Recorder(recorded.append)
     try:
-        with _seeded(seed), observing(Recorder(recorded.append)):
+        with _seeded(seed), observing(recorder), observing(Skips(recorder, skips)) if skips else nullcontext():
             returned = train(level)
             losses = None if returned is None else [float(loss) for loss in returned]
     finally:
@@ -93,7 +110,7 @@ def _losses(train: Callable[[str], Iterable[Any] | None], level: str, seed: int)
             f"train({level!r}) showed no losses - it returned {'None' if returned is None else 'an empty sequence'} and"
             f" made {len(recorded)} optimizer steps after a scale_loss block - return the losses, or train with amp."
         )
-    return losses
+    return losses, tuple(step.step for step in recorded if step.skipped)
 
 
 @contextmanager

@@ -10,13 +10,20 @@ BEFORE, AFTER = 2, 2
 
 
 def failure(
-    losses: Mapping[str, Sequence[float]], reference: str, results: Mapping[str, Deviation], tolerance: Tolerance
+    losses: Mapping[str, Sequence[float]],
+    reference: str,
+    results: Mapping[str, Deviation],
+    tolerance: Tolerance,
+    bases: Mapping[str, Sequence[float]],
+    skipped: Mapping[str, Sequence[int]],
 ) -> str:
-    """The message: a line per level that failed, and a table around the first step that any of them failed at."""
-    base = losses[reference]
-    lines, places = [], []
+    """The message: a line per level that failed, and a table around the first step that any of them failed at.
+
+    ``bases`` are the reference's losses that each level was compared with; ``skipped`` the steps that each skipped.
+    """
+    lines, places, notes = [], [], []
     for level, result in results.items():
-        count = len(losses[level])
+        count, base = len(losses[level]), bases[level]
         if result.first_beyond is not None:
             at = result.first_beyond - 1
             places.append(at)
@@ -24,8 +31,11 @@ def failure(
         elif count != len(base):
             places.append(min(count, len(base)))
             lines.append(f"{level} has {count} losses, {reference} has {len(base)}")
+        if base is not losses[reference]:
+            steps = ", ".join(map(str, skipped[level]))
+            notes.append(f"{level} skipped {steps} for an overflow; {reference} was made to skip the same steps")
     allowed = f"|loss - reference| <= {tolerance.atol:g} + {tolerance.rtol:g} * |reference|"
-    return "\n".join([*lines, f"tolerance: {allowed}", "", *_table(losses, reference, results, min(places))])
+    return "\n".join([*lines, *notes, f"tolerance: {allowed}", "", *_table(losses, reference, results, min(places))])
 
 
 def _table(

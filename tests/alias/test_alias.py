@@ -177,6 +177,9 @@ def test_a_real_apex_with_amp_is_left_alone_unless_forced(installed_apex, import
     assert "force=True" in said
     assert importlib.import_module("apex.amp").WHOSE == "real"
     assert install_as_apex(force=True)
+    assert (
+        capsys.readouterr().out == f"ampcompat: takes the place of the apex at {installed_apex}, which has amp too.\n"
+    )
     assert importlib.import_module("apex.amp") is ampcompat.amp
     uninstall_as_apex()
     assert importlib.import_module("apex.amp").WHOSE == "real"

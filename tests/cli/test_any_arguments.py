@@ -25,8 +25,7 @@ def nothing_runs(monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(_script, "run_path", launch)
-    monkeypatch.setattr(_script, "run_module", launch)
+    monkeypatch.setattr(_script, "run", launch)
     monkeypatch.setattr(parity, "run_level", launch)
     (tmp_path / "there.py").write_text("from apex import amp\n")
 
@@ -36,7 +35,7 @@ OPTIONS += ["--opt-levels", "--dtypes", "--steps", "--seed", "--rtol", "--atol",
 VALUES = ["O1", "O9", "fp16", "bf16", "native", "ampcompat", "0", "-1", "1e309", "nan", "9" * 30, "", ",", "a,b", "**["]
 PATHS = ["there.py", "missing.py", "there.py/below", ".", "/dev/null/x", "x" * 300, "a\0b", "\udcff.py", "-"]
 WORDS = st.one_of(
-    st.sampled_from([*OPTIONS, *VALUES, *PATHS, "-m", "--", "-h", "--version", "--help", "-", "--no-such"]),
+    st.sampled_from([*OPTIONS, *VALUES, *PATHS, "-m", "-c", "--", "-h", "--version", "--help", "-", "--no-such"]),
     st.builds("{}={}".format, st.sampled_from(OPTIONS), st.sampled_from([*VALUES, *PATHS])),
     # A path that leads out of the empty folder might be migrated.
     st.text(max_size=6).filter(lambda word: "/" not in word and word != ".."),

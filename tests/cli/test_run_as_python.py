@@ -134,6 +134,10 @@ def both(folder, *arguments, **keywords):
         ["-m", "absent"],
         ["package"],
         ["."],
+        ["-c", SCRIPTS["identity"].replace("'__main__'", '"__main__"'), "--opt-level", "x"],
+        ["-c", "import helper; print(helper.NAME)\n1 / 0"],
+        ["-c", "x = 1\nif x\n"],
+        ["-c", "import sys; sys.exit(3)"],
     ],
     ids=" ".join,
 )
@@ -143,6 +147,14 @@ def test_same_as_python(scripts, arguments):
     assert ours.stdout == plain.stdout
     # Python 3.10 names a folder as it was typed.
     assert without_addresses(ours.stderr) == without_addresses(plain.stderr).replace(f"{scripts}/.'", f"{scripts}'")
+
+
+@pytest.mark.parametrize("code", [SCRIPTS["identity"], "import helper\n1 / 0\n", "if x\n", "import sys; sys.exit(3)"])
+def test_a_script_from_standard_input(scripts, code):
+    plain, ours = both(scripts, "-", "--flag", "-", input=code.replace(", sorted(globals())", ""))
+    assert ours.returncode == plain.returncode
+    assert ours.stdout == plain.stdout
+    assert without_addresses(ours.stderr) == without_addresses(plain.stderr)
 
 
 def without_addresses(text):
@@ -177,6 +189,7 @@ def test_the_command_line_itself(scripts):
         (["-m"], "no script given"),
         (["--opt-level", "02", "fine.py"], "invalid choice: '02'"),
         (["--nonsense", "fine.py"], "unrecognized arguments: --nonsense"),
+        (["-c"], "no script given"),
     ):
         ours = run([*OURS, *arguments], scripts)
         assert ours.returncode == 2

@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import json
 import re
 import subprocess
@@ -60,13 +61,13 @@ def test_a_comparison_from_end_to_end(tmp_path, capsys):
     assert numbers.pop().endswith("['--rtol', '9']")
 
 
-def fake_runs(monkeypatch, **losses):
-    """Stand in for the processes; a list of losses, or a run, per level."""
+def fake_runs(monkeypatch, skipping=None, **losses):
+    """Stand in for the processes; a list of losses, or a run, per level, and one of O0 that skips."""
     started = []
 
-    def run_level(level, options, folder, on_step):
-        started.append(level.name)
-        made = losses[level.opt_level]
+    def run_level(level, options, folder, on_step, skips=()):
+        started.append(f"{level.name} skipping {skips}" if skips else level.name)
+        made = skipping if skips else losses[level.opt_level]
         made = made if isinstance(made, Run) else run(level.opt_level, made, level.dtype)
         for step in made.steps:
             on_step(step)
@@ -100,6 +101,37 @@ def test_a_crash_keeps_what_was_recorded_and_shows_the_end_of_the_output(monkeyp
     assert len(json.loads((tmp_path / "parity.json").read_text())["levels"][1]["steps"]) == 1
 
 
+def test_o3_is_judged_where_it_is_asked_for_only(monkeypatch, capsys):
+    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, 1.0], O3=[1.0, 2.0])
+    assert main(["parity", SCRIPT]) == 0
+    assert "not judged: out of tolerance from step 2" in capsys.readouterr().out
+    assert main(["parity", "--opt-levels", "O3", SCRIPT]) == 1
+    assert "FAIL: out of tolerance from step 2" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_prints_the_next_command(monkeypatch, capsys):
+    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, 1.0], O3=[1.0, float("nan")])
+    assert main(["parity", "--dtype", "bf16", "--keep-fp32", "*.wo,head", SCRIPT, "--name", "a b"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    command = "ampcompat run --explain --opt-level O3 --dtype bf16 --keep-fp32 '*.wo,head'"
+    assert lines == [f"next: {command} {SCRIPT} --name 'a b'"]
+    fake_runs(monkeypatch, O0=[1.0, float("nan")], O1=[1.0, float("nan")])
+    main(["parity", "--opt-levels", "O1", SCRIPT])
+    assert "next: " not in capsys.readouterr().out
+
+
+def test_a_level_that_skipped_is_compared_with_a_run_of_o0_that_skips_the_same(monkeypatch, capsys, tmp_path):
+    skipping = run("O1", [2.0, 2.0, 1.0], "float16")
+    skipping.steps[0] = dataclasses.replace(skipping.steps[0], skipped=True)
+    same = run("O0", [2.0, 2.0, 1.0])
+    started = fake_runs(monkeypatch, same, O0=[2.0, 1.0, 0.5], O1=skipping, O2=skipping)
+    assert main(["parity", "--opt-levels", "O1,O2", "--out", str(tmp_path), SCRIPT]) == 0
+    assert started == ["O0", "O1 fp16", "O2 fp16", "O0 skipping (1,)"]
+    assert "O1 fp16 skipped step 1 for an overflow" in capsys.readouterr().out
+    level = json.loads((tmp_path / "parity.json").read_text())["levels"][1]
+    assert (level["skipped_steps"], level["reference_losses"]) == ([1], [2.0, 2.0, 1.0])
+
+
 def test_an_interrupt_ends_the_comparison_with_what_there_is(monkeypatch, capsys, tmp_path):
     interrupted = run("O1", [1.0], "float16", ending="interrupted", message="interrupted after 1 of 2 steps")
     started = fake_runs(monkeypatch, O0=[1.0, 1.0], O1=interrupted)
@@ -128,6 +160,7 @@ def test_without_matplotlib_the_rest_is_written(monkeypatch, capsys, tmp_path):
         (["--dtypes", "", SCRIPT], "empty list"),
         (["--out", SCRIPT, SCRIPT], "it is no directory"),
         (["--no-such-option", SCRIPT], "unrecognized arguments"),
+        (["-"], "a script from standard input - it is run several times"),
     ],
 )
 def test_bad_usage_is_refused_before_anything_runs(monkeypatch, capsys, options, said):

@@ -1,0 +1,32 @@
+"""``ampcompat env``: versions, devices and settings, for a bug report."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from ampcompat.cli._emit import emit
+
+
+def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+    """Add ``env`` to the command line."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "env",
+        help="print versions, devices and settings, for a bug report",
+        description="Print versions, devices with their fast half dtypes, which apex is installed, and AMPCOMPAT_*.",
+        epilog="exit status: 0; 1 where torch cannot be imported",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    parser.set_defaults(main=main, parser=parser)
+    return parser
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the facts."""
+    from ampcompat.selftest.environment import environment, text
+
+    facts = environment()
+    emit(json.dumps(facts, indent=2) if args.json else text(facts))
+    return int(not facts["devices"])

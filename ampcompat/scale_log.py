@@ -1,0 +1,193 @@
+"""``amp.on_step``: a small record of each optimizer step, for callbacks and experiment trackers."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp.scaler import LossScaler
+
+__all__ = ["StepHandle", "StepRecord", "on_step"]
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one loss scaler made of one optimizer step.
+
+    Attributes:
+        step: Number of the step, from 1, over all optimizers, skipped steps included.
+        loss_id: Which of the ``num_losses`` scalers.
+        scale: The loss scale after the step: what the next loss is multiplied by.
+        skipped: Whether the step was skipped for an overflow.
+        clean_passes: Backward passes without an overflow since the scale last moved; it grows after 2000 of them.
+            ``unskipped`` in ``amp.state_dict()``; 0 where the scale is a static 1, and nothing is counted.
+    """
+
+    step: int
+    loss_id: int
+    scale: float
+    skipped: bool
+    clean_passes: int
+
+
+def on_step(callback: Any) -> StepHandle:
+    """Call ``callback`` with a :class:`StepRecord` after each optimizer step, until the handle's ``remove()``.
+
+    apex had nothing like it. May be called before ``amp.initialize`` or after; any number of callbacks, in the order in
+    which they were given. A step that follows the blocks of several losses gives a record for each of their
+    ``loss_id``; one without a ``scale_loss`` block since the last step gives none.
+
+    Args:
+        callback: A function of one record; or the object to log to: one with ``add_scalar`` (TensorBoard's
+            ``SummaryWriter``), with ``log_metrics`` (mlflow, a Lightning logger), or with ``log`` (wandb, or anything
+            else that takes a dict).
+
+    Returns:
+        A handle: ``handle.remove()`` ends it, and so does leaving a ``with`` block of the handle. ``amp``'s ``reset``
+        ends all.
+
+    Raises:
+        TypeError: ``callback`` is neither.
+
+    What a callback raises reaches the script, out of ``optimizer.step()``.
+
+    Host syncs: none of its own. The numbers are copied while the device works, and have arrived when ``step()`` has
+    read its overflow flag. An optimizer that skips on the device (``fused=True``) makes no sync: its records come with
+    a later step, once they are there. ``handle.flush()`` and ``handle.remove()`` wait for those still on their way.
+    """
+    watcher = _Watcher(_callback(callback))
+    state.observers.append(watcher)
+    return StepHandle(watcher)
+
+
+class StepHandle:
+    """Ends what :func:`on_step` began; also a context manager that does so at its end."""
+
+    def __init__(self, watcher: _Watcher) -> None:
+        self._watcher = watcher
+
+    def flush(self) -> None:
+        """Hand over the records that are still on their way from the device; waits for it."""
+        self._watcher.deliver(wait=True)
+
+    def remove(self) -> None:
+        """Hand over what is left and call the callback no more; a second call does nothing."""
+        state.observers[:] = [one for one in state.observers if one is not self._watcher]
+        self.flush()
+
+    def __enter__(self) -> StepHandle:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.remove()
+
+
+@dataclass
+class _Underway:
+    """A record whose numbers may still be on the device."""
+
+    step: int
+    loss_id: int
+    skipped: bool | None
+    numbers: _torch.HostCopy | tuple[float, float]  # scale and clean passes
+    flags: list[_torch.HostCopy]  # each begins with the overflow flag, where ``skipped`` is None
+
+    def arrived(self) -> bool:
+        copies = [*([] if isinstance(self.numbers, tuple) else [self.numbers]), *self.flags]
+        return all(copy.arrived() for copy in copies)
+
+    def read(self) -> StepRecord:
+        scale, passes = self.numbers if isinstance(self.numbers, tuple) else self.numbers.read()
+        skipped = any(flag.read()[0] for flag in self.flags) if self.skipped is None else self.skipped
+        return StepRecord(self.step, self.loss_id, scale, bool(skipped), int(passes))
+
+
+class _Watcher:
+    """The observer behind one callback."""
+
+    def __init__(self, callback: Callable[[StepRecord], object]) -> None:
+        self._callback = callback
+        self._steps = 0
+        self._underway: deque[_Underway] = deque()
+        # Of each optimizer, the scalers of its blocks since the last step, with what was copied at their ends.
+        self._blocks: weakref.WeakKeyDictionary[Any, dict[LossScaler, Any]] = weakref.WeakKeyDictionary()
+
+    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Any) -> None:
+        for optimizer in optimizers:
+            self._blocks.setdefault(optimizer, {})[scaler] = None
+
+    def on_gradients(self, scaler: LossScaler, optimizers: Any) -> None:
+        if _torch.is_capturing():  # a replay runs no Python
+            return
+        numbers = _numbers(scaler)
+        for optimizer in optimizers:
+            self._blocks.setdefault(optimizer, {})[scaler] = numbers
+
+    def on_step(self, optimizer: Any, skipped: bool | None) -> None:
+        if _torch.is_capturing():
+            return
+        self._steps += 1
+        # What the device decided is on its way to the host for amp's own message.
+        flags = [copy for _, copy in optimizer._amp_stash.reports[-1]] if skipped is None else []
+        for scaler, copied in sorted(self._blocks.pop(optimizer, {}).items(), key=lambda one: one[0].loss_id):
+            numbers = _numbers(scaler) if copied is None else copied  # None: gradients were left scaled until the step
+            self._underway.append(_Underway(self._steps, scaler.loss_id, skipped, numbers, flags))
+        self.deliver()
+
+    def deliver(self, wait: bool = False) -> None:
+        """Hand over records, oldest first, as far as they have arrived."""
+        while self._underway and (wait or self._underway[0].arrived()):
+            self._callback(self._underway.popleft().read())
+
+
+def _numbers(scaler: LossScaler) -> _torch.HostCopy | tuple[float, float]:
+    """Scale and clean passes; on their way, where they are on a device. No host sync."""
+    scale, passes = scaler._scale, scaler._growth_tracker
+    if scale is None or passes is None:  # nothing was scaled yet, or it is a static 1
+        return scaler.get_scale(), scaler._unskipped
+    return _torch.HostCopy([scale, passes.to(scale.dtype)])
+
+
+# -- where records go --------------------------------------------------------------------------------------------------
+def _callback(target: Any) -> Callable[[StepRecord], object]:
+    """``target``, or a function that logs to it."""
+    if callable(target):
+        return target  # type: ignore[no-any-return]
+    for name, adapter in (("add_scalar", _add_scalars), ("log_metrics", _log_metrics), ("log", _log)):
+        if callable(getattr(target, name, None)):
+            return adapter(target)
+    raise TypeError(
+        f"amp.on_step got {type(target).__name__} - it takes a function of one record, or an object with add_scalar,"
+        " log_metrics or log - pass lambda record: print(record), or a SummaryWriter."
+    )
+
+
+def _named(record: StepRecord) -> dict[str, float]:
+    """The numbers of ``record`` by name; each loss scaler has names of its own."""
+    prefix = f"amp/loss{record.loss_id}/"
+    numbers = {"scale": record.scale, "skipped": int(record.skipped), "clean_passes": record.clean_passes}
+    return {prefix + name: value for name, value in numbers.items()}
+
+
+def _add_scalars(writer: Any) -> Callable[[StepRecord], None]:
+    def write(record: StepRecord) -> None:
+        for name, value in _named(record).items():
+            writer.add_scalar(name, value, record.step)
+
+    return write
+
+
+def _log_metrics(logger: Any) -> Callable[[StepRecord], None]:
+    return lambda record: logger.log_metrics(_named(record), step=record.step)
+
+
+def _log(run: Any) -> Callable[[StepRecord], None]:
+    # Without a step of its own: wandb counts calls, and the script's own calls would be dropped.
+    return lambda record: run.log({**_named(record), "amp/step": record.step})

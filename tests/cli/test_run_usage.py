@@ -1,0 +1,80 @@
+"""What a mistyped line of ``ampcompat run`` is answered."""
+
+import pytest
+
+from ampcompat.cli import _script, main
+
+
+@pytest.fixture(autouse=True)
+def ran(monkeypatch, tmp_path):
+    """The targets that would have been run."""
+    targets = []
+    monkeypatch.setattr(_script, "run", targets.append)
+    monkeypatch.setattr(_script, "hand_alias_to_children", lambda: None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "old.txt").write_text("")
+    monkeypatch.delenv("AMPCOMPAT_KEEP_FP32", raising=False)
+    return targets
+
+
+def refusal(capsys, *line):
+    with pytest.raises(SystemExit) as end:
+        main(line)
+    assert end.value.code == 2
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        (["run", "--opt_level", "O2", "train.py"], "--opt-level"),
+        (["run", "--optlevel=O2", "train.py"], "--opt-level"),
+        (["run", "--keep-fp23", "a", "train.py"], "--keep-fp32"),
+        (["run", "--explian", "train.py"], "--explain"),
+        (["parity", "--opt-level", "O2", "train.py"], "--opt-levels"),
+        (["check", "--fromat", "json"], "--format"),
+        (["migrate", "--wriet"], "--write"),
+    ],
+)
+def test_an_unknown_option_is_answered_by_a_like_one(capsys, ran, line, meant):
+    said = refusal(capsys, *line)
+    assert said.startswith(f"ampcompat {line[0]}: error: unrecognized arguments: {line[1]}")
+    assert said.endswith(f" - did you mean {meant}?")
+    assert ran == []
+
+
+def test_an_option_like_no_other_gets_no_suggestion(capsys):
+    assert refusal(capsys, "run", "--qqq", "train.py").endswith("unrecognized arguments: --qqq")
+
+
+def test_an_unknown_command_is_answered_by_a_like_one(capsys):
+    said = refusal(capsys, "chek", "src")
+    assert said.startswith("ampcompat: error: no command 'chek' - did you mean check? - commands: check, ")
+
+
+@pytest.mark.parametrize(
+    "line", [["--receipt", "r.html", "train.py"], ["--receipt", "old.json"], ["--receipt", "r.txt"]]
+)
+def test_a_receipts_file_as_a_word_of_its_own_gets_a_hint(capsys, ran, line):
+    said = refusal(capsys, "run", *line)
+    file = line[1]
+    assert said == f"ampcompat run: error: --receipt {file} - the file is a part of the option - write --receipt={file}"
+    assert ran == []
+
+
+@pytest.mark.parametrize("patterns", ["", " ", ",", " , "])
+@pytest.mark.parametrize("command", ["run", "parity"])
+def test_no_pattern_is_refused(capsys, ran, command, patterns):
+    said = refusal(capsys, command, "--keep-fp32", patterns, "train.py")
+    assert said.endswith("it names no module - name some, such as 'decoder.*,head'")
+    assert ran == []
+
+
+@pytest.mark.parametrize(
+    "target", [["-c", "1 / 0", "--opt-level"], ["-", "-c"], ["-m", "json.tool", "-"], ["train.py", "-c", "x"]]
+)
+def test_everything_from_the_target_on_is_the_scripts(ran, target, monkeypatch):
+    monkeypatch.setenv("AMPCOMPAT_OPT_LEVEL", "")  # put back afterwards
+    assert main(["run", "--opt-level", "O2", *target]) == 0
+    assert ran == [target]

@@ -1,0 +1,51 @@
+"""A user's script as a type checker sees it; never run. mypy and pyright must find nothing here."""
+
+import torch
+from typing_extensions import assert_type
+
+from ampcompat import amp
+from ampcompat.amp.frontend import OptLevel
+from ampcompat.scale_log import StepHandle, StepRecord
+
+
+class Net(torch.nn.Module):
+    head: torch.nn.Linear
+
+
+class Other(torch.nn.Module): ...
+
+
+net, other = Net(), Other()
+sgd, adam = torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.Adam(other.parameters())
+
+model, optimizer = amp.initialize(net, sgd, opt_level="O2", keep_batchnorm_fp32=True, loss_scale="dynamic")
+assert_type(model, Net)
+assert_type(optimizer, torch.optim.SGD)
+model.head.weight
+assert_type(amp.initialize(net, opt_level="O1"), Net)
+assert_type(amp.initialize(net, None), Net)
+assert_type(amp.initialize(net, sgd, False, "O3", verbosity=0), tuple[Net, torch.optim.SGD])
+assert_type(amp.initialize(net, [sgd, sgd]), tuple[Net, list[torch.optim.SGD]])
+assert_type(amp.initialize([net, net], [sgd]), tuple[list[Net], list[torch.optim.SGD]])
+assert_type(amp.initialize((net, net), sgd, num_losses=2), tuple[list[Net], torch.optim.SGD])
+assert_type(amp.initialize([net, net]), list[Net])
+both: tuple[list[torch.nn.Module], list[torch.optim.Optimizer]] = amp.initialize([net, other], [sgd, adam])
+
+
+def at(level: OptLevel) -> None:
+    amp.initialize(net, sgd, opt_level=level)
+
+
+with amp.scale_loss(torch.ones(()), optimizer) as scaled:
+    assert_type(scaled, torch.Tensor)
+    scaled.backward()  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def show(record: StepRecord) -> None:
+    print(record.step, record.scale * 2.0, record.skipped)
+
+
+handle = amp.on_step(show)
+assert_type(handle, StepHandle)
+handle.remove()
+assert_type(amp.step_was_skipped(optimizer), bool)
