@@ -41,11 +41,11 @@ __all__ += ["register_half_function", "register_promote_function", "report", "sc
 __all__ += ["step_was_skipped", "sync_masters", "unwrap"]
 
 
-def explain_overflows(limit: int = 3) -> None:
+def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False, ranges: bool = False) -> None:
     """Explain lost steps from here on; see :func:`ampcompat.explain.explain_overflows`."""
     from ampcompat import explain  # it builds on this package
 
-    explain.explain_overflows(limit)
+    explain.explain_overflows(limit, stop=stop, json=json, ranges=ranges)
 
 
 def report(steps: int = 3) -> Receipt:

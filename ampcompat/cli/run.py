@@ -55,7 +55,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument(
         "--keep-fp32", metavar="PATTERNS", help="modules that stay float32: names or shell patterns, a,b"
     )
-    parser.add_argument("--explain", action="store_true", help="explain overflows: which op, which line, what cures it")
+    parser.add_argument(
+        "--explain",
+        metavar="WORDS",
+        nargs="?",
+        const="on",
+        help="explain overflows on standard error: which op, which line, what cures it. --explain=WORDS, separated by"
+        " commas: json (a line of JSON each), ranges (of every layer), first or a number (of faults after which the"
+        " script ends)",
+    )
     parser.add_argument(
         "--receipt",
         metavar="FILE",
@@ -89,10 +97,14 @@ def main(args: argparse.Namespace) -> int:
     if install_as_apex(force=args.force):
         _script.hand_alias_to_children()
     if args.explain:
-        from ampcompat.explain import explain_overflows
+        from ampcompat.explain import explain_in_words
 
-        os.environ["AMPCOMPAT_EXPLAIN"] = "1"  # for the processes that the script starts
-        explain_overflows()
+        words = "first" if args.explain == "1" else args.explain  # in the environment, 1 means yes
+        try:
+            explain_in_words(words)
+        except ValueError as problem:
+            args.parser.error(f"--{problem}")
+        os.environ["AMPCOMPAT_EXPLAIN"] = words  # for the processes that the script starts
     with _gloo_let_go(), _watched(args.receipt):
         if module:
             _script.run_module(args.target[1], args.target[2:])
