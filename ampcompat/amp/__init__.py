@@ -61,5 +61,8 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if "AMPCOMPAT_EXPLAIN" in os.environ:  # set by ``ampcompat run --explain``, for the processes that a script starts
+# ``ampcompat run --explain`` and ``--receipt`` set these, for the processes that a script starts.
+if "AMPCOMPAT_EXPLAIN" in os.environ:
     importlib.import_module("ampcompat.explain").explain_as_asked()
+if "AMPCOMPAT_RECEIPT" in os.environ:
+    importlib.import_module("ampcompat.report").report_as_asked()

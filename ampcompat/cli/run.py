@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -105,7 +107,7 @@ def main(args: argparse.Namespace) -> int:
         except ValueError as problem:
             args.parser.error(f"--{problem}")
         os.environ["AMPCOMPAT_EXPLAIN"] = words  # for the processes that the script starts
-    with _gloo_let_go(), _watched(args.receipt):
+    with _gloo_let_go(), _watched(args.receipt, args.target[1:] if module else args.target):
         if module:
             _script.run_module(args.target[1], args.target[2:])
         else:
@@ -129,16 +131,23 @@ def _gloo_let_go() -> Iterator[None]:
 
 
 @contextmanager
-def _watched(receipt: str | None) -> Iterator[None]:
+def _watched(receipt: str | None, argv: Sequence[str]) -> Iterator[None]:
     """Show the receipt afterwards, of a script that failed too."""
     if receipt is None:
         yield
         return
-    from ampcompat.report import report
+    from ampcompat.report import STEPS, Receipt
+    from ampcompat.report.processes import VARIABLE
 
-    seen, process = report(), os.getpid()
+    folder, process = tempfile.mkdtemp(prefix="ampcompat-receipt-"), os.getpid()
+    seen = Receipt(STEPS, folder, list(argv))
+    seen.start()
+    os.environ[VARIABLE] = folder  # for the processes that the script starts
     try:
         yield
+    except BaseException as error:
+        seen.crashed(error)
+        raise
     finally:
         # The exit status and the last words are the script's, whatever it did to torch and to its folder.
         try:
@@ -147,6 +156,8 @@ def _watched(receipt: str | None) -> Iterator[None]:
                 _show(seen, receipt)
         except Exception as problem:
             emit(f"ampcompat run: no receipt: {problem}", error=True)
+        if os.getpid() == process:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _show(seen: Receipt, file: str) -> None:
