@@ -27,7 +27,7 @@ def rank() -> int:
 def say(message: str, error: bool = False) -> None:
     """Print ``message`` on rank 0; to standard error if it is no line that apex printed too."""
     if rank() == 0:
-        print(message, flush=True, file=sys.stderr if error else sys.stdout)  # noqa: T201 - the one print
+        print(message, flush=True, file=sys.stderr if error else sys.stdout)
 
 
 def warn_once(key: str, message: str) -> None:

@@ -37,8 +37,8 @@ _SCALER = (
     " with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()"
 )
 _PROBABILITIES = (
-    "probabilities that are not finite: something overflowed before - multinomial refuses them - find it with `ampcompat"
-    " run --explain`, and take the softmax of logits.float()"
+    "probabilities that are not finite: something overflowed before - multinomial refuses them - find it with"
+    " `ampcompat run --explain`, and take the softmax of logits.float()"
 )
 _FFT = "half FFTs exist for sizes that are powers of two, and on GPUs alone - call it on x.float()"
 _CROSS_ENTROPY = (
@@ -65,7 +65,10 @@ _CURES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (rf"cuFFT only supports|Unsupported dtype {_HALF}", _FFT),
         (rf"not implemented for '?{_HALF}|Low precision dtypes not supported", _NO_KERNEL),
         (r"must be either float or double dtype|doesn't handle types other than float and double", _NO_KERNEL),
-        (rf"\({_HALF}.*expected a tensor with .* of float, double|only supported for half, float and double", _NO_KERNEL),
+        (
+            rf"\({_HALF}.*expected a tensor with .* of float, double|only supported for half, float and double",
+            _NO_KERNEL,
+        ),
         (r"Got unsupported ScalarType BFloat16", _NUMPY),
         (r"assign a gradient with dtype", _GRADIENT),
         (r"Attempting to unscale FP16 gradients", _SCALER),

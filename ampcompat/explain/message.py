@@ -49,7 +49,9 @@ def fault(finding: Finding, scaler: Any, what: str, step: int, written: tuple[in
         number, by = written
         advice = by.cures
         if number:
-            fields.append(("step", f"step {number} of {by.optimizer}, the last that was made, or one before it, wrote it"))
+            fields.append(
+                ("step", f"step {number} of {by.optimizer}, the last that was made, or one before it, wrote it")
+            )
             fields += [("why" if not index else "and", why) for index, why in enumerate(by.why)]
         else:
             advice = ["no step was made yet: look at how the model is initialized, or at the checkpoint it came from"]

@@ -84,9 +84,7 @@ def first_written(optimizer: Any) -> Written | None:
 def blame(optimizer: Any, group: int, param: torch.Tensor) -> Written:
     """Why a step of ``optimizer`` may have written ``param`` as it is."""
     lost = ~torch.isfinite(param.detach())
-    found = Written(
-        optimizer_name(optimizer), group, name_of(param), "", param.dtype, (int(lost.sum()), param.numel())
-    )
+    found = Written(optimizer_name(optimizer), group, name_of(param), "", param.dtype, (int(lost.sum()), param.numel()))
     dtype, options = str(param.dtype).removeprefix("torch."), optimizer.param_groups[group]
     for name, tensor in _state(optimizer, param):
         if not is_finite(tensor):
@@ -148,9 +146,7 @@ def stepper_of(param: torch.Tensor) -> Any:
 def _state_written(optimizer: Any, group: int, param: torch.Tensor, name: str, tensor: torch.Tensor) -> Written:
     lost = int((~torch.isfinite(tensor)).sum())
     dtype = str(tensor.dtype).removeprefix("torch.")
-    found = Written(
-        optimizer_name(optimizer), group, name_of(param), name, tensor.dtype, (lost, tensor.numel())
-    )
+    found = Written(optimizer_name(optimizer), group, name_of(param), name, tensor.dtype, (lost, tensor.numel()))
     grad = param.grad
     if tensor.dtype in HALVES and grad is not None and not grad.is_sparse:
         size = largest(grad)

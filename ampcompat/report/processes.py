@@ -35,7 +35,7 @@ def left(folder: str | None) -> list[dict[str, Any]]:
 
 
 def at_exit(action: Callable[[], None]) -> None:
-    """Call ``action`` when this process ends by itself: workers of multiprocessing run no exit functions of Python's."""
+    """Call ``action`` when this process ends by itself; workers of multiprocessing run none of atexit's functions."""
     atexit.register(action)
     util.Finalize(None, action, exitpriority=0)
 
@@ -62,9 +62,13 @@ def sentences(processes: list[dict[str, Any]]) -> list[str]:
         if one["error"]:
             found.append(f"{name} crashed: {one['error']}")
         elif not one["ended"] and not one["traced_steps"]:
-            found.append(f"{name} is missing: it called amp.initialize, and was killed, or still runs, before it counted.")
+            found.append(
+                f"{name} is missing: it called amp.initialize, and was killed, or still runs, before it counted."
+            )
         elif not one["ended"]:
-            found.append(f"{name} was killed, or still runs: its first {one['traced_steps']} steps are counted, no more.")
+            found.append(
+                f"{name} was killed, or still runs: its first {one['traced_steps']} steps are counted, no more."
+            )
     if len(processes) > 1:
         ranks = ", ".join(str(one["rank"]) for one in processes)
         found.insert(0, f"{len(processes)} processes trained (ranks {ranks}); their counts are added up.")

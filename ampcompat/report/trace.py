@@ -86,9 +86,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def forget(self) -> None:
         """Begin the counts anew."""
-        for counter in (self.ops, self.flops, self.module_flops, self.products, self.calls):
-            counter.clear()
-        for counter in (self.casts, self.cast_bytes, self.results):
+        counters: tuple[Counter[Any], ...] = (self.ops, self.flops, self.module_flops, self.products, self.calls)
+        for counter in (*counters, self.casts, self.cast_bytes, self.results):
             counter.clear()
         self.cast_results = 0
 

@@ -115,9 +115,9 @@ def test_processes_that_a_script_starts_explain_and_are_in_the_receipt(tmp_path,
     assert "1 of 1 optimizer steps were skipped" in done.stdout
 
 
-def test_ranks_are_added_up_and_one_that_was_killed_is_named(tmp_path, how="spawn"):
+def test_ranks_are_added_up_and_one_that_was_killed_is_named(tmp_path):
     (tmp_path / "ranks.py").write_text(RANKS)
-    done = run_file(tmp_path, "--receipt=r.json", "ranks.py", how)
+    done = run_file(tmp_path, "--receipt=r.json", "ranks.py", "spawn")
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "r.json").read_text())
     assert [row["rank"] for row in facts["processes"]] == [0, 1, 2]
@@ -125,7 +125,7 @@ def test_ranks_are_added_up_and_one_that_was_killed_is_named(tmp_path, how="spaw
     assert facts["flops"]["forward"] == {"float16": 2 * 3 * (2 * 8 * 8 * 8)}
     assert "(rank 2) is missing: it called amp.initialize, and was killed," in facts["sentences"][-1]
     assert facts["script"] == "ranks.py"
-    assert facts["arguments"] == [how]
+    assert facts["arguments"] == ["spawn"]
 
 
 def run_file(tmp_path, *line):

@@ -514,7 +514,8 @@ def test_a_notebook_shows_the_page_as_a_part_of_its_own():
 
 
 def test_a_forked_copy_begins_anew(tmp_path, monkeypatch):
-    from ampcompat.report import processes, receipt as room
+    from ampcompat.report import processes
+    from ampcompat.report import receipt as room
 
     acts = []
     monkeypatch.setattr(processes, "at_exit", acts.append)
