@@ -24,10 +24,10 @@ def rank() -> int:
         return 0  # no launcher wrote that
 
 
-def say(message: str) -> None:
-    """Print ``message`` on rank 0."""
+def say(message: str, error: bool = False) -> None:
+    """Print ``message`` on rank 0; to standard error if it is no line that apex printed too."""
     if rank() == 0:
-        print(message, flush=True)  # noqa: T201 - the one print
+        print(message, flush=True, file=sys.stderr if error else sys.stdout)
 
 
 def warn_once(key: str, message: str) -> None:
@@ -43,6 +43,20 @@ def add_note(error: BaseException, note: str) -> None:
         error.add_note(note)
     else:
         error.args = (f"{error}\n{note}", *error.args[1:])
+
+
+def note_cure(error: BaseException, module: str = "") -> None:
+    """Append to an error of torch's own that mixed precision provokes what cures it, once.
+
+    Args:
+        error: Any exception; it stays the same object.
+        module: Qualified name of the module it was raised in, if known.
+    """
+    from ampcompat import _torch
+
+    cure = None if "ampcompat: " in f"{error}{getattr(error, '__notes__', '')}" else _torch.cure_of(error, module)
+    if cure is not None:
+        add_note(error, f"ampcompat: {cure}.")
 
 
 def _level_of_script() -> int:

@@ -60,6 +60,7 @@ from ampcompat._torch.dispatcher import (
     keys_excluded,
     op_name,
 )
+from ampcompat._torch.errors import cure_of
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
     bits,
@@ -101,6 +102,7 @@ __all__ = [
     "coalesced",
     "compile_backward_without_autocast",
     "composite",
+    "cure_of",
     "current_node",
     "fingerprint",
     "flop_formula",

@@ -44,20 +44,23 @@ __all__ += ["register_half_function", "register_promote_function", "report", "sc
 __all__ += ["step_was_skipped", "sync_masters", "unwrap"]
 
 
-def explain_overflows(limit: int = 3) -> None:
-    """Explain lost steps from here on: the op, its module and line, and the cure, in one printed message each.
+def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False, ranges: bool = False) -> None:
+    """Explain lost steps from here on: the op, its module and line, and the cure, in one message each on stderr.
 
     apex had nothing like it; see :func:`ampcompat.explain.explain_overflows` for what it observes and what it costs.
 
     Args:
         limit: How many different faults to explain; the same fault is explained once.
+        stop: End the script after the last of them.
+        json: Write each as one JSON object on a line.
+        ranges: Write the ranges of values of every layer, forward and backward, with each fault.
 
     Raises:
         ValueError: ``limit`` is not a positive integer.
     """
     from ampcompat import explain  # it builds on this package
 
-    explain.explain_overflows(limit)
+    explain.explain_overflows(limit, stop=stop, json=json, ranges=ranges)
 
 
 def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
@@ -111,5 +114,8 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-if "AMPCOMPAT_EXPLAIN" in os.environ:  # set by ``ampcompat run --explain``, for the processes that a script starts
+# ``ampcompat run --explain`` and ``--receipt`` set these, for the processes that a script starts.
+if "AMPCOMPAT_EXPLAIN" in os.environ:
     importlib.import_module("ampcompat.explain").explain_as_asked()
+if "AMPCOMPAT_RECEIPT" in os.environ:
+    importlib.import_module("ampcompat.report").report_as_asked()

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._log import add_note
+from ampcompat._log import add_note, note_cure
 from ampcompat._state import state
 from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched
 from ampcompat.amp.masters import masters_of, reconcile
@@ -68,14 +68,18 @@ class ModelPolicy:
             return self._run_compiled(forward, args, kwargs)
         if state.observers:
             notify("on_forward", model, args, kwargs)
-        if self.half is not None and "_amp_stamp" not in model.__dict__:
-            output = self._run_half(model, forward, args, kwargs)
-        else:
-            if self.input_dtype is not None:
-                args, kwargs = cast_tree(args, self.input_dtype), kwargs and cast_tree(kwargs, self.input_dtype)
-            output = self._run_casting(model, forward, args, kwargs)
-            if self.output_dtype is not None:
-                output = cast_tree(output, self.output_dtype)
+        try:
+            if self.half is not None and "_amp_stamp" not in model.__dict__:
+                output = self._run_half(model, forward, args, kwargs)
+            else:
+                if self.input_dtype is not None:
+                    args, kwargs = cast_tree(args, self.input_dtype), kwargs and cast_tree(kwargs, self.input_dtype)
+                output = self._run_casting(model, forward, args, kwargs)
+                if self.output_dtype is not None:
+                    output = cast_tree(output, self.output_dtype)
+        except Exception as error:
+            _explain_failure(model, error)
+            raise
         if state.observers:
             notify("on_output", model, output)
         return output
@@ -90,9 +94,6 @@ class ModelPolicy:
             if self.input_dtype is not None:
                 args, kwargs = cast_tree(args, self.input_dtype), kwargs and cast_tree(kwargs, self.input_dtype)
             output = self._run_casting(model, forward, args, kwargs)
-        except RuntimeError as error:
-            _explain_float32_weights(model, error)
-            raise
         finally:
             running.pop()
         # ``initialize([model, model.generator], ...)``: as a part of the running model, the generator stays in half.
@@ -162,6 +163,20 @@ class ModelPolicy:
             # A user's region: hand on its dtype too, which torch does not.
             casts = Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
         return casts, device_type
+
+
+def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
+    """Add to torch's own error what cures it, where mixed precision provokes it."""
+    if state.observers:
+        notify("on_failure", error)
+    names = {id(module): name for name, module in model.named_modules()}
+    inside, trace = "", error.__traceback__
+    while trace is not None:
+        inside = names.get(id(trace.tb_frame.f_locals.get("self")), inside)
+        trace = trace.tb_next
+    if isinstance(error, RuntimeError):
+        _explain_float32_weights(model, error)
+    note_cure(error, inside)
 
 
 def _explain_float32_weights(model: torch.nn.Module, error: RuntimeError) -> None:

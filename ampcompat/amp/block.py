@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._log import say
+from ampcompat._log import note_cure, say
 from ampcompat._state import state
 from ampcompat.amp import misuse
 from ampcompat.amp.autocast import assert_ambience
@@ -165,9 +165,13 @@ class Block:
             raise
         return scaled
 
-    def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
         if kind is not None:
             self._give_up()
+            if isinstance(error, Exception):
+                if state.observers:
+                    notify("on_failure", error)
+                note_cure(error)
             return
         if self.plain:
             for one in self.optimizers:
@@ -471,7 +475,7 @@ def _find(optimizers: Any) -> tuple[list[Any], Session]:
     return list(unique.values()), next((one._amp_stash.session for one in unique.values()), latest)
 
 
-def known(optimizer: Optimizer) -> Any:
+def known(optimizer: Any) -> Any:
     """``optimizer``; but for a LARC that was built around an initialized optimizer, that one."""
     inner = getattr(optimizer, "optim", None)
     if inner is None or hasattr(optimizer, "_amp_stash"):

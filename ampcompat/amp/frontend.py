@@ -18,6 +18,7 @@ from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Optimizer, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import DISABLED, Session, release_casts
@@ -222,6 +223,8 @@ def initialize(
         _take_over(session, modules, optimizer_list, kept, undo)
         undo.pop_all()
     state.view["verbosity"] = loudness
+    if state.observers:
+        notify("on_initialize")
     shown: Any = model_list if isinstance(models, (list, tuple)) else models
     if optimizers is None:
         return shown

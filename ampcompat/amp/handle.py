@@ -10,7 +10,6 @@ import torch
 from ampcompat.amp import optimizer as _optimizer
 from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.block import scale_loss
-from ampcompat.amp.properties import Optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
@@ -20,7 +19,7 @@ __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 class _Wrapper:
     """An optimizer whose attributes show through."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     def __getattr__(self, name: str) -> Any:
@@ -43,7 +42,7 @@ class OptimWrapper(_Wrapper):
     As in apex (``apex/amp/opt.py: OptimWrapper``).
     """
 
-    def __init__(self, optimizer: Optimizer, amp_handle: AmpHandle, num_loss: int) -> None:
+    def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
         super().__init__(optimizer)
         self._num_loss, self._next = num_loss, 0
         amp_handle._adopt(optimizer, num_loss)
@@ -98,7 +97,7 @@ class AmpHandle:
     def _deactivate(self) -> None:
         self._session.end_casts()
 
-    def _adopt(self, optimizer: Optimizer, num_loss: int = 1) -> None:
+    def _adopt(self, optimizer: Any, num_loss: int = 1) -> None:
         """Put under amp an optimizer that no ``initialize`` was given."""
         scalers = self._session.scalers
         while len(scalers) < num_loss:
@@ -106,12 +105,12 @@ class AmpHandle:
         if "_amp_stash" not in vars(optimizer):
             _optimizer.attach(optimizer, self._session)
 
-    def scale_loss(self, loss: torch.Tensor, optimizer: Optimizer) -> AbstractContextManager[torch.Tensor]:
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
         """Open a ``scale_loss`` block; ``optimizer`` need not be known yet."""
         self._adopt(optimizer)
         return scale_loss(loss, optimizer)
 
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> OptimWrapper:
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Wrap ``optimizer`` so that it scales its own losses, ``num_loss`` of them per step."""
         return OptimWrapper(optimizer, self, num_loss)
 
@@ -137,12 +136,10 @@ class NoOpHandle:
     def _deactivate(self) -> None:
         pass
 
-    def scale_loss(
-        self, loss: torch.Tensor, optimizer: Optimizer | None = None
-    ) -> AbstractContextManager[torch.Tensor]:
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any | None = None) -> AbstractContextManager[torch.Tensor]:
         """Yield ``loss`` as it is."""
         return nullcontext(loss)
 
-    def wrap_optimizer(self, optimizer: Optimizer, num_loss: int = 1) -> PlainOptimWrapper:
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> PlainOptimWrapper:
         """Give ``optimizer`` a ``scale_loss`` that does nothing."""
         return PlainOptimWrapper(optimizer)

@@ -7,6 +7,7 @@ An observer is an object with any of these methods, called in the thread of the 
 * ``on_scale_loss(loss, scaler, optimizers)``: a block opens; casts are as in the script.
 * ``on_gradients(scaler, optimizers)``: a block that unscales has closed; gradients are unscaled, non-finite ones
   included, and neither clipped nor freed yet.
+* ``on_failure(error)``: an exception leaves the forward of an initialized model, or a block.
 * ``on_step(optimizer, skipped)``: a step was made or skipped; casts are off. ``skipped`` is None while only the device
   knows; ``amp.step_was_skipped(optimizer)`` asks it.
 """

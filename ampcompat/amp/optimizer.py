@@ -262,7 +262,7 @@ def _overflowed(stash: AmpOptimizerState) -> bool:
     return bool(overflowed)
 
 
-def step_was_skipped(optimizer: Optimizer) -> bool:
+def step_was_skipped(optimizer: Any) -> bool:
     """Whether the last ``optimizer.step()`` was skipped for an overflow. apex had no such call.
 
     Reads the device if only that knows: one host sync, with an optimizer that takes ``found_inf``.

@@ -122,8 +122,21 @@ def _as_python_would(execute: Callable[[], None], ours: int) -> None:
         failure, hook = error, sys.excepthook
 
         def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-            shown = frames if value is failure else trace
+            shown = _explained(value, frames if value is failure else trace)
             hook(kind, value.with_traceback(shown), shown)
 
         sys.excepthook = show
         raise
+
+
+def _explained(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """Note on ``error`` what cures it, if amp ran and provoked it; its ``trace`` from the user's line to torch's."""
+    if "ampcompat.amp" not in sys.modules or not isinstance(error, Exception):
+        return trace
+    from ampcompat._log import note_cure
+    from ampcompat._state import state
+    from ampcompat.explain.frames import hide_tools
+
+    if state.session is not None and state.session.enabled:
+        note_cure(error)
+    return hide_tools(trace, all_of_ours=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -55,7 +57,15 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.Argument
     parser.add_argument(
         "--keep-fp32", metavar="PATTERNS", help="modules that stay float32: names or shell patterns, a,b"
     )
-    parser.add_argument("--explain", action="store_true", help="explain overflows: which op, which line, what cures it")
+    parser.add_argument(
+        "--explain",
+        metavar="WORDS",
+        nargs="?",
+        const="on",
+        help="explain overflows on standard error: which op, which line, what cures it. --explain=WORDS, separated by"
+        " commas: json (a line of JSON each), ranges (of every layer), first or a number (of faults after which the"
+        " script ends)",
+    )
     parser.add_argument(
         "--receipt",
         metavar="FILE",
@@ -90,11 +100,16 @@ def main(args: argparse.Namespace) -> int:
     if install_as_apex(force=args.force):
         _script.hand_alias_to_children()
     if args.explain:
-        from ampcompat.explain import explain_overflows
+        from ampcompat.explain import explain_in_words
 
-        os.environ["AMPCOMPAT_EXPLAIN"] = "1"  # for the processes that the script starts
-        explain_overflows()
-    with _gloo_let_go(), _watched(args.receipt):
+        words = "first" if args.explain == "1" else args.explain  # in the environment, 1 means yes
+        try:
+            explain_in_words(words)
+        except ValueError as problem:
+            args.parser.error(f"--{problem}")
+        os.environ["AMPCOMPAT_EXPLAIN"] = words  # for the processes that the script starts
+    argv = args.target[_script.WORDS.get(args.target[0], 1) - 1 :]
+    with _gloo_let_go(), _watched(args.receipt, argv):
         _script.run(args.target)
     return 0
 
@@ -129,16 +144,23 @@ def _gloo_let_go() -> Iterator[None]:
 
 
 @contextmanager
-def _watched(receipt: str | None) -> Iterator[None]:
+def _watched(receipt: str | None, argv: Sequence[str]) -> Iterator[None]:
     """Show the receipt afterwards, of a script that failed too."""
     if receipt is None:
         yield
         return
-    from ampcompat.report import report
+    from ampcompat.report import STEPS, Receipt
+    from ampcompat.report.processes import VARIABLE
 
-    seen, process = report(), os.getpid()
+    folder, process = tempfile.mkdtemp(prefix="ampcompat-receipt-"), os.getpid()
+    seen = Receipt(STEPS, folder, list(argv))
+    seen.start()
+    os.environ[VARIABLE] = folder  # for the processes that the script starts
     try:
         yield
+    except BaseException as error:
+        seen.crashed(error)
+        raise
     finally:
         # The exit status and the last words are the script's, whatever it did to torch and to its folder.
         try:
@@ -147,6 +169,8 @@ def _watched(receipt: str | None) -> Iterator[None]:
                 _show(seen, receipt)
         except Exception as problem:
             emit(f"ampcompat run: no receipt: {problem}", error=True)
+        if os.getpid() == process:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _show(seen: Receipt, file: str) -> None:

@@ -33,7 +33,7 @@ def cures(event: Event, setting: Setting) -> list[str]:
     if event.op == "input":
         return ["this is no matter of precision: look at the data loader; skip or clean such batches"]
     if event.op == "parameter":
-        return ["an earlier step wrote this: call amp.explain_overflows() before it, or load an earlier checkpoint"]
+        return ["load a checkpoint from before it; amp.explain_overflows() from the first step on names the step"]
     mask = _mask(event)
     if mask is not None:
         return [

@@ -1,8 +1,9 @@
-"""The one message of an autopsy."""
+"""What an autopsy says of a fault."""
 
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from ampcompat.explain.cure import Setting, cures
 from ampcompat.explain.probe import Event
 from ampcompat.explain.replay import Finding
 from ampcompat.explain.tensors import LARGEST
+from ampcompat.explain.weights import Written, as_data
+from ampcompat.explain.words import Message, cure_fields
 
 _NOT_RUN_AGAIN = (
     "No forward of an initialized model could be run again: compiled models, DataParallel replicas and models with"
@@ -20,43 +23,77 @@ _NOT_RUN_AGAIN = (
 )
 
 
-def explain(finding: Finding, scaler: Any, what: str) -> str:
-    """What happened, where, how large, and what to do."""
+def fault(finding: Finding, scaler: Any, what: str, step: int, written: tuple[int, Written] | None = None) -> Message:
+    """What happened, where, how large, and what to do.
+
+    Args:
+        finding: Of a replay, with an event, or of a live probe.
+        scaler: The loss scaler of the backward pass.
+        what: What was lost, as in "A step was skipped".
+        step: The number of the step that the fault belongs to.
+        written: For a weight that was not finite: the step that wrote it, and how.
+    """
     event = finding.event
     if event is None:
-        return elsewhere(what, [finding])
-    setting = _setting(scaler)
-    lines = [f"ampcompat explain: {what or 'The loss or a gradient is not finite'}."]
-    lines.append(f"  {'what':9} {_what(event)}")
-    lines.append(f"  {'where':9} {_where(event, finding)}")
+        return elsewhere(what, [finding], step)
+    fields = [("what", _what(event)), ("where", _where(event, finding))]
     if event.place.line:
-        lines.append(f"  {'line':9} {event.place.line}")
-    lines.append(f"  {'pass':9} {'backward' if event.backward else 'forward'}")
-    lines.append(f"  {'largest':9} {_largest(event)}")
+        fields.append(("line", event.place.line))
+    fields += [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         place = event.spread
-        lines.append(
-            f"  {'then':9} became NaN in {place.function or 'an op'} of {place.module or place.kind or 'the model'}"
-        )
-    label = "cure"
-    for cure in cures(event, setting):
-        lines.append(f"  {label:9} {cure}")
-        label = "or"
+        spot = f"{place.function or 'an op'} of {place.module or place.kind or 'the model'}"
+        fields.append(("then", f"became NaN in {spot}"))
+    advice = cures(event, _setting(scaler))
+    if written is not None:
+        number, by = written
+        advice = by.cures
+        if number:
+            fields.append(
+                ("step", f"step {number} of {by.optimizer}, the last that was made, or one before it, wrote it")
+            )
+            fields += [("why" if not index else "and", why) for index, why in enumerate(by.why)]
+        else:
+            advice = ["no step was made yet: look at how the model is initialized, or at the checkpoint it came from"]
+    fields += cure_fields(advice)
     if finding.caveat:
-        lines.append(f"  {'note':9} {finding.caveat}")
-    return "\n".join(lines)
+        fields.append(("note", finding.caveat))
+    data: dict[str, Any] = {
+        "step": step,
+        "op": event.op,
+        "function": event.place.function,
+        "model": finding.model,
+        "module": event.place.module,
+        "type": event.place.kind,
+        **_line(event.place.line),
+        "pass": "backward" if event.backward else "forward",
+        "dtype": _dtype(event.dtype),
+        "largest": event.value,
+        "cures": advice,
+        "note": finding.caveat,
+    }
+    if written is not None:
+        data["written"] = {**as_data(written[1]), "step": written[0]}
+    return Message("fault", f"{what or 'The loss or a gradient is not finite'}.", fields, data)
 
 
-def elsewhere(what: str, findings: list[Finding]) -> str:
+def _line(line: str) -> dict[str, Any]:
+    found = re.fullmatch(r"(.*?):(\d+)(?:: (.*))?", line)
+    if found is None:
+        return {"file": None, "line": None, "source": None}
+    return {"file": found[1], "line": int(found[2]), "source": found[3]}
+
+
+def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
     """No model did it: the code between model and ``scale_loss``, which cannot be run again."""
-    head = f"ampcompat explain: {what}."
     if any(finding.entered for finding in findings):
         cause = "The gradient that came into the model was not finite already: the loss function made it."
     elif findings:
         cause = "Run again, the models stayed finite, forward and backward: the code outside of them did it."
     else:
-        return f"{head} {_NOT_RUN_AGAIN}"
-    return f"{head} {cause} That code is watched from now on; the next time it is explained."
+        return Message("elsewhere", f"{what}. {_NOT_RUN_AGAIN}", [], {"step": step, "run_again": False})
+    head = f"{what}. {cause} That code is watched from now on; the next time it is explained."
+    return Message("elsewhere", head, [], {"step": step, "run_again": True})
 
 
 def _setting(scaler: Any) -> Setting:

@@ -8,26 +8,43 @@ from typing import Any
 
 import torch
 
-from ampcompat._log import say
-from ampcompat.explain import message
+from ampcompat.explain import message, numbers, ranges, weights
+from ampcompat.explain.frames import hide_tools
 from ampcompat.explain.live import LiveProbe
+from ampcompat.explain.options import Options
 from ampcompat.explain.record import BufferWatch, Record
 from ampcompat.explain.replay import Finding, replay, runs_alone
 from ampcompat.explain.tensors import is_finite, tensors_in
+from ampcompat.explain.words import Message
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
 MOST_RECORDS, OLDEST = 16, 3
+
+
+class Steps:
+    """The steps of one optimizer.
+
+    Attributes:
+        seen: How many it was asked for.
+        made: The number of the last that was not skipped; 0 before.
+        measured: Whether the ranges of one of them were shown.
+    """
+
+    def __init__(self) -> None:
+        self.seen = self.made = 0
+        self.measured = False
 
 
 class Autopsy:
     """Observer (see :mod:`ampcompat.amp.observers`) that explains overflows.
 
     Args:
-        limit: Explanations given; afterwards nothing is kept any more.
+        options: How; after ``options.limit`` explanations nothing is kept any more.
     """
 
-    def __init__(self, limit: int) -> None:
-        self.left = limit
+    def __init__(self, options: Options) -> None:
+        self.options, self.left = options, options.limit
+        self.steps: weakref.WeakKeyDictionary[Any, Steps] = weakref.WeakKeyDictionary()
         self.records: deque[Record] = deque(maxlen=MOST_RECORDS)
         self.watches: weakref.WeakKeyDictionary[torch.nn.Module, BufferWatch] = weakref.WeakKeyDictionary()
         self.depth: list[Record | None] = []
@@ -80,39 +97,77 @@ class Autopsy:
         self.block, self.scaler = tuple(id(one) for one in optimizers), scaler
         if self.left <= 0:
             return
+        step = max([self._steps(one).seen for one in optimizers], default=0) + 1
         event = self.live.look_at(loss)
         if event is not None:
-            self._tell(Finding(event, ""), scaler, "")
+            self._tell(Finding(event, ""), scaler, "", step)
         elif not scaler.dynamic and not is_finite(loss):
-            self._explain([r for r in self.records if not r.owners], scaler, "The loss is not finite", backward=False)
+            records = [r for r in self.records if not r.owners]
+            self._explain(records, scaler, "The loss is not finite", step, backward=False)
 
     def on_gradients(self, scaler: Any, optimizers: Any) -> None:
         """The same for gradients: one host sync a block, at static scales only."""
         self.block = ()
         if self.left <= 0:
             return
+        step = max([self._steps(one).seen for one in optimizers], default=0) + 1
         event = self.live.look_at_gradients(self.records)
         if event is not None:
-            self._tell(Finding(event, ""), scaler, "")
+            self._tell(Finding(event, ""), scaler, "", step)
         elif not scaler.dynamic:
             grads = [p.grad for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
             if not all(map(is_finite, grads)):
-                self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite")
+                self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite", step)
+
+    def on_failure(self, error: Exception) -> None:
+        """Leave no frame of the probe in the traceback."""
+        self.depth.clear()
+        hide_tools(error.__traceback__)
 
     def on_step(self, optimizer: Any, skipped: bool | None) -> None:
-        """Explain a skipped step; forget the forwards of any other."""
-        if skipped:
-            self._explain(self._of(optimizer), optimizer._amp_stash.session.scalers[0], "A step was skipped")
+        """Explain a skipped step, or one that left a weight not finite; forget the forwards of any other."""
+        self._steps(optimizer).seen += 1
         if skipped is None:
             self.asked.append(weakref.ref(optimizer))
         else:
-            self._forget(optimizer)
+            self._ended(optimizer, skipped)
 
     def _ask(self, optimizer: Any) -> None:
         from ampcompat.amp.optimizer import step_was_skipped
 
         if optimizer is not None:
-            self.on_step(optimizer, step_was_skipped(optimizer))
+            self._ended(optimizer, step_was_skipped(optimizer))
+
+    def _ended(self, optimizer: Any, skipped: bool) -> None:
+        steps = self._steps(optimizer)
+        if self.left > 0 and skipped:
+            scaler = optimizer._amp_stash.session.scalers[0]
+            self._explain(self._of(optimizer), scaler, "A step was skipped", steps.seen)
+        elif self.left > 0:
+            self._made(optimizer, steps)
+        steps.made = steps.made if skipped else steps.seen
+        self._forget(optimizer)
+
+    def _made(self, optimizer: Any, steps: Steps) -> None:
+        """Look at what a step wrote, where no skipped step would tell, and at its numbers the first time."""
+        written = None
+        if not self.told and weights.watched(optimizer) and not weights.all_finite(optimizer):
+            written = weights.first_written(optimizer)
+        if steps.made == 0:
+            told = written.numbers if written is not None else []
+            found = [one for one in numbers.unheld(optimizer) if one not in told]
+            if found:
+                self._emit(numbers.numbers_message(found))
+        if self.options.ranges and not steps.measured:
+            steps.measured = True
+            for record in self._of(optimizer):
+                self._measure(record, steps.seen)
+        if written is not None and self._is_new(("written",)):
+            self._emit(weights.written_message(written, steps.seen))
+            self._count()
+
+    def _steps(self, optimizer: Any) -> Steps:
+        return self.steps.setdefault(optimizer, Steps())
 
     # -- what is kept ------------------------------------------------------------------------------------------------
     def _of(self, optimizer: Any) -> list[Record]:
@@ -129,7 +184,7 @@ class Autopsy:
         self.records = deque(kept, MOST_RECORDS) if self.left > 0 else deque(maxlen=MOST_RECORDS)
 
     # -- explaining --------------------------------------------------------------------------------------------------
-    def _explain(self, records: list[Record], scaler: Any, what: str, backward: bool = True) -> None:
+    def _explain(self, records: list[Record], scaler: Any, what: str, step: int, backward: bool = True) -> None:
         if self.left <= 0:
             return
         findings = []
@@ -140,29 +195,75 @@ class Autopsy:
             try:
                 finding = replay(record, backward)
             except Exception as problem:  # the run that is observed must go on whatever happens here
-                say(f"ampcompat explain: the batch could not be run again: {type(problem).__name__}: {problem}")
-                self.left -= 1
+                self._not_run_again(problem)
+                self._count()
                 return
             if finding is not None:
                 findings.append(finding)
             if finding is not None and finding.event is not None:
-                self._tell(finding, record.scaler or scaler, what)
+                self._tell(finding, record.scaler or scaler, what, step, record)
                 return
         self.live.arm()
         if self._is_new(("elsewhere",)):
-            say(message.elsewhere(what, findings))
+            self._emit(message.elsewhere(what, findings, step))
+            if not findings and self.options.stop:
+                self._count()  # more is not to be had
 
     def _is_new(self, key: tuple[Any, ...]) -> bool:
         self.told[key] = self.told.get(key, 0) + 1
         return self.told[key] == 1
 
-    def _tell(self, finding: Finding, scaler: Any, what: str) -> None:
-        if finding.event is None or (finding.event.op == "parameter" and self.told):
+    def _tell(self, finding: Finding, scaler: Any, what: str, step: int, record: Record | None = None) -> None:
+        event = finding.event
+        if event is None or (event.op == "parameter" and self.told):
             return  # weights that are lost are what a fault leaves behind: it was told
-        if not self._is_new(finding.event.key):
+        if not self._is_new(event.key):
             return
+        written = None
+        model = None if record is None else record.model()
+        if event.op == "parameter" and model is not None:
+            written = self._written(dict(model.named_parameters()).get(event.place.module or ""))
+        self._emit(message.fault(finding, scaler, what, step, written))
+        if self.options.ranges and record is not None:
+            self._measure(record, step)
+        self._count()
+
+    def _written(self, param: torch.Tensor | None) -> tuple[int, weights.Written] | None:
+        """The step that wrote ``param``, which is not finite, and how."""
+        if param is None:
+            return None
+        stepper, found = weights.stepper_of(param), weights.half_of_master(param)
+        return None if stepper is None or found is None else (self._steps(stepper).made, found)
+
+    def _measure(self, record: Record, step: int) -> None:
+        model = record.model()
+        if model is None or not runs_alone(model):
+            return
+        try:
+            found = ranges.measure(record)
+        except Exception as problem:  # as above
+            self._not_run_again(problem)
+            return
+        if found is not None:
+            scale = 1.0 if record.scaler is None else float(record.scaler.loss_scale())
+            self._emit(ranges.ranges_message(found, type(model).__name__, step, scale))
+
+    def _not_run_again(self, problem: Exception) -> None:
+        self._emit(Message("note", f"the batch could not be run again: {type(problem).__name__}: {problem}"))
+
+    def _emit(self, one: Message) -> None:
+        one.emit(self.options.json)
+
+    def _count(self) -> None:
+        """One more explanation was given: end the script after the last, if that was asked for."""
         self.left -= 1
-        say(message.explain(finding, scaler, what))
-        if self.left == 0:
-            say("ampcompat explain: that was the last explanation; amp.explain_overflows(limit=...) sets how many.")
-            self.records.clear()
+        if self.left > 0:
+            return
+        self.records.clear()
+        if not self.options.stop:
+            hint = "that was the last explanation; amp.explain_overflows(limit=...) sets how many."
+            self._emit(Message("note", hint))
+            return
+        given = f"{self.options.limit} explanation{'s' if self.options.limit > 1 else ''}"
+        self._emit(Message("end", f"the script ends here, after {given}, as asked."))
+        raise SystemExit(1)

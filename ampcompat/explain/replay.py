@@ -54,22 +54,11 @@ def replay(record: Record, backward: bool) -> Finding | None:
     places = Places(names, sys._getframe())
     places.modules.append(("", finding.model))  # its forward is called past the hooks that would say so
     probe = Probe(places)
-    leaves: list[torch.Tensor] = []
-
-    def detached(tensor: torch.Tensor) -> torch.Tensor:
-        copy = tensor.detach().clone()  # the forward may write into it
-        if tensor.requires_grad:
-            leaves.append(copy.requires_grad_())
-        return copy
-
-    args, kwargs = map_tensors(record.args, detached), map_tensors(record.kwargs, detached)
-    for number, tensor in enumerate(tensors_in((args, kwargs))):
-        probe.given(tensor, "input", str(number))
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        probe.given(tensor, "parameter", name)
-    with _unobserved(), as_it_was(record, model), torch.enable_grad(), places:
-        # A tensor that wants gradients must not be written in place as a leaf; the run's was none.
-        args, kwargs = map_tensors((args, kwargs), lambda t: t.view_as(t) if t.requires_grad else t)
+    with run_again(record, model) as (args, kwargs, leaves), places:
+        for number, tensor in enumerate(tensors_in((args, kwargs))):
+            probe.given(tensor, "input", str(number))
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            probe.given(tensor, "parameter", name)
         with probe:
             output = model.forward(*args, **kwargs)
         outputs = list(tensors_in(output))
@@ -77,6 +66,26 @@ def replay(record: Record, backward: bool) -> Finding | None:
         if finding.event is None and backward:
             finding.event = _backward(record, model, outputs, leaves, probe, finding)
     return finding
+
+
+@contextlib.contextmanager
+def run_again(record: Record, model: torch.nn.Module) -> Iterator[tuple[Any, Any, list[torch.Tensor]]]:
+    """Inside: everything as at the recorded forward, unobserved, grad on. Afterwards: as outside, bitwise.
+
+    Yields copies of the arguments, positional and by keyword, and those leaves among them that want gradients.
+    """
+    leaves: list[torch.Tensor] = []
+
+    def detached(tensor: torch.Tensor) -> torch.Tensor:
+        copy = tensor.detach().clone()  # the forward may write into it
+        if not tensor.requires_grad:
+            return copy
+        leaves.append(copy.requires_grad_())
+        return copy.view_as(copy)  # what wants gradients must not be written in place as a leaf; the run's was none
+
+    with _unobserved(), as_it_was(record, model), torch.enable_grad():
+        args, kwargs = map_tensors(record.args, detached), map_tensors(record.kwargs, detached)
+        yield args, kwargs, leaves
 
 
 def _backward(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+
+from ampcompat.amp.observers import observers
+from ampcompat.report.processes import VARIABLE
 from ampcompat.report.receipt import Receipt
 
-__all__ = ["Receipt", "report"]
+__all__ = ["Receipt", "report", "report_as_asked"]
+
+STEPS = 3
 
 
-def report(steps: int = 3) -> Receipt:
+def report(steps: int = STEPS) -> Receipt:
     """Observe what runs from here on.
 
     Every op of the first ``steps`` optimizer steps is counted, below autocast, where its dtype is what the device sees;
@@ -27,3 +33,10 @@ def report(steps: int = 3) -> Receipt:
     receipt = Receipt(steps)
     receipt.start()
     return receipt
+
+
+def report_as_asked() -> None:
+    """Count in a process that a script under ``ampcompat run --receipt`` has started, from its ``initialize`` on."""
+    folder = os.environ.get(VARIABLE, "")
+    if os.path.isdir(folder) and not any(isinstance(one, Receipt) for one in observers()):
+        Receipt(STEPS, folder).start_as_child()

@@ -6,32 +6,50 @@ import json
 from html import escape
 from typing import Any
 
-from ampcompat.report import svg
-from ampcompat.report.text import bytes_text, flops_text, half_share, memory_rows, parameter_rows
+from ampcompat.report import processes, svg
+from ampcompat.report.text import bytes_text, half_share, memory_rows, parameter_rows, repay_rows, run_rows, unit
 
 _STYLE = """
-:root { --ink: #1b1f24; --faint: #6a737d; --line: #d8dee4; --paper: #fff; --half: #1a7f5a; --wide: #b7bec7;
+.receipt { --ink: #1b1f24; --faint: #6a737d; --line: #d8dee4; --paper: #fff; --half: #1a7f5a; --wide: #b7bec7;
   --other: #d4a72c; --skip: #cf222e; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --faint: #8b949e; --line: #30363d; --paper: #0d1117;
+@media (prefers-color-scheme: dark) { .receipt { --ink: #e6edf3; --faint: #8b949e; --line: #30363d; --paper: #0d1117;
   --half: #3fb98a; --wide: #57606a; --other: #d4a72c; --skip: #ff7b72; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 760px;
+.receipt { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 760px;
   margin: 2em auto; padding: 0 1em; }
-h1 { font-size: 1.5em; margin-bottom: 0; } h2 { font-size: 1.1em; margin: 2em 0 .4em; }
-.sub, .legend { color: var(--faint); } .lead { font-size: 1.15em; font-weight: 600; }
-table { border-collapse: collapse; width: 100%; font-size: .9em; }
-th, td { text-align: left; padding: .25em .8em .25em 0; border-bottom: 1px solid var(--line); }
-svg { max-width: 100%; height: auto; } svg text { fill: var(--ink); font-size: 12px; }
-text.label { text-anchor: end; } text.tick { text-anchor: middle; fill: var(--faint); } tspan { font-size: 9px; }
-.half { fill: var(--half); } .wide { fill: var(--wide); } .other { fill: var(--other); } .grid { stroke: var(--line); }
-.line { fill: none; stroke: var(--half); stroke-width: 2; } .line1 { stroke: var(--other); }
-.line2 { stroke: var(--faint); } .line3 { stroke: var(--wide); } .skip { fill: var(--skip); }
-.key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
+.receipt h1 { font-size: 1.5em; margin-bottom: 0; } .receipt h2 { font-size: 1.1em; margin: 2em 0 .4em; }
+.receipt .sub, .receipt .legend { color: var(--faint); } .receipt .lead { font-size: 1.15em; font-weight: 600; }
+.receipt table { border-collapse: collapse; width: 100%; font-size: .9em; }
+.receipt th, .receipt td { text-align: left; padding: .25em .8em .25em 0; border-bottom: 1px solid var(--line);
+  overflow-wrap: anywhere; }
+.receipt svg { max-width: 100%; height: auto; } .receipt svg text { fill: var(--ink); font-size: 12px; }
+.receipt text.label { text-anchor: end; } .receipt text.tick { text-anchor: middle; fill: var(--faint); }
+.receipt tspan { font-size: 9px; } .receipt .half { fill: var(--half); } .receipt .wide { fill: var(--wide); }
+.receipt .other { fill: var(--other); } .receipt .grid { stroke: var(--line); }
+.receipt .line { fill: none; stroke: var(--half); stroke-width: 2; } .receipt .line1 { stroke: var(--other); }
+.receipt .line2 { stroke: var(--faint); } .receipt .line3 { stroke: var(--wide); } .receipt .skip { fill: var(--skip); }
+.receipt .key { display: inline-block; width: .8em; height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
 """
 
 
 def render(facts: dict[str, Any]) -> str:
-    """The whole page."""
-    setting, steps = facts["setting"], max(facts["traced_steps"], 1)
+    """The whole page, with the data in it."""
+    data = json.dumps(facts).replace("<", "\\u003c")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Precision receipt</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
+        f'<body class="receipt">{_body(facts)}'
+        f'<script type="application/json" id="receipt">{data}</script></body></html>\n'
+    )
+
+
+def fragment(facts: dict[str, Any]) -> str:
+    """The same as a part of another page, whose own looks it leaves alone."""
+    return f'<style>{_STYLE}</style><div class="receipt">{_body(facts)}</div>'
+
+
+def _body(facts: dict[str, Any]) -> str:
+    setting = facts["setting"]
+    steps, each = unit(facts)
     lead, *others = facts["sentences"]
     half = setting["half"] or "half"
     about = [
@@ -53,11 +71,11 @@ def render(facts: dict[str, Any]) -> str:
     )
     flops = [(direction, _per_step(counts, steps)) for direction, counts in facts["flops"].items() if counts]
     ops = [(direction, _per_step(counts, steps)) for direction, counts in facts["ops"].items() if counts]
-    parts += [_section("FLOPs a step", legend + svg.bars(flops))] if flops else []
-    parts += [_section("Ops a step", legend + svg.bars(ops, lambda n: f"{n:.0f}"))] if ops else []
+    parts += [_section(f"FLOPs {each}", legend + svg.bars(flops))] if flops else []
+    parts += [_section(f"Ops {each}", legend + svg.bars(ops, lambda n: f"{n:.0f}"))] if ops else []
     if facts["modules"]:
         rows = [(m["module"], _per_step(m["flops"], steps)) for m in facts["modules"][:20]]
-        parts.append(_section("Forward FLOPs a step, by module", legend + svg.bars(rows)))
+        parts.append(_section(f"Forward FLOPs {each}, by module", legend + svg.bars(rows)))
     if facts["history"] and facts["setting"]["half"]:
         colours = ("half", "other", "faint", "wide")
         scalers = range(len(facts["history"][0]["scales"]))
@@ -69,9 +87,9 @@ def render(facts: dict[str, Any]) -> str:
     parts.append(_section("Parameters", _table(["dtype", "parameters", "modules"], parameter_rows(facts))))
     casts = [[c["from"], c["to"], str(c["count"]), bytes_text(c["bytes"])] for c in facts["casts"]]
     parts.append(_section("Casts", _table(["from", "to", "casts", "bytes"], casts)))
-    repay = [[r["op"], r["module"], r["shapes"], flops_text(r["flops"] / steps)] for r in facts["would_repay"]]
-    columns = ["op", "module", "shapes", "FLOPs a step"]
-    parts.append(_section("Float32 products that would most repay half precision", _table(columns, repay)))
+    columns = ["op", "module", "shapes", f"FLOPs {each}", "why float32"]
+    repay = _table(columns, repay_rows(facts))
+    parts.append(_section("Float32 products that would most repay half precision", repay))
     odd = [[r["op"], r["module"], r["shapes"], ", ".join(map(str, r["odd"]))] for r in facts["odd_products"][:20]]
     columns = ["op", "module", "shapes", "dimensions"]
     parts.append(_section("Half products with dimensions that are no multiple of 8", _table(columns, odd)))
@@ -79,12 +97,9 @@ def render(facts: dict[str, Any]) -> str:
     parts.append(_section("Share in half, by module", _table(["module", "forward FLOPs in half"], held)))
     modules = [[p["module"] or p["type"], p["type"], p["dtype"], f"{p['count']:,}"] for p in facts["parameters"]]
     parts.append(_section("Parameters by module", _table(["module", "type", "dtype", "parameters"], modules)))
-    data = json.dumps(facts).replace("<", "\\u003c")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Precision receipt</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head><body>{"".join(parts)}'
-        f'<script type="application/json" id="receipt">{data}</script></body></html>\n'
-    )
+    parts.append(_section("Processes", _table(processes.COLUMNS, processes.table_rows(facts))))
+    parts.append(_section("Run", _table([], run_rows(facts))))
+    return "".join(parts)
 
 
 def _per_step(counts: dict[str, int], steps: int) -> dict[str, float]:
@@ -99,5 +114,6 @@ def _table(columns: list[str], rows: list[list[str]]) -> str:
     if not rows:
         return ""
     head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    head = f"<tr>{head}</tr>" if head else ""
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    return f"<table>{head}{body}</table>"

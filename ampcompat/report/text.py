@@ -4,12 +4,42 @@ from __future__ import annotations
 
 from typing import Any
 
+from ampcompat.report import processes
 from ampcompat.report.trace import is_half
+
+#: Rows shown of long tables; the JSON has all.
+TOP = 10
+
+
+def unit(facts: dict[str, Any]) -> tuple[int, str]:
+    """What counts are divided by, and what they are then: of a step, if whole steps were traced and nothing else."""
+    return (facts["traced_steps"], "a step") if facts["whole_steps"] else (1, "in all")
+
+
+def traced(facts: dict[str, Any]) -> str:
+    """Of what the ops are."""
+    steps, several = facts["traced_steps"], len(facts["processes"]) > 1
+    if facts["whole_steps"]:
+        return f"{steps} traced steps" + (f" of {len(facts['processes'])} processes" if several else "")
+    if not steps:
+        return "the script, of which no optimizer step was traced"
+    return f"the script, {steps} whole steps among them"
+
+
+def run_rows(facts: dict[str, Any]) -> list[list[str]]:
+    """What was run, when, and on what."""
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
+    return [
+        ["script", " ".join([facts["script"], *facts["arguments"]])],
+        ["date", f"{facts['date']}, {facts['seconds']:g} s"],
+        ["versions", versions],
+    ]
 
 
 def render(facts: dict[str, Any]) -> str:
     """Sentences, then tables."""
-    setting, steps = facts["setting"], max(facts["traced_steps"], 1)
+    setting = facts["setting"]
+    steps, each = unit(facts)
     head = f"precision receipt: opt_level {setting['opt_level']}, half is {setting['half'] or 'not used'}"
     parts = ["\n".join([head, *(f"  {sentence}" for sentence in facts["sentences"])])]
     rows = [
@@ -17,7 +47,7 @@ def render(facts: dict[str, Any]) -> str:
         for direction, counts in facts["ops"].items()
         for dtype, count in counts.items()
     ]
-    parts.append(table(f"ops in {facts['traced_steps']} traced steps", ["pass", "dtype", "ops", "FLOPs"], rows))
+    parts.append(table(f"ops in {traced(facts)}", ["pass", "dtype", "ops", "FLOPs"], rows))
     parts.append(
         table(
             "casts",
@@ -28,10 +58,10 @@ def render(facts: dict[str, Any]) -> str:
     parts.append(
         table(
             "forward FLOPs by module",
-            ["module", "in half", "FLOPs a step"],
+            ["module", "in half", f"FLOPs {each}"],
             [
                 [m["module"], f"{100 * half_share(m['flops']):.0f} %", flops_text(sum(m["flops"].values()) / steps)]
-                for m in facts["modules"][:10]
+                for m in facts["modules"][:TOP]
             ],
         )
     )
@@ -40,17 +70,19 @@ def render(facts: dict[str, Any]) -> str:
     parts.append(
         table(
             "float32 products that would most repay half precision",
-            ["op", "module", "shapes", "FLOPs a step"],
-            [[r["op"], r["module"], r["shapes"], flops_text(r["flops"] / steps)] for r in facts["would_repay"]],
+            ["op", "module", "shapes", f"FLOPs {each}", "why float32"],
+            repay_rows(facts),
         )
     )
     parts.append(
         table(
             "half products with dimensions that are no multiple of 8",
             ["op", "module", "shapes", "dimensions"],
-            [[r["op"], r["module"], r["shapes"], ", ".join(map(str, r["odd"]))] for r in facts["odd_products"][:10]],
+            [[r["op"], r["module"], r["shapes"], ", ".join(map(str, r["odd"]))] for r in facts["odd_products"][:TOP]],
         )
     )
+    parts.append(table("processes", processes.COLUMNS, processes.table_rows(facts)))
+    parts.append(table("run", ["", ""], run_rows(facts)))
     return "\n\n".join(filter(None, parts))
 
 
@@ -78,14 +110,24 @@ def parameter_rows(facts: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def repay_rows(facts: dict[str, Any]) -> list[list[str]]:
+    """Float32 products, largest first, and why they are not half."""
+    steps, _ = unit(facts)
+    return [
+        [r["op"], r["module"], r["shapes"], flops_text(r["flops"] / steps), r["reason"]]
+        for r in facts["would_repay"][:TOP]
+    ]
+
+
 def memory_rows(facts: dict[str, Any]) -> list[list[str]]:
     """Memory now and as it would be in float32."""
-    memory, steps = facts["memory"], max(facts["traced_steps"], 1)
+    memory = facts["memory"]
+    steps, each = unit(facts)
     now, wide = (memory[key] / steps for key in ("forward_results", "forward_results_in_float32"))
     rows = [
         ["weights and buffers", bytes_text(memory["weights"]), bytes_text(memory["weights_in_float32"])],
         ["master weights", bytes_text(memory["masters"]), bytes_text(0)],
-        ["forward results a step", bytes_text(now), bytes_text(wide)],
+        [f"forward results {each}", bytes_text(now), bytes_text(wide)],
     ]
     if memory["peak"] is not None:
         rows.append(["peak on the device", bytes_text(memory["peak"]), ""])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat.amp import functions, rules
+from ampcompat.amp.keep_fp32 import BorderPolicy
 from ampcompat.explain.tensors import HALVES, readable, tensors_in
 
 #: Multiplications of these dimensions run on tensor cores without padding.
@@ -18,12 +22,30 @@ MULTIPLE = 8
 
 
 class Product(NamedTuple):
-    """A matrix product, convolution or attention: what FLOPs are counted of."""
+    """A matrix product, convolution or attention: what FLOPs are counted of; and why it is not half, if known."""
 
     op: str
     module: str
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
+    reason: str = ""
+
+
+class Called(NamedTuple):
+    """A module whose forward is running.
+
+    Attributes:
+        name: Qualified, or its class name.
+        given: Whether it or a module around it is one that ``initialize`` was given.
+        kept: Whether it or a module around it is kept in float32.
+    """
+
+    name: str
+    given: bool
+    kept: bool
+
+
+OUTSIDE = Called("(outside of modules)", given=False, kept=False)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -58,9 +80,16 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.results: Counter[str] = Counter()
         self.cast_results = 0
         self.handles: list[Any] = []
-        self.modules: list[str] = []
+        self.modules: list[Called] = []
         self.names: dict[int, str] = {}
         self.running = False
+
+    def forget(self) -> None:
+        """Begin the counts anew."""
+        counters: tuple[Counter[Any], ...] = (self.ops, self.flops, self.module_flops, self.products, self.calls)
+        for counter in (*counters, self.casts, self.cast_bytes, self.results):
+            counter.clear()
+        self.cast_results = 0
 
     def start(self) -> None:
         """Count from here on."""
@@ -88,7 +117,10 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 for name, inner in model.named_modules():
                     self.names[id(inner)] = ".".join(filter(None, (root, name))) or type(model).__name__
             self.names.setdefault(id(module), type(module).__name__)
-        self.modules.append(self.names[id(module)])
+        around = self.modules[-1] if self.modules else OUTSIDE
+        given = around.given or module in state.models.live
+        kept = around.kept or isinstance(module.__dict__.get("_amp_policy"), BorderPolicy)
+        self.modules.append(Called(self.names[id(module)], given, kept))
 
     def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self.modules:
@@ -142,12 +174,53 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = formula(*args, **kwargs, out_val=result)
         self.flops[direction, dtype] += flops
         if direction != "backward":
-            module = self.modules[-1] if self.modules else "(outside of modules)"
+            called = self.modules[-1] if self.modules else OUTSIDE
             shapes = tuple(tuple(t.shape) for t in inputs if t.dim() > 1)
-            product = Product(func.overloadpacket.__name__, module, dtype, shapes)
+            reason = "" if is_half(dtype) else _reason(called, dtype, inputs[0].device.type)
+            product = Product(func.overloadpacket.__name__, called.name, dtype, shapes, reason)
             self.products[product] += flops
             self.calls[product] += 1
-            self.module_flops[module, dtype] += flops
+            self.module_flops[called.name, dtype] += flops
+
+
+def _reason(called: Called, dtype: str, device_type: str) -> str:
+    """Why a product of the forward is not half where half is on; "" where that is not known."""
+    latest, thread = state.session, state.casts.thread
+    if latest is None or not latest.enabled or not (latest.policy.half or latest.policy.casts.enabled):
+        return ""
+    listed = _casting_function()
+    if dtype == "float64":
+        reason = "its inputs are float64"
+    elif thread.disabled:
+        reason = "under disable_casts"
+    elif called.kept:
+        reason = "kept in float32"
+    elif listed:
+        reason = listed
+    elif thread.regions.get(device_type):
+        reason = "in a region of torch.autocast"
+    elif thread.off:
+        reason = "in an optimizer step"
+    elif not called.given and latest.policy.half is not None and not latest.policy.casts.enabled:
+        reason = "not given to initialize"
+    else:
+        reason = ""
+    return reason
+
+
+def _casting_function() -> str:
+    """Which function of the float list, or registered as a float function, the op that runs is inside of."""
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        if frame.f_code.co_name == "kernel" and frame.f_code.co_filename == rules.__file__:
+            op = _torch.op_name(frame.f_locals["call"]).removeprefix("aten::")
+            promotes = frame.f_locals["target"] is not None
+            return f"{op} takes its widest input's dtype" if promotes else f"{op} is on the float list"
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == functions.__file__:
+            name = getattr(frame.f_locals.get("function"), "__name__", "a function")
+            return f"{name} is registered as a float function"
+        frame = frame.f_back
+    return ""
 
 
 def is_half(dtype: str) -> bool:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ampcompat import cli
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, torch
@@ -37,7 +39,7 @@ def test_every_option_at_once_and_the_exit_status_is_the_scripts(tmp_path):
     done = run(tmp_path, "--explain", "--receipt=r.html", "--keep-fp32", "1", status=3)
     assert done.returncode == 3, done.stderr
     assert "AMPCOMPAT_KEEP_FP32: '1' keeps 1 in float32." in done.stdout
-    assert "the cast to float16" in done.stdout
+    assert "the cast to float16" in done.stderr
     assert "wrote the precision receipt to r.html" in done.stdout
     assert "1 of 2 optimizer steps were skipped" in (tmp_path / "r.html").read_text()
 
@@ -46,7 +48,7 @@ def test_a_receipt_on_the_terminal_and_as_data(tmp_path):
     done = run(tmp_path, "--receipt")
     assert done.returncode == 0, done.stderr
     assert "Half precision is on: 100.0 % of the FLOPs ran in float16." in done.stdout
-    assert "ampcompat explain" not in done.stdout
+    assert "ampcompat explain" not in done.stderr
     run(tmp_path, "--receipt=r.json")
     facts = json.loads((tmp_path / "r.json").read_text())
     assert facts["skipped"] == 1
@@ -104,13 +106,105 @@ def watch_children(tmp_path, how):
 
 
 @pytest.mark.parametrize("how", ["subprocess", "spawn", "fork"])
-def test_processes_that_a_script_starts_explain_and_the_receipt_says_what_it_lacks(tmp_path, how):
+def test_processes_that_a_script_starts_explain_and_are_in_the_receipt(tmp_path, how):
     done = watch_children(tmp_path, how)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("ampcompat explain: A step was skipped.") == 1
-    assert "left the range of float16" in done.stdout
-    assert done.stdout.count("precision receipt:") == 1
-    assert "amp.initialize was not called in this process; what a script starts in others is not" in done.stdout
+    assert done.stderr.count("ampcompat explain: A step was skipped.") == 1
+    assert "left the range of float16" in done.stderr
+    assert done.stdout.count("precision receipt: opt_level O1") == 1
+    assert "1 of 1 optimizer steps were skipped" in done.stdout
+
+
+def test_ranks_are_added_up_and_one_that_was_killed_is_named(tmp_path):
+    (tmp_path / "ranks.py").write_text(RANKS)
+    done = run_file(tmp_path, "--receipt=r.json", "ranks.py", "spawn")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads((tmp_path / "r.json").read_text())
+    assert [row["rank"] for row in facts["processes"]] == [0, 1, 2]
+    assert [row["steps"] for row in facts["processes"]][:2] == [4, 4]
+    assert facts["flops"]["forward"] == {"float16": 2 * 3 * (2 * 8 * 8 * 8)}
+    assert "(rank 2) is missing: it called amp.initialize, and was killed," in facts["sentences"][-1]
+    assert facts["script"] == "ranks.py"
+    assert facts["arguments"] == ["spawn"]
+
+
+def run_file(tmp_path, *line):
+    command = [sys.executable, "-m", "ampcompat", "run", *line]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+
+
+RANKS = """
+import os, sys
+import torch
+import torch.multiprocessing as mp
+
+def train(rank):
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "3"
+    from apex import amp
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    if rank == 2:
+        os._exit(0)
+    for _ in range(4):
+        with amp.scale_loss(model(torch.ones(8, 8)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    mp.start_processes(train, nprocs=3, start_method=sys.argv[1])
+"""
+
+
+CRASHES = """
+from apex import amp
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+for _ in range(2):
+    with amp.scale_loss(model(torch.ones(8, 8)).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+raise KeyError("no such batch")
+"""
+
+
+def test_the_receipt_of_a_script_that_crashes_says_so(tmp_path):
+    (tmp_path / "crashes.py").write_text(CRASHES)
+    done = run_file(tmp_path, "--receipt=r.json", "crashes.py", "--lr", "0.1")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "KeyError: 'no such batch'"
+    facts = json.loads((tmp_path / "r.json").read_text())
+    assert facts["error"] == {"type": "KeyError", "message": "'no such batch'"}
+    assert facts["sentences"][0] == "The script crashed after 2 optimizer steps: KeyError: 'no such batch'"
+    assert (facts["script"], facts["arguments"]) == ("crashes.py", ["--lr", "0.1"])
+
+
+def explained(text):
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def test_explain_as_lines_of_json_until_the_first_fault(tmp_path):
+    done = run(tmp_path, "--explain=json,first,ranges", status=3)
+    assert done.returncode == 1  # the script's own 3 is never reached
+    assert "ampcompat explain" not in done.stdout + done.stderr
+    told = explained(done.stderr)
+    assert [one["explain"] for one in told] == ["ranges", "fault", "ranges", "end"]
+    fault = told[1]
+    assert (fault["op"], fault["step"], fault["pass"], fault["largest"]) == ("_to_copy", 2, "forward", 1e6)
+    assert {"file", "line", "source", "cures", "module", "dtype"} <= set(fault)
+    rows = {(row["module"], row["pass"]): row for row in told[0]["rows"]}
+    assert {key for key in rows if key[0]} == {(name, way) for name in "01" for way in ("forward", "backward")}
+    assert told[0]["step"] == 1
+
+
+def test_words_of_explain_that_mean_nothing_are_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "--explain=jsno", "script.py"])
+    assert ended.value.code == 2
+    assert "--explain='jsno' - 'jsno' is none of its words - write 'json', 'ranges'," in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -67,7 +67,7 @@ def test_wo_of_t5(capsys, level):
     torch.manual_seed(0)
     options = {"loss_scale": "dynamic"} if level == "O3" else {}
     lose_a_step(T5Like(), torch.ones(4, 16), level, **options)
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert "(aten::" in entry["what"]
     assert "left the range of float16" in entry["what"]
     assert entry["where"].startswith("block.1.wo (Linear), in T5Like")
@@ -88,7 +88,7 @@ def test_the_cure_of_t5_cures(capsys, monkeypatch, level, keep):
         monkeypatch.setenv("AMPCOMPAT_DTYPE", "bfloat16")
     _, optimizer = lose_a_step(T5Like(), torch.ones(4, 16), level, keep_fp32=keep)
     assert not amp.step_was_skipped(optimizer)
-    assert "ampcompat explain" not in capsys.readouterr().out
+    assert "ampcompat explain" not in capsys.readouterr().err
 
 
 class Attention(nn.Module):
@@ -109,7 +109,7 @@ class Attention(nn.Module):
 def test_minus_1e9_in_a_mask(capsys):
     torch.manual_seed(0)
     lose_a_step(Attention(fill=-1e9), torch.randn(2, 4, 8))
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert "aten::mul" in entry["what"]
     assert "(1 - keep) * self.fill" in entry["line"]
     assert "became NaN in softmax" in entry["then"]
@@ -126,7 +126,7 @@ def test_a_mask_that_softmax_turns_into_zeros_is_not_blamed(capsys):
             return torch.softmax(scores + mask, -1) * 3e38 * 10
 
     lose_a_step(Masked(), torch.randn(2, 4, 8))
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert "3e38 * 10" in entry["line"]
     assert "float32" in entry["what"]
 
@@ -134,7 +134,7 @@ def test_a_mask_that_softmax_turns_into_zeros_is_not_blamed(capsys):
 def test_exploding_attention_logits(capsys):
     torch.manual_seed(0)
     lose_a_step(Attention(sharp=400.0), torch.randn(2, 4, 8))
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert "bmm" in entry["what"]
     assert "torch.bmm(q * self.sharp" in entry["line"]
     assert entry["where"] == "Attention itself"
@@ -157,7 +157,7 @@ def test_an_eps_that_float16_does_not_have(capsys):
     nn.init.zeros_(model.fc.weight)
     nn.init.zeros_(model.fc.bias)
     lose_a_step(model, torch.randn(4, 8))
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert "aten::div" in entry["what"]
     assert "+ 1e-8)" in entry["line"]
     assert "eps=1e-08 is 0 in float16" in entry["cure"]
@@ -176,7 +176,7 @@ class Head(nn.Module):
 
 def test_log_of_zero(capsys):
     lose_a_step(Head(lambda y: torch.log(F.relu(y))), torch.randn(4, 8))
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert entry["what"].startswith("aten::log gave a result that is not finite, in float32")
     assert "torch.log(F.relu(y))" in entry["line"]
     assert "inf, in float32 as well" in entry["largest"]
@@ -188,7 +188,7 @@ def test_division_by_a_zero_norm(capsys):
     nn.init.zeros_(model.fc.weight)
     nn.init.zeros_(model.fc.bias)
     lose_a_step(model, torch.randn(4, 8))
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert "aten::div" in entry["what"]
     assert "y.norm(dim=-1" in entry["line"]
     assert "a division by zero (4 zeros)" in entry["cure"]
@@ -200,7 +200,7 @@ def test_a_bad_batch(capsys, value):
     x = torch.randn(4, 8)
     x[2, 3] = value
     lose_a_step(Head(torch.tanh), x)
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert entry["what"] == "input 0 was not finite before the forward"
     assert entry["where"] == "Head"
     assert "no matter of precision: look at the data loader" in entry["cure"]
@@ -208,7 +208,7 @@ def test_a_bad_batch(capsys, value):
 
 def test_a_batch_beyond_float16_at_o2(capsys):
     lose_a_step(Head(torch.tanh), torch.full((4, 8), 1e5), "O2")
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert entry["what"].startswith("the cast to float16")
     assert entry["largest"].startswith("100000 ")
 
@@ -216,7 +216,7 @@ def test_a_batch_beyond_float16_at_o2(capsys):
 def test_born_in_backward_only(capsys):
     torch.manual_seed(0)
     lose_a_step(Head(lambda y: y), torch.randn(4, 8), "O2", loss_of=lambda y: (y * 50).sum())
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert entry["pass"] == "backward"
     assert "left the range of float16" in entry["what"]
     assert float(entry["largest"].split()[0]) > 65504
@@ -228,7 +228,7 @@ def test_the_root_of_zero_is_finite_forward_and_not_backward(capsys):
     nn.init.zeros_(model.fc.weight)
     nn.init.zeros_(model.fc.bias)
     lose_a_step(model, torch.randn(4, 8), "O1", loss_of=lambda y: y.mean())
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert entry["pass"] == "backward"
     assert "sum(-1).sqrt()" in entry["line"]
     assert "(x + 1e-6).sqrt()" in entry["cure"]
@@ -237,7 +237,7 @@ def test_the_root_of_zero_is_finite_forward_and_not_backward(capsys):
 @pytest.mark.parametrize("level", ["O0", "O3"])
 def test_where_nothing_skips(capsys, level):
     lose_a_step(Head(lambda y: torch.log(F.relu(y))), torch.randn(4, 8), level)
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert entry["head"] == "The loss is not finite."
     assert "log(F.relu(y))" in entry["line"]
 
@@ -247,7 +247,7 @@ def test_a_gradient_at_o0(capsys):
     nn.init.zeros_(model.fc.weight)
     nn.init.zeros_(model.fc.bias)
     lose_a_step(model, torch.randn(4, 8), "O0", loss_of=lambda y: y.mean())
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert entry["head"] == "A gradient is not finite."
     assert "sqrt" in entry["line"]
 
@@ -257,7 +257,7 @@ def test_weights_that_an_earlier_step_lost(capsys):
     with torch.no_grad():
         model.fc.weight[0, 0] = float("nan")
     lose_a_step(model, torch.randn(4, 8))
-    (entry,) = fields(capsys.readouterr().out)
+    (entry,) = fields(capsys.readouterr().err)
     assert entry["what"] == "parameter fc.weight was not finite before the forward"
 
 
@@ -272,7 +272,7 @@ def log_of_zero_outside(y):
 )
 def test_a_loss_function_is_watched_after_the_first_time(capsys, loss_of, line):
     lose_a_step(Head(torch.tanh), torch.randn(4, 8), loss_of=loss_of, steps=3)
-    first, second = fields(capsys.readouterr().out)
+    first, second = fields(capsys.readouterr().err)
     assert "That code is watched from now on" in first["head"]
     assert "outside of any module" in second["where"]
     assert line in second["line"]

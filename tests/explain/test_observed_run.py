@@ -71,9 +71,9 @@ def test_bitwise_the_same_run(level, accumulate, capsys):
     from ampcompat._state import state
 
     state.reset()
-    assert "ampcompat explain" not in capsys.readouterr().out
+    assert "ampcompat explain" not in capsys.readouterr().err
     watched = run(level, True, accumulate)
-    assert "ampcompat explain" in capsys.readouterr().out
+    assert "ampcompat explain" in capsys.readouterr().err
     assert len(plain) == len(watched)
     for a, b in zip(plain, watched, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
@@ -81,7 +81,7 @@ def test_bitwise_the_same_run(level, accumulate, capsys):
 
 def test_a_fused_optimizer_is_asked_at_the_next_block(capsys):
     run("O1", True, fused=True)
-    assert "ampcompat explain: A step was skipped." in capsys.readouterr().out
+    assert "ampcompat explain: A step was skipped." in capsys.readouterr().err
 
 
 def test_the_replay_sees_the_same_random_numbers_and_buffers():
@@ -182,7 +182,7 @@ def test_a_fault_is_told_once_and_the_limit_ends_it(capsys):
             scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert out.count("input 0 was not finite") == 1
     assert out.count("left the range of float16") == 1
     assert out.count("that was the last explanation") == 1
@@ -207,7 +207,7 @@ def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
     with amp.scale_loss(model(torch.full((2, 4), float("nan"))).mean(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
-    assert "could not be run again: RuntimeError: only once" in capsys.readouterr().out
+    assert "could not be run again: RuntimeError: only once" in capsys.readouterr().err
     assert observers()
     assert torch.is_autocast_enabled("cpu")
 
@@ -222,7 +222,7 @@ def test_inputs_that_were_written_since_are_mentioned(capsys):
         scaled.backward()
     x.fill_(float("inf"))
     optimizer.step()
-    assert "The inputs were written since the forward" in capsys.readouterr().out
+    assert "The inputs were written since the forward" in capsys.readouterr().err
 
 
 def test_two_models_and_the_one_at_fault(capsys):
@@ -246,7 +246,7 @@ def test_two_models_and_the_one_at_fault(capsys):
     with amp.scale_loss(d(fake).float().mean(), opt_g, loss_id=1) as scaled:
         scaled.backward()
     opt_g.step()
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert out.count("where     1 (Linear), in Critic") == 1
     assert "in Generator" not in out
 
@@ -276,7 +276,7 @@ def test_the_scale_that_is_named_is_that_of_the_loss(capsys):
         with amp.scale_loss(model(torch.randn(4, 8)).sum() * 0.05, optimizer, loss_id=loss_id) as scaled:
             scaled.backward()
     optimizer.step()
-    assert "without the loss scale of 1.04858e+06 it is" in capsys.readouterr().out
+    assert "without the loss scale of 1.04858e+06 it is" in capsys.readouterr().err
 
 
 def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
@@ -288,7 +288,7 @@ def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
         with amp.scale_loss(model(torch.full((2, 4), 6e4)).pow(2).mean(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert out.count("ampcompat explain: ") == 1
 
 
@@ -305,7 +305,7 @@ def test_a_compiled_model_is_said_to_be_one_that_cannot_be_run_again(capsys, lev
         with amp.scale_loss(fast(torch.full((2, 8), 1e38)).float().pow(2).mean(), optimizer) as scaled:
             scaled.backward()
         optimizer.step()
-    out = capsys.readouterr().out
+    out = capsys.readouterr().err
     assert out.count("ampcompat explain: ") == 1
     assert "Start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on one device" in out
     assert "is watched from now on" not in out
@@ -322,4 +322,4 @@ def test_replicas_are_said_to_be_ones_that_cannot_be_run_again(capsys):
     with amp.scale_loss(replica(torch.full((2, 8), 1e6)).float().mean(), optimizer) as scaled:
         scaled.backward()
     optimizer.step()
-    assert "DataParallel replicas" in capsys.readouterr().out
+    assert "DataParallel replicas" in capsys.readouterr().err

@@ -171,8 +171,8 @@ def test_nothing_in_half_without_initialize():
     receipt = amp.report()
     nn.Linear(8, 8)(torch.ones(1, 8))
     assert receipt.facts()["sentences"][0] == (
-        "Nothing ran in half precision: amp.initialize was not called in this process; what a script starts in others"
-        " is not in its receipt."
+        "Nothing ran in half precision: amp.initialize was not called in this process; what it started is in receipts"
+        " of `ampcompat run` only."
     )
 
 
@@ -369,6 +369,245 @@ def test_a_cpu_without_half_arithmetic(monkeypatch):
 )
 def test_odd_dimensions(product, odd):
     assert odd_dimensions(product) == odd
+
+
+def test_ops_without_a_whole_step_are_totals(tmp_path):
+    receipt = amp.report()
+    model = amp.initialize(nn.Linear(16, 16), opt_level="O1", verbosity=0)
+    for _ in range(5):
+        model(torch.ones(8, 16))
+    facts = receipt.facts()
+    assert (facts["traced_steps"], facts["whole_steps"]) == (0, False)
+    text = str(receipt)
+    assert "ops in the script, of which no optimizer step was traced" in text
+    assert "FLOPs in all" in text
+    assert "forward results in all" in text
+    assert "a step" not in text
+    receipt.write(tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "a step" not in page
+    assert "FLOPs in all" in page
+    receipt.stop()
+
+
+def test_fewer_steps_than_are_traced_are_totals_too():
+    _, receipt = train("O1", steps=2, traced=3)
+    assert receipt.facts()["flops"]["forward"] == {"float16": 2 * 2 * 8 * (16 * 32 + 32 * 10)}
+    assert "ops in the script, 2 whole steps among them" in str(receipt)
+    assert "a step" not in str(receipt)
+    receipt.stop()
+
+
+class Wide(nn.Module):
+    """A wide part, and a narrow one."""
+
+    def __init__(self, disabled=False):
+        super().__init__()
+        self.narrow, self.wide, self.disabled = nn.Linear(8, 8), nn.Linear(8, 256), disabled
+
+    def forward(self, x):
+        x = self.narrow(x).float()
+        if not self.disabled:
+            return self.wide(x)
+        with amp.disable_casts():
+            return self.wide(x)
+
+
+def why(model, level, x=torch.ones(8, 8), outside=lambda y: y, **options):
+    receipt = amp.report(steps=1)
+    model = model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    with amp.scale_loss(outside(model(x)).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    facts = receipt.facts()
+    return facts["sentences"], [(w["reason"], w["modules"]) for w in facts["why_float32"]], str(receipt)
+
+
+def test_mostly_float32_because_modules_are_kept():
+    sentences, reasons, text = why(Wide, "O1", keep_fp32="wide")
+    assert sentences[0] == "Mostly float32: 2.0 % of the FLOPs ran in float16."  # forward 1 of 33, backward 1 of 65
+    assert sentences[1] == "In float32, of the forward: 97.0 % kept in float32 (wide)."
+    assert reasons == [("kept in float32", ["wide"])]
+    assert re.search(r"addmm +wide +.* +kept in float32$", text, re.MULTILINE)
+
+
+def test_mostly_float32_because_of_disable_casts():
+    sentences, reasons, _ = why(lambda: Wide(disabled=True), "O1")
+    assert sentences[0].startswith("Mostly float32: ")
+    assert reasons == [("under disable_casts", ["wide"])]
+
+
+def test_mostly_float32_because_a_model_was_not_given():
+    other = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 8))
+    _, reasons, _ = why(lambda: nn.Linear(8, 8), "O2", outside=other)
+    assert reasons == [("not given to initialize", ["Linear"])]
+
+
+def test_mostly_float32_because_a_function_is_registered():
+    from ampcompat._state import state
+
+    amp.register_float_function(torch, "bmm")
+    try:
+        model = lambda: nn.Linear(8, 8)  # noqa: E731
+        _, reasons, _ = why(model, "O1", outside=lambda y: torch.bmm(y.expand(64, 8, 8), y.expand(64, 8, 8)))
+    finally:
+        state.reset()
+    assert reasons == [("bmm is registered as a float function", ["(outside of modules)"])]
+
+
+def test_mostly_float32_because_of_the_lists(monkeypatch):
+    from ampcompat.amp.lists import torch_overrides
+
+    monkeypatch.setattr(torch_overrides, "FP16_FUNCS", [n for n in torch_overrides.FP16_FUNCS if n != "bmm"])
+    monkeypatch.setattr(torch_overrides, "FP32_FUNCS", [*torch_overrides.FP32_FUNCS, "bmm"])
+    model = lambda: nn.Linear(8, 8)  # noqa: E731
+    _, reasons, _ = why(model, "O1", outside=lambda y: torch.bmm(y.expand(64, 8, 8), y.expand(64, 8, 8)))
+    assert reasons == [("bmm is on the float list", ["(outside of modules)"])]
+
+
+def test_mostly_float32_because_of_float64():
+    other = nn.Linear(8, 256).double()
+    _, reasons, _ = why(lambda: nn.Linear(8, 8), "O1", outside=lambda y: other(y.double()))
+    assert reasons == [("its inputs are float64", ["Linear"])]
+
+
+def test_above_half_of_the_flops_nothing_is_said_of_float32():
+    sentences, reasons, _ = why(Wide, "O1", keep_fp32="narrow")
+    assert sentences[0] == "Half precision is on: 98.0 % of the FLOPs ran in float16."
+    assert reasons == [("kept in float32", ["narrow"])]
+    assert not any("of the forward" in sentence for sentence in sentences)
+
+
+def test_script_arguments_date_and_versions(monkeypatch, tmp_path):
+    import sys
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
+    _, receipt = train("O1")
+    monkeypatch.setattr(sys, "argv", ["changed since"])
+    facts = receipt.facts()
+    assert (facts["script"], facts["arguments"]) == ("train.py", ["--lr", "0.1"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d", facts["date"])
+    assert facts["versions"]["torch"] == torch.__version__
+    assert set(facts["versions"]) == {"ampcompat", "torch", "python", "cuda"}
+    assert re.search(r"script +train.py --lr 0.1$", str(receipt), re.MULTILINE)
+    receipt.write(tmp_path / "r.html")
+    assert "train.py --lr 0.1" in (tmp_path / "r.html").read_text()
+
+
+def test_a_notebook_shows_the_page_as_a_part_of_its_own():
+    _, receipt = train("O1", bad=[1])
+    part = receipt._repr_html_()
+    page = Page()
+    page.feed(part)
+    assert page.open == []
+    assert page.tags[:2] == ["style", "div"]
+    assert "Half precision is on" in "".join(page.text)
+    style = re.sub(r"/\*.*?\*/", "", part[part.index("<style>") + 7 : part.index("</style>")], flags=re.DOTALL)
+    style = style.replace("@media (prefers-color-scheme: dark) {", "")
+    selectors = [one for rule in re.findall(r"([^{}]+)\{", style) for one in rule.split(",")]
+    assert selectors
+    assert all(one.strip().startswith(".receipt") for one in selectors)
+
+
+def test_a_forked_copy_begins_anew(tmp_path, monkeypatch):
+    from ampcompat.report import processes
+    from ampcompat.report import receipt as room
+
+    acts = []
+    monkeypatch.setattr(processes, "at_exit", acts.append)
+    seen = Receipt(1, str(tmp_path))
+    seen.start()
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+
+    def step():
+        with amp.scale_loss(model(torch.ones(8, 8)).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    step()
+    step()
+    before = seen.facts()
+    monkeypatch.setattr(room.os, "getpid", lambda: 4711)
+    monkeypatch.setenv("RANK", "1")
+    step()
+    assert seen.facts()["steps"] == 1
+    (written,) = processes.left(str(tmp_path))
+    assert (written["process"]["pid"], written["process"]["rank"]) == (4711, 1)
+    assert (written["process"]["ended"], written["traced_steps"]) == (False, 1)
+    acts[0]()
+    (written,) = processes.left(str(tmp_path))
+    assert written["process"]["ended"]
+    assert written["flops"]["forward"] == {"float16": before["flops"]["forward"]["float16"]}
+
+
+def left_behind(tmp_path, pid, **changes):
+    """The facts of another process of two steps."""
+    from ampcompat.report import processes
+
+    _, receipt = train("O1", steps=2, traced=2)
+    facts = receipt._own()
+    receipt.stop()
+    facts["process"] = {"pid": pid, "rank": pid, "world": 2, "ended": True, "error": None, **changes.pop("process", {})}
+    (tmp_path / f"{pid}.json").write_text(json.dumps({**facts, **changes}))
+    state.reset()
+    return processes.left(str(tmp_path))
+
+
+def test_processes_are_added_up(tmp_path):
+    one = left_behind(tmp_path, 0)[0]
+    left_behind(tmp_path, 1)
+    receipt = Receipt(2, str(tmp_path))
+    facts = receipt.facts()
+    assert facts["steps"] == 4
+    assert facts["traced_steps"] == 4
+    assert facts["flops"]["forward"] == {"float16": 2 * one["flops"]["forward"]["float16"]}
+    assert facts["modules"][0]["flops"] == {"float16": 2 * one["modules"][0]["flops"]["float16"]}
+    assert {c["count"] for c in facts["casts"]} == {2 * c["count"] for c in one["casts"]}
+    assert facts["setting"]["opt_level"] == "O1"
+    assert facts["sentences"][0] == "Half precision is on: 100.0 % of the FLOPs ran in float16."
+    assert facts["sentences"][-1] == "2 processes trained (ranks 0, 1); their counts are added up."
+    assert "ops in 4 traced steps of 2 processes" in str(receipt)
+    assert re.search(r"^  1 +1 +100.0 % +2 +2 +0$", str(receipt), re.MULTILINE)
+
+
+def test_processes_that_are_missing_are_named(tmp_path):
+    left_behind(tmp_path, 0)
+    left_behind(tmp_path, 1, traced_steps=0, process={"ended": False})
+    left_behind(tmp_path, 2, process={"ended": False})
+    left_behind(tmp_path, 3, process={"error": "ValueError: no"})
+    said = Receipt(2, str(tmp_path)).facts()["sentences"]
+    assert said[-4:] == [
+        "4 processes trained (ranks 0, 1, 2, 3); their counts are added up.",
+        "Process 1 (rank 1) is missing: it called amp.initialize, and was killed, or still runs, before it counted.",
+        "Process 2 (rank 2) was killed, or still runs: its first 2 steps are counted, no more.",
+        "Process 3 (rank 3) crashed: ValueError: no",
+    ]
+
+
+def test_ranks_of_a_launcher_are_named(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "0")
+    _, receipt = train("O1")
+    assert "3 of 4 ranks are not in this receipt, which is of rank 0." in receipt.facts()["sentences"]
+
+
+@pytest.mark.parametrize(
+    ("error", "first"),
+    [
+        (ValueError("no such\nfile"), "The script crashed after 4 optimizer steps: ValueError: no such"),
+        (KeyboardInterrupt(), "The script was interrupted after 4 optimizer steps."),
+        (SystemExit(3), "The script ended with 3."),
+        (SystemExit(0), "Half precision is on: 100.0 % of the FLOPs ran in float16."),
+    ],
+)
+def test_how_the_script_ended_comes_first(error, first):
+    _, receipt = train("O1")
+    receipt.crashed(error)
+    assert receipt.facts()["sentences"][0] == first
 
 
 @pytest.mark.parametrize("steps", [0, -1, 2.5, True, "3"])

@@ -1,0 +1,52 @@
+"""One message of explain: words for people, or a line of JSON, on standard error."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from ampcompat._log import say
+
+
+@dataclass
+class Message:
+    """What is said at once.
+
+    Attributes:
+        kind: "fault", "elsewhere", "weights", "numbers", "ranges", "note" or "end".
+        head: The first line.
+        fields: Labels and texts of the lines below.
+        data: The same as plain data, for JSON.
+    """
+
+    kind: str
+    head: str
+    fields: list[tuple[str, str]] = field(default_factory=list)
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """The lines that people read."""
+        return "\n".join([f"ampcompat explain: {self.head}", *(f"  {name:9} {text}" for name, text in self.fields)])
+
+    def line(self) -> str:
+        """One line of JSON. Numbers that JSON has not are the strings "inf", "-inf" and "nan"."""
+        return json.dumps(_plain({"explain": self.kind, "message": self.head, **self.data}))
+
+    def emit(self, as_json: bool) -> None:
+        """Write it to standard error, on rank 0."""
+        say(self.line() if as_json else self.text(), error=True)
+
+
+def cure_fields(cures: list[str]) -> list[tuple[str, str]]:
+    """The cures as fields, the likeliest first."""
+    return [("or" if index else "cure", cure) for index, cure in enumerate(cures)]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
