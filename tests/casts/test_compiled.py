@@ -75,6 +75,7 @@ def trained(model, forward, optimizer, x):
     return out.detach(), grads
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("kind", [MLP, ConvNet, Attention])
 def test_fullgraph_equals_eager(kind, level):

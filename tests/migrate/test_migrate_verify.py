@@ -36,7 +36,8 @@ def first_and_slow(names):
     return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
 
 
-@pytest.mark.parametrize("name", first_and_slow(TRAINED))
+@pytest.mark.slow  # test_the_command verifies one by default
+@pytest.mark.parametrize("name", TRAINED)
 def test_the_fixture_does_the_same_without_apex_and_ampcompat(name, tmp_path):
     one, other, result = verified(tmp_path, (FIXTURES / f"{name}_before.py").read_text())
     assert result.passed, "\n".join([*result.lines, other.output])
@@ -44,6 +45,7 @@ def test_the_fixture_does_the_same_without_apex_and_ampcompat(name, tmp_path):
     assert one.losses
 
 
+@pytest.mark.slow
 def test_imports_alone_change_nothing(tmp_path):
     one, other, result = verified(tmp_path, SIMPLE, to="ampcompat", steps=4)
     assert result.passed
