@@ -140,6 +140,7 @@ class NoTensors(nn.Module):
         return torch.mm(x, x.t())
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", [Counting, BuffersOnly, NoTensors])
 def test_models_with_lists_without_parameters_and_without_tensors(kind, level):

@@ -36,7 +36,8 @@ def test_float16_overflows_and_the_autopsy_names_wo():
     assert "cure      amp.initialize(..., keep_fp32=['block.1.wo'])" in said
 
 
-@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_bfloat16_trains(level):
     said, result = run(AMPCOMPAT_DTYPE="bfloat16", AMPCOMPAT_OPT_LEVEL=level)
     assert result["finite"] == result["steps"] == 40

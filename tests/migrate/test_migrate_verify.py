@@ -30,12 +30,6 @@ def verified(tmp_path, code, to="native", edit=lambda text: text, steps=40):
     return one, other, verdict(one, other)
 
 
-def first_and_slow(names):
-    """Each starts two trainings in processes of their own: one by default, all nightly."""
-    first, *others = names
-    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
-
-
 @pytest.mark.slow  # test_the_command verifies one by default
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_fixture_does_the_same_without_apex_and_ampcompat(name, tmp_path):
@@ -66,7 +60,8 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("name", first_and_slow(BREAKS))
+@pytest.mark.slow  # test_verdicts has each kind of difference
+@pytest.mark.parametrize("name", BREAKS)
 def test_what_is_wrong_is_seen(name, tmp_path):
     _, _, result = verified(tmp_path, SIMPLE, edit=BREAKS[name])
     assert not result.passed

@@ -251,6 +251,7 @@ def train(kind, level=None, given="outer", bad=(), before=0):
 BY_INNER = ["LARC", "SAM", "Engine"]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_outer_one_trains_as_in_float32(kind, level):
@@ -266,6 +267,7 @@ def test_the_inner_one_trains_as_in_float32(kind, level):
     assert train(kind, level, given="inner") == pytest.approx(train(kind), rel=0.01)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_overflow_skips_the_outer_step(kind, level):
