@@ -3,6 +3,8 @@
 ``-l`` lists the cells; ``-s "tests(python='3.10', torch='2.4.1')"`` takes one; what follows ``--`` goes to pytest. A
 cell without its interpreter on PATH fails; the newest Python is the newest on PATH, and newer ones missed are named.
 Each cell takes about 6 GB of disk where the index has the CUDA builds only; it is given back when the cell ends.
+
+``-s release``: checks version, changelog and tag, and builds into ``dist/``.
 """
 
 import re
@@ -36,7 +38,8 @@ PYTHONS = {
     NEWEST: ["3.14", "3.13", "3.12", "3.11"],
 }
 FOUND = {python for python in PYTHONS[NEWEST] if runs(python)}
-CELLS = [
+CELLS = [(python, torch) for torch, pythons in PYTHONS.items() for python in [*pythons, LOWEST_PYTHON]]
+BY_DEFAULT = [
     (python, torch)
     for torch, pythons in PYTHONS.items()
     for python in [LOWEST_PYTHON, next((p for p in pythons if p in FOUND), pythons[0])]
@@ -45,6 +48,7 @@ CELLS = [
 nox.options.envdir = str(ROOT / ".nox")
 nox.options.error_on_missing_interpreters = True
 nox.options.default_venv_backend = "venv"
+nox.options.sessions = [f"tests(python='{python}', torch='{torch}')" for python, torch in BY_DEFAULT]
 
 
 @nox.session
@@ -57,6 +61,16 @@ def wheel(session: nox.Session) -> None:
     shutil.rmtree(WHEEL, ignore_errors=True)
     with session.chdir(ROOT):
         session.run(".ci/build", str(WHEEL), "python", external=True)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """Check that the tree is what the tag at its head says, and build into ``dist/``; ``-- v0.1.0`` gives the tag."""
+    session.install("-c", str(ROOT / ".ci" / "constraints.txt"), "build", "twine")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    with session.chdir(ROOT):
+        session.run("python", ".ci/check_release.py", *session.posargs)
+        session.run(".ci/build", "dist", "python", external=True)
 
 
 @nox.session(requires=["wheel"])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import mark_the_rest_slow
 from packaging.specifiers import SpecifierSet
 
 from ampcompat._state import state
@@ -24,8 +25,10 @@ DIVERGENCES = {
 }
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``@pytest.mark.divergence(id)``: a listed divergence, expected to fail on the torch versions it is listed for."""
+    """Apply the marks ``cover`` and ``divergence``: the latter's tests fail on the torch versions it is listed for."""
+    mark_the_rest_slow(items)
     for item in items:
         for mark in item.iter_markers("divergence"):
             entry = DIVERGENCES[mark.args[0]]

@@ -75,6 +75,7 @@ def trained(model, forward, optimizer, x):
     return out.detach(), grads
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("kind", [MLP, ConvNet, Attention])
 def test_fullgraph_equals_eager(kind, level):
@@ -139,6 +140,7 @@ class NoTensors(nn.Module):
         return torch.mm(x, x.t())
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", [Counting, BuffersOnly, NoTensors])
 def test_models_with_lists_without_parameters_and_without_tensors(kind, level):

@@ -76,7 +76,7 @@ def test_steps_with_a_compiled_loss_are_the_eager_ones(plain, level):
     _torch.TORCH.release < (2, 5), reason="torch 2.4 compiles no whole step, and rounds plain torch's otherwise too"
 )
 @pytest.mark.filterwarnings("ignore")  # dynamo warns of what it leaves to Python, torch's own code included
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", [at if at == "O2" else pytest.param(at, marks=pytest.mark.slow) for at in LEVELS])
 def test_a_compiled_training_step_is_the_eager_one(plain, level):
     def trained(compiled):
         model, optimizer = started(plain, level)

@@ -36,6 +36,7 @@ def test_float16_overflows_and_the_autopsy_names_wo():
     assert "cure      amp.initialize(..., keep_fp32=['block.1.wo'])" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_bfloat16_trains(level):
     said, result = run(AMPCOMPAT_DTYPE="bfloat16", AMPCOMPAT_OPT_LEVEL=level)
@@ -44,6 +45,7 @@ def test_bfloat16_trains(level):
     assert "Gradient overflow" not in said
 
 
+@pytest.mark.slow
 def test_wo_in_float32_trains():
     said, result = run("--keep-fp32", "*.wo")
     assert "keeps block.0.wo, block.1.wo in float32" in said

@@ -22,7 +22,10 @@ ended.set()
 """
 
 
-@pytest.mark.parametrize(("end", "status"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1)])
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [("", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("sys.exit(3)", 3), ("raise ValueError", 1)])],
+)
 def test_threads_of_gloo_get_the_interpreter_once_more(tmp_path, end, status):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + end)

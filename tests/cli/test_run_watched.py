@@ -105,7 +105,9 @@ def watch_children(tmp_path, how):
     return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("how", ["subprocess", "spawn", "fork"])
+@pytest.mark.parametrize(
+    "how", ["subprocess", *(pytest.param(how, marks=pytest.mark.slow) for how in ("spawn", "fork"))]
+)
 def test_processes_that_a_script_starts_explain_and_are_in_the_receipt(tmp_path, how):
     done = watch_children(tmp_path, how)
     assert done.returncode == 0, done.stderr

@@ -306,10 +306,29 @@ def test_hard_override_lets_a_refused_override_through(capsys):
     train(m, o, 1)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_flags_of_the_stash_follow_blocks_and_steps(level):
+    model, optimizer = start(level)
+    stash = optimizer._amp_stash
+    seen = []
+
+    def look():
+        seen.append((stash.already_patched, stash.params_have_scaled_gradients))
+
+    look()
+    backward(model, optimizer, delay_unscale=True)
+    look()
+    backward(model, optimizer, times=float("inf"))
+    look()
+    optimizer.step()
+    look()
+    assert seen == [(False, False), (False, True), (True, False), (False, False)]
+    assert stash.lazy_init_called  # asked by scripts before they step
+
+
 def test_stash_names_at_o2():
     model, optimizer = start("O2")
     stash = optimizer._amp_stash
-    assert (stash.lazy_init_called, stash.already_patched, stash.params_have_scaled_gradients) == (True, False, False)
     half = [model.a.weight, model.a.bias, model.b.weight, model.b.bias]
     assert [id(p) for p in stash.all_fp16_params] == [id(p) for p in half]
     assert same([m.detach().half() for m in stash.all_fp32_from_fp16_params], [p.detach() for p in half])

@@ -78,6 +78,7 @@ def one_step(model, optimizer, pattern, scaled=True):
     return totals[0]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("pattern", ["one loss", "two losses", "accumulation"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -100,6 +101,7 @@ def test_trains(setting, kind, pattern):
     assert all(torch.isfinite(p).all() for p in amp.master_params(optimizer))
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("setting", ["O0", "O0 static", "O1 without casts", "O2 no cast", "disabled"])
 @pytest.mark.parametrize("pattern", ["one loss", "two losses", "accumulation"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)

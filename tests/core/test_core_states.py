@@ -278,6 +278,7 @@ EVENTS = {
 }
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("act", [act for acts in EVENTS.values() for act in acts], ids=lambda act: act.__name__)

@@ -32,6 +32,7 @@ if not hasattr(FUSED["Adagrad"](net().parameters()), "_step_supports_amp_scaling
     del FUSED["Adagrad"]  # torch 2.11: it takes no found_inf there, and the host decides
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("skip_first", [False, True])
 @pytest.mark.parametrize("built", ["before", "after"])
 @pytest.mark.parametrize("kind", SCHEDULERS)

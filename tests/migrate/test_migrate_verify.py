@@ -30,13 +30,8 @@ def verified(tmp_path, code, to="native", edit=lambda text: text, steps=40):
     return one, other, verdict(one, other)
 
 
-def first_and_slow(names):
-    """Each starts two trainings in processes of their own: one by default, all nightly."""
-    first, *others = names
-    return [first, *(pytest.param(name, marks=pytest.mark.slow) for name in others)]
-
-
-@pytest.mark.parametrize("name", first_and_slow(TRAINED))
+@pytest.mark.slow  # test_the_command verifies one by default
+@pytest.mark.parametrize("name", TRAINED)
 def test_the_fixture_does_the_same_without_apex_and_ampcompat(name, tmp_path):
     one, other, result = verified(tmp_path, (FIXTURES / f"{name}_before.py").read_text())
     assert result.passed, "\n".join([*result.lines, other.output])
@@ -44,6 +39,7 @@ def test_the_fixture_does_the_same_without_apex_and_ampcompat(name, tmp_path):
     assert one.losses
 
 
+@pytest.mark.slow
 def test_imports_alone_change_nothing(tmp_path):
     one, other, result = verified(tmp_path, SIMPLE, to="ampcompat", steps=4)
     assert result.passed
@@ -64,7 +60,8 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("name", first_and_slow(BREAKS))
+@pytest.mark.slow  # test_verdicts has each kind of difference
+@pytest.mark.parametrize("name", BREAKS)
 def test_what_is_wrong_is_seen(name, tmp_path):
     _, _, result = verified(tmp_path, SIMPLE, edit=BREAKS[name])
     assert not result.passed

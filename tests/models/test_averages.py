@@ -78,6 +78,7 @@ def by_foreach(ema, model):
 STATE_WAYS = [copy_over_values, multiply_then_add, by_key_with_lerp, through_data, by_loading, by_foreach]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("look", ["at the end", "every step"])
 @pytest.mark.parametrize("update", STATE_WAYS)
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
@@ -140,6 +141,7 @@ def half_warnings(caught):
     return [str(w.message) for w in caught if "moving average" in str(w.message)]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("look", ["at the end", "every step"])
 @pytest.mark.parametrize("update", [over_parameters, over_parameters_foreach])
 @pytest.mark.parametrize("level", LEVELS)

@@ -29,6 +29,7 @@ def train(model, optimizer, steps):
         optimizer.step()
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("kind", [Net, Routed])
 @pytest.mark.parametrize("level", LEVELS)
 def test_dropping_model_and_optimizer_frees_them(level, kind):
@@ -147,7 +148,7 @@ def work_of_one(level):
     return calls.count
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("level", ["O2", *(pytest.param(level, marks=pytest.mark.slow) for level in ("O1", "O3"))])
 def test_a_hundred_initializes_do_not_slow_the_next(level):
     work_of_one(level)
     second = work_of_one(level)

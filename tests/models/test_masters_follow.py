@@ -107,6 +107,7 @@ WRITERS = [
 ]
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("steps_before", [0, 1, 3])
 @pytest.mark.parametrize("then", ["forward", "step"])
 @pytest.mark.parametrize("write", WRITERS)

@@ -73,10 +73,18 @@ def test_eval_keeps_the_low_bits_of_loaded_statistics():
 
 def test_several_forwards_before_one_backward():
     model, optimizer = start("O2", "batch norm")
-    model.state_dict()
+    first = statistics(model)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
     for seed in range(6):
         parts = [model(torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(10 * seed + i))) for i in range(3)]
-        with amp.scale_loss(sum(part.float().square().mean() for part in parts), optimizer) as scaled:
+        loss = sum(part.float().square().mean() for part in parts) * 0.01  # more would overflow, and skip
+        with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
         optimizer.step()
         optimizer.zero_grad()
+        assert not amp.step_was_skipped(optimizer)
+        for name, value in rounded(model).items():  # batch norm wrote half, and that is what is saved
+            assert torch.equal(statistics(model)[name], value)
+    assert model[1].num_batches_tracked == 18
+    assert not any(torch.equal(value, first[name]) for name, value in statistics(model).items())
+    assert not all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))

@@ -75,6 +75,7 @@ def test_hooks_from_before_and_after(level):
         assert dict(seen) == {"head": half, "before": torch.float32, "after": torch.float32, "backward": half}
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize(("backend", "when"), [("eager", "before"), ("aot_eager", "after")])
 def test_compile(level, backend, when):

@@ -250,6 +250,7 @@ def train(kind, level=None, given="outer", bad=(), before=0):
 BY_INNER = ["LARC", "SAM", "Engine"]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_outer_one_trains_as_in_float32(kind, level):
@@ -273,6 +274,7 @@ def test_lookahead_by_its_inner_one(kind):
         train(kind, "O2", given="inner")
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_overflow_skips_the_outer_step(kind, level):

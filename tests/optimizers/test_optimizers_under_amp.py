@@ -65,6 +65,7 @@ def assert_same_state(a, b):
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(b["state"][key][name])), name
 
 
+@pytest.mark.cover(1)
 @levels
 @makers
 def test_trains_with_a_scheduler_on_it(maker, level):
@@ -132,6 +133,7 @@ def test_resume_is_bitwise(maker, level):
     assert_same_state(optimizer.state_dict(), other.state_dict())
 
 
+@pytest.mark.cover(1)
 @levels
 @makers
 def test_groups_can_be_added_later(maker, level):

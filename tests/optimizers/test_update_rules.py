@@ -181,6 +181,7 @@ def test_foreach_path_agrees_where_a_device_has_no_fused_kernels(cls, rule, opti
     test_agrees_with_the_scalar_rule(cls, rule, options, torch.float32)
 
 
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("cls", "rule", "options"), CASES, ids=IDS)

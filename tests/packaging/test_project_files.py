@@ -8,46 +8,78 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 import ampcompat
 
 ROOT = Path(__file__).parents[2]
 CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}  # Keep a Changelog's
-PYPROJECT = (ROOT / "pyproject.toml").read_text()
 
 
-def pinned(constraints, name="torch"):
-    return re.search(rf"^{name}==([\d.]+)", (ROOT / ".ci" / constraints).read_text(), re.MULTILINE)[1]
+def pinned(constraints: str) -> str:
+    return re.search(r"^torch==([\d.]+)", (ROOT / ".ci" / constraints).read_text(), re.MULTILINE)[1]
 
 
-def test_the_torch_floor_is_the_oldest_torch_that_is_tested():
-    floor = re.search(r'"torch>=([\d.]+)"', PYPROJECT)[1]
-    assert pinned("constraints-oldest.txt").rpartition(".")[0] == floor
-    assert f"({floor} or newer" in (ROOT / "README.md").read_text()
+@pytest.fixture(scope="module")
+def project() -> dict:
+    return pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def test_torch_has_no_upper_bound():
-    assert re.search(r'dependencies = \["torch>=[\d.]+", "packaging>=[\d.]+"\]', PYPROJECT)
+@pytest.fixture(scope="module")
+def matrix() -> dict[str, list[str]]:
+    """The lists of versions in the workflow that runs the tests."""
+    text = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    return {
+        name: json.loads(values) for name, values in re.findall(r"^ +(python|torch): (\[.*\])$", text, re.MULTILINE)
+    }
 
 
-def test_the_pinned_torch_is_the_tested_one():
-    assert pinned("constraints.txt") == "2.13.0"
+def test_the_torch_floor_is_the_oldest_torch_that_is_tested_and_there_is_no_ceiling(project):
+    (torch,) = [need.specifier for need in map(Requirement, project["dependencies"]) if need.name == "torch"]
+    oldest = Version(pinned("constraints-oldest.txt"))
+    assert [(one.operator, Version(one.version).release) for one in torch] == [(">=", oldest.release[:2])]
+    assert torch.contains("99.0")
+    assert f"torch (2.{oldest.minor} or newer" in (ROOT / "README.md").read_text()
 
 
-def test_the_oldest_torch_is_tested_by_the_checks_before_a_merge():
-    assert ".ci/old-torch" in (ROOT / ".ci" / "run").read_text()
-    assert "constraints-oldest.txt" in (ROOT / ".ci" / "old-torch").read_text()
+def test_the_matrix_has_every_torch_that_is_pinned(matrix):
+    assert matrix["torch"] == [pinned("constraints-oldest.txt"), pinned("constraints.txt"), "newest"]
 
 
-def test_the_wheel_holds_the_package_only():
-    assert 'packages = ["ampcompat"]' in PYPROJECT
-    assert (Path(ampcompat.__file__).parent / "py.typed").is_file()
+def test_the_classifiers_name_the_pythons_of_the_matrix(project, matrix):
+    named = [c.rpartition(" ")[2] for c in project["classifiers"] if re.fullmatch(r".* :: Python :: 3\.\d+", c)]
+    assert named == matrix["python"]
+    assert project["requires-python"] == f">={named[0]}"
 
 
-def test_the_version_comes_from_one_place():
-    assert 'path = "ampcompat/__init__.py"' in PYPROJECT
-    assert re.fullmatch(r"\d+\.\d+\.\d+(\.?(dev|a|b|rc)\d+)?", ampcompat.__version__)
+def test_the_matrix_and_nox_run_the_same_cells(matrix):
+    """nox is not installed here: the table is read from its file."""
+    tree = ast.parse((ROOT / ".ci" / "noxfile.py").read_text())
+    (table,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "PYTHONS"]
+    by_torch = dict(zip(matrix["torch"], map(ast.literal_eval, table.values), strict=True))
+    text = (ROOT / ".github" / "workflows" / "tests.yml").read_text()
+    excluded = set(re.findall(r'- \{python: "(.*)", torch: "(.*)"\}', text))
+    assert {(p, t) for t, pythons in by_torch.items() for p in [*pythons, matrix["python"][0]]} == {
+        (p, t) for p in matrix["python"] for t in matrix["torch"] if (p, t) not in excluded
+    }
+
+
+def test_steps_of_the_workflows_are_scripts_that_exist():
+    for workflow in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        for script in re.findall(r"\.ci/[\w-]+(?:\.\w+)?", workflow.read_text()):
+            assert (ROOT / script).is_file(), (workflow.name, script)
+
+
+def test_pre_commit_runs_the_pinned_tools():
+    pins = dict(re.findall(r"^(\S+)==(\S+)$", (ROOT / ".ci" / "constraints.txt").read_text(), re.MULTILINE))
+    hooks = re.findall(r'\["([\w-]+)==(.*)"\]', (ROOT / ".pre-commit-config.yaml").read_text())
+    assert ("ruff", pins["ruff"]) in hooks
+    assert [(name, version) for name, version in hooks if pins.get(name, version) != version] == []
+
+
+def test_the_version_is_one_that_can_be_released():
+    assert str(Version(ampcompat.__version__)) == ampcompat.__version__
 
 
 def test_every_release_and_the_version_itself_are_in_the_changelog():

@@ -150,11 +150,13 @@ def worker(rank, port):
         dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_two_processes():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.spawn(worker, (port,), nprocs=2)
+    # Forked: a process that imports torch anew takes longer than the checks.
+    torch.multiprocessing.start_processes(worker, (port,), nprocs=2, start_method="fork")
 
 
 @pytest.mark.parametrize("make", [lambda: DistributedDataParallel(model()), lambda: Reducer(model())])

@@ -14,7 +14,12 @@ SCRIPTS = ROOT / "tests" / "legacy" / "scripts"
 
 @pytest.mark.parametrize(
     ("script", "level", "half_share"),
-    [("imagenet", "O1", 0.9), ("dcgan", "O2", 0.9), ("hf_trainer", "O1", 0.9), ("bert_pretraining", "O0", 0.0)],
+    [
+        ("dcgan", "O2", 0.9),
+        ("bert_pretraining", "O0", 0.0),
+        pytest.param("imagenet", "O1", 0.9, marks=pytest.mark.slow),
+        pytest.param("hf_trainer", "O1", 0.9, marks=pytest.mark.slow),
+    ],
 )
 def test_run_with_both(script, level, half_share, tmp_path):
     receipt = tmp_path / "receipt.json"

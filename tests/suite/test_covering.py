@@ -1,0 +1,65 @@
+"""The cases that the mark ``cover`` keeps: all pairs, few rows, the same ones in every run."""
+
+import itertools
+
+import pytest
+from covering import chosen, covering_rows
+
+pytest_plugins = ["pytester"]
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 3), (6, 6, 2), (20, 8, 3), (3, 3, 3, 3), (2, 2, 2, 2, 2)])
+@pytest.mark.parametrize("strength", [1, 2])
+def test_every_combination_occurs(sizes, strength):
+    rows = covering_rows(sizes, strength)
+    assert len(set(rows)) == len(rows)
+    for factors in itertools.combinations(range(len(sizes)), min(strength, len(sizes))):
+        wanted = set(itertools.product(*(range(sizes[f]) for f in factors)))
+        assert {tuple(row[f] for f in factors) for row in rows} == wanted
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strength", "most"),
+    [((20, 8, 3), 2, 160), ((6, 6, 2), 2, 38), ((3, 3, 3, 3), 2, 12), ((20, 8, 3), 1, 20), ((6, 6), 1, 6)],
+)
+def test_rows_are_few(sizes, strength, most):
+    assert len(covering_rows(sizes, strength)) <= most
+
+
+def test_a_factor_that_adds_no_pair_varies_too():
+    rows = covering_rows((20, 8, 3))
+    assert min(sum(row[2] == value for row in rows) for value in range(3)) >= 40
+
+
+def test_cases_that_are_no_full_product_all_run():
+    cases = list(itertools.product("abc", "de"))
+    assert len(chosen(cases, 1)) == 3
+    assert chosen(cases, 2) == set(range(6))
+    assert chosen([cases[4]], 1) == {0}
+    assert chosen(cases[:5], 2) == set(range(5))
+
+
+PRODUCT = '''
+import pytest
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize(("a", "c"), [([], 1), ([], 1), ([], 2)], ids=["0", "1", "2"])
+@pytest.mark.parametrize("b", range(3))
+def test_it(a, b, c):
+    """One parametrize is one factor, whatever its values."""
+'''
+
+
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [(["-m", "not slow"], 3), (["-m", "slow"], 6), ([], 9), (["-m", "not slow", "test_p.py::test_it[0-1]"], 1)],
+)
+def test_what_is_not_kept_is_slow_and_runs_when_it_is_named(given, passed, pytester):
+    pytester.makepyfile(test_p=PRODUCT)
+    pytester.makeconftest(
+        "import covering, pytest\n"
+        "@pytest.hookimpl(tryfirst=True)\n"
+        "def pytest_collection_modifyitems(items): covering.mark_the_rest_slow(items)\n"
+    )
+    found = pytester.runpytest_inprocess("-W", "ignore::pytest.PytestUnknownMarkWarning", *given)
+    found.assert_outcomes(passed=passed, deselected=9 - passed if len(given) == 2 else 0)
