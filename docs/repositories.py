@@ -1,7 +1,6 @@
 """Writes docs/repositories.md from docs/repositories.json: ``python docs/repositories.py``."""
 
 import json
-import re
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -52,21 +51,20 @@ def summary() -> str:
 
 
 def linked(run: dict[str, str]) -> str:
-    """The repository, linked to the commit where there is one."""
-    if re.fullmatch("[0-9a-f]{7,40}", run["commit"]):
-        return f"[{run['repository']}](https://github.com/{run['repository']}/tree/{run['commit']})"
-    return run["repository"]
+    """The repository, with a link to the commit where there is one."""
+    if run["commit"] == "pip":
+        return f"{run['repository']} (PyPI)"
+    return f"{run['repository']} [{run['commit']}](https://github.com/{run['repository']}/tree/{run['commit']})"
 
 
 def page() -> str:
     """The page as Markdown."""
     how: str = json.loads((HERE / "repositories.json").read_text(encoding="utf-8"))["how"]
-    lines = ["| repository | commit | run | apex | ampcompat | difference | note |", "|---|---|---|---|---|---|---|"]
+    lines = ["| repository, commit | run | apex | ampcompat | difference | note |", "|---|---|---|---|---|---|"]
     for run in runs():
-        commit = "PyPI" if run["commit"] == "pip" else f"`{run['commit']}`"
         number = difference(run)
         apart = "" if number is None else "0" if number == 0 else f"{number:.1e}"
-        shown = [linked(run), commit, run["run"], run["apex"], run["ampcompat"], apart, run.get("note", "")]
+        shown = [linked(run), run["run"], run["apex"], run["ampcompat"], apart, run.get("note", "")]
         lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in shown) + "|")
     return HEAD + summary() + "\n" + "\n".join(lines) + "\n" + METHOD.format(how=how)
 
