@@ -75,11 +75,11 @@ How O1 casts each operation. `python docs/op_lists.py` writes this page from the
 | whole function | ampcompat casts the arguments of a function that torch wrote in Python over other operations |
 
 A name means the operation, whichever way you call it: `softmax` is `torch.softmax`, `Tensor.softmax`,
-`torch.nn.functional.softmax` and what `nn.Softmax` calls. Casts apply to float16, bfloat16 and float32 tensors on the device
-whose casts are on. float64 and integers are not cast (apex cast float64 too). In-place forms that are not listed keep the
-dtype of their left side. Operations on no list follow native autocast: `einsum` and `scaled_dot_product_attention` run in
-half. Under `torch.func.vmap`, a batch of `dot` is a matrix product, in half. A 0-dim tensor does not widen the result of
-`add`, `div`, `mul`, `sub` and the comparisons, as in torch; in apex it did.
+`torch.nn.functional.softmax` and what `nn.Softmax` calls. Casts apply to float16, bfloat16 and float32 tensors on the
+device whose casts are on. float64 and integers are not cast (apex cast float64 too). In-place forms that are not
+listed keep the dtype of their left side. Operations on no list follow native autocast: `einsum` and
+`scaled_dot_product_attention` run in half. Under `torch.func.vmap`, a batch of `dot` is a matrix product, in half. A
+0-dim tensor does not widen the result of `add`, `div`, `mul`, `sub` and the comparisons, as in torch; in apex it did.
 
 ## Edit the lists
 
@@ -91,8 +91,9 @@ amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
 amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
 ```
 
-A name that you add leaves the list it was on. If you add it to several, half beats float32, and float32 beats the widest
-dtype. A name that you remove and add nowhere runs as given. A name that is no function of torch gives a warning.
+A name that you add leaves the list it was on. If you add it to several, half beats float32, and float32 beats the
+widest dtype. A name that you remove and add nowhere runs as given. A name that is no function of torch gives a
+warning.
 """
 
 

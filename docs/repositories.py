@@ -8,8 +8,8 @@ NEAR = 2e-3
 HEAD = """<!-- Generated from repositories.json by repositories.py: change that file. -->
 # Repositories that were run
 
-Public code that calls `apex.amp`, run twice: with the last apex that had `amp`, and with ampcompat. The figures below are what
-each run printed last; equal figures mean that training took the same course.
+Public code that calls `apex.amp`, run twice: with the last apex that had `amp`, and with ampcompat. The figures below
+are what each run printed last; equal figures mean that training took the same course.
 
 """
 METHOD = """
@@ -17,9 +17,9 @@ METHOD = """
 
 {how}
 
-So no repository needed a change for ampcompat; [Port an old script](port.md) lists what today's torch and numpy refuse. Small
-differences come from rounding. At O2 they can be larger, because masters start from the unrounded weights here, where apex
-copied them from rounded ones ([D09](divergences.md)).
+So no repository needed a change for ampcompat; [Port an old script](port.md) lists what today's torch and numpy
+refuse. Small differences come from rounding. At O2 they can be larger, because masters start from the unrounded
+weights here, where apex copied them from rounded ones ([D09](divergences.md)).
 """
 
 
@@ -44,9 +44,10 @@ def summary() -> str:
     numbers = [number for number in every if number is not None]
     equal, near = sum(number == 0 for number in numbers), sum(0 < number < NEAR for number in numbers)
     far = len(numbers) - equal - near
+    projects = len({run["repository"] for run in runs()})
     return (
-        f"**{len(runs())} runs of {len({run['repository'] for run in runs()})} projects.** Of {len(numbers)} that end with"
-        f" numbers, {equal} end\nwith the same, {near} within {NEAR:.1%}, and {far} further apart, at O2.\n"
+        f"**{len(runs())} runs of {projects} projects.** Of {len(numbers)} that end with numbers, {equal} end with the same,"
+        f"\n{near} within {100 * NEAR} %, and {far} further apart, at O2.\n"
     )
 
 
