@@ -46,8 +46,8 @@ def summary() -> str:
     far = len(numbers) - equal - near
     projects = len({run["repository"] for run in runs()})
     return (
-        f"**{len(runs())} runs of {projects} projects.** Of {len(numbers)} that end with numbers, {equal} end with the same,"
-        f"\n{near} within {100 * NEAR} %, and {far} further apart, at O2.\n"
+        f"**{len(runs())} runs of {projects} projects.** Of {len(numbers)} that end with numbers, {equal} end"
+        f" with\nthe same, {near} within {100 * NEAR} %, and {far} further apart, at O2.\n"
     )
 
 
