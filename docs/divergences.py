@@ -8,10 +8,10 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 HEAD = """<!-- Generated from divergences.json by divergences.py: change that file. -->
-# Where ampcompat and apex differ
+# Differences from apex
 
-On purpose, each for the reason given; cite a row by its number. A row that names torch versions holds only there: its
-test is expected to fail there, and fails the suite when it does not.
+Every difference from apex, numbered so that you can cite it, with its reason. A row that names torch versions holds
+only there: its test is expected to fail on those versions, and the suite fails if it passes.
 """
 
 
@@ -20,7 +20,8 @@ def page() -> str:
     entries = json.loads((HERE / "divergences.json").read_text(encoding="utf-8"))
     parts = [HEAD]
     for area in dict.fromkeys(entry["area"] for entry in entries):
-        parts.append(f"\n## {area[0].upper() + area[1:]}\n\n| | apex | ampcompat | because |\n|---|---|---|---|\n")
+        title = f"`{area}`" if "." in area or "_" in area else area.capitalize()
+        parts.append(f"\n## {title}\n\n| | apex | ampcompat | reason |\n|---|---|---|---|\n")
         for entry in entries:
             if entry["area"] == area:
                 torch = f" (torch {entry['torch']})" if entry["torch"] else ""

@@ -64,32 +64,36 @@ _SECTIONS: Final = (
 _HEAD: Final = """\
 # Op lists
 
-What each op does at O1. `python docs/op_lists.py` writes this page from the lists in `ampcompat/amp/lists`.
+How O1 casts each operation. `python docs/op_lists.py` writes this page from the lists in `ampcompat/amp/lists`.
 
-A name stands for the op however it is reached: `softmax` is `torch.softmax`, `Tensor.softmax`,
-`torch.nn.functional.softmax` and what `nn.Softmax` calls. "half" is float16 unless bfloat16 was asked for. "as given"
-means that no argument is cast. Casts apply to float16, bfloat16 and float32 tensors on the device whose casts are on;
-float64 and integers are left alone (apex cast float64 too). In-place forms that are not listed keep the dtype of their
-left side. Ops on no list follow native autocast: `einsum` and `scaled_dot_product_attention` run in half.
+| term | meaning |
+|---|---|
+| half | float16, or bfloat16 if you ask for it |
+| as given | no argument is cast |
+| native | torch's own autocast or type promotion does it, on the CPU and on CUDA |
+| rule on CPU, CUDA | ampcompat does it on these devices |
+| whole function | ampcompat casts the arguments of a function that torch wrote in Python over other operations |
 
-The last column also says who does it: torch's native autocast or type promotion on both devices, or a rule of ampcompat
-on those named; "whole function" casts the arguments of a function that torch wrote in Python over other ops.
+A name means the operation, whichever way you call it: `softmax` is `torch.softmax`, `Tensor.softmax`,
+`torch.nn.functional.softmax` and what `nn.Softmax` calls. Casts apply to float16, bfloat16 and float32 tensors on the
+device whose casts are on. float64 and integers are not cast (apex cast float64 too). In-place forms that are not
+listed keep the dtype of their left side. Operations on no list follow native autocast: `einsum` and
+`scaled_dot_product_attention` run in half. Under `torch.func.vmap`, a batch of `dot` is a matrix product, in half. A
+0-dim tensor does not widen the result of `add`, `div`, `mul`, `sub` and the comparisons, as in torch; in apex it did.
 
-The lists are `FP16_FUNCS`, `FP32_FUNCS`, `CASTS`, `SEQUENCE_CASTS` and `BANNED_FUNCS` of
-`amp.lists.functional_overrides`, `torch_overrides` and `tensor_overrides`, under apex's names, and scripts edit them
-before `amp.initialize`:
+## Edit the lists
+
+The lists have apex's names: `FP16_FUNCS`, `FP32_FUNCS`, `CASTS`, `SEQUENCE_CASTS` and `BANNED_FUNCS` of
+`amp.lists.functional_overrides`, `torch_overrides` and `tensor_overrides`. Edit them before `amp.initialize`:
 
 ```python
 amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
 amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
 ```
 
-An edit counts for the op however it is reached. A name that was added leaves the list it shipped on; added to several,
-half beats float32 beats the widest dtype. A name that was removed and added nowhere runs as given. A name of no
-function of torch gets a warning.
-
-Under `torch.func.vmap` a batch of `dot` is a matrix product, in half.
-A 0-dim tensor widens nothing in `add`, `div`, `mul`, `sub` and the comparisons, as in torch; apex counted it.
+A name that you add leaves the list it was on. If you add it to several, half beats float32, and float32 beats the
+widest dtype. A name that you remove and add nowhere runs as given. A name that is no function of torch gives a
+warning.
 """
 
 

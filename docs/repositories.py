@@ -1,0 +1,74 @@
+"""Writes docs/repositories.md from docs/repositories.json: ``python docs/repositories.py``."""
+
+import json
+from pathlib import Path
+
+HERE = Path(__file__).parent
+NEAR = 2e-3
+HEAD = """<!-- Generated from repositories.json by repositories.py: change that file. -->
+# Repositories that were run
+
+Public code that calls `apex.amp`, run twice: with the last apex that had `amp`, and with ampcompat. The figures below
+are what each run printed last; equal figures mean that training took the same course.
+
+"""
+METHOD = """
+## How it was measured
+
+{how}
+
+So no repository needed a change for ampcompat; [Port an old script](port.md) lists what today's torch and numpy
+refuse. Small differences come from rounding. At O2 they can be larger, because masters start from the unrounded
+weights here, where apex copied them from rounded ones ([D09](divergences.md)).
+"""
+
+
+def runs() -> list[dict[str, str]]:
+    """The runs, as in the data file."""
+    found: list[dict[str, str]] = json.loads((HERE / "repositories.json").read_text(encoding="utf-8"))["runs"]
+    return found
+
+
+def difference(run: dict[str, str]) -> float | None:
+    """The largest relative difference of the two figures; None where they are words."""
+    try:
+        pairs = list(zip(map(float, run["apex"].split()), map(float, run["ampcompat"].split()), strict=True))
+    except ValueError:
+        return None
+    return max(abs(ours - apex) / abs(apex) for apex, ours in pairs)
+
+
+def summary() -> str:
+    """How many projects and runs, and how near their figures are."""
+    every = [difference(run) for run in runs()]
+    numbers = [number for number in every if number is not None]
+    equal, near = sum(number == 0 for number in numbers), sum(0 < number < NEAR for number in numbers)
+    far = len(numbers) - equal - near
+    projects = len({run["repository"] for run in runs()})
+    return (
+        f"**{len(runs())} runs of {projects} projects.** Of {len(numbers)} that end with numbers, {equal} end"
+        f" with\nthe same, {near} within {100 * NEAR} %, and {far} further apart, at O2.\n"
+    )
+
+
+def linked(run: dict[str, str]) -> str:
+    """The repository, with a link to the commit where there is one."""
+    if run["commit"] == "pip":
+        return f"{run['repository']} (PyPI)"
+    return f"{run['repository']} [{run['commit']}](https://github.com/{run['repository']}/tree/{run['commit']})"
+
+
+def page() -> str:
+    """The page as Markdown."""
+    how: str = json.loads((HERE / "repositories.json").read_text(encoding="utf-8"))["how"]
+    lines = ["| repository, commit | run | apex | ampcompat | difference | note |", "|---|---|---|---|---|---|"]
+    for run in runs():
+        number = difference(run)
+        apart = "" if number is None else "0" if number == 0 else f"{number:.1e}"
+        shown = [linked(run), run["run"], run["apex"], run["ampcompat"], apart, run.get("note", "")]
+        lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in shown) + "|")
+    return HEAD + summary() + "\n" + "\n".join(lines) + "\n" + METHOD.format(how=how)
+
+
+if __name__ == "__main__":
+    (HERE / "repositories.md").write_text(page(), encoding="utf-8")
