@@ -22,6 +22,7 @@ from ampcompat.check.workers import shared
 #: Suffixes of files that hold Python.
 READ = (*SUFFIXES, ".ipynb")
 MENTION = re.compile(r"^\s*(from|import)\s+(apex|amp_C|apex_C)\b", re.MULTILINE)
+NAMING = {ast.Import, ast.ImportFrom, ast.Attribute, ast.Name}
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 # What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -160,6 +161,8 @@ def _symbols(source: Source) -> list[Finding]:
     if not source.mentions_apex:
         return found
     for node in source.nodes:
+        if node.__class__ not in NAMING:
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

@@ -7,12 +7,14 @@ import functools
 import re
 import warnings
 from collections.abc import Iterator
+from typing import TypeVar
 
 from ampcompat.check.bindings import Bindings, dotted, parameters
 from ampcompat.check.findings import Finding
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 MENTIONS = ("apex", "amp_C", "ampcompat")
+Node = TypeVar("Node", bound=ast.AST)
 LEVEL = re.compile(r"O[0-5]$")
 # Fields of nodes that hold no nodes, or operators and contexts, of which one object stands for many.
 PLAIN_FIELDS = frozenset(
@@ -74,6 +76,18 @@ class Source:
         """All nodes but operators and contexts, breadth first; iterating them needs no recursion."""
         return self._walked[0]
 
+    def kind(self, *kinds: type[Node]) -> Iterator[Node]:
+        """The nodes of some kinds, one kind after the other."""
+        for kind in kinds:
+            yield from self._kinds.get(kind, ())  # type: ignore[misc]
+
+    @functools.cached_property
+    def _kinds(self) -> dict[type[ast.AST], list[ast.AST]]:
+        found: dict[type[ast.AST], list[ast.AST]] = {}
+        for node in self.nodes:
+            found.setdefault(node.__class__, []).append(node)
+        return found
+
     @property
     def parents(self) -> dict[ast.AST, ast.AST]:
         """Parent of every node."""
@@ -82,7 +96,7 @@ class Source:
     @functools.cached_property
     def calls(self) -> list[ast.Call]:
         """All calls."""
-        return [node for node in self.nodes if isinstance(node, ast.Call)]
+        return list(self.kind(ast.Call))
 
     @functools.cached_property
     def bindings(self) -> Bindings:
@@ -142,8 +156,8 @@ class Source:
             return []
         return [
             node
-            for node in self.nodes
-            if isinstance(node, ast.With | ast.AsyncWith) and any(id(i.context_expr) in calls for i in node.items)
+            for node in self.kind(ast.With, ast.AsyncWith)
+            if any(id(i.context_expr) in calls for i in node.items)
         ]
 
     def imports(self, package: str) -> bool:
@@ -153,10 +167,10 @@ class Source:
     @functools.cached_property
     def _packages(self) -> set[str]:
         names: list[str] = []
-        for node in self.nodes:
+        for node in self.kind(ast.Import, ast.ImportFrom):
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            elif node.level == 0:
                 names.append(node.module or "")
         return {name.partition(".")[0] for name in names}
 

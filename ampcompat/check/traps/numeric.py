@@ -37,7 +37,9 @@ def has_large_fill(code: str) -> bool:
     """Whether a text may hold an overflowing fill."""
     if "masked_fill" in code and any(LARGE.search(_arguments(code, found.end())) for found in FILL.finditer(code)):
         return True
-    return "mask" in code.lower() and any(_is_operand(code, found, "*=") for found in LARGE.finditer(code))
+    if "mask" not in code.lower():
+        return False
+    return any(_is_operand(code, found, "*") or _is_stored(code, found) for found in LARGE.finditer(code))
 
 
 def has_small_guard(code: str) -> bool:
@@ -68,13 +70,23 @@ def _is_operand(code: str, literal: re.Match[str], operators: str) -> bool:
     return left[-1:] in operators or right[:1] in f"{operators}#" or "#" in left.rpartition("\n")[2]
 
 
+def _is_stored(code: str, literal: re.Match[str]) -> bool:
+    """Whether a literal may be assigned to an element: ``x[mask] = -1e9``."""
+    left = code[max(0, literal.start() - 200) : literal.start()].rstrip("0123456789._ \t\r\n\f\\(+-")
+    return left.endswith("=") and left[:-1].rstrip().endswith("]")
+
+
 def may_hold_one(code: str) -> bool:
     """Whether a text may hold one of these traps."""
     if "torch" not in code:
         return False
     if "import torch" not in code and "from torch" not in code and IMPORTS_TORCH.search(code) is None:
         return False
-    return has_large_fill(code) or LOSS.search(code) is not None or has_small_guard(code)
+    return has_large_fill(code) or _has_loss(code) or has_small_guard(code)
+
+
+def _has_loss(code: str) -> bool:
+    return ("BCELoss" in code or "binary_cross_entropy" in code) and LOSS.search(code) is not None
 
 
 def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -83,7 +95,7 @@ def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Fin
     ``BCEWithLogits`` computes both in float32. Or keep the sigmoid in float32 with
     ``amp.register_float_function(torch, "sigmoid")``.
     """
-    if LOSS.search(source.code) is None:
+    if not _has_loss(source.code):
         return
     if not repository.may_run_at("O1", "O4") or repository.float_sigmoid or not source.imports("torch"):
         return
@@ -128,7 +140,7 @@ def vanishing_constant(source: Source, repository: Repository) -> Iterator[Findi
     if not has_small_guard(source.code) or not source.imports("torch"):
         return
     halves = Halves(source, repository.casts, repository.keeps_half)
-    for node in source.nodes:
+    for node in source.kind(ast.BinOp, ast.Call):
         constant: ast.AST | None = None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub) and _guards(source, node):
             constant = next((side for side in (node.right, node.left) if _vanishes(side)), None)
@@ -171,7 +183,7 @@ def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding
         return
     fix = "use torch.finfo(x.dtype).min, or -1e4"
     halves = Halves(source, repository.casts, repository.keeps_half)
-    for node in source.nodes:
+    for node in source.kind(ast.Call, ast.Assign, ast.BinOp):
         if isinstance(node, ast.Call) and called(node) in FILLS and isinstance(node.func, ast.Attribute):
             value = argument(node, FILLS[called(node)], "value")
             if value is not None and _overflows(value) and _may_be_half(node.func.value):
