@@ -95,7 +95,7 @@ def _names(node: ast.AST) -> Sequence[ast.alias]:
 def related(texts: Mapping[str, str], shown: Mapping[str, Exposed]) -> dict[str, set[str]]:
     """For each file of a tree the translated ones, of ``shown``, whose objects it may use.
 
-    Those that it imports, directly or through others, and those that import it: by the words of import statements.
+    By the words of import statements: files that import it, directly or through others, and all that these import.
 
     Args:
         texts: The source of each file by its path with ``/``.
@@ -112,14 +112,19 @@ def related(texts: Mapping[str, str], shown: Mapping[str, Exposed]) -> dict[str,
             importers.setdefault(other, set()).add(path)
     found: dict[str, set[str]] = {}
     for root in shown:
-        for edges in (imports, importers):
-            reached = [root]
-            for path in reached:  # grows on the way
-                reached += [other for other in edges.get(path, ()) if other not in reached]
-            for path in reached[1:]:
-                if not shown[root].words.isdisjoint(_words(texts[path])):
-                    found.setdefault(path, set()).add(root)
+        # Up to the scripts that run it, and from there down: a hook meets its trainer in a third file.
+        for path in _reached(_reached({root}, importers), imports) - {root}:
+            if not shown[root].words.isdisjoint(_words(texts[path])):
+                found.setdefault(path, set()).add(root)
     return found
+
+
+def _reached(start: set[str], edges: Mapping[str, set[str]]) -> set[str]:
+    reached, new = set(start), set(start)
+    while new:
+        new = {other for path in new for other in edges.get(path, ())} - reached
+        reached |= new
+    return reached
 
 
 def _words(text: str) -> set[str]:

@@ -531,4 +531,41 @@ MARKED = {
     "apex probed by name": "import importlib.util\nHAS = importlib.util.find_spec('apex') is not None\n"
     + SETUP
     + loop("opt.step()"),
+    "a loss that is scaled some of the time": SETUP
+    + turns(
+        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif i < 3:\n"
+        + indented(scaled_backward())
+        + "else:\n    loss.backward()\nopt.step()\n"
+    ),
+    "another optimizer later": SETUP
+    + turns(
+        "if i == 3:\n    opt = torch.optim.Adam(model.parameters(), lr=0.01)\nopt.zero_grad()\n"
+        + "loss = F.cross_entropy(model(x), y)\nif i < 3:\n"
+        + indented(scaled_backward())
+        + "else:\n    loss.backward()\nopt.step()\n"
+    ),
+    "a penalty on the weights that is not scaled": SETUP
+    + loop("opt.step()", forward="aux = model.weight.pow(2).sum()\naux.backward()\nloss = F.cross_entropy(model(x), y)"),
+    "an auxiliary loss after the block": SETUP
+    + loop("auxiliary.backward()\nopt.step()", forward="loss = F.cross_entropy(model(x), y)\nauxiliary = model(-x).mean()"),
+    "amp recognised by what it leaves on an optimizer": SETUP
+    + turns(
+        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif hasattr(opt, '_amp_stash'):\n"
+        + indented(scaled_backward())
+        + "else:\n    loss.backward()\nopt.step()\n"
+    ),
+    "gradients by getattr": SETUP
+    + loop("norm = sum(getattr(p, 'grad').norm() for p in model.parameters())\nopt.step()"),
+}
+
+# What looks like the above and is right: another way of training behind a switch, gradients of what amp does not step.
+RIGHT |= {
+    "gradients of another network, emptied before the scaled ones": SETUP
+    + "net = nn.Linear(4, 3)\nplain = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    + turns(
+        "plain.zero_grad()\nother = net(x).pow(2).mean()\nother.backward()\nplain.step()\n"
+        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\n"
+        + scaled_backward()
+        + "opt.step()\nLOSSES.append(loss.item())\n"
+    ),
 }

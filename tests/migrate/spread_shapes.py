@@ -58,9 +58,9 @@ RIGHT = {
         .replace("F.cross_entropy(self.model(x), y)", "compute(self, x, y)"),
     },
     "the optimizer made in another module": {
-        "parts.py": HEAD + "def make(net):\n    return torch.optim.SGD(net.parameters(), lr=0.1)\n",
-        "train.py": TRAIN.replace(APEX, APEX + "from parts import make\n").replace(
-            "torch.optim.SGD(model.parameters(), lr=0.1)", "make(model)"
+        "parts.py": HEAD + "def make_optimizer(net):\n    return torch.optim.SGD(net.parameters(), lr=0.1)\n",
+        "train.py": TRAIN.replace(APEX, APEX + "from parts import make_optimizer\n").replace(
+            "torch.optim.SGD(model.parameters(), lr=0.1)", "make_optimizer(model)"
         ),
     },
     "model and optimizer made in a package": {

@@ -26,7 +26,7 @@ def _of_model(call: ast.Call) -> bool:
     return isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "parameters"
 
 
-def _switched(source: Source, node: ast.AST) -> bool:
+def switched(source: Source, node: ast.AST) -> bool:
     """Whether ``node`` runs only on one side of a test on the precision in use."""
     for parent in source.ancestors(node):
         if isinstance(parent, SCOPES):
@@ -128,7 +128,7 @@ def unscaled_backward(source: Source, repository: Repository) -> Iterator[Findin
             if called(call) != "backward" or call.args or not isinstance(call.func, ast.Attribute):
                 continue
             name = text(call.func.value)
-            if not name or _switched(source, call) or _in_else_of(source, call, blocks):
+            if not name or switched(source, call) or _in_else_of(source, call, blocks):
                 continue
             if _exclusive(source, call, blocks):
                 continue
@@ -180,7 +180,7 @@ def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[
             over = loop.iter
             if not isinstance(over, ast.Call) or called(over) not in ("parameters", "named_parameters"):
                 continue
-            if _switched(source, loop) or _in_else_of(source, loop, blocks) or _exclusive(source, loop, blocks):
+            if switched(source, loop) or _in_else_of(source, loop, blocks) or _exclusive(source, loop, blocks):
                 continue
             found = next((n for n in ast.walk(loop) if _edits(n, names)), None)
             if found is not None:
