@@ -69,6 +69,8 @@ class Bindings:
             if symbol in SYMBOLS and target not in self.names:
                 self.names[target] = symbol
         self.ambiguous = other & set(self.names)
+        #: Where a chain of attributes must begin to name anything of apex.
+        self.heads = {name.partition(".")[0] for name in self.names}
 
     def _import(self, alias: ast.alias, other: set[str]) -> None:
         root = alias.name.partition(".")[0]

@@ -20,6 +20,7 @@ INSTALL = re.compile(
     r"|^\s*-?\s*[\"']?apex(?:\[[^\]]*\])?\s*(?:[=<>!~@;].*)?[\"']?,?\s*(?:#.*)?$",
     re.IGNORECASE,
 )
+NOTEBOOK, INSTALLER = (re.compile("|".join(map(fnmatch.translate, names))) for names in (NOTEBOOKS, INSTALLS))
 MAGIC = re.compile(r"^(\s*)([%!?].*)$")
 CELL = "# ampcompat cell {}"
 #: Outputs and metadata between two lines of code that are looked through.
@@ -33,12 +34,12 @@ class NotANotebook(ValueError):
 
 def is_notebook(name: str) -> bool:
     """Whether a file name is that of a notebook."""
-    return any(fnmatch.fnmatch(name, pattern) for pattern in NOTEBOOKS)
+    return NOTEBOOK.match(name) is not None
 
 
 def installs(name: str) -> bool:
     """Whether a file of that name may say what is to be installed."""
-    return any(fnmatch.fnmatch(name, pattern) for pattern in INSTALLS)
+    return INSTALLER.match(name) is not None
 
 
 def install_lines(text: str) -> Iterator[int]:

@@ -55,8 +55,12 @@ class Halves:
 
     def __init__(self, source: Source, casts: bool, whole: bool) -> None:
         self.source, self.casts, self.whole = source, casts, whole
-        self._values: dict[tuple[ast.AST, str], list[ast.expr]] = {}
-        self._layers: set[tuple[ast.AST | None, str]] = set()
+
+    @functools.cached_property
+    def _assigned(self) -> tuple[dict[tuple[ast.AST, str], list[ast.expr]], set[tuple[ast.AST | None, str]]]:
+        """The values of each name by scope, and the names of layers by class; worked out when first asked for."""
+        source, values = self.source, dict[tuple[ast.AST, str], list[ast.expr]]()
+        layers = set[tuple[ast.AST | None, str]]()
         for node in source.nodes:
             targets = node.targets if isinstance(node, ast.Assign) else []
             targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else targets
@@ -65,9 +69,10 @@ class Halves:
                 names = target.elts if isinstance(target, ast.Tuple) else [target]
                 for name in names:
                     if text(name) and value is not None:
-                        self._values.setdefault((source.scope(node), text(name)), []).append(value)
+                        values.setdefault((source.scope(node), text(name)), []).append(value)
                         if isinstance(value, ast.Call) and called(value) in LAYERS:
-                            self._layers.add((self._class(node), text(name)))
+                            layers.add((self._class(node), text(name)))
+        return values, layers
 
     def _class(self, node: ast.AST) -> ast.AST | None:
         return next((a for a in self.source.ancestors(node) if isinstance(a, ast.ClassDef)), None)
@@ -152,7 +157,7 @@ class Halves:
 
     def _is_layer(self, func: ast.AST) -> bool:
         path = text(func)
-        return bool(path) and ((self._class(func), path) in self._layers or (None, path) in self._layers)
+        return bool(path) and not self._assigned[1].isdisjoint({(self._class(func), path), (None, path)})
 
     def _name(self, node: ast.Name | ast.Attribute, depth: int, before: int | None) -> bool:
         if isinstance(node, ast.Attribute) and node.attr in ("T", "mT", "data"):
@@ -160,7 +165,7 @@ class Halves:
         path = text(node)
         scope = self.source.scope(node)
         line = getattr(node, "lineno", 0) if before is None else before
-        values = [v for v in self._values.get((scope, path), []) if v.lineno < line]
+        values = [v for v in self._assigned[0].get((scope, path), []) if v.lineno < line]
         if values:
             last = max(values, key=lambda v: v.lineno)
             # A value that one branch alone gives counts with that of the branches before.

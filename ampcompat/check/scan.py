@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +16,13 @@ from ampcompat.check.files import SUFFIXES, Unreadable, decode, read, sources
 from ampcompat.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
 from ampcompat.check.source import Source, called, mentions_apex
 from ampcompat.check.symbols import canonical, verdict
-from ampcompat.check.traps import TRAPS, Repository
-from ampcompat.check.traps.numeric import may_hold_one
-from ampcompat.check.workers import workers
+from ampcompat.check.traps import TRAPS, Facts, Repository, may_hold_trap
+from ampcompat.check.workers import shared
 
 #: Suffixes of files that hold Python.
 READ = (*SUFFIXES, ".ipynb")
 MENTION = re.compile(r"^\s*(from|import)\s+(apex|amp_C|apex_C)\b", re.MULTILINE)
+NAMING = {ast.Import, ast.ImportFrom, ast.Attribute, ast.Name}
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 # What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
@@ -41,49 +41,50 @@ def scan(path: str | Path | Sequence[str | Path], config: Config | None = None) 
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     config = config or Config()
-    report = Report(str(paths[0]) if len(paths) == 1 else "")
+    files = [(name, file) for name, file in _named(paths) if not config.excludes(name)]
+    parts = shared(_part, files, config, Repository)
+    findings = sorted(f for found in parts for f in found if config.keeps(f))
+    return Report(str(paths[0]) if len(paths) == 1 else "", len(files), findings)
+
+
+def _part(files: Sequence[tuple[str, Path]], config: Config) -> Generator[list[Facts], Repository, list[Finding]]:
+    """The check of some of the files: yields what they tell of the repository, is sent that, returns findings.
+
+    What does not name apex holds no symbol of it, and without amp nothing is a trap: such files are parsed afterwards,
+    one tree at a time, and only where their text may hold a trap.
+    """
+    findings: list[Finding] = []
     naming: list[Source] = []
     others: list[tuple[str, str]] = []
-    for name, file in _named(paths):
-        if config.excludes(name):
-            continue
-        report.files += 1
+    for name, file in files:
         try:
             code = decode(read(file)).code
             if installs(file.name):
-                report.findings += _installed(name, code, config)
+                findings += _installed(name, code, config)
                 continue
             code, lines = _code(file, code)
         except (Unreadable, NotANotebook) as problem:
             reason = f"the file {problem}" if file.suffix in READ else f"is not a Python file ({problem})"
-            report.findings.append(Finding(name, 0, 0, "file", "unreadable", WARNING, reason))
+            findings.append(Finding(name, 0, 0, "file", "unreadable", WARNING, reason))
             continue
         if mentions_apex(code):
-            naming += _parsed(report, name, code, file)
-            if naming and naming[-1].path == name:
+            try:
+                naming.append(Source(name, code))
                 naming[-1].lines = lines
-        elif not lines and _is_suspect(code):
+            except UNPARSABLE as problem:
+                findings.append(_unparsable(name, code, problem, file))
+        elif not lines and may_hold_trap(code):
             others.append((name, code))
-    repository = Repository(naming)
+    repository = yield [Facts.of(source) for source in naming]
     for source in naming:
-        found = _examine(source, repository)
-        report.findings += _kept(found, source.code, source.lines, config)
-    # What does not name apex holds no symbol of it, and without amp nothing is a trap. One tree at a time: with all of
-    # them alive, the garbage collector takes longer than the parser.
+        findings += _kept(_examine(source, repository), source.code, source.lines)
     if repository.is_mixed:
-        with workers(len(others)) as apply:
-            jobs = [(name, code, repository, config) for name, code in others]
-            for findings in apply(_other, jobs):
-                report.findings += findings
-    report.findings = sorted(f for f in report.findings if config.keeps(f))
-    return report
-
-
-def _is_suspect(code: str) -> bool:
-    """Whether a file that does not name apex could hold a trap: most hold none, and parsing is what costs."""
-    if "torch" not in code:
-        return False
-    return "deepcopy(" in code or may_hold_one(code)
+        for name, code in others:
+            try:
+                findings += _kept(_examine(Source(name, code), repository), code, [])
+            except UNPARSABLE as problem:
+                findings.append(_unparsable(name, code, problem))
+    return findings
 
 
 def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, Path]]:
@@ -119,7 +120,7 @@ def _installed(name: str, text: str, config: Config) -> list[Finding]:
     return [finding for finding in found if not is_ignored(finding, lines)]
 
 
-def _kept(found: list[Finding], code: str, places: list[int], config: Config) -> list[Finding]:
+def _kept(found: list[Finding], code: str, places: list[int]) -> list[Finding]:
     """Findings without those that a comment ignores, at the lines of the file."""
     if "ampcompat:" in code:
         lines = code.splitlines()
@@ -127,28 +128,6 @@ def _kept(found: list[Finding], code: str, places: list[int], config: Config) ->
     if not places:
         return found
     return [replace(f, line=places[f.line - 1] if 0 < f.line <= len(places) else 0) for f in found]
-
-
-def _other(job: tuple[str, str, Repository, Config]) -> list[Finding]:
-    """Findings of a file that does not name apex, where others of its repository use amp."""
-    name, code, repository, config = job
-    try:
-        source = Source(name, code)
-    except UNPARSABLE as problem:
-        return [_unparsable(name, code, problem)]
-    return _kept(_examine(source, repository), code, [], config)
-
-
-def _parsed(report: Report, name: str, code: str, file: Path) -> list[Source]:
-    """The file's source, or none and a finding."""
-    try:
-        return [Source(name, code)]
-    except UNPARSABLE as problem:
-        found = _unparsable(name, code, problem)
-        if file.suffix not in READ:
-            found = replace(found, level=WARNING, name="not_python", note="is not a Python file")
-        report.findings.append(found)
-        return []
 
 
 def _examine(source: Source, repository: Repository) -> list[Finding]:
@@ -162,12 +141,14 @@ def scan_source(code: str, path: str = "<string>") -> list[Finding]:
     """Findings of one source text."""
     try:
         source = Source(path, code)
-        return sorted(_kept(_symbols(source) + _traps(source, Repository([source])), code, [], Config()))
+        return sorted(_kept(_symbols(source) + _traps(source, Repository([Facts.of(source)])), code, []))
     except UNPARSABLE as problem:
         return [_unparsable(path, code, problem)]
 
 
-def _unparsable(path: str, code: str, problem: BaseException) -> Finding:
+def _unparsable(path: str, code: str, problem: BaseException, file: Path | None = None) -> Finding:
+    if file is not None and file.suffix not in READ:
+        return Finding(path, 0, 0, "file", "not_python", WARNING, "is not a Python file")
     uses_apex = MENTION.search(code) is not None
     line = problem.lineno or 0 if isinstance(problem, SyntaxError) else 0
     reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
@@ -180,6 +161,8 @@ def _symbols(source: Source) -> list[Finding]:
     if not source.mentions_apex:
         return found
     for node in source.nodes:
+        if node.__class__ not in NAMING:
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:

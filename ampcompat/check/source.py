@@ -7,14 +7,19 @@ import functools
 import re
 import warnings
 from collections.abc import Iterator
+from typing import TypeVar
 
 from ampcompat.check.bindings import Bindings, dotted, parameters
 from ampcompat.check.findings import Finding
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 MENTIONS = ("apex", "amp_C", "ampcompat")
+Node = TypeVar("Node", bound=ast.AST)
 LEVEL = re.compile(r"O[0-5]$")
-
+# Fields of nodes that hold no nodes, or operators and contexts, of which one object stands for many.
+PLAIN_FIELDS = frozenset(
+    {"ctx", "op", "ops", "id", "attr", "arg", "name", "module", "level", "asname", "kind", "type_comment", "conversion"}
+)
 
 def mentions_apex(code: str) -> bool:
     """Whether a text names apex at all; one that does not has no apex symbol."""
@@ -46,22 +51,42 @@ class Source:
     def __init__(self, path: str, code: str) -> None:
         self.path, self.code, self.tree = path, code, parse(code)
         self.lines: list[int] = []
+        self._within: dict[ast.AST, list[ast.AST]] = {}
         self.mentions_apex = mentions_apex(code)
 
     @functools.cached_property
     def _walked(self) -> tuple[list[ast.AST], dict[ast.AST, ast.AST]]:
         nodes: list[ast.AST] = [self.tree]
         parents: dict[ast.AST, ast.AST] = {}
+        fields: dict[type, tuple[str, ...]] = {}
         for node in nodes:  # grows on the way
-            for child in ast.iter_child_nodes(node):
-                parents[child] = node
-                nodes.append(child)
+            kind = node.__class__
+            if kind not in fields:
+                fields[kind] = _fields(kind)
+            for name in fields[kind]:
+                value = getattr(node, name, None)
+                for child in value if value.__class__ is list else (value,):
+                    if isinstance(child, ast.AST):
+                        parents[child] = node
+                        nodes.append(child)
         return nodes, parents
 
     @property
     def nodes(self) -> list[ast.AST]:
-        """All nodes, breadth first; iterating them needs no recursion."""
+        """All nodes but operators and contexts, breadth first; iterating them needs no recursion."""
         return self._walked[0]
+
+    def kind(self, *kinds: type[Node]) -> Iterator[Node]:
+        """The nodes of some kinds, one kind after the other."""
+        for kind in kinds:
+            yield from self._kinds.get(kind, ())  # type: ignore[misc]
+
+    @functools.cached_property
+    def _kinds(self) -> dict[type[ast.AST], list[ast.AST]]:
+        found: dict[type[ast.AST], list[ast.AST]] = {}
+        for node in self.nodes:
+            found.setdefault(node.__class__, []).append(node)
+        return found
 
     @property
     def parents(self) -> dict[ast.AST, ast.AST]:
@@ -71,7 +96,7 @@ class Source:
     @functools.cached_property
     def calls(self) -> list[ast.Call]:
         """All calls."""
-        return [node for node in self.nodes if isinstance(node, ast.Call)]
+        return list(self.kind(ast.Call))
 
     @functools.cached_property
     def bindings(self) -> Bindings:
@@ -92,6 +117,11 @@ class Source:
         """The apex symbol that an expression names, or None; parameters shadow imports."""
         if not self.mentions_apex:
             return None
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if not isinstance(root, ast.Name) or root.id not in self.bindings.heads:
+            return None
         name = dotted(node)
         symbol = self.bindings.resolve(name)
         if symbol is None or name is None:
@@ -104,9 +134,20 @@ class Source:
 
     def calls_to(self, *symbols: str) -> list[ast.Call]:
         """Calls of apex symbols, e.g. ``calls_to("apex.amp.initialize")``."""
-        if not self.mentions_apex:
-            return []
-        return [call for call in self.calls if self.apex(call.func) in symbols]
+        return [call for call, symbol in self._apex_calls if symbol in symbols]
+
+    @functools.cached_property
+    def _apex_calls(self) -> list[tuple[ast.Call, str]]:
+        calls = self.calls if self.mentions_apex else ()
+        return [(call, symbol) for call in calls if (symbol := self.apex(call.func)) is not None]
+
+    def within(self, node: ast.AST) -> list[ast.AST]:
+        """The nodes below a statement, itself included."""
+        if node is self.tree:
+            return self.nodes
+        if node not in self._within:
+            self._within[node] = list(ast.walk(node))
+        return self._within[node]
 
     def scaled_blocks(self) -> list[ast.With | ast.AsyncWith]:
         """``with amp.scale_loss(...)`` statements."""
@@ -115,19 +156,23 @@ class Source:
             return []
         return [
             node
-            for node in self.nodes
-            if isinstance(node, ast.With | ast.AsyncWith) and any(id(i.context_expr) in calls for i in node.items)
+            for node in self.kind(ast.With, ast.AsyncWith)
+            if any(id(i.context_expr) in calls for i in node.items)
         ]
 
     def imports(self, package: str) -> bool:
         """Whether the file imports ``package`` or a part of it."""
-        for node in self.nodes:
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom) and node.level == 0:
-                names = [node.module or ""]
-            if any(name.partition(".")[0] == package for name in names):
-                return True
-        return False
+        return package in self._packages
+
+    @functools.cached_property
+    def _packages(self) -> set[str]:
+        names: list[str] = []
+        for node in self.kind(ast.Import, ast.ImportFrom):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif node.level == 0:
+                names.append(node.module or "")
+        return {name.partition(".")[0] for name in names}
 
     def opt_levels(self) -> set[str] | None:
         """The opt_levels that the file's ``initialize`` calls spell out; None when one is computed or none is there."""
@@ -143,6 +188,14 @@ class Source:
         """A finding at ``node``."""
         line, column = getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1
         return Finding(self.path, line, column, kind, name, level, note)
+
+
+def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
+    """The fields of a kind of node that may hold nodes."""
+    if kind is ast.Constant:
+        return ()
+    # The name of `type X = int` is a node.
+    return tuple(f for f in kind._fields if f not in PLAIN_FIELDS or (f == "name" and kind.__name__ == "TypeAlias"))
 
 
 def argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:

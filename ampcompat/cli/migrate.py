@@ -89,7 +89,7 @@ def _with_progress(args: argparse.Namespace) -> Sequence[Change]:
     for done, total, change in migrate_paths(args.paths, args.to):
         if change is not None:
             changes.append(change)
-        if shown:
+        elif shown:
             emit(f"\r{done} of {total} files", error=True, end="" if done < total else "\n")
     return changes
 

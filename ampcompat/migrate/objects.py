@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ampcompat.check.bindings import dotted
@@ -62,10 +62,17 @@ class Objects:
     Args:
         source: The file.
         roots: Scope and path of each managed object, where it is handed to ``initialize``.
+        attributes: Attributes of objects of other files that hold managed ones.
     """
 
-    def __init__(self, source: Source, roots: Sequence[tuple[ast.AST, str, Label]]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        roots: Sequence[tuple[ast.AST, str, Label]],
+        attributes: Mapping[str, Labels] | None = None,
+    ) -> None:
         self.source = source
+        self.attributes = dict(attributes or {})
         self._index()
         self.known: dict[tuple[ast.AST, str], Labels] = {}
         for scope, path, label in roots:
@@ -87,7 +94,6 @@ class Objects:
         self.outer: dict[ast.AST, ast.AST] = {}
         self.returns: dict[ast.AST, list[ast.expr]] = {}
         self.assignments: list[tuple[ast.AST, ast.expr, ast.expr]] = []
-        self.attributes: dict[str, Labels] = {}
         self.instances: dict[tuple[ast.AST, str], ast.ClassDef] = {}
         shared: dict[ast.AST, set[str]] = {}
         self._scopes: dict[ast.AST, ast.AST] = {}

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ampcompat.migrate.spread import Exposed
 
 MARK = "# TODO(ampcompat): "
 
@@ -21,10 +25,12 @@ class Result:
     Attributes:
         code: The new text; equal to the old one when there was nothing to do.
         todos: What could not be translated, as ``(line in the new text, message)``.
+        exposed: What other files of the tree may use of it (``native``).
     """
 
     code: str
     todos: list[tuple[int, str]] = field(default_factory=list)
+    exposed: Exposed | None = None
 
     @classmethod
     def of(cls, code: str) -> Result:

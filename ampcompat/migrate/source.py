@@ -47,9 +47,13 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
         module = cst.parse_module(code)
         from ampcompat.migrate.native import rewrite_native
         from ampcompat.migrate.proof import proved
+        from ampcompat.migrate.spread import exposed
 
         rewritten, managed = rewrite_native(module, source)
-        return Result.of(proved(settled(rewritten).code, managed))
+        new, subject = proved(settled(rewritten).code, managed)
+        result = Result.of(new)
+        result.exposed = exposed(subject, source, new)
+        return result
     except cst.ParserSyntaxError as problem:
         raise SyntaxError(problem.message) from None
 

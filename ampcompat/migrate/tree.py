@@ -8,14 +8,15 @@ import re
 import stat
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ampcompat.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
 from ampcompat.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
-from ampcompat.check.workers import workers
+from ampcompat.check.workers import Apply, workers
 from ampcompat.migrate.result import MARK, Result
 from ampcompat.migrate.source import migrate_source
+from ampcompat.migrate.spread import Exposed, marked_uses, related
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,11 @@ class Change:
     Attributes:
         path: The file.
         name: Its path relative to the migrated directory.
-        old: The text as read.
+        old: The text as read; None where nothing was translated.
         new: The text after the migration.
         todos: What was left to the reader, ``(line in the new text, message)``.
         problem: Why the file was left alone, or ``""``.
+        exposed: What other files may use of it.
     """
 
     path: Path
@@ -37,6 +39,16 @@ class Change:
     new: str = ""
     todos: list[tuple[int, str]] = field(default_factory=list)
     problem: str = ""
+    exposed: Exposed | None = None
+
+    def text(self) -> str:
+        """The text of the file after the migration, ``""`` where it cannot be read."""
+        if self.old is not None:
+            return self.new
+        try:
+            return decode(read(self.path)).code
+        except Unreadable:
+            return ""
 
     @property
     def changed(self) -> bool:
@@ -86,7 +98,7 @@ def migrate_tree(path: str | Path, to: str = "ampcompat") -> Iterator[Change]:
 
 
 def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterator[tuple[int, int, Change | None]]:
-    """The changes under several paths, with how many of how many files are done.
+    """The changes under several paths, after lines without one that tell how many of how many files are done.
 
     Raises:
         FileNotFoundError: A path does not exist.
@@ -103,12 +115,46 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterato
             jobs.setdefault(file, (file, name, to))
     wanted = list(jobs.values())
     with workers(len(wanted)) as apply:
-        for done, change in enumerate(apply(_job, wanted), 1):
-            yield done, len(wanted), change
+        changes: list[Change] = []
+        for change in apply(_job, wanted):
+            changes.append(change)
+            yield len(changes), len(wanted), None
+        changes = _across(changes, apply)
+    for change in changes:
+        yield len(wanted), len(wanted), change
 
 
 def _job(job: tuple[Path, str, str]) -> Change:
     return migrate_file(*job)
+
+
+def _across(changes: list[Change], apply: Apply) -> list[Change]:
+    """``changes`` with marks in files that use what a translated one put under amp."""
+    shown = {change.path.as_posix(): change.exposed for change in changes if change.exposed}
+    if not shown:
+        return changes
+    texts = {c.path.as_posix(): text for c in changes if c.path.suffix == ".py" and (text := c.text())}
+    uses = related(texts, shown)
+    jobs = [
+        (number, texts[path], path, {module: shown[module] for module in sorted(uses[path])})
+        for number, change in enumerate(changes)
+        if (path := change.path.as_posix()) in uses and not (change.exposed and change.exposed.managed)
+    ]
+    changes = list(changes)
+    for number, marked in apply(_marked, jobs):
+        change = changes[number]
+        if marked not in ("", change.text()):
+            old = change.old or decode(read(change.path))
+            changes[number] = replace(change, old=old, new=marked, todos=Result.of(marked).todos)
+    return changes
+
+
+def _marked(job: tuple[int, str, str, dict[str, Exposed]]) -> tuple[int, str]:
+    number, text, path, others = job
+    try:
+        return number, marked_uses(text, path, others)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return number, ""  # said of the file already
 
 
 def migrate_file(file: Path, name: str, to: str) -> Change:
@@ -124,8 +170,10 @@ def migrate_file(file: Path, name: str, to: str) -> Change:
         if is_notebook(file.name):
             return Change(file, name, old, *_notebook(old.code, to))
         result = migrate_source(old.code, to)
+        if result.code == old.code and not result.todos and not result.exposed:
+            return Change(file, name)
         old.encode(result.code)
-        return Change(file, name, old, result.code, result.todos)
+        return Change(file, name, old, result.code, result.todos, exposed=result.exposed)
     except Unreadable as problem:
         return Change(file, name, problem=f"the file {problem}")
     except NotANotebook as problem:

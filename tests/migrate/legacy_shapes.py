@@ -18,6 +18,18 @@ model, opt = amp.initialize(model, opt, opt_level="O1", verbosity=0)
 SCALE = 'opt_level="O1", verbosity=0'
 
 
+def indented(code, depth=1):
+    return "".join("    " * depth + f"{line}\n" for line in code.splitlines())
+
+
+def scaled_backward(loss="loss", optimizer="opt", arguments="", backward=""):
+    return f"with amp.scale_loss({loss}, {optimizer}{arguments}) as scaled:\n    scaled.backward({backward})\n"
+
+
+def turns(body):
+    return "for i in range(6):\n" + indented(body)
+
+
 def loop(
     step,
     before="",
@@ -25,8 +37,8 @@ def loop(
     arguments="",
     after="    LOSSES.append(loss.item())\n",
 ):
-    body = f"opt.zero_grad()\n{forward}\nwith amp.scale_loss(loss, opt{arguments}) as scaled:\n    scaled.backward()\n{step}\n"
-    return f"{before}for i in range(6):\n" + "".join(f"    {line}\n" for line in body.splitlines()) + after
+    body = f"opt.zero_grad()\n{forward}\n" + scaled_backward(arguments=arguments) + f"{step}\n"
+    return before + turns(body) + after
 
 
 PAIR = f"""\
@@ -34,30 +46,35 @@ a, b = nn.Linear(4, 4), nn.Linear(4, 3)
 oa, ob = torch.optim.SGD(a.parameters(), lr=0.1), torch.optim.SGD(b.parameters(), lr=0.1)
 [a, b], [oa, ob] = amp.initialize([a, b], [oa, ob], {SCALE}%s)
 """
-GAN = """\
-for i in range(6):
-    oa.zero_grad()
-    la = a(x).float().pow(2).mean()
-    with amp.scale_loss(la, oa%s) as s:
-        s.backward()
-    oa.step()
-    ob.zero_grad()
-    lb = F.cross_entropy(b(a(x).detach()), y)
-    with amp.scale_loss(lb, ob%s) as s:
-        s.backward()
-    ob.step()
-    LOSSES += [la.item(), lb.item()]
+
+
+def one_of_pair(name, loss, arguments=""):
+    body = f"o{name}.zero_grad()\nl{name} = {loss}\n" + scaled_backward(f"l{name}", f"o{name}", arguments)
+    return body + f"o{name}.step()\nLOSSES.append(l{name}.item())\n"
+
+
+def gan(first="", second=""):
+    one = one_of_pair("a", "a(x).float().pow(2).mean()", first)
+    return turns(one + one_of_pair("b", "F.cross_entropy(b(a(x).detach()), y)", second))
+
+
+def together(steps):
+    body = "loss = F.cross_entropy(b(a(x)), y)\noa.zero_grad(); ob.zero_grad()\n"
+    return turns(body + scaled_backward(optimizer="[oa, ob]") + steps + "LOSSES.append(loss.item())\n")
+
+
+ON_SELF = f"""\
+self.model = nn.Linear(4, 3)
+self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
+self.model, self.opt = amp.initialize(self.model, self.opt, {SCALE})
 """
 TRAINER = f"""\
 class Trainer:
     def __init__(self):
-        self.model = nn.Linear(4, 3)
-        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.model, self.opt = amp.initialize(self.model, self.opt, {SCALE})
+{indented(ON_SELF, 2)}\
     def backward(self):
         self.loss = F.cross_entropy(self.model(x), y)
-        with amp.scale_loss(self.loss, self.opt) as scaled:
-            scaled.backward()
+{indented(scaled_backward("self.loss", "self.opt"), 2)}\
     def step(self):
         self.opt.step()
         self.opt.zero_grad()
@@ -78,8 +95,7 @@ def train(loader, model, criterion, optimizer, epoch):
         output = model(x)
         loss = criterion(output, y)
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+{indented(scaled_backward("loss", "optimizer"), 2)}\
         optimizer.step()
         LOSSES.append(loss.item())
 def main():
@@ -92,6 +108,7 @@ def main():
 main()
 """
 CLIP = "torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)"
+STEPPED = f"{scaled_backward()}{CLIP}\nopt.step()\nopt.zero_grad()\n"
 
 RIGHT = {
     # How the step is written.
@@ -120,27 +137,13 @@ RIGHT = {
     + loop("opt.step()\nscheduler.step()").replace("opt.step()\n", "opt.step()\n"),
     # Where the loss comes from.
     "loss in both branches": SETUP
-    + """\
-for i in range(6):
-    out = model(x)
-    if i % 2:
-        loss = F.cross_entropy(out, y)
-        loss = loss / 2
-        with amp.scale_loss(loss, opt) as scaled:
-            scaled.backward()
-        torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)
-        opt.step()
-        opt.zero_grad()
-    else:
-        loss = F.cross_entropy(out, y)
-        opt.zero_grad()
-        with amp.scale_loss(loss, opt) as scaled:
-            scaled.backward()
-        torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)
-        opt.step()
-        opt.zero_grad()
-    LOSSES.append(loss.item())
-""",
+    + turns(
+        "out = model(x)\nif i % 2:\n    loss = F.cross_entropy(out, y)\n    loss = loss / 2\n"
+        + indented(STEPPED)
+        + "else:\n    loss = F.cross_entropy(out, y)\n    opt.zero_grad()\n"
+        + indented(STEPPED)
+        + "LOSSES.append(loss.item())\n"
+    ),
     "loss in the block's head": SETUP
     + """\
 for i in range(6):
@@ -184,8 +187,7 @@ class Pix:
         self.forward()
         self.opt.zero_grad()
         self.loss = F.cross_entropy(self.fake, y)
-        with amp.scale_loss(self.loss, self.opt) as scaled:
-            scaled.backward()
+{indented(scaled_backward("self.loss", "self.opt"), 2)}\
         self.opt.step()
         LOSSES.append(self.loss.item())
 p = Pix()
@@ -195,8 +197,7 @@ for i in range(6): p.optimize_parameters()
     "scaling in a function of the module": f"""\
 def loss_backwards(fp16, loss, optimizer, **kwargs):
     if fp16:
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward(**kwargs)
+{indented(scaled_backward("loss", "optimizer", backward="**kwargs"), 2)}\
     else:
         loss.backward(**kwargs)
 
@@ -219,8 +220,7 @@ Trainer().train()
 """,
     "scaling in another class": f"""\
 def loss_backwards(loss, optimizer, loss_id, **kwargs):
-    with amp.scale_loss(loss, optimizer, loss_id) as scaled_loss:
-        scaled_loss.backward(**kwargs)
+{indented(scaled_backward("loss", "optimizer, loss_id", backward="**kwargs"))}\
 
 class GAN(nn.Module):
     def __init__(self):
@@ -268,32 +268,19 @@ for i in range(6):
     LOSSES.append(loss.item())
 """,
     "train and evaluate in functions": MAIN,
-    "everything in one function": "def main():\n"
-    + "".join(f"    {line}\n" for line in (SETUP + loop("opt.step()")).splitlines())
-    + "main()\n",
-    "set up in a function": f"""\
-def setup():
-    model = nn.Linear(4, 3)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, opt = amp.initialize(model, opt, {SCALE})
-    return model, opt
-model, opt = setup()
-"""
+    "everything in one function": "def main():\n" + indented(SETUP + loop("opt.step()")) + "main()\n",
+    "set up in a function": "def setup():\n"
+    + indented(SETUP + "return model, opt\n")
+    + "model, opt = setup()\n"
     + loop("opt.step()"),
     "a step function inside": "def main():\n"
-    + "".join(f"    {line}\n" for line in SETUP.splitlines())
-    + """\
-    def train_step(data):
-        opt.zero_grad()
-        loss = F.cross_entropy(model(data), y)
-        with amp.scale_loss(loss, opt) as scaled:
-            scaled.backward()
-        opt.step()
-        return loss.item()
-    for i in range(6):
-        LOSSES.append(train_step(x))
-main()
-""",
+    + indented(
+        SETUP
+        + "def train_step(data):\n    opt.zero_grad()\n    loss = F.cross_entropy(model(data), y)\n"
+        + indented(scaled_backward() + "opt.step()\nreturn loss.item()")
+        + turns("LOSSES.append(train_step(x))")
+    )
+    + "main()\n",
     "backward and step in methods": TRAINER % ("", ""),
     # Gradients.
     "clip of masters": SETUP + loop(f"{CLIP}\nopt.step()"),
@@ -305,44 +292,23 @@ main()
     "gradients edited in place of step": SETUP
     + loop("for p in amp.master_params(opt):\n    p.grad.data.mul_(0.5)\nopt.step()"),
     "accumulation": SETUP
-    + """\
-for i in range(6):
-    loss = F.cross_entropy(model(x), y) / 2
-    with amp.scale_loss(loss, opt) as scaled:
-        scaled.backward()
-    if (i + 1) % 2 == 0:
-        torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)
-        opt.step()
-        opt.zero_grad()
-    LOSSES.append(loss.item())
-""",
+    + turns(
+        "loss = F.cross_entropy(model(x), y) / 2\n"
+        + scaled_backward()
+        + f"if (i + 1) % 2 == 0:\n    {CLIP}\n    opt.step()\n    opt.zero_grad()\nLOSSES.append(loss.item())\n"
+    ),
     "delayed unscaling": SETUP + loop("if i % 2: opt.step()", arguments=", delay_unscale=i % 2 == 0"),
     # Several losses.
     "two losses of one optimizer": SETUP.replace("verbosity=0", "verbosity=0, num_losses=2")
-    + """\
-for i in range(6):
-    opt.zero_grad()
-    out = model(x)
-    one, two = F.cross_entropy(out, y), out.float().pow(2).mean()
-    with amp.scale_loss(one, opt, loss_id=0) as s:
-        s.backward(retain_graph=True)
-    with amp.scale_loss(two, opt, loss_id=1) as s:
-        s.backward()
-    opt.step()
-    LOSSES += [one.item(), two.item()]
-""",
-    "two optimizers with a loss each": PAIR % ", num_losses=2" + GAN % (", loss_id=0", ", loss_id=1"),
-    "two optimizers that share a scale": PAIR % "" + GAN % ("", ""),
-    "two optimizers under one loss": PAIR % ""
-    + """\
-for i in range(6):
-    loss = F.cross_entropy(b(a(x)), y)
-    oa.zero_grad(); ob.zero_grad()
-    with amp.scale_loss(loss, [oa, ob]) as s:
-        s.backward()
-    oa.step(); ob.step()
-    LOSSES.append(loss.item())
-""",
+    + turns(
+        "opt.zero_grad()\nout = model(x)\none, two = F.cross_entropy(out, y), out.float().pow(2).mean()\n"
+        + scaled_backward("one", "opt", ", loss_id=0", "retain_graph=True")
+        + scaled_backward("two", "opt", ", loss_id=1")
+        + "opt.step()\nLOSSES += [one.item(), two.item()]\n"
+    ),
+    "two optimizers with a loss each": PAIR % ", num_losses=2" + gan(", loss_id=0", ", loss_id=1"),
+    "two optimizers that share a scale": PAIR % "" + gan(),
+    "two optimizers under one loss": PAIR % "" + together("oa.step(); ob.step()\n"),
     # Set-up.
     "initialize by keywords": f"""\
 model = nn.Linear(4, 3)
@@ -364,17 +330,18 @@ for i in range(6):
     opt.zero_grad()
     loss = F.cross_entropy(model(x), y)
     if fp16:
-        with amp.scale_loss(loss, opt) as scaled:
-            scaled.backward()
+{block}\
     else:
         loss.backward()
     opt.step()
     LOSSES.append(loss.item())
-""",
+""".replace("{block}", indented(scaled_backward(), 2)),
     "a level that does not cast": SETUP.replace('"O1"', '"O0"') + loop("opt.step()"),
     "O2": SETUP.replace('"O1"', '"O2"') + loop("opt.step()"),
     "O2 with evaluation": MAIN.replace('"O1"', '"O2"'),
-    "apex probed and required": SETUP.join(("", loop("opt.step()"))),
+    "apex probed and required": "try:\n    from apex import amp\nexcept ImportError:\n    raise ImportError('install apex')\n"
+    + SETUP
+    + loop("opt.step()"),
     "an evaluation loop": SETUP
     + loop("opt.step()")
     + "model.eval()\nright = 0\nfor part in (x, x):\n    with torch.no_grad():\n        out = model(part)\n"
@@ -409,48 +376,25 @@ class Base:
     def do(self): self.opt.step()
 class Trainer(Base):
     def __init__(self):
-        self.model = nn.Linear(4, 3)
-        self.opt = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        self.model, self.opt = amp.initialize(self.model, self.opt, {SCALE})
+{indented(ON_SELF, 2)}\
     def run(self):
         for i in range(6):
             self.opt.zero_grad()
             loss = F.cross_entropy(self.model(x), y)
-            with amp.scale_loss(loss, self.opt) as s:
-                s.backward()
+{indented(scaled_backward(optimizer="self.opt"), 3)}\
             self.do()
             LOSSES.append(loss.item())
 Trainer().run()
 """,
     "step of a coroutine": "import asyncio\n" + SETUP + "async def go():\n    opt.step()\n" + loop("asyncio.run(go())"),
     "steps of pairs": PAIR % ""
-    + """\
-for i in range(6):
-    for m, o in zip([a, b], [oa, ob]):
-        o.zero_grad()
-    loss = F.cross_entropy(b(a(x)), y)
-    with amp.scale_loss(loss, [oa, ob]) as s:
-        s.backward()
-    for m, o in zip([a, b], [oa, ob]):
-        o.step()
-    LOSSES.append(loss.item())
-""",
+    + together("for m, o in zip([a, b], [oa, ob]):\n    o.step()\n"),
     "a loss every other time": PAIR % ", num_losses=2"
-    + """\
-for i in range(6):
-    oa.zero_grad()
-    la = a(x).float().pow(2).mean()
-    with amp.scale_loss(la, oa, loss_id=0) as s:
-        s.backward()
-    oa.step()
-    if i % 2:
-        ob.zero_grad()
-        lb = F.cross_entropy(b(a(x)), y)
-        with amp.scale_loss(lb, ob, loss_id=1) as s:
-            s.backward()
-        ob.step()
-    LOSSES.append(la.item())
-""",
+    + turns(
+        one_of_pair("a", "a(x).float().pow(2).mean()", ", loss_id=0")
+        + "if i % 2:\n"
+        + indented(one_of_pair("b", "F.cross_entropy(b(a(x)), y)", ", loss_id=1"))
+    ),
     "the scaled loss used after the block": SETUP
     + loop("opt.step()", after="    LOSSES.append(scaled.item() / 65536)\n"),
     "weights changed between forwards": SETUP
@@ -502,17 +446,7 @@ MARKED = {
     + loop("t = threading.Thread(target=opt.step)\nt.start()\nt.join()"),
     "step after a look at the norm": SETUP
     + loop("norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nif torch.isfinite(norm):\n    opt.step()"),
-    "one of two optimizers steps now and then": PAIR % ""
-    + """\
-for i in range(6):
-    loss = F.cross_entropy(b(a(x)), y)
-    oa.zero_grad(); ob.zero_grad()
-    with amp.scale_loss(loss, [oa, ob]) as s:
-        s.backward()
-    oa.step()
-    if i % 2:
-        ob.step()
-""",
+    "one of two optimizers steps now and then": PAIR % "" + together("oa.step()\nif i % 2:\n    ob.step()\n"),
     "gradients clipped by another module": "from engine import clip_gradients\n"
     + SETUP
     + loop("pass\nif i % 2:\n    clip_gradients(model, 0.1)\n    continue\nopt.step()"),
@@ -532,8 +466,8 @@ for i in range(6):
     "step by methodcaller": "import operator\n" + SETUP + loop("operator.methodcaller('step')(opt)"),
     "step under map": SETUP + loop("list(map(lambda o: o.step(), [opt]))"),
     "step with a closure": SETUP + "def closure():\n    opt.zero_grad()\n    loss = F.cross_entropy(model(x), y)\n"
-    "    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n    return loss\n"
-    "for i in range(6):\n    LOSSES.append(opt.step(closure).item())\n",
+    + indented(scaled_backward() + "return loss")
+    + "for i in range(6):\n    LOSSES.append(opt.step(closure).item())\n",
     "step by a function of another module": "from engine import update_weights\n" + SETUP + loop("update_weights(opt)"),
     "step by an object that got the optimizer": "from engine import Stepper\n"
     + SETUP
@@ -562,7 +496,8 @@ for i in range(6):
     + loop("opt.step()")
     + "LOSSES.append(evaluate(model, x))\n",
     "loss from nowhere": SETUP
-    + "def go(loss):\n    with amp.scale_loss(loss, opt) as scaled:\n        scaled.backward()\n    opt.step()\n",
+    + "def go(loss):\n"
+    + indented(scaled_backward() + "opt.step()"),
     "two items in the with": SETUP + loop("opt.step()").replace("as scaled:", "as scaled, torch.enable_grad():"),
     "scale_loss in an ExitStack": "import contextlib\n"
     + SETUP
@@ -573,7 +508,7 @@ for i in range(6):
     "    scaled.backward()\n    block.__exit__(None, None, None)\n    opt.step()\n",
     "two calls of initialize": SETUP + SETUP + loop("opt.step()"),
     "initialize in a loop": "for n in range(2):\n"
-    + "".join(f"    {s}\n" for s in SETUP.splitlines())
+    + indented(SETUP)
     + loop("opt.step()"),
     "O3": SETUP.replace('"O1"', '"O3"') + loop("opt.step()"),
     "options from a dict": SETUP.replace('opt_level="O1", verbosity=0', "**dict(opt_level='O1')") + loop("opt.step()"),
@@ -596,4 +531,41 @@ for i in range(6):
     "apex probed by name": "import importlib.util\nHAS = importlib.util.find_spec('apex') is not None\n"
     + SETUP
     + loop("opt.step()"),
+    "a loss that is scaled some of the time": SETUP
+    + turns(
+        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif i < 3:\n"
+        + indented(scaled_backward())
+        + "else:\n    loss.backward()\nopt.step()\n"
+    ),
+    "another optimizer later": SETUP
+    + turns(
+        "if i == 3:\n    opt = torch.optim.Adam(model.parameters(), lr=0.01)\nopt.zero_grad()\n"
+        + "loss = F.cross_entropy(model(x), y)\nif i < 3:\n"
+        + indented(scaled_backward())
+        + "else:\n    loss.backward()\nopt.step()\n"
+    ),
+    "a penalty on the weights that is not scaled": SETUP
+    + loop("opt.step()", forward="aux = model.weight.pow(2).sum()\naux.backward()\nloss = F.cross_entropy(model(x), y)"),
+    "an auxiliary loss after the block": SETUP
+    + loop("auxiliary.backward()\nopt.step()", forward="loss = F.cross_entropy(model(x), y)\nauxiliary = model(-x).mean()"),
+    "amp recognised by what it leaves on an optimizer": SETUP
+    + turns(
+        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif hasattr(opt, '_amp_stash'):\n"
+        + indented(scaled_backward())
+        + "else:\n    loss.backward()\nopt.step()\n"
+    ),
+    "gradients by getattr": SETUP
+    + loop("norm = sum(getattr(p, 'grad').norm() for p in model.parameters())\nopt.step()"),
+}
+
+# What looks like the above and is right: another way of training behind a switch, gradients of what amp does not step.
+RIGHT |= {
+    "gradients of another network, emptied before the scaled ones": SETUP
+    + "net = nn.Linear(4, 3)\nplain = torch.optim.SGD(net.parameters(), lr=0.1)\n"
+    + turns(
+        "plain.zero_grad()\nother = net(x).pow(2).mean()\nother.backward()\nplain.step()\n"
+        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\n"
+        + scaled_backward()
+        + "opt.step()\nLOSSES.append(loss.item())\n"
+    ),
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from ampcompat.check.findings import Finding
 from ampcompat.check.source import Source
 from ampcompat.check.traps import loop, numeric, setup
-from ampcompat.check.traps.repository import Repository
+from ampcompat.check.traps.repository import Facts, Repository
 
 Trap = Callable[[Source, Repository], Iterator[Finding]]
 
@@ -28,4 +28,9 @@ TRAPS: tuple[Trap, ...] = (
     numeric.overflowing_fill,
 )
 
-__all__ = ["TRAPS", "Repository", "Trap"]
+__all__ = ["TRAPS", "Facts", "Repository", "Trap", "may_hold_trap"]
+
+
+def may_hold_trap(code: str) -> bool:
+    """Whether a file that does not name apex could hold a trap, by its text: most hold none, and parsing costs."""
+    return numeric.may_hold_one(code) or ("deepcopy" in code and setup.COPY.search(code) is not None)

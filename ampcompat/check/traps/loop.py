@@ -18,7 +18,7 @@ SWITCH = re.compile(r"fp_?16|amp|apex|half|mixed|precision|bf16|opt_level|scaler
 
 
 def _clips(source: Source, within: ast.AST) -> list[ast.Call]:
-    return [n for n in ast.walk(within) if isinstance(n, ast.Call) and called(n) in CLIPS and n.args]
+    return [n for n in source.within(within) if isinstance(n, ast.Call) and called(n) in CLIPS and n.args]
 
 
 def _of_model(call: ast.Call) -> bool:
@@ -26,7 +26,7 @@ def _of_model(call: ast.Call) -> bool:
     return isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "parameters"
 
 
-def _switched(source: Source, node: ast.AST) -> bool:
+def switched(source: Source, node: ast.AST) -> bool:
     """Whether ``node`` runs only on one side of a test on the precision in use."""
     for parent in source.ancestors(node):
         if isinstance(parent, SCOPES):
@@ -57,9 +57,10 @@ def clip_of_model_params(source: Source, repository: Repository) -> Iterator[Fin
         return
     certain = repository.levels is not None
     for scope, blocks in _functions_that_scale(source).items():
-        inside = {id(n) for block in blocks for n in ast.walk(block)}
+        inside = {id(n) for block in blocks for n in source.within(block)}
         # An if/else on the precision in use: one side with master_params, the other without.
-        if any(source.apex(c.func) == "apex.amp.master_params" for c in ast.walk(scope) if isinstance(c, ast.Call)):
+        mastered = source.calls_to("apex.amp.master_params")
+        if mastered and not set(mastered).isdisjoint(source.within(scope)):
             continue
         for call in _clips(source, scope):
             if (
@@ -119,15 +120,15 @@ def unscaled_backward(source: Source, repository: Repository) -> Iterator[Findin
     loss to ``amp.scale_loss`` as well.
     """
     for scope, blocks in _functions_that_scale(source).items():
-        inside = {id(n) for block in blocks for n in ast.walk(block)}
-        for call in ast.walk(scope):
+        inside = {id(n) for block in blocks for n in source.within(block)}
+        for call in source.within(scope):
             if not isinstance(call, ast.Call) or id(call) in inside or source.scope(call) is not scope:
                 continue
             # `engine.backward(loss)` and `scaler.scale(loss).backward()` are other tools' ways.
             if called(call) != "backward" or call.args or not isinstance(call.func, ast.Attribute):
                 continue
             name = text(call.func.value)
-            if not name or _switched(source, call) or _in_else_of(source, call, blocks):
+            if not name or switched(source, call) or _in_else_of(source, call, blocks):
                 continue
             if _exclusive(source, call, blocks):
                 continue
@@ -165,9 +166,9 @@ def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[
     if not repository.may_run_at("O2", "O5") or repository.levels is None:
         return
     for scope, blocks in _functions_that_scale(source).items():
-        inside = {id(n) for block in blocks for n in ast.walk(block)}
+        inside = {id(n) for block in blocks for n in source.within(block)}
         last = max(block.lineno for block in blocks)
-        for loop in ast.walk(scope):
+        for loop in source.within(scope):
             if (
                 not isinstance(loop, ast.For)
                 or id(loop) in inside
@@ -179,7 +180,7 @@ def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[
             over = loop.iter
             if not isinstance(over, ast.Call) or called(over) not in ("parameters", "named_parameters"):
                 continue
-            if _switched(source, loop) or _in_else_of(source, loop, blocks) or _exclusive(source, loop, blocks):
+            if switched(source, loop) or _in_else_of(source, loop, blocks) or _exclusive(source, loop, blocks):
                 continue
             found = next((n for n in ast.walk(loop) if _edits(n, names)), None)
             if found is not None:

@@ -13,9 +13,12 @@ from ampcompat.check.source import Source, argument, called, number, text
 from ampcompat.check.traps.repository import Repository
 
 # What the text of a file must have for one of these traps to be in it: a search costs less than a look at each node.
-SMALL = re.compile(r"\de-0*(?:[89]|[1-9]\d)|\.0{7}")
-LARGE = re.compile(r"\de\+?0*(?:[4-9]|[1-9]\d)|\d{5}")
-LOSSES = ("BCELoss", "binary_cross_entropy")
+SMALL = re.compile(r"[eE]-0*(?:[89]|[1-9]\d)|\.0{7}")
+LARGE = re.compile(r"[\d.][eE]\+?0*(?:[4-9]|[1-9]\d)|\d[\d_]{4}")
+FILL = re.compile(r"\.\s*masked_fill_?\s*\(")
+LOSS = re.compile(r"\b(?:BCELoss|binary_cross_entropy)\s*\(")
+BRACKET = re.compile(r"[()]")
+IMPORTS_TORCH = re.compile(r"\bimport\b(?:[^\n\\]|\\\s)*\btorch\b|\bfrom\s+torch\b")
 LARGEST_HALF = 65504.0
 # Below half of the smallest subnormal a number rounds to zero.
 VANISHES_BELOW = 2.0**-25
@@ -32,14 +35,58 @@ def _may_be_half(node: ast.AST) -> bool:
 
 def has_large_fill(code: str) -> bool:
     """Whether a text may hold an overflowing fill."""
-    if "masked_fill" in code and LARGE.search(code) is not None:
+    if "masked_fill" in code and any(LARGE.search(_arguments(code, found.end())) for found in FILL.finditer(code)):
         return True
-    return any("mask" in line.lower() and LARGE.search(line) for line in code.splitlines()) if "mask" in code else False
+    if "mask" not in code.lower():
+        return False
+    return any(_is_operand(code, found, "*") or _is_stored(code, found) for found in LARGE.finditer(code))
+
+
+def has_small_guard(code: str) -> bool:
+    """Whether a text may hold a vanishing epsilon that is added, or is a limit."""
+    if "e-" not in code and "E-" not in code and "0000000" not in code:
+        return False
+    limits = "clamp" in code
+    return any(limits or _is_operand(code, found, "+-") for found in SMALL.finditer(code))
+
+
+def _arguments(code: str, start: int) -> str:
+    """The text of a call's arguments, from behind its bracket to the one that closes it."""
+    depth = 1
+    for found in BRACKET.finditer(code, start):
+        depth += 1 if found[0] == "(" else -1
+        if not depth:
+            return code[start : found.start()]
+    return code[start:]
+
+
+def _is_operand(code: str, literal: re.Match[str], operators: str) -> bool:
+    """Whether one of ``operators`` may stand before or behind a literal, brackets, signs and comments aside."""
+    left = code[max(0, literal.start() - 200) : literal.start()].rstrip("0123456789._")
+    signs = "" if "-" in operators else "+-"
+    left = left.rstrip(f" \t\r\n\f\\({signs}")
+    right = code[literal.end() : literal.end() + 200].lstrip("0123456789_ \t\r\n\f\\)")
+    # A comment, or more space than was looked through: it may.
+    return left[-1:] in operators or right[:1] in f"{operators}#" or "#" in left.rpartition("\n")[2]
+
+
+def _is_stored(code: str, literal: re.Match[str]) -> bool:
+    """Whether a literal may be assigned to an element: ``x[mask] = -1e9``."""
+    left = code[max(0, literal.start() - 200) : literal.start()].rstrip("0123456789._ \t\r\n\f\\(+-")
+    return left.endswith("=") and left[:-1].rstrip().endswith("]")
 
 
 def may_hold_one(code: str) -> bool:
     """Whether a text may hold one of these traps."""
-    return has_large_fill(code) or any(loss in code for loss in LOSSES) or SMALL.search(code) is not None
+    if "torch" not in code:
+        return False
+    if "import torch" not in code and "from torch" not in code and IMPORTS_TORCH.search(code) is None:
+        return False
+    return has_large_fill(code) or _has_loss(code) or has_small_guard(code)
+
+
+def _has_loss(code: str) -> bool:
+    return ("BCELoss" in code or "binary_cross_entropy" in code) and LOSS.search(code) is not None
 
 
 def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -48,7 +95,7 @@ def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Fin
     ``BCEWithLogits`` computes both in float32. Or keep the sigmoid in float32 with
     ``amp.register_float_function(torch, "sigmoid")``.
     """
-    if not any(loss in source.code for loss in LOSSES):
+    if not _has_loss(source.code):
         return
     if not repository.may_run_at("O1", "O4") or repository.float_sigmoid or not source.imports("torch"):
         return
@@ -90,10 +137,10 @@ def vanishing_constant(source: Source, repository: Repository) -> Iterator[Findi
     ``x / (norm + 1e-8)`` divides by zero where it was meant not to. Use 1e-6 or above (the smallest float16 is 6e-8,
     the smallest normal one 6e-5), or compute in ``x.float()``. Reported where the guarded value is shown to be half.
     """
-    if not SMALL.search(source.code) or not source.imports("torch"):
+    if not has_small_guard(source.code) or not source.imports("torch"):
         return
-    halves = _halves(source, repository)
-    for node in source.nodes:
+    halves = Halves(source, repository.casts, repository.keeps_half)
+    for node in source.kind(ast.BinOp, ast.Call):
         constant: ast.AST | None = None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub) and _guards(source, node):
             constant = next((side for side in (node.right, node.left) if _vanishes(side)), None)
@@ -109,10 +156,6 @@ def vanishing_constant(source: Source, repository: Repository) -> Iterator[Findi
             value = ast.unparse(constant)
             note = f"{value} is 0 in float16 (smallest: 6e-8) and guards nothing; use 1e-6 or more, or .float() first"
             yield source.finding(constant, "trap", "vanishing_constant", WARNING, note)
-
-
-def _halves(source: Source, repository: Repository) -> Halves:
-    return Halves(source, repository.casts, repository.keeps_half)
 
 
 def _vanishes(node: ast.AST) -> bool:
@@ -139,8 +182,8 @@ def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding
     if not has_large_fill(source.code) or not source.imports("torch"):
         return
     fix = "use torch.finfo(x.dtype).min, or -1e4"
-    halves = _halves(source, repository)
-    for node in source.nodes:
+    halves = Halves(source, repository.casts, repository.keeps_half)
+    for node in source.kind(ast.Call, ast.Assign, ast.BinOp):
         if isinstance(node, ast.Call) and called(node) in FILLS and isinstance(node.func, ast.Attribute):
             value = argument(node, FILLS[called(node)], "value")
             if value is not None and _overflows(value) and _may_be_half(node.func.value):

@@ -3,11 +3,45 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from ampcompat.check.source import Source
 
 HOMES = ("fp16_utils.", "fp16_utils.fp16util.", "fp16_utils.fp16_optimizer.", "optimizers.", "contrib.optimizers.")
 MAKES_HALF = ("network_to_half", "convert_network", "FP16Model", "FP16_Optimizer", "tofp16", "BN_convert_float")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one file contributes.
+
+    Attributes:
+        uses_amp: It initializes amp or scales a loss.
+        uses_fp16_utils: It makes a model half by hand: no level, and no lists that would cast anything back.
+        initializes: It calls ``initialize``, with ``levels`` spelled out, or None.
+        float_sigmoid: It registers ``torch.sigmoid`` to run in float32, or allows banned functions.
+    """
+
+    uses_amp: bool
+    uses_fp16_utils: bool
+    initializes: bool
+    levels: frozenset[str] | None
+    float_sigmoid: bool
+
+    @classmethod
+    def of(cls, source: Source) -> Facts:
+        """The facts of a file."""
+        starts = ("apex.amp.initialize", "apex.amp.scale_loss", "apex.amp.init", "apex.amp.handle.scale_loss")
+        halves = tuple(f"apex.{home}{name}" for home in HOMES for name in MAKES_HALF)
+        levels = source.opt_levels()
+        return cls(
+            bool(source.calls_to(*starts)),
+            bool(source.calls_to(*halves)),
+            bool(source.calls_to("apex.amp.initialize")),
+            None if levels is None else frozenset(levels),
+            source.mentions_apex and _floats_sigmoid(source),
+        )
 
 
 class Repository:
@@ -19,19 +53,14 @@ class Repository:
         float_sigmoid: Some file registers ``torch.sigmoid`` to run in float32, or allows banned functions.
     """
 
-    def __init__(self, sources: list[Source]) -> None:
-        starts = ("apex.amp.initialize", "apex.amp.scale_loss", "apex.amp.init", "apex.amp.handle.scale_loss")
-        self.uses_amp = any(source.calls_to(*starts) for source in sources)
-        halves = tuple(f"apex.{home}{name}" for home in HOMES for name in MAKES_HALF)
-        # Models made half by hand: no level, and no lists that would cast anything back.
-        self.uses_fp16_utils = any(source.calls_to(*halves) for source in sources)
-        levels: set[str] | None = set()
-        for source in sources:
-            if source.calls_to("apex.amp.initialize"):
-                spelled = source.opt_levels()
-                levels = None if levels is None or spelled is None else levels | spelled
-        self.levels = levels or None
-        self.float_sigmoid = self.uses_amp and any(map(_floats_sigmoid, sources))
+    def __init__(self, files: Iterable[Facts]) -> None:
+        files = list(files)
+        self.uses_amp = any(one.uses_amp for one in files)
+        self.uses_fp16_utils = any(one.uses_fp16_utils for one in files)
+        spelled = [one.levels for one in files if one.initializes]
+        known = [levels for levels in spelled if levels is not None]
+        self.levels = frozenset[str]().union(*known) if spelled and len(known) == len(spelled) else None
+        self.float_sigmoid = self.uses_amp and any(one.float_sigmoid for one in files)
 
     @property
     def is_mixed(self) -> bool:

@@ -12,6 +12,7 @@ from ampcompat.check.together import certain, conditions, evaluates, exclusive
 from ampcompat.check.traps.repository import Repository
 
 AMP = re.compile(r"fp_?16|\bamp|_amp|apex|half|mixed|precision", re.IGNORECASE)
+COPY = re.compile(r"\bdeepcopy\s*\([\s(]*(?:[\w.]*[._])?(?:optim|optimizer|opt)\b")
 WRAPPERS = ("DistributedDataParallel", "DDP", "DataParallel")
 
 
@@ -68,9 +69,9 @@ def half_by_hand(source: Source, repository: Repository) -> Iterator[Finding]:
         if cast := _cast_to_half(source, model):
             casts[id(cast)] = cast, "a model"
         name = text(model)
-        for part in source.nodes if name else ():
+        for part in source.kind(ast.Expr, ast.Assign) if name else ():
             # `model.half()` for what it does to the model, and `model = Net().half()`.
-            if isinstance(part, ast.Expr | ast.Assign) and source.scope(part) is source.scope(call):
+            if source.scope(part) is source.scope(call):
                 cast = _cast_to_half(source, part.value)
                 if exclusive(source, part, call) or evaluates(source, part):
                     continue
@@ -91,8 +92,8 @@ def _casts(source: Source, cast: ast.Call) -> str:
 def wrapped_before_initialize(source: Source, repository: Repository) -> Iterator[Finding]:
     """A model wrapped in DistributedDataParallel or DataParallel before ``initialize`` is refused: wrap it after."""
     for initialize, name in _models(source):
-        for node in source.nodes:
-            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+        for node in source.kind(ast.Assign):
+            if not isinstance(node.value, ast.Call):
                 continue
             same = source.scope(node) is source.scope(initialize) and name in map(text, node.targets)
             before = node.lineno < initialize.lineno and not exclusive(source, node, initialize)
@@ -130,8 +131,8 @@ def adam_eps_in_half(source: Source, repository: Repository) -> Iterator[Finding
         given = argument(call, 1, "optimizers")
         names = {text(part) for part in (given.elts if isinstance(given, ast.List | ast.Tuple) else [given])} - {""}
         made = [given] if isinstance(given, ast.Call) else []
-        for node in source.nodes:
-            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call):
+        for node in source.kind(ast.Assign):
+            if not isinstance(node.value, ast.Call):
                 continue
             same = source.scope(node) is source.scope(call) and not exclusive(source, node, call)
             if same and names & set(map(text, node.targets)):

@@ -24,8 +24,8 @@ from ampcompat.migrate.result import Result
 __all__ = ["Managed", "proved"]
 
 
-def proved(code: str, managed: Managed | None) -> str:
-    """``code`` with a mark at each place where the proof fails.
+def proved(code: str, managed: Managed | None) -> tuple[str, Subject | None]:
+    """``code`` with a mark at each place where the proof fails, and what the proof was about.
 
     Args:
         code: The translated source.
@@ -36,6 +36,7 @@ def proved(code: str, managed: Managed | None) -> str:
     """
     compile(code, "<migrated>", "exec", dont_inherit=True)
     source = Source("", code)
+    subject = None
     marks = list(apex_left(source, [note for _, note in Result.of(code).todos]))
     if managed is not None:
         made = _creation(source, managed)
@@ -44,7 +45,7 @@ def proved(code: str, managed: Managed | None) -> str:
         else:
             subject = _subject(source, managed, made)
             marks += [*stray_steps(subject), *Protocol(subject).failures(), *unwrapped(subject), *undefined(subject)]
-    return insert(code, marks)
+    return insert(code, marks), subject
 
 
 def _creation(source: Source, managed: Managed) -> ast.AST | None:

@@ -11,7 +11,9 @@ import ast
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
+from ampcompat.check.bindings import dotted
 from ampcompat.check.source import called
+from ampcompat.check.traps.loop import switched
 from ampcompat.migrate.casts import READS_GRADIENTS, READS_NONE, within
 from ampcompat.migrate.objects import FUNCTIONS, SCOPES, Function, Label
 from ampcompat.migrate.proof.subject import Subject
@@ -31,10 +33,13 @@ class State(Enum):
     STEPPED = "stepped, update due"
     EMPTIED = "stepped and set to zero, update due"
     LEFT = "unscaled, left over from the last step"
+    PLAIN = "of a loss that was not scaled"
 
 
 DUE = frozenset({State.STEPPED, State.EMPTIED})
 ZEROED = {State.SCALED: State.CLEAR, State.LEFT: State.CLEAR, State.ENTRY: State.CLEAR, State.STEPPED: State.EMPTIED}
+ZEROED[State.PLAIN] = State.CLEAR
+NEVER_SCALED = "gradients of {} may come from a loss that was not scaled: scale it, or step without {} there"
 
 
 States = frozenset[State]
@@ -100,6 +105,8 @@ class Protocol:
             if isinstance(node, ast.Call):
                 name = called(node)
                 if self._reads_by_name(node) or name in CLIPS or any(f in readers for f in self.objects.called(node)):
+                    return node
+                if name == "getattr" and any(isinstance(a, ast.Constant) and a.value == "grad" for a in node.args):
                     return node
                 if name == "grad" or name in EMPTYING:
                     rest += [*node.args, *(k.value for k in node.keywords)]
@@ -258,6 +265,8 @@ class _Flow:
             return (
                 after if len(self.objects.optimizers(call.args[0])) == 1 or self._loops_over(call) else after | states
             )
+        if self._is_plain(call):
+            return self.each(call, states, self.plain)
         if called(call) == "zero_grad" and self._zeroes(call):
             return frozenset(ZEROED.get(s, s) for s in states)
         for function in self._unresolved(call):
@@ -314,6 +323,29 @@ class _Flow:
                 return True
         return False
 
+    def _is_plain(self, call: ast.Call) -> bool:
+        """Whether a backward pass of a loss that is not scaled may reach this optimizer's parameters.
+
+        A test that names the precision in use is the script's switch: on its other side nothing is scaled.
+        """
+        func = call.func
+        if called(call) != "backward" or call.args or not isinstance(func, ast.Attribute):
+            return False
+        scope = self.objects.scope(call)
+        if self._is_scaled(func.value) or switched(self.subject.source, call):
+            return False
+        values = [func.value, *self._values(func.value)]
+        casts = self.subject.casts
+        return any(casts._tensor(v, scope) or any(map(self.objects.models, ast.walk(v))) for v in values)
+
+    def _values(self, node: ast.AST) -> list[ast.expr]:
+        path = dotted(node)
+        return [v for _, target, v in self.objects.assignments if path is not None and dotted(target) == path]
+
+    def _is_scaled(self, node: ast.AST) -> bool:
+        """Whether an expression is, or may be a name for, what ``scaler.scale`` returned."""
+        return any(self.subject.on_scaler(n, "scale") for v in (node, *self._values(node)) for n in ast.walk(v))
+
     def _mine(self, node: ast.AST | None) -> bool:
         return node is not None and self.label in self.objects.optimizers(node)
 
@@ -339,7 +371,14 @@ class _Flow:
     def each(self, call: ast.Call, states: States, rule: object) -> States:
         return frozenset(rule(call, state) for state in states)  # type: ignore[operator]
 
+    def plain(self, call: ast.Call, state: State) -> State:
+        if state is State.SCALED:
+            self.note(call, NEVER_SCALED.format(self.name, self.scaler))
+        return state if state in (State.SCALED, State.UNSCALED, *DUE) else State.PLAIN
+
     def scale(self, call: ast.Call, state: State) -> State:
+        if state is State.PLAIN:
+            self.note(call, NEVER_SCALED.format(self.name, self.scaler))
         if state is State.UNSCALED:
             self.note(call, f"gradients of {self.name} were unscaled before: these would be added to them still scaled")
         if state in DUE:
@@ -353,6 +392,8 @@ class _Flow:
         return State.SCALED
 
     def unscale(self, call: ast.Call, state: State) -> State:
+        if state is State.PLAIN:
+            self.note(call, NEVER_SCALED.format(self.name, self.scaler))
         if state is State.UNSCALED:
             self.note(call, f"unscale_ may run twice for {self.name} between updates, which raises")
         if state in DUE:
@@ -360,6 +401,8 @@ class _Flow:
         return State.UNSCALED
 
     def step(self, call: ast.Call, state: State) -> State:
+        if state is State.PLAIN:
+            self.note(call, NEVER_SCALED.format(self.name, self.scaler))
         if state in DUE:
             self.note(call, f"{self.name} may step twice before {self.scaler}.update(), which raises")
         return State.STEPPED

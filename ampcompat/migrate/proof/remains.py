@@ -9,6 +9,8 @@ from ampcompat.check.bindings import EXTENSIONS
 from ampcompat.check.source import Source, called
 
 ROOTS = ("apex", *EXTENSIONS)
+#: What apex leaves on objects, by which scripts ask whether amp is on.
+LEFT_BEHIND = frozenset({"_amp_stash", "_amp_state"})
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 
 
@@ -26,6 +28,9 @@ def apex_left(source: Source, marks: Sequence[str]) -> Iterator[tuple[int, str]]
                 continue
             if name.partition(".")[0] in ROOTS:
                 yield getattr(node, "lineno", 1), f"{name} is still imported: its uses have no counterpart in torch.amp"
+        asked = node.value if isinstance(node, ast.Constant) else node.attr if isinstance(node, ast.Attribute) else ""
+        if isinstance(asked, str) and asked in LEFT_BEHIND and not any(asked in mark for mark in marks):
+            yield getattr(node, "lineno", 1), f"{asked} is apex's: nothing has it any more"
         if isinstance(node, ast.Call) and called(node) in PROBES and node.args:
             first = node.args[0]
             given = first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else ""

@@ -109,7 +109,10 @@ def _harmless(subject: Subject, receiver: ast.AST, depth: int = 0) -> bool:
     ]
     # Made here from what amp does not manage: another optimizer, an environment.
     if values:
-        return all(isinstance(value, ast.Call) and not _takes_managed(subject, value) for value in values)
+        calls = [value for value in values if isinstance(value, ast.Call)]
+        return len(calls) == len(values) and all(
+            OTHERS.search(called(call)) or not _takes_managed(subject, call) for call in calls
+        )
     if isinstance(owner, FUNCTIONS) and depth < 3:
         given = [
             argument
