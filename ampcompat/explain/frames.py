@@ -11,7 +11,10 @@ _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TOOLS = (os.path.join(_OURS, "explain") + os.sep, os.path.join(_OURS, "report") + os.sep)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 #: Torch's frames that a mode of ours is called from, and that it calls.
-_CALLERS = (os.path.join(_TORCH, "overrides.py"), os.path.join(_TORCH, "_ops.py"), os.path.join(_TORCH, "_compile.py"))
+_CALLERS = tuple(
+    os.path.join(_TORCH, *path)
+    for path in (("overrides.py",), ("_ops.py",), ("_compile.py",), ("_dynamo", "eval_frame.py"))
+)
 
 
 def hide_tools(trace: TracebackType | None, all_of_ours: bool = False) -> TracebackType | None:

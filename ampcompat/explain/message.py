@@ -42,8 +42,8 @@ def fault(finding: Finding, scaler: Any, what: str, step: int, written: tuple[in
     fields += [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         place = event.spread
-        spot = f"{place.function or 'an op'} of {place.module or place.kind or 'the model'}"
-        fields.append(("then", f"became NaN in {spot}"))
+        spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
+        fields.append(("then", f"became NaN in {place.function or 'an op'}{spot}"))
     advice = cures(event, _setting(scaler))
     if written is not None:
         number, by = written

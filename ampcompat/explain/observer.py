@@ -27,12 +27,12 @@ class Steps:
     Attributes:
         seen: How many it was asked for.
         made: The number of the last that was not skipped; 0 before.
-        measured: Whether the ranges of one of them were shown.
+        ranges: Of the batches of the step to come, which is the first that may be made.
     """
 
     def __init__(self) -> None:
         self.seen = self.made = 0
-        self.measured = False
+        self.ranges: list[Message] = []
 
 
 class Autopsy:
@@ -84,7 +84,7 @@ class Autopsy:
             if self.left > 0:
                 record.grads[index] = grad
                 record.owners.update(self.block)
-                record.scaler = self.scaler
+                record.scaler, record.scale = self.scaler, getattr(self.scaler, "_scale", None)
 
         return note
 
@@ -118,6 +118,9 @@ class Autopsy:
             grads = [p.grad for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
             if not all(map(is_finite, grads)):
                 self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite", step)
+        for one in optimizers if self.options.ranges and self.left > 0 else ():
+            if self._steps(one).made == 0:  # now: the step writes the weights
+                self._steps(one).ranges = self._measured(self._of(one), step)
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the probe in the traceback."""
@@ -158,10 +161,9 @@ class Autopsy:
             found = [one for one in numbers.unheld(optimizer) if one not in told]
             if found:
                 self._emit(numbers.numbers_message(found))
-        if self.options.ranges and not steps.measured:
-            steps.measured = True
-            for record in self._of(optimizer):
-                self._measure(record, steps.seen)
+        for one in steps.ranges:
+            self._emit(one)
+        steps.ranges = []
         if written is not None and self._is_new(("written",)):
             self._emit(weights.written_message(written, steps.seen))
             self._count()
@@ -225,7 +227,8 @@ class Autopsy:
             written = self._written(dict(model.named_parameters()).get(event.place.module or ""))
         self._emit(message.fault(finding, scaler, what, step, written))
         if self.options.ranges and record is not None:
-            self._measure(record, step)
+            for one in self._measured([record], step):
+                self._emit(one)
         self._count()
 
     def _written(self, param: torch.Tensor | None) -> tuple[int, weights.Written] | None:
@@ -235,18 +238,21 @@ class Autopsy:
         stepper, found = weights.stepper_of(param), weights.half_of_master(param)
         return None if stepper is None or found is None else (self._steps(stepper).made, found)
 
-    def _measure(self, record: Record, step: int) -> None:
-        model = record.model()
-        if model is None or not runs_alone(model):
-            return
-        try:
-            found = ranges.measure(record)
-        except Exception as problem:  # as above
-            self._not_run_again(problem)
-            return
-        if found is not None:
-            scale = 1.0 if record.scaler is None else float(record.scaler.loss_scale())
-            self._emit(ranges.ranges_message(found, type(model).__name__, step, scale))
+    def _measured(self, records: list[Record], step: int) -> list[Message]:
+        """The ranges of each of ``records``."""
+        messages = []
+        for record in records:
+            model = record.model()
+            if model is None or not runs_alone(model):
+                continue
+            try:
+                found = ranges.measure(record)
+            except Exception as problem:  # as above
+                self._not_run_again(problem)
+                return []
+            if found is not None:
+                messages.append(ranges.ranges_message(found, type(model).__name__, step, _scale_of(record)))
+        return messages
 
     def _not_run_again(self, problem: Exception) -> None:
         self._emit(Message("note", f"the batch could not be run again: {type(problem).__name__}: {problem}"))
@@ -267,3 +273,10 @@ class Autopsy:
         given = f"{self.options.limit} explanation{'s' if self.options.limit > 1 else ''}"
         self._emit(Message("end", f"the script ends here, after {given}, as asked."))
         raise SystemExit(1)
+
+
+def _scale_of(record: Record) -> float:
+    """The loss scale of the last backward pass of ``record``; at the end of its block the scaler may have moved on."""
+    if record.scale is None:
+        return 1.0 if record.scaler is None else float(record.scaler.loss_scale())
+    return float(record.scale)

@@ -27,6 +27,7 @@ class Record:
         grads: Gradients of its outputs, in their order, as the backward brought them.
         owners: ids of the optimizers in whose blocks the gradients came.
         scaler: The loss scaler of the last of these blocks.
+        scale: Its scale then, where it has one.
         age: Steps since.
     """
 
@@ -40,6 +41,7 @@ class Record:
         self.grads: list[torch.Tensor | None] = []
         self.owners: set[int] = set()
         self.scaler: Any = None
+        self.scale: torch.Tensor | None = None
         self.age = 0
 
     def forward_ended(self) -> None:

@@ -136,7 +136,11 @@ class Receipt:
         if self._ended or os.getpid() != self._process:
             return
         self._ended = True
-        error = getattr(sys, "last_value", None)  # of what the interpreter has printed
+        # What a worker of multiprocessing ends with, or what the interpreter has printed. torch.multiprocessing exits
+        # while it handles the script's error.
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if isinstance(error, SystemExit) and error.code and error.__context__ is not None:
+            error = error.__context__
         if isinstance(error, BaseException):
             self.crashed(error)
         self._leave()
@@ -167,7 +171,7 @@ class Receipt:
             lead = facts["process"]
             missing = f"{lead['world'] - len(trained)} of {lead['world']} ranks are not in this receipt"
             facts["of_processes"].append(f"{missing}, which is of rank {lead['rank']}.")
-        return completed({**self._provenance(), **facts})
+        return completed({**self._provenance(), "ending": self._ending(facts["steps"]), **facts})
 
     def _provenance(self) -> dict[str, Any]:
         return {
@@ -183,21 +187,21 @@ class Receipt:
                 "cuda": torch.version.cuda,
             },
             "children_counted": self._folder is not None,
-            "ending": self._ending(),
             "error": None if self._error is None else {"type": self._error[0], "message": self._error[1]},
             "exit": self._exit,
         }
 
-    def _ending(self) -> str:
+    def _ending(self, steps: int) -> str:
         """How the script ended, where it did not end well."""
-        if self._error is not None:
-            kind, message = self._error
-            steps = f"after {self._history.steps} optimizer steps"
-            first_line = message.strip().splitlines()[0] if message.strip() else ""
-            if kind == "KeyboardInterrupt":
-                return f"The script was interrupted {steps}."
-            return f"The script crashed {steps}: {': '.join(filter(None, (kind, first_line)))}"
-        return f"The script ended with {self._exit!r}." if self._exit not in (None, 0) else ""
+        if self._error is None:
+            return f"The script ended with {self._exit!r}." if self._exit not in (None, 0) else ""
+        kind, message = self._error
+        after = f"after {steps} optimizer steps"
+        if kind == "KeyboardInterrupt":
+            return f"The script was interrupted {after}."
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        shown = lines[:1] if not lines or not lines[0].endswith(":") else [lines[0], lines[-1]]  # a worker's traceback
+        return f"The script crashed {after}: {kind}{': ' if shown else ''}{' '.join(shown)}"
 
     def __str__(self) -> str:
         return text.render(self.facts())

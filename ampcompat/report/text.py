@@ -82,17 +82,19 @@ def render(facts: dict[str, Any]) -> str:
         )
     )
     parts.append(table("processes", processes.COLUMNS, processes.table_rows(facts)))
-    parts.append(table("run", ["", ""], run_rows(facts)))
+    parts.append(table("run", [], run_rows(facts)))
     return "\n\n".join(filter(None, parts))
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
-    """A table with its title; "" without rows."""
+    """A table with its title; "" without rows. No columns: no line of their names."""
     if not rows:
         return ""
-    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (columns, *rows)]
-    lines.insert(1, "  ".join("-" * width for width in widths))
+    head = [columns] if columns else []
+    widths = [max(map(len, column)) for column in zip(*head, *rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (*head, *rows)]
+    if columns:
+        lines.insert(1, "  ".join("-" * width for width in widths))
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
 
 

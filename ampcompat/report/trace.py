@@ -116,7 +116,8 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 root = f"{type(model).__name__}" if len(models) > 1 else ""
                 for name, inner in model.named_modules():
                     self.names[id(inner)] = ".".join(filter(None, (root, name))) or type(model).__name__
-            self.names.setdefault(id(module), type(module).__name__)
+            for name, inner in module.named_modules():  # of a model that initialize was not given
+                self.names.setdefault(id(inner), ".".join(filter(None, (type(module).__name__, name))))
         around = self.modules[-1] if self.modules else OUTSIDE
         given = around.given or module in state.models.live
         kept = around.kept or isinstance(module.__dict__.get("_amp_policy"), BorderPolicy)

@@ -23,7 +23,7 @@ def run(*options, **environment):
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout, json.loads(done.stdout.splitlines()[-1])
+    return done.stderr + done.stdout, json.loads(done.stdout.splitlines()[-1])
 
 
 def test_float16_overflows_and_the_autopsy_names_wo():

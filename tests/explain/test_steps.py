@@ -307,14 +307,26 @@ def test_ranges_of_each_layer_forward_and_backward(capsys):
     assert (rows["2", "backward"]["largest"], rows["0", "backward"]["zeros"]) == (128.0, 0.25)
 
 
+def test_ranges_are_those_before_the_step_and_of_one_that_is_made(capsys):
+    amp.explain_overflows(json=True, ranges=True)
+    train(lambda p: torch.optim.SGD(p, lr=1e3), "O2", 3, lambda: nn.Linear(4, 4), torch.full((1, 4), 1 / 8))
+    told = lines(capsys.readouterr().err)
+    steps = [one["step"] for one in told if one["explain"] == "ranges"]
+    skipped = [one["step"] for one in told if one["explain"] == "fault"]
+    assert skipped == [1]  # the gradient of a sum, at a scale of 65536
+    assert steps == [1, 2]
+    assert [one["scale"] for one in told if one["explain"] == "ranges"] == [65536, 32768]
+    (row,) = [row for row in told[-1]["rows"] if row["pass"] == "forward" and row["dtype"] == "float32"]
+    assert row["largest"] < 1
+
+
 def test_ranges_with_a_fault(capsys):
     amp.explain_overflows(ranges=True)
     torch.manual_seed(0)
     model = lambda: nn.Sequential(nn.Linear(4, 4), Halves())  # noqa: E731
     train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 1, model, torch.ones(2, 4))
     err = capsys.readouterr().err
-    assert err.count("ampcompat explain: ") == 2
-    table = err[err.index("ranges of Sequential in the batch of step 1, run again (loss scale 32768).") :]
+    table = err[err.index("ranges of Sequential in the batch of step 1, run again (loss scale 65536).") :]
     assert re.search(r"^  1 +Halves +forward +float32 +\S+ +\S+ +50 % +25 % +0$", table, re.MULTILINE)
 
 

@@ -3,6 +3,7 @@
 import html.parser
 import json
 import re
+import sys
 
 import pytest
 import torch
@@ -442,7 +443,7 @@ def test_mostly_float32_because_of_disable_casts():
 def test_mostly_float32_because_a_model_was_not_given():
     other = nn.Sequential(nn.Linear(8, 256), nn.Linear(256, 8))
     _, reasons, _ = why(lambda: nn.Linear(8, 8), "O2", outside=other)
-    assert reasons == [("not given to initialize", ["Linear"])]
+    assert reasons == [("not given to initialize", ["Sequential.0", "Sequential.1"])]
 
 
 def test_mostly_float32_because_a_function_is_registered():
@@ -481,8 +482,6 @@ def test_above_half_of_the_flops_nothing_is_said_of_float32():
 
 
 def test_script_arguments_date_and_versions(monkeypatch, tmp_path):
-    import sys
-
     monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
     _, receipt = train("O1")
     monkeypatch.setattr(sys, "argv", ["changed since"])
@@ -538,9 +537,20 @@ def test_a_forked_copy_begins_anew(tmp_path, monkeypatch):
     (written,) = processes.left(str(tmp_path))
     assert (written["process"]["pid"], written["process"]["rank"]) == (4711, 1)
     assert (written["process"]["ended"], written["traced_steps"]) == (False, 1)
-    acts[0]()
+
+    def exit_of_a_worker():
+        try:
+            raise ValueError("mine")
+        except ValueError:
+            sys.exit(1)
+        finally:
+            acts[0]()
+
+    with pytest.raises(SystemExit):
+        exit_of_a_worker()
     (written,) = processes.left(str(tmp_path))
     assert written["process"]["ended"]
+    assert written["process"]["error"] == "ValueError: mine"
     assert written["flops"]["forward"] == {"float16": before["flops"]["forward"]["float16"]}
 
 
@@ -599,6 +609,11 @@ def test_ranks_of_a_launcher_are_named(monkeypatch):
     ("error", "first"),
     [
         (ValueError("no such\nfile"), "The script crashed after 4 optimizer steps: ValueError: no such"),
+        (
+            ChildProcessError("\n\n-- Process 1 terminated with the following error:\nTraceback ...\nKeyError: 3\n"),
+            "The script crashed after 4 optimizer steps: ChildProcessError: -- Process 1 terminated with the following"
+            " error: KeyError: 3",
+        ),
         (KeyboardInterrupt(), "The script was interrupted after 4 optimizer steps."),
         (SystemExit(3), "The script ended with 3."),
         (SystemExit(0), "Half precision is on: 100.0 % of the FLOPs ran in float16."),
