@@ -266,6 +266,9 @@ def step_was_skipped(optimizer: Any) -> bool:
     """Whether the last ``optimizer.step()`` was skipped for an overflow. apex had no such call.
 
     Reads the device if only that knows: one host sync, with an optimizer that takes ``found_inf``.
+
+    Args:
+        optimizer: An optimizer, or a LARC around one; False for one that is not under amp.
     """
     stash = getattr(block.known(optimizer), "_amp_stash", None)
     if stash is not None:

@@ -21,6 +21,7 @@ PLAIN_FIELDS = frozenset(
     {"ctx", "op", "ops", "id", "attr", "arg", "name", "module", "level", "asname", "kind", "type_comment", "conversion"}
 )
 
+
 def mentions_apex(code: str) -> bool:
     """Whether a text names apex at all; one that does not has no apex symbol."""
     return any(word in code for word in MENTIONS)
@@ -155,9 +156,7 @@ class Source:
         if not calls:
             return []
         return [
-            node
-            for node in self.kind(ast.With, ast.AsyncWith)
-            if any(id(i.context_expr) in calls for i in node.items)
+            node for node in self.kind(ast.With, ast.AsyncWith) if any(id(i.context_expr) in calls for i in node.items)
         ]
 
     def imports(self, package: str) -> bool:

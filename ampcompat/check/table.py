@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ampcompat.check.findings import UNSUPPORTED, Report
 
 VERDICTS = {"works": "works", "differs": "works with a difference", UNSUPPORTED: "not supported"}
+
+COLOURS = {"works": "green", "differs": "yellow", "warning": "yellow", UNSUPPORTED: "red", "error": "red"}
 
 
 def plain(text: str) -> str:
@@ -12,8 +16,11 @@ def plain(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
 
 
-def table(report: Report) -> str:
-    """Symbols first, then traps and files, each with ``file:line``; a summary line last."""
+def table(report: Report, paint: Callable[[str, str], str] = lambda text, colour: text) -> str:
+    """Symbols first, then traps and files, each with ``file:line``; a summary line last.
+
+    ``paint(text, colour)`` gives verdicts their colour.
+    """
     lines: list[str] = []
     for title, kinds in (("apex symbols", ("symbol",)), ("traps", ("trap",)), ("files", ("file",))):
         chosen = [f for f in report.findings if f.kind in kinds]
@@ -24,8 +31,10 @@ def table(report: Report) -> str:
         wide = min(max(map(len, places)), 48)
         for place, finding in zip(places, chosen, strict=True):
             verdict = VERDICTS.get(finding.level, finding.level)
-            row = f"  {plain(place):<{wide}}  {verdict:<{23 if 'symbol' in kinds else 8}}  {finding.name}"
-            lines.append(plain(row))
+            cell = f"{plain(verdict):<{23 if 'symbol' in kinds else 8}}"
+            if finding.level in COLOURS:
+                cell = paint(cell, COLOURS[finding.level])
+            lines.append(f"  {plain(place):<{wide}}  {cell}  {plain(finding.name)}")
             if finding.note:
                 lines.append(plain(f"  {'':<{wide}}    {finding.note}"))
         lines.append("")

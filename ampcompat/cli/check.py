@@ -11,11 +11,11 @@ from ampcompat.check import Report, scan
 from ampcompat.check.config import read_config
 from ampcompat.check.formats import github, sarif
 from ampcompat.check.table import plain, table
-from ampcompat.cli._emit import emit
+from ampcompat.cli._emit import emit, painted
 
 EXIT = "exit status: 0 nothing unsupported and no error, 1 something unsupported or an error, 2 bad usage"
 FORMATS: dict[str, Callable[[Report], str]] = {
-    "text": table,
+    "text": lambda report: table(report, painted),
     "json": lambda report: json.dumps(report.as_dict(), indent=2),
     "github": github,
     "sarif": sarif,

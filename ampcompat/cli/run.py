@@ -7,13 +7,12 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ampcompat._log import rank
-from ampcompat.cli import _script
+from ampcompat.cli import _gloo, _script
 from ampcompat.cli._emit import emit
 
 if TYPE_CHECKING:
@@ -130,17 +129,12 @@ def _is_receipt(target: Sequence[str]) -> bool:
 
 @contextmanager
 def _gloo_let_go() -> Iterator[None]:
-    """Before the interpreter ends, give it to gloo's threads once more.
-
-    They drop Python objects that backward lent them, now and then after it has returned, and abort a process that is
-    ending then. Scripts seldom destroy their process group, and torch may hang in that for the same reason.
-    """
+    """Let gloo's threads finish before a process group, or the interpreter, ends; see :mod:`ampcompat.cli._gloo`."""
+    _gloo.wait_in_destroy()
     try:
         yield
     finally:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed and distributed.is_available() and distributed.is_initialized():
-            time.sleep(0.2)
+        _gloo.wait_at_end()
 
 
 @contextmanager

@@ -33,3 +33,43 @@ def test_threads_of_gloo_get_the_interpreter_once_more(tmp_path, end, status):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (status, "dropped its last tensor\n"), done.stderr
+
+
+DESTROYS = """
+import sys, threading, time
+{imports}
+from torch.distributed import destroy_process_group
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+started = threading.Event()
+def gloo():
+    started.wait()
+    time.sleep(0.05)
+    print("dropped its last tensor", dist.is_initialized(), flush=True)
+threading.Thread(target=gloo, daemon=True).start()
+started.set()
+destroy_process_group()
+print("destroyed", dist.is_initialized(), destroy_process_group.__module__, dist.distributed_c10d.__spec__.loader)
+"""
+
+
+PLAIN, WITH_APEX = "import torch.distributed as dist", "import torch, apex\ndist = torch.distributed"
+SHIM = str(ROOT / "ampcompat" / "_shim")
+
+
+@pytest.mark.parametrize(
+    ("imports", "words", "paths"),
+    [
+        (PLAIN, ["-m", "ampcompat", "run"], []),
+        (WITH_APEX, ["-m", "ampcompat", "run"], []),
+        (WITH_APEX, [], [SHIM]),  # as in the processes that a script under run starts
+    ],
+)
+def test_threads_of_gloo_get_the_interpreter_before_the_group_is_destroyed(tmp_path, imports, words, paths):
+    script = tmp_path / "script.py"
+    script.write_text(DESTROYS.format(imports=imports))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths])}
+    command = [sys.executable, *words, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    dropped, destroyed = done.stdout.splitlines()
+    assert dropped == "dropped its last tensor True", done.stderr
+    assert destroyed.startswith("destroyed False torch.distributed.distributed_c10d <_frozen_importlib_external.Source")

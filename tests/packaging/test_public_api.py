@@ -34,6 +34,7 @@ MODULES = [
     "ampcompat.optimizers",
     "ampcompat.parallel",
     "ampcompat.report",
+    "ampcompat.scale_log",
     "ampcompat.testing",
 ]
 
@@ -70,7 +71,7 @@ def command_line():
     """The options of each command."""
     commands = argparse.ArgumentParser().add_subparsers()
     found = {}
-    for name in ("check", "migrate", "parity", "run"):
+    for name in ("check", "env", "migrate", "parity", "run", "test"):
         parser = importlib.import_module(f"{cli.__name__}.{name}").add_parser(commands)
         found[name] = sorted("/".join(action.option_strings) or action.dest for action in parser._actions)
     return found

@@ -1,0 +1,90 @@
+"""The end of a process group of gloo's, whose threads may abort a process that ends beside them.
+
+They drop Python objects that backward lent them, now and then after it has returned, and one that does so while its
+process group is destroyed, or the interpreter ends, aborts the process. Waiting a moment before lets them finish.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+#: What gloo's threads take at most to drop what they hold.
+SECONDS = 0.3
+#: The module that defines ``destroy_process_group``; ``torch.distributed`` takes the name from there.
+HOME = "torch.distributed.distributed_c10d"
+
+
+def wait_in_destroy() -> None:
+    """Have ``torch.distributed.destroy_process_group`` wait first, however it is imported, now or later."""
+    if HOME in sys.modules:
+        for name in (HOME, "torch.distributed"):
+            _wrap(sys.modules[name])
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def wait_at_end() -> None:
+    """Wait where a process group is still up: scripts seldom destroy it."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        time.sleep(SECONDS)
+
+
+def _wrap(module: ModuleType) -> None:
+    destroy: Callable[..., Any] | None = getattr(module, "destroy_process_group", None)
+    if destroy is None or hasattr(destroy, "_amp_waits"):
+        return
+
+    @functools.wraps(destroy)
+    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+        wait_at_end()
+        return destroy(*args, **kwargs)
+
+    destroy_process_group._amp_waits = True  # type: ignore[attr-defined]
+    module.destroy_process_group = destroy_process_group  # type: ignore[attr-defined]
+
+
+class _Finder(MetaPathFinder):
+    """Wraps the function as soon as its module has been executed; leaves everything else to the other finders."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of the one module, with a loader that wraps; None for any other."""
+        if fullname != HOME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(Loader):
+    """Loads as ``loader`` does, then wraps."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """What the loader creates."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute, wrap, and leave no trace of this loader on the module."""
+        self._loader.exec_module(module)
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        _wrap(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
