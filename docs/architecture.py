@@ -48,10 +48,10 @@ def size() -> dict[str, int]:
 def figures() -> dict[str, dict[str, int]]:
     """The figures of a step and of ``initialize``, measured now, each level in a process of its own."""
     found: dict[str, dict[str, int]] = {}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for level in ("O0", "O1", "O2"):
-        walk = [sys.executable, str(ROOT / "tests" / "structure" / "walk.py"), level]
-        ways = json.loads(subprocess.run(walk, env=environment, capture_output=True, check=True).stdout)
+    environment, levels = {**os.environ, "PYTHONPATH": str(ROOT)}, ("O0", "O1", "O2")
+    walk = [sys.executable, str(ROOT / "tests" / "structure" / "walk.py"), *levels]
+    lines = subprocess.run(walk, env=environment, capture_output=True, check=True).stdout.splitlines()
+    for level, ways in zip(levels, map(json.loads, lines), strict=True):
         found |= {f"{level} {way}": ways[way] for way in ("step", *["initialize"] * (level == "O2"))}
     return {**found, "amp": size()}
 

@@ -18,6 +18,7 @@ LEVELS = ["O1 O2", pytest.param("O0 O3", marks=pytest.mark.slow)]
 DRIVER = """
 import json, os, sys, torch
 torch.set_num_threads(1)
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer makes torch import its compiler
 folder, levels, *scripts = sys.argv[1:]
 for script in scripts:
     if not os.fork():

@@ -1,13 +1,14 @@
 """Follow one warm training step through ampcompat's own Python code, and ``initialize`` before it.
 
-    python tests/structure/walk.py O2 [--list]
+    python tests/structure/walk.py O2 [O1 ...] [--list]
 
-Prints, as JSON, the calls of functions defined under ``ampcompat/``, how many functions and files these are, and the
-moves: calls from another file than the callee's. ``--list`` prints the way instead. Torch's functions are not counted.
-Python 3.11 and older count a comprehension as a call; newer ones inline it.
+Prints for each level, as a line of JSON, the calls of functions defined under ``ampcompat/``, how many functions and
+files these are, and the moves: calls from another file than the callee's. ``--list`` prints the way instead. Torch's
+functions are not counted. Python 3.11 and older count a comprehension as a call; newer ones inline it.
 """
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -81,11 +82,22 @@ def follow(level):
     return {"initialize": beginning, "step": step}
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    ways = follow(sys.argv[1])
+def show(level):
+    ways = follow(level)
     if "--list" in sys.argv:
         for name, way in ways.items():
             print(f"-- {name}", *way.lines, sep="\n")
     else:
         print(json.dumps({name: way.figures() for name, way in ways.items()}))
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer makes torch import its compiler
+    for level in [word for word in sys.argv[1:] if word != "--list"]:
+        child = os.fork()  # a process for each: the first model imports what the next ones find
+        if not child:
+            show(level)
+            sys.exit()
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)
