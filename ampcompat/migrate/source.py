@@ -36,21 +36,19 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
         return Result(code)
     source = Source("", code)
     refuse_deep_nesting(source.tree)
-    from ampcompat.migrate.marks import settled
-
     try:
         if to == "ampcompat":
+            from ampcompat.migrate.marks import settled
             from ampcompat.migrate.imports import mark_uses, rewrite_imports
 
             module = cst.parse_module(mark_uses(source, code))
             return Result.of(settled(rewrite_imports(module)).code)
-        module = cst.parse_module(code)
         from ampcompat.migrate.native import rewrite_native
         from ampcompat.migrate.proof import proved
         from ampcompat.migrate.spread import exposed
 
-        rewritten, managed = rewrite_native(module, source)
-        new, subject = proved(settled(rewritten).code, managed)
+        rewritten, managed = rewrite_native(source)
+        new, subject = proved(rewritten, managed)
         result = Result.of(new)
         result.exposed = exposed(subject, source, new)
         return result

@@ -7,10 +7,15 @@ what was written is proved by :mod:`ampcompat.migrate.proof`, or marked.
 
 from __future__ import annotations
 
+import ast
+from collections.abc import Collection
+
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from ampcompat.check.source import Source
+from ampcompat.migrate.marks import settled
+from ampcompat.migrate.native.aside import Aside, Lost
 from ampcompat.migrate.native.autocast import wrap
 from ampcompat.migrate.native.calls import Calls, with_torch
 from ampcompat.migrate.native.facts import Facts, Untranslatable
@@ -20,30 +25,47 @@ from ampcompat.migrate.native.replacements import REPLACED, Replace
 from ampcompat.migrate.proof.subject import Managed
 
 
-def rewrite_native(module: cst.Module, source: Source) -> tuple[cst.Module, Managed | None]:
-    """The module with its amp calls translated, and what is under amp now; None where it left them."""
-    reason = managed = None
+def rewrite_native(source: Source) -> tuple[str, Managed | None]:
+    """The text with its amp calls translated, and what is under amp now; None where it left them."""
+    try:
+        return _rewritten(source, everything=False)
+    except Lost:
+        return _rewritten(source, everything=True)
+
+
+def _rewritten(source: Source, everything: bool) -> tuple[str, Managed | None]:
+    reason = managed = translated = None
     if any((source.apex(call.func) or "").startswith("apex.amp.") for call in source.calls):
         try:
-            module, facts = _translated(module, Facts(source))
-            managed = facts.managed()
+            translated, managed = _translated(Facts(source), everything)
         except Untranslatable as problem:
             reason = str(problem)
+    module, aside = translated or _parsed(source, (), everything)
     if any((source.apex(node) or "").startswith(REPLACED) for node in source.nodes):
         replace = Replace(source.bindings)
         module = module.visit(replace)
         module = with_torch(module) if replace.changed else module
     if names := apex_uses(Source("", module.code), source.bindings):
         module = module.visit(Leftovers(source.bindings, names, reason))
-    return drop_imports(module, source.bindings), managed
+    return aside.restored(settled(drop_imports(module, source.bindings)).code), managed
 
 
-def _translated(module: cst.Module, facts: Facts) -> tuple[cst.Module, Facts]:
+def _parsed(source: Source, needs: Collection[ast.AST], everything: bool) -> tuple[cst.Module, Aside]:
+    aside = Aside(source, needs, everything)
+    return cst.parse_module(aside.code), aside
+
+
+def _translated(facts: Facts, everything: bool) -> tuple[tuple[cst.Module, Aside], Managed]:
     # Each pass sees the text of the one before: facts are positions in it.
+    module, aside = _parsed(facts.source, facts.casts.needs, everything)
     split = split_lines(module, facts.source, facts.models)
-    facts = facts if split is module else Facts(Source("", split.code))
-    code = wrap(split, facts)
+    if split is not module:
+        facts = Facts(Source("", aside.restored(split.code)))
+        split, aside = _parsed(facts.source, facts.casts.needs, everything)
+    code = wrap(split, facts, aside.restored)
     if code != facts.source.code:
-        split, facts = cst.parse_module(code), Facts(Source("", code))
+        facts = Facts(Source("", code))
+        split, aside = _parsed(facts.source, facts.casts.needs, everything)
     wrapper = MetadataWrapper(split, unsafe_skip_copy=True)
-    return wrapper.module.visit(Calls(facts, wrapper.resolve(PositionProvider))), facts
+    module = wrapper.module.visit(Calls(facts, wrapper.resolve(PositionProvider), aside.shown))
+    return (module, aside), facts.managed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
@@ -18,15 +18,21 @@ from ampcompat.migrate.result import MARK
 OUT_OF_SIGHT = "the forward pass is not in this function; run it under torch.autocast"
 
 
-def wrap(module: cst.Module, facts: Facts) -> str:
-    """The text of ``module`` with its regions; ``facts`` are those of the same text."""
+def wrap(module: cst.Module, facts: Facts, restored: Callable[[str], str]) -> str:
+    """The text of ``facts`` with its regions.
+
+    Args:
+        module: The same text, less what was set aside.
+        facts: What is known of it.
+        restored: Puts back what was set aside.
+    """
     made = plan(facts)
     if not made.regions and not made.marks:
         return facts.source.code
     if not any(_has_long_string(facts.source, start, end) for start, (_, end) in made.regions.items()):
         return _indented(facts, made)
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-    return wrapper.module.visit(_Wrap(facts, made, wrapper.resolve(PositionProvider))).code
+    return restored(wrapper.module.visit(_Wrap(facts, made, wrapper.resolve(PositionProvider))).code)
 
 
 def _has_long_string(source: Source, start: int, end: int) -> bool:

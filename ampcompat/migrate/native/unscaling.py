@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import libcst as cst
@@ -52,11 +52,12 @@ class Unscaling:
         marks: For statements that need it where it cannot be done, why.
     """
 
-    def __init__(self, module: cst.Module, facts: Facts) -> None:
+    def __init__(self, module: cst.Module, facts: Facts, shown: Callable[[int], bool]) -> None:
         self.facts, self.bindings = facts, facts.bindings
         functions = _Functions()
         module.visit(functions)
-        scopes = sorted((n for n in facts.source.nodes if isinstance(n, FUNCTIONS)), key=lambda n: n.lineno)
+        every = (node for kind in FUNCTIONS for node in facts.source.kind(kind) if shown(node.lineno))
+        scopes = sorted(every, key=lambda n: n.lineno)
         touching = [cst_one for cst_one, one in zip(functions.found, scopes, strict=True) if _touches_gradients(one)]
         self.readers = readers(touching, self.bindings)
         self.before: dict[cst.CSTNode, list[str]] = {}
