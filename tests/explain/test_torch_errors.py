@@ -14,7 +14,6 @@ from torch import nn
 from ampcompat import _log, amp
 from ampcompat._torch import cure_of
 
-
 ROOT = Path(__file__).parents[2]
 
 
