@@ -32,6 +32,6 @@ class PrintCompletion(argparse.Action):
                 command.add_argument("script", nargs="*")
             for action in command._actions:
                 if not action.option_strings:
-                    action.complete = shtab.FILE  # type: ignore[attr-defined]
+                    action.complete = shtab.FILE
         emit(shtab.complete(parser, shell=str(values)))
         parser.exit(0)
