@@ -127,7 +127,8 @@ def both(folder, *arguments, **keywords):
             ["-m", name]
             for name in ("syntax_error", "exception", "exit_3", "interrupt", "killed", "own_hook", "sibling")
         ],
-        *[[*form, "O1"] for form in (["patches_torch.py"], ["-m", "patches_torch"])],
+        ["patches_torch.py", "O1"],
+        pytest.param(["-m", "patches_torch", "O1"], marks=pytest.mark.slow),
         ["-m", "package.relative", "--flag", "--", "-x"],
         ["-m", "package"],
         ["-m", "package.absent"],

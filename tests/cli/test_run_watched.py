@@ -44,11 +44,15 @@ def test_every_option_at_once_and_the_exit_status_is_the_scripts(tmp_path):
     assert "1 of 2 optimizer steps were skipped" in (tmp_path / "r.html").read_text()
 
 
-def test_a_receipt_on_the_terminal_and_as_data(tmp_path):
+def test_a_receipt_on_the_terminal(tmp_path):
     done = run(tmp_path, "--receipt")
     assert done.returncode == 0, done.stderr
     assert "Half precision is on: 100.0 % of the FLOPs ran in float16." in done.stdout
     assert "ampcompat explain" not in done.stderr
+
+
+@pytest.mark.slow
+def test_a_receipt_as_data(tmp_path):
     run(tmp_path, "--receipt=r.json")
     facts = json.loads((tmp_path / "r.json").read_text())
     assert facts["skipped"] == 1
