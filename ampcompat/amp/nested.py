@@ -90,12 +90,13 @@ def refuse_lookahead(optimizer: Any) -> None:
     """Raise a RuntimeError where a Lookahead that amp was not given calls: it goes on after the masters' step."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        outer, frame = frame.f_locals.get("self"), frame.f_back
+        # Of short-lived frames only: f_locals keeps what is in there alive.
+        outer, frame = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None, frame.f_back
         if "lookahead" in type(outer).__name__.lower() and any(one is optimizer for one in inner_optimizers(outer)):
             inner, outer = type(optimizer).__name__, type(outer).__name__
             raise RuntimeError(
-                f"A {inner} under amp is stepped by a {outer} - that reads gradients and writes weights when the masters'"
-                f" step is over - give the {outer} to amp.initialize and amp.scale_loss instead of the {inner} (D37)."
+                f"A {inner} under amp is stepped by a {outer} - that reads gradients and writes weights after the masters"
+                f" have stepped - give the {outer} to amp.initialize and amp.scale_loss instead of the {inner} (D37)."
             )
 
 
