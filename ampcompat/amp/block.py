@@ -396,8 +396,8 @@ def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
     for master in masters:
         grad = master.value.grad
         if grad is not None and master.half.grad is None:
-            scaled = grad if scale is None else grad * scale.to(grad.device, non_blocking=True)
-            shown = master.half.grad = scaled.to(master.half.dtype)
+            scaled = grad if scale is None else grad * scale.to(grad.device)
+            shown = master.half.grad = scaled.to(master.dtype)
             master.folded = shown, shown._version
 
 

@@ -94,11 +94,6 @@ class Master:
         self.settle()
         self.register()
 
-    @property
-    def is_parameter(self) -> bool:
-        """Whether ``half`` is a parameter, not a buffer."""
-        return isinstance(self.half, torch.nn.Parameter)
-
     def register(self) -> None:
         """Be found by either side."""
         index = state.masters.by_tensor
@@ -147,7 +142,7 @@ class Master:
         taken, before = self.half.float(), self.before_writes
         if before is not None and before.device == taken.device and before.shape == taken.shape:
             taken = torch.where(before.to(self.half.dtype) == self.half, before, taken)
-        elif keep_before and self.is_parameter:
+        elif keep_before and isinstance(self.half, torch.nn.Parameter):
             self.before_writes = self.value.detach().clone()
         self.value.copy_(torch.where(kept, self.value, taken))
 
@@ -219,7 +214,7 @@ class Master:
         """
         if needs_look(self):
             return self.reconcile()
-        if self.is_parameter or torch.compiler.is_compiling() or _torch.in_fake_mode():
+        if isinstance(self.half, torch.nn.Parameter) or torch.compiler.is_compiling() or _torch.in_fake_mode():
             return self._compare(stepping=False)
         same = self.value.to(self.half.dtype) == self.half
         self.value.copy_(torch.where(same, self.value, self.half.float()))
@@ -395,7 +390,7 @@ def _follow_replacement(master: Master) -> None:
     now, owner = tensors.get(name), module()
     if owner is None or now is None or now is master.half:
         return
-    if master.is_parameter and not isinstance(now, torch.nn.Parameter):
+    if isinstance(master.half, torch.nn.Parameter) and not isinstance(now, torch.nn.Parameter):
         return
     where = f"{name!r} of a {type(owner).__name__}"
     if _torch.is_sharded(now):

@@ -76,7 +76,8 @@ def refuse_lookahead(optimizer: Optimizer) -> None:
     """Raise a RuntimeError where a Lookahead that amp was not given calls: it goes on after the masters' step."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        outer, frame = frame.f_locals.get("self"), frame.f_back
+        # Of short-lived frames only: f_locals keeps what is in there alive.
+        outer, frame = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None, frame.f_back
         if "lookahead" in type(outer).__name__.lower() and any(one is optimizer for one in inner_optimizers(outer)):
             inner, outer = type(optimizer).__name__, type(outer).__name__
             raise RuntimeError(

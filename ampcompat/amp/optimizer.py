@@ -26,7 +26,6 @@ from ampcompat.amp.block import Block
 from ampcompat.amp.masters import heed_cleared, master_of, push, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, inner_optimizers
-from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Spent, adopt_masters, announce, match_state
 
@@ -399,32 +398,18 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------
-def _lazy_init(optimizer: Optimizer) -> None:
-    """Look the parameters up again; masters exist since ``initialize``."""
-    optimizer._amp_stash.look_up(optimizer)
-
-
 def _masters_to_model(optimizer: Optimizer) -> None:
-    _lazy_init(optimizer)
+    optimizer._amp_stash.look_up(optimizer)
     push(optimizer._amp_stash.masters)
 
 
-def _prepare_backward(optimizer: Optimizer) -> None:
-    """Begin a block by hand; the scaler is not known before its end."""
-    block.begin(optimizer, optimizer._amp_stash, optimizer._amp_stash.session.scalers[0])
-
-
-def _post_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
-    """End a block by hand; ``scaler`` is updated by its own caller."""
-    Block(None, [optimizer], scaler, scale=scaler._scale).end(by_hand=True)
-
-
+#: Masters exist since ``initialize``. A block by hand names its scaler at its end, and its caller updates that.
 _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
-    "_amp_lazy_init": _lazy_init,
-    "_lazy_init_maybe_master_weights": _lazy_init,
+    "_amp_lazy_init": lambda one: one._amp_stash.look_up(one),
+    "_lazy_init_maybe_master_weights": lambda one: one._amp_stash.look_up(one),
     "_master_params_to_model_params": _masters_to_model,
-    "_prepare_amp_backward": _prepare_backward,
-    "_post_amp_backward": _post_backward,
+    "_prepare_amp_backward": lambda one: block.begin(one, one._amp_stash, one._amp_stash.session.scalers[0]),
+    "_post_amp_backward": lambda one, scaler: Block(None, [one], scaler, scale=scaler._scale).end(by_hand=True),
 }
 
 #: Instance attributes that :func:`attach` sets.

@@ -138,38 +138,15 @@ class AmpOptimizerState:
                 self.skipped = bool(overflowed)
             announce(overflowed)
 
-    # -- the same, by apex's names -------------------------------------------------------------------------------------
-    @property
-    def all_fp16_params(self) -> list[torch.Tensor]:
-        """Half parameters of the model: those with masters, or all half ones where there are no masters."""
-        return [m.half for m in self.masters] or [p for p in self.direct if p.dtype != torch.float32]
-
-    @property
-    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
-        """Masters, in the order of :attr:`all_fp16_params`."""
-        return [m.value for m in self.masters]
-
-    @property
-    def all_fp32_from_fp32_params(self) -> list[torch.Tensor]:
-        """Parameters that were float32 all along."""
-        return [p for p in self.direct if p.dtype == torch.float32]
-
-    all_fp32_params = all_fp32_from_fp32_params
-
-    @property
-    def fp16_groups(self) -> list[list[torch.Tensor]]:
-        """:attr:`all_fp16_params` by param group."""
-        return [[m.half for m in map(master_of, params) if m is not None] for params in self.groups]
-
-    @property
-    def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
-        """:attr:`all_fp32_from_fp16_params` by param group."""
-        return [[p for p in params if master_of(p) is not None] for params in self.groups]
-
-    @property
-    def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
-        """:attr:`all_fp32_from_fp32_params` by param group."""
-        return [[p for p in params if master_of(p) is None and p.dtype == torch.float32] for params in self.groups]
+    # -- by apex's names, and by group: half params (all, where there are no masters), masters, and float32 params -----
+    all_fp16_params = property(lambda s: [m.half for m in s.masters] or [p for p in s.direct if p.dtype in HALF_DTYPES])
+    all_fp32_from_fp16_params = property(lambda s: [m.value for m in s.masters])
+    all_fp32_from_fp32_params = all_fp32_params = property(lambda s: [p for p in s.direct if p.dtype == torch.float32])
+    fp16_groups = property(lambda s: [[m.half for m in map(master_of, params) if m is not None] for params in s.groups])
+    fp32_from_fp16_groups = property(lambda s: [[p for p in params if master_of(p) is not None] for params in s.groups])
+    fp32_from_fp32_groups = property(
+        lambda s: [[p for p in params if master_of(p) is None and p.dtype == torch.float32] for params in s.groups]
+    )
 
 
 def announce(overflowed: list[tuple[LossScaler, float]]) -> None:

@@ -50,7 +50,7 @@ NO_GRADIENT = "optimizer.step() after scale_loss blocks that gave this optimizer
 EDITED = "Gradients of the model's half parameters were edited after scale_loss (clipped?) - "
 BLOCK = "write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`."
 MISTAKES = {
-    without_a_block: (["O1", "O2"], UNSCALED, BLOCK),
+    without_a_block: (["O1", "O2"], UNSCALED, BLOCK.replace("`.", "` (D34).")),
     without_a_backward: (["O1", "O2"], NO_GRADIENT, BLOCK),
     backward_of_the_loss_in_the_block: (
         ["O1", "O2"],
