@@ -329,7 +329,8 @@ def test_ranges_are_those_before_the_step_and_of_one_that_is_made(capsys):
 
 def test_batches_that_accumulate_have_one_table(capsys):
     model = nn.Linear(2, 2)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
     amp.explain_overflows(ranges=True)
     for _ in range(3):
         with amp.scale_loss(model(torch.ones(2, 2)).mean(), optimizer) as scaled:
