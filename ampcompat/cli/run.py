@@ -94,10 +94,6 @@ def main(args: argparse.Namespace) -> int:
     if not can_open(args.target[0]):
         return 2
 
-    from ampcompat.alias import install_as_apex
-
-    if install_as_apex(force=args.force):
-        _script.hand_alias_to_children()
     if args.explain:
         from ampcompat.explain import explain_in_words
 
@@ -107,6 +103,11 @@ def main(args: argparse.Namespace) -> int:
         except ValueError as problem:
             args.parser.error(f"--{problem}")
         os.environ["AMPCOMPAT_EXPLAIN"] = words  # for the processes that the script starts
+
+    from ampcompat.alias import install_as_apex
+
+    if install_as_apex(force=args.force):
+        _script.hand_alias_to_children()
     argv = args.target[_script.WORDS.get(args.target[0], 1) - 1 :]
     with _gloo_let_go(), _watched(args.receipt, argv):
         _script.run(args.target)

@@ -45,7 +45,10 @@ def explain_as_asked() -> None:
     """
     asked = os.environ.get("AMPCOMPAT_EXPLAIN", "")
     if is_on(asked) and not any(isinstance(one, Autopsy) for one in observers()):
-        _start(parse(asked))
+        try:
+            _start(parse(asked))
+        except ValueError as problem:
+            raise ValueError(f"AMPCOMPAT_EXPLAIN: {problem}") from None
 
 
 def explain_in_words(words: str) -> None:

@@ -239,9 +239,9 @@ class Autopsy:
         return None if stepper is None or found is None else (self._steps(stepper).made, found)
 
     def _measured(self, records: list[Record], step: int) -> list[Message]:
-        """The ranges of each of ``records``."""
+        """The ranges of ``records``, the last of each model."""
         messages = []
-        for record in records:
+        for record in {record.model: record for record in records}.values():
             model = record.model()
             if model is None or not runs_alone(model):
                 continue

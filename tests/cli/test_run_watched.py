@@ -206,9 +206,10 @@ def test_explain_as_lines_of_json_until_the_first_fault(tmp_path):
     assert told[0]["step"] == 1
 
 
-def test_words_of_explain_that_mean_nothing_are_refused(capsys):
+def test_words_of_explain_that_mean_nothing_are_refused(tmp_path, capsys):
+    (tmp_path / "script.py").write_text("print('it runs')")
     with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "--explain=jsno", "script.py"])
+        cli.main(["run", "--explain=jsno", str(tmp_path / "script.py")])
     assert ended.value.code == 2
     assert "--explain='jsno' - 'jsno' is none of its words - write 'json', 'ranges'," in capsys.readouterr().err
 

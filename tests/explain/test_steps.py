@@ -207,6 +207,13 @@ def test_the_environment_can_say_no(monkeypatch, text):
     assert not observers()
 
 
+def test_words_in_the_environment_that_mean_nothing(monkeypatch):
+    monkeypatch.setenv("AMPCOMPAT_EXPLAIN", "jsno")
+    with pytest.raises(ValueError, match="^AMPCOMPAT_EXPLAIN: explain='jsno' - 'jsno' is none of its words"):
+        explain_as_asked()
+    assert not observers()
+
+
 @pytest.mark.parametrize("text", ["1", "yes", "json", "first"])
 def test_the_environment_can_say_yes(monkeypatch, text):
     monkeypatch.setenv("AMPCOMPAT_EXPLAIN", text)
@@ -318,6 +325,18 @@ def test_ranges_are_those_before_the_step_and_of_one_that_is_made(capsys):
     assert [one["scale"] for one in told if one["explain"] == "ranges"] == [65536, 32768]
     (row,) = [row for row in told[-1]["rows"] if row["pass"] == "forward" and row["dtype"] == "float32"]
     assert row["largest"] < 1
+
+
+def test_batches_that_accumulate_have_one_table(capsys):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
+    amp.explain_overflows(ranges=True)
+    for _ in range(3):
+        with amp.scale_loss(model(torch.ones(2, 2)).mean(), optimizer) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert capsys.readouterr().err.count("ranges of Linear") == 1
 
 
 def test_ranges_with_a_fault(capsys):

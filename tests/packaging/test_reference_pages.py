@@ -27,11 +27,12 @@ def test_the_api_page_has_every_public_name(module):
     documented = {name for found in re.findall(directives, read("api.md")) for name in found}
     wanted = {name for name in names if not {name, f"ampcompat.{module}.{name}"} & NOT_ON_THE_PAGE}
     # Called by the package itself, where a variable asks for it.
-    assert wanted - documented - {"explain_as_asked"} == set()
+    assert wanted - documented - {"explain_as_asked", "explain_in_words", "report_as_asked"} == set()
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
-    parser = cli._parser("")
+    names = [name for _, name, _ in pkgutil.iter_modules(cli.__path__) if not name.startswith("_")]
+    parser = cli._parser(names, "")
     (subparsers,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return dict(subparsers.choices)
 
