@@ -62,7 +62,9 @@ class Exposed:
 def exposed(subject: Subject | None, before: Source, after: str) -> Exposed:
     """What the translation of ``before`` into ``after`` leaves for other files to find."""
     imported = {name for name in before.bindings.names if "." not in name and not name.startswith("_")}
-    kept = {alias.asname or alias.name.partition(".")[0] for node in ast.walk(ast.parse(after)) for alias in _names(node)}
+    kept = {
+        alias.asname or alias.name.partition(".")[0] for node in ast.walk(ast.parse(after)) for alias in _names(node)
+    }
     apex = frozenset(imported - kept)
     if subject is None:
         return Exposed(apex=apex)

@@ -387,8 +387,7 @@ class Trainer(Base):
 Trainer().run()
 """,
     "step of a coroutine": "import asyncio\n" + SETUP + "async def go():\n    opt.step()\n" + loop("asyncio.run(go())"),
-    "steps of pairs": PAIR % ""
-    + together("for m, o in zip([a, b], [oa, ob]):\n    o.step()\n"),
+    "steps of pairs": PAIR % "" + together("for m, o in zip([a, b], [oa, ob]):\n    o.step()\n"),
     "a loss every other time": PAIR % ", num_losses=2"
     + turns(
         one_of_pair("a", "a(x).float().pow(2).mean()", ", loss_id=0")
@@ -465,7 +464,8 @@ MARKED = {
     "step by a computed name": SETUP + "name = 'st' + 'ep'\n" + loop("getattr(opt, name)()"),
     "step by methodcaller": "import operator\n" + SETUP + loop("operator.methodcaller('step')(opt)"),
     "step under map": SETUP + loop("list(map(lambda o: o.step(), [opt]))"),
-    "step with a closure": SETUP + "def closure():\n    opt.zero_grad()\n    loss = F.cross_entropy(model(x), y)\n"
+    "step with a closure": SETUP
+    + "def closure():\n    opt.zero_grad()\n    loss = F.cross_entropy(model(x), y)\n"
     + indented(scaled_backward() + "return loss")
     + "for i in range(6):\n    LOSSES.append(opt.step(closure).item())\n",
     "step by a function of another module": "from engine import update_weights\n" + SETUP + loop("update_weights(opt)"),
@@ -495,9 +495,7 @@ MARKED = {
     + SETUP
     + loop("opt.step()")
     + "LOSSES.append(evaluate(model, x))\n",
-    "loss from nowhere": SETUP
-    + "def go(loss):\n"
-    + indented(scaled_backward() + "opt.step()"),
+    "loss from nowhere": SETUP + "def go(loss):\n" + indented(scaled_backward() + "opt.step()"),
     "two items in the with": SETUP + loop("opt.step()").replace("as scaled:", "as scaled, torch.enable_grad():"),
     "scale_loss in an ExitStack": "import contextlib\n"
     + SETUP
@@ -507,9 +505,7 @@ MARKED = {
     + "for i in range(6):\n    block = amp.scale_loss(F.cross_entropy(model(x), y), opt)\n    scaled = block.__enter__()\n"
     "    scaled.backward()\n    block.__exit__(None, None, None)\n    opt.step()\n",
     "two calls of initialize": SETUP + SETUP + loop("opt.step()"),
-    "initialize in a loop": "for n in range(2):\n"
-    + indented(SETUP)
-    + loop("opt.step()"),
+    "initialize in a loop": "for n in range(2):\n" + indented(SETUP) + loop("opt.step()"),
     "O3": SETUP.replace('"O1"', '"O3"') + loop("opt.step()"),
     "options from a dict": SETUP.replace('opt_level="O1", verbosity=0', "**dict(opt_level='O1')") + loop("opt.step()"),
     "a dict of optimizers": "model = nn.Linear(4, 3)\nopts = {'m': torch.optim.SGD(model.parameters(), lr=0.1)}\n"
@@ -545,9 +541,13 @@ MARKED = {
         + "else:\n    loss.backward()\nopt.step()\n"
     ),
     "a penalty on the weights that is not scaled": SETUP
-    + loop("opt.step()", forward="aux = model.weight.pow(2).sum()\naux.backward()\nloss = F.cross_entropy(model(x), y)"),
+    + loop(
+        "opt.step()", forward="aux = model.weight.pow(2).sum()\naux.backward()\nloss = F.cross_entropy(model(x), y)"
+    ),
     "an auxiliary loss after the block": SETUP
-    + loop("auxiliary.backward()\nopt.step()", forward="loss = F.cross_entropy(model(x), y)\nauxiliary = model(-x).mean()"),
+    + loop(
+        "auxiliary.backward()\nopt.step()", forward="loss = F.cross_entropy(model(x), y)\nauxiliary = model(-x).mean()"
+    ),
     "amp recognised by what it leaves on an optimizer": SETUP
     + turns(
         "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif hasattr(opt, '_amp_stash'):\n"

@@ -1,6 +1,6 @@
 """Trees whose training is spread over modules; ``train.py`` is what is run."""
 
-from legacy_shapes import SCALE
+from legacy_shapes import SCALE, indented
 
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
 DATA = "torch.manual_seed(0)\nx, y = torch.randn(16, 4), torch.randint(3, (16,))\nLOSSES = []\n"
@@ -42,7 +42,8 @@ BASE = HEAD + APEX + DATA + TRAINER
 #: Trees that train like the original, run by the recorder of ``--verify``.
 RIGHT = {
     "the network in another module": {
-        "models.py": HEAD + "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x).relu()\n",
+        "models.py": HEAD
+        + "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x).relu()\n",
         "train.py": TRAIN.replace(APEX, APEX + "from models import Net\n").replace("nn.Linear(", "Net("),
     },
     "the loss in another module": {
@@ -65,7 +66,7 @@ RIGHT = {
     },
     "model and optimizer made in a package": {
         "parts/__init__.py": "from .build import build\n",
-        "parts/build.py": HEAD + "def build():\n" + "".join(f"    {s}\n" for s in MADE.splitlines()) + "    return model, opt\n",
+        "parts/build.py": HEAD + "def build():\n" + indented(MADE) + "    return model, opt\n",
         "train.py": TRAIN.replace(APEX, APEX + "from parts import build\n").replace(MADE, "model, opt = build()\n"),
     },
     "a training class run from another module": {
@@ -88,7 +89,8 @@ MARKED = {
         "main.py",
         {
             "setup.py": HEAD + APEX + "def setup(model, opt):\n    return amp.initialize(model, opt, opt_level='O1')\n",
-            "engine.py": APEX + "def backward(loss, opt):\n    with amp.scale_loss(loss, opt) as s:\n        s.backward()\n",
+            "engine.py": APEX
+            + "def backward(loss, opt):\n    with amp.scale_loss(loss, opt) as s:\n        s.backward()\n",
             "main.py": HEAD
             + "from setup import setup\nfrom engine import backward\n"
             + DATA
@@ -171,7 +173,7 @@ MARKED = {
             + APEX
             + DATA
             + "def build():\n"
-            + "".join(f"    {s}\n" for s in (MADE + INIT).splitlines())
+            + indented(MADE + INIT)
             + "    return model, opt\nmodel, opt = build()\n"
             + LOOP,
             "evaluate.py": "from train import build, x\nnet, _ = build()\nprint(net(x))\n",
@@ -194,7 +196,10 @@ MARKED = {
     ),
     "amp by a star": (
         "train.py",
-        {"compat.py": "from apex import amp\n", "train.py": TRAIN.replace("from apex import amp", "from compat import *")},
+        {
+            "compat.py": "from apex import amp\n",
+            "train.py": TRAIN.replace("from apex import amp", "from compat import *"),
+        },
     ),
     "amp as an attribute of another module": (
         "train.py",
