@@ -59,17 +59,10 @@ class Source:
     def _walked(self) -> tuple[list[ast.AST], dict[ast.AST, ast.AST]]:
         nodes: list[ast.AST] = [self.tree]
         parents: dict[ast.AST, ast.AST] = {}
-        fields: dict[type, tuple[str, ...]] = {}
         for node in nodes:  # grows on the way
-            kind = node.__class__
-            if kind not in fields:
-                fields[kind] = _fields(kind)
-            for name in fields[kind]:
-                value = getattr(node, name, None)
-                for child in value if value.__class__ is list else (value,):
-                    if isinstance(child, ast.AST):
-                        parents[child] = node
-                        nodes.append(child)
+            for child in children(node):
+                parents[child] = node
+                nodes.append(child)
         return nodes, parents
 
     @property
@@ -155,9 +148,8 @@ class Source:
         calls = set(map(id, self.calls_to("apex.amp.scale_loss", "apex.amp.handle.scale_loss")))
         if not calls:
             return []
-        return [
-            node for node in self.kind(ast.With, ast.AsyncWith) if any(id(i.context_expr) in calls for i in node.items)
-        ]
+        blocks: list[ast.With | ast.AsyncWith] = [*self.kind(ast.With), *self.kind(ast.AsyncWith)]
+        return [block for block in blocks if any(id(i.context_expr) in calls for i in block.items)]
 
     def imports(self, package: str) -> bool:
         """Whether the file imports ``package`` or a part of it."""
@@ -169,7 +161,7 @@ class Source:
         for node in self.kind(ast.Import, ast.ImportFrom):
             if isinstance(node, ast.Import):
                 names += [alias.name for alias in node.names]
-            elif node.level == 0:
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 names.append(node.module or "")
         return {name.partition(".")[0] for name in names}
 
@@ -189,6 +181,19 @@ class Source:
         return Finding(self.path, line, column, kind, name, level, note)
 
 
+def children(node: ast.AST) -> list[ast.AST]:
+    """As ast.iter_child_nodes, without operators and contexts, at a third of its cost."""
+    found: list[ast.AST] = []
+    for name in _fields(node.__class__):  # type: ignore[arg-type]
+        value = getattr(node, name, None)
+        if value.__class__ is list:
+            found += [child for child in value if isinstance(child, ast.AST)]
+        elif isinstance(value, ast.AST):
+            found.append(value)
+    return found
+
+
+@functools.cache
 def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
     """The fields of a kind of node that may hold nodes."""
     if kind is ast.Constant:

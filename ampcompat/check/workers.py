@@ -18,12 +18,16 @@ Whole = TypeVar("Whole")
 #: Below this many files a process costs more to start than it saves.
 FEW = 64
 MOST = 8
+#: Objects between two collections of garbage: trees are large, and what they hold has few cycles.
+RARELY = 500_000
 
 
 class Apply(Protocol):
     """A ``map`` that keeps the order."""
 
-    def __call__(self, function: Callable[[Job], Result], given: Sequence[Job], /) -> Iterable[Result]: ...
+    def __call__(self, function: Callable[[Job], Result], given: Sequence[Job], /) -> Iterable[Result]:
+        """The results of ``function`` for each of ``given``."""
+        ...
 
 
 def processes(jobs: int, few: int | None = None) -> tuple[int, str]:
@@ -43,7 +47,7 @@ def workers(jobs: int, few: int | None = None) -> Iterator[Apply]:
     if count < 2:
         yield map
         return
-    with multiprocessing.get_context(kind).Pool(count) as pool:
+    with multiprocessing.get_context(kind).Pool(count, gc.set_threshold, (RARELY,)) as pool:
         yield lambda function, given: pool.imap(function, given, chunksize=max(1, min(64, len(given) // (4 * count))))
 
 
@@ -68,7 +72,7 @@ def shared(
     if count < 2:
         running = part(jobs, settings)
         return [_sent(running, whole(next(running)))]
-    context = multiprocessing.get_context(kind)
+    context: Any = multiprocessing.get_context(kind)
     with contextlib.ExitStack() as stack:
         ends = []
         for number in range(count):

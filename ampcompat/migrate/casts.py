@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ampcompat.check.bindings import dotted
-from ampcompat.check.source import Source, called
+from ampcompat.check.source import Source, called, children
 from ampcompat.migrate.objects import FUNCTIONS, SCOPES, Objects
 
 # Methods of a module that run no forward.
@@ -199,7 +199,7 @@ class Casts:
                     return True
                 path = path.rpartition(".")[0]
             return False
-        return any(self._tensor(child, scope) for child in ast.iter_child_nodes(node))
+        return any(self._tensor(child, scope) for child in children(node))
 
 
 def trains(function: ast.AST) -> bool:
@@ -250,7 +250,7 @@ def within(node: ast.AST) -> Iterator[ast.AST]:
     for one in rest:
         yield one
         if not isinstance(one, SCOPES):
-            rest += ast.iter_child_nodes(one)
+            rest += children(one)
 
 
 def is_autocast(part: ast.AST) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from ampcompat.check.source import Source
+from ampcompat.check.source import Source, children
 from ampcompat.migrate.result import MissingLibcst, Result
 
 TARGETS = ("ampcompat", "native")
@@ -38,8 +38,8 @@ def migrate_source(code: str, to: str = "ampcompat") -> Result:
     refuse_deep_nesting(source.tree)
     try:
         if to == "ampcompat":
-            from ampcompat.migrate.marks import settled
             from ampcompat.migrate.imports import mark_uses, rewrite_imports
+            from ampcompat.migrate.marks import settled
 
             module = cst.parse_module(mark_uses(source, code))
             return Result.of(settled(rewrite_imports(module)).code)
@@ -60,7 +60,7 @@ def refuse_deep_nesting(tree: ast.AST) -> None:
     """Raise RecursionError for a tree that libcst could not read."""
     level: list[ast.AST] = [tree]
     for _ in range(MAX_NESTING):
-        level = [child for node in level for child in ast.iter_child_nodes(node)]
+        level = [child for node in level for child in children(node)]
         if not level:
             return
     raise RecursionError(f"nested more than {MAX_NESTING} levels deep")

@@ -1,11 +1,9 @@
-"""The corpus against torch: a snippet labelled with a trap misbehaves when it is run at its level, a look-alike does not.
+"""The corpus against torch: a snippet labelled with a trap misbehaves when it is run at its level.
 
 Each snippet is executed as a script, with the names that it leaves open bound to a small model, its optimizer and data;
 a witness of its trap says what goes wrong.
 """
 
-import contextlib
-import math
 import sys
 import types
 import warnings
@@ -20,6 +18,7 @@ from ampcompat import amp, fp16_utils, optimizers
 from ampcompat._state import state
 
 WIDTH = 8
+SGD = "opt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +28,8 @@ def apex(monkeypatch):
     named = {"apex": ampcompat, "apex.amp": amp, "apex.fp16_utils": fp16_utils, "apex.optimizers": optimizers}
     for name, module in named.items():
         monkeypatch.setitem(sys.modules, name, module)
+    # A real one needs a process group; it is its type that initialize looks at.
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "__init__", lambda self, module: nn.Module.__init__(self))
     yield
     state.reset()
 
@@ -42,50 +43,161 @@ class Net(nn.Linear):
 
     def forward(self, x):
         result = super().forward(x)
-        return result.float().mean() if self.loss else result
+        return 8 * result.float().pow(2).mean() if self.loss else result
 
 
-def names(code, **given):
+def run(name, code):
+    """The names of a snippet after it ran, what it raised, and the gradients that its step was given."""
     torch.manual_seed(0)
+    for kind in ("Attention", "Norm2d"):
+        if f"class {kind}" in code:
+            for start in ("model, opt = amp.init", "model = network_to_half", "model.half()\nopt = FP16"):
+                code = code.replace(start, f"model = {kind}()\n{SGD}{start}")
     model = Net(loss="loss = model(x)\n" in code)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(4, WIDTH)
-    flags = {"amp": True, "fp32": False, "evaluate": False, "test_only": False, "distributed": True}
-    found = {
-        "__name__": "snippet",
-        "Net": Net,
-        "model": model,
-        "opt": torch.optim.SGD(model.parameters(), lr=0.1),
-        "args": types.SimpleNamespace(**flags, amp_opt_level="O2"),
-        "data": [x],
-        "x": x,
-        "y": torch.rand(4, WIDTH).round(),
-        "n": 2.0,
-        "mask": torch.tensor([True, False, False, False] * 2),
-        "scores": torch.zeros(4, WIDTH),
-        "teacher": Net(),
-        "use_amp": True,
-        "fp": True,
-        "inter": 1.0,
-        "correct": 1.0,
-        "total": 2.0,
-        "one": torch.ones(()),
-        "auxiliary": model.weight.sum() * 1e-3,
-        "validate": lambda net: None,
-        "sys": sys,
-    }
-    return {**found, **given}
-
-
-def run(code, **given):
-    """The names of a snippet after it ran; its attention is the model, and is called on zeros."""
-    attends = "class Attention" in code or "class Norm2d" in code
-    if attends:
-        made = "model = Attention()\n" if "class Attention" in code else "model = Norm2d()\n"
-        made += "opt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-        for start in ("model, opt = amp.initialize", "model = network_to_half", "model.half()\nopt = FP16"):
-            code = code.replace(start, made + start)
-    variables = names(code, **given)
+    flags = types.SimpleNamespace(amp=True, fp32=False, evaluate=False, test_only=False, distributed=True)
+    found = {"__name__": "snippet", "Net": Net, "model": model, "opt": opt, "args": flags, "data": [x], "x": x, "n": 2.0}
+    found |= {"y": torch.rand(4, WIDTH).round(), "mask": torch.tensor([True] + [False] * 7), "scores": torch.zeros(4, 8)}
+    found["auxiliary"] = model(x.half().float()).float().sum() * 1e-9 if "auxiliary" in code else None
+    given = []
+    hook = torch.optim.optimizer.register_optimizer_step_pre_hook(
+        lambda o, *_: given.append([p.grad.float().norm() for g in o.param_groups for p in g["params"]])
+    )
+    problem = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exec(compile(code, "snippet.py", "exec"), variables)
-        return variables
+        try:
+            exec(compile(code, name, "exec"), found)
+            if "def forward(self, x, mask)" in code:
+                found["out"] = found["model"](torch.zeros(4, WIDTH), torch.zeros(4, 4, dtype=torch.bool))
+            elif "class Norm2d" in code:
+                with torch.no_grad():
+                    found["model"].f.bias.zero_()
+                found["out"] = found["model"](torch.zeros(1, 3, 2, 2))
+        except Exception as raised:
+            problem = raised
+        finally:
+            hook.remove()
+    return found, problem, given
+
+
+RAISES = {
+    "misspelt_level": "opt_level",
+    "half_by_hand": "float32|float16|half",
+    "wrapped_before_initialize": "Parallel",
+    "banned_cross_entropy": "binary_cross_entropy",
+}
+RAISING = [name for name, (traps, _) in TRUE.items() if traps & set(RAISES)]
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_it_is_refused(name):
+    traps, code = TRUE[name]
+    _, problem, _ = run(name, code)
+    assert problem is not None
+    (trap,) = traps
+    assert any(word in str(problem) for word in RAISES[trap].split("|")), problem
+
+
+FILLS = [n for n, (traps, code) in TRUE.items() if "overflowing_fill" in traps and "class Attention" in code]
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_a_fill_out_of_range_raises_when_the_model_is_called(name):
+    _, problem, _ = run(name, TRUE[name][1])
+    assert isinstance(problem, RuntimeError)
+    assert "overflow" in str(problem)
+
+
+def test_a_large_number_times_a_half_mask_is_infinite():
+    found, problem, _ = run("mask", TRUE["mask times a large number"][1])
+    assert problem is None
+    assert torch.isinf(found["scores"]).any()
+
+
+@pytest.mark.parametrize("name", ["epsilon below a product", "epsilon in a root at O2", "epsilon across functions"])
+def test_an_epsilon_that_vanishes_divides_by_zero(name):
+    code = TRUE[name][1].replace("x.half()", "(x * 0).half()")
+    code = code.replace("self.q, self.k =", "torch.manual_seed(0)\n        self.q, self.k =")
+    code = code.replace("nn.Linear(8, 8), nn.Linear(8, 8)", "nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)")
+    found, problem, _ = run(name, code)
+    assert problem is None
+    out = found["y"] if name == "epsilon across functions" else found["out"]
+    assert not torch.isfinite(out).all()
+
+
+def test_a_limit_that_vanishes_limits_nothing():
+    small = torch.zeros(2).half().clamp(min=1e-12)
+    assert (small == 0).all()
+
+
+@pytest.mark.parametrize("name", [n for n, (traps, _) in TRUE.items() if "adam_eps_in_half" in traps])
+def test_adam_at_O3_ends_in_nan(name):
+    found, problem, _ = run(name, TRUE[name][1])
+    assert problem is None
+    model = found["model"]
+    (model(torch.zeros(2, WIDTH)).float().sum()).backward()  # the weight's gradients are zero
+    found["opt"].step()
+    assert torch.isnan(model.weight).any()
+
+
+@pytest.mark.parametrize("name", [n for n, (traps, _) in TRUE.items() if "level_as_enabled" in traps])
+def test_a_level_as_enabled_is_O1(name):
+    _, problem, _ = run(name, TRUE[name][1])
+    assert problem is None
+    assert amp._amp_state.opt_properties.opt_level == "O1"
+
+
+def test_a_copied_optimizer_steps_nothing_of_the_model():
+    found, _, _ = run("copy", TRUE["copy of the optimizer"][1])
+    held = {id(p) for p in [*found["model"].parameters(), *amp.master_params(found["opt"])]}
+    assert held.isdisjoint(id(p) for group in found["best"].param_groups for p in group["params"])
+
+
+def norms(name, code):
+    _, problem, given = run(name, code)
+    assert problem is None
+    return torch.stack(given[0])
+
+
+UNTOUCHED = [n for n, (traps, _) in TRUE.items() if traps & {"clip_of_model_params", "edit_of_model_gradients"}]
+
+
+@pytest.mark.parametrize("name", UNTOUCHED)
+def test_what_is_done_to_the_model_s_gradients_at_O2_changes_no_step(name):
+    code = TRUE[name][1]
+    lines = code.splitlines(keepends=True)
+    block = next(i for i, line in enumerate(lines) if "scaled.backward()" in line)
+    plain = "".join([*lines[: block + 1], "    opt.step()\n"])
+    hard = code.replace("1.0)", "1e-3)").replace("(-1, 1)", "(-1e-4, 1e-4)")
+    assert torch.equal(norms(name, hard), norms(name, plain))
+    assert not torch.equal(norms(name, hard.replace('"O2"', '"O1"')), norms(name, plain.replace('"O2"', '"O1"')))
+
+
+@pytest.mark.parametrize("name", ["clip in the block", "the wrong loss"])
+def test_gradients_are_smaller_by_the_scale(name):
+    right = TRUE["clip in the block"][1].replace("    nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)\n", "")
+    assert "clip" not in right
+    assert norms(name, TRUE[name][1]).max() < norms(name, right).max() / 1000
+
+
+def test_an_unscaled_loss_loses_what_is_small():
+    weight = torch.full((1,), 0.5, requires_grad=True)
+    (weight.half() * 1e-9).sum().backward()
+    assert weight.grad == 0
+    weight.grad = None
+    ((weight.half() * 1e-9).float().sum() * 65536).backward()
+    assert weight.grad == 0 or weight.grad / 65536 > 0
+
+
+WITNESSED = {*RAISING, *FILLS, *UNTOUCHED, "mask times a large number", "copy of the optimizer"}
+ALONE = [name for name, code in FALSE.items() if "amp.initialize" in code and "scale_loss" in code]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_look_alikes_that_train_do_so(name):
+    code = FALSE[name].replace("args.fp32", "False").replace("not fp:", "False:").replace("if fp:", "if True:")
+    _, problem, given = run(name, code)
+    assert problem is None
+    assert torch.stack(given[0]).isfinite().all()

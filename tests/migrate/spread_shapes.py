@@ -1,6 +1,6 @@
 """Trees whose training is spread over modules; ``train.py`` is what is run."""
 
-from legacy_shapes import SCALE
+from legacy_shapes import SCALE, indented
 
 HEAD = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
 DATA = "torch.manual_seed(0)\nx, y = torch.randn(16, 4), torch.randint(3, (16,))\nLOSSES = []\n"
@@ -66,10 +66,7 @@ RIGHT = {
     },
     "model and optimizer made in a package": {
         "parts/__init__.py": "from .build import build\n",
-        "parts/build.py": HEAD
-        + "def build():\n"
-        + "".join(f"    {s}\n" for s in MADE.splitlines())
-        + "    return model, opt\n",
+        "parts/build.py": HEAD + "def build():\n" + indented(MADE) + "    return model, opt\n",
         "train.py": TRAIN.replace(APEX, APEX + "from parts import build\n").replace(MADE, "model, opt = build()\n"),
     },
     "a training class run from another module": {
@@ -176,7 +173,7 @@ MARKED = {
             + APEX
             + DATA
             + "def build():\n"
-            + "".join(f"    {s}\n" for s in (MADE + INIT).splitlines())
+            + indented(MADE + INIT)
             + "    return model, opt\nmodel, opt = build()\n"
             + LOOP,
             "evaluate.py": "from train import build, x\nnet, _ = build()\nprint(net(x))\n",

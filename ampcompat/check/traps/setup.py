@@ -71,7 +71,7 @@ def half_by_hand(source: Source, repository: Repository) -> Iterator[Finding]:
         name = text(model)
         for part in source.kind(ast.Expr, ast.Assign) if name else ():
             # `model.half()` for what it does to the model, and `model = Net().half()`.
-            if source.scope(part) is source.scope(call):
+            if isinstance(part, ast.Expr | ast.Assign) and source.scope(part) is source.scope(call):
                 cast = _cast_to_half(source, part.value)
                 if exclusive(source, part, call) or evaluates(source, part):
                     continue

@@ -20,7 +20,7 @@ from ampcompat.migrate.native.autocast import wrap
 from ampcompat.migrate.native.calls import Calls, with_torch
 from ampcompat.migrate.native.facts import Facts, Untranslatable
 from ampcompat.migrate.native.leftovers import Leftovers, apex_uses, drop_imports
-from ampcompat.migrate.native.normalize import split_lines
+from ampcompat.migrate.native.normalize import has_shared_lines, split_lines
 from ampcompat.migrate.native.replacements import REPLACED, Replace
 from ampcompat.migrate.proof.subject import Managed
 
@@ -57,15 +57,13 @@ def _parsed(source: Source, needs: Collection[ast.AST], everything: bool) -> tup
 
 def _translated(facts: Facts, everything: bool) -> tuple[tuple[cst.Module, Aside], Managed]:
     # Each pass sees the text of the one before: facts are positions in it.
+    if has_shared_lines(facts.source):
+        module, aside = _parsed(facts.source, facts.casts.needs, everything)
+        code = aside.restored(split_lines(module, facts.source, facts.models).code)
+        facts = facts if code == facts.source.code else Facts(Source("", code))
+    code = wrap(facts)
+    facts = facts if code == facts.source.code else Facts(Source("", code))
     module, aside = _parsed(facts.source, facts.casts.needs, everything)
-    split = split_lines(module, facts.source, facts.models)
-    if split is not module:
-        facts = Facts(Source("", aside.restored(split.code)))
-        split, aside = _parsed(facts.source, facts.casts.needs, everything)
-    code = wrap(split, facts, aside.restored)
-    if code != facts.source.code:
-        facts = Facts(Source("", code))
-        split, aside = _parsed(facts.source, facts.casts.needs, everything)
-    wrapper = MetadataWrapper(split, unsafe_skip_copy=True)
+    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
     module = wrapper.module.visit(Calls(facts, wrapper.resolve(PositionProvider), aside.shown))
     return (module, aside), facts.managed()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
@@ -18,21 +18,15 @@ from ampcompat.migrate.result import MARK
 OUT_OF_SIGHT = "the forward pass is not in this function; run it under torch.autocast"
 
 
-def wrap(module: cst.Module, facts: Facts, restored: Callable[[str], str]) -> str:
-    """The text of ``facts`` with its regions.
-
-    Args:
-        module: The same text, less what was set aside.
-        facts: What is known of it.
-        restored: Puts back what was set aside.
-    """
+def wrap(facts: Facts) -> str:
+    """The text of ``facts`` with its regions."""
     made = plan(facts)
     if not made.regions and not made.marks:
         return facts.source.code
     if not any(_has_long_string(facts.source, start, end) for start, (_, end) in made.regions.items()):
         return _indented(facts, made)
-    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-    return restored(wrapper.module.visit(_Wrap(facts, made, wrapper.resolve(PositionProvider))).code)
+    wrapper = MetadataWrapper(cst.parse_module(facts.source.code), unsafe_skip_copy=True)
+    return wrapper.module.visit(_Wrap(facts, made, wrapper.resolve(PositionProvider))).code
 
 
 def _has_long_string(source: Source, start: int, end: int) -> bool:

@@ -26,9 +26,7 @@ def statement(code: str) -> cst.BaseStatement:
 class Calls(cst.CSTTransformer):
     """Works block by block: a statement may become several."""
 
-    def __init__(
-        self, facts: Facts, positions: Mapping[cst.CSTNode, CodeRange], shown: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, facts: Facts, positions: Mapping[cst.CSTNode, CodeRange], shown: Callable[[int], bool]) -> None:
         self.shown = shown
         self.facts, self.bindings, self.positions = facts, facts.bindings, positions
         self.loop_targets: list[str] = []
@@ -46,7 +44,7 @@ class Calls(cst.CSTTransformer):
         return super().on_visit(node)
 
     def visit_Module(self, node: cst.Module) -> None:
-        self.unscaling = Unscaling(node, self.facts, self.shown)
+        self.unscaling = Unscaling(node, self.facts, self.positions, self.shown)
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
         body = updated_node.body

@@ -23,14 +23,12 @@ Line = cst.SimpleStatementLine
 
 def split_lines(module: cst.Module, source: Source, models: Sequence[str]) -> cst.Module:
     """``module`` with such lines split; others stay."""
-    if not _has_shared_lines(source):
-        return module
     calls = "|".join(re.escape(model) + r"\(" for model in models)
     touched = re.compile(f"{TOUCHED.pattern}|{calls}") if calls else TOUCHED
     return module.visit(_Split(source.bindings, touched))
 
 
-def _has_shared_lines(source: Source) -> bool:
+def has_shared_lines(source: Source) -> bool:
     """Whether there is anything to split: most files have none, and a visit costs more than this look."""
     seen: set[int] = set()
     for node in source.nodes:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 
 import libcst as cst
+from libcst.metadata import CodeRange
 
 from ampcompat.migrate.casts import READS_GRADIENTS
 from ampcompat.migrate.marks import code_of
@@ -52,7 +53,14 @@ class Unscaling:
         marks: For statements that need it where it cannot be done, why.
     """
 
-    def __init__(self, module: cst.Module, facts: Facts, shown: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        module: cst.Module,
+        facts: Facts,
+        positions: Mapping[cst.CSTNode, CodeRange],
+        shown: Callable[[int], bool],
+    ) -> None:
+        self.positions = positions
         self.facts, self.bindings = facts, facts.bindings
         functions = _Functions()
         module.visit(functions)
@@ -60,6 +68,11 @@ class Unscaling:
         scopes = sorted(every, key=lambda n: n.lineno)
         touching = [cst_one for cst_one, one in zip(functions.found, scopes, strict=True) if _touches_gradients(one)]
         self.readers = readers(touching, self.bindings)
+        words = {"master_params", *self.readers}
+        self.lines = sorted(
+            {n.end_lineno or n.lineno for n in facts.source.kind(ast.Attribute) if _is_gradient(n.attr, words)}
+            | {n.lineno for n in facts.source.kind(ast.Name) if _is_gradient(n.id, words)}
+        )
         self.before: dict[cst.CSTNode, list[str]] = {}
         self.marks: dict[cst.CSTNode, str] = {}
         bodies: list[Body] = [module.body, *(function.body.body for function in functions.found)]
@@ -85,6 +98,8 @@ class Unscaling:
 
     def needs(self, part: cst.CSTNode, optimizer: str) -> tuple[bool, bool]:
         """Whether a statement (its blocks aside) clips the gradients of ``optimizer``, and whether it reads some."""
+        if isinstance(part, cst.FunctionDef | cst.ClassDef) or not self._names_gradients(part):
+            return False, False
         facts = self.facts
         shown = part if self._whole(part, optimizer) else _line(part)
         for call in calls_in(shown):
@@ -105,12 +120,21 @@ class Unscaling:
                 ]
                 if any(facts.same(owner, optimizer) for owner in owners) or facts.groups == 1:
                     return True, False
-        return False, not isinstance(shown, cst.FunctionDef | cst.ClassDef) and reads(shown, self.readers)
+        return False, reads(shown, self.readers)
+
+    def _names_gradients(self, part: cst.CSTNode) -> bool:
+        """Whether a line of a statement names gradients, or what reads them: a look that costs little."""
+        place = self.positions[part]
+        return any(place.start.line <= line <= place.end.line for line in self.lines)
 
     def _whole(self, part: cst.CSTNode, optimizer: str) -> bool:
         """Whether a loop is taken as one: what it unscales inside, it would unscale again."""
         loop = isinstance(part, cst.For | cst.While)
         return loop and not contains_scaled(part, self.bindings) and not steps(part, self.facts, optimizer)
+
+
+def _is_gradient(word: str, words: Collection[str]) -> bool:
+    return word in words or READS_GRADIENTS.search(word) is not None
 
 
 def _touches_gradients(scope: ast.AST) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from ampcompat.check.bindings import dotted
-from ampcompat.check.source import called
+from ampcompat.check.source import called, children
 from ampcompat.check.traps.loop import switched
 from ampcompat.migrate.casts import READS_GRADIENTS, READS_NONE, within
 from ampcompat.migrate.objects import FUNCTIONS, SCOPES, Function, Label
@@ -113,7 +113,7 @@ class Protocol:
                     continue
             if isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(node.ctx, ast.Load):
                 return node
-            rest += ast.iter_child_nodes(node)
+            rest += children(node)
         return None
 
     def _reads_by_name(self, call: ast.Call) -> bool:
