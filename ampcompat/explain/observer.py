@@ -123,8 +123,9 @@ class Autopsy:
                 self._steps(one).ranges = self._measured(self._of(one), step)
 
     def on_failure(self, error: Exception) -> None:
-        """Leave no frame of the probe in the traceback."""
+        """Leave no frame of the probe in the traceback, and no probe in the run."""
         self.depth.clear()
+        self.live.stop()
         hide_tools(error.__traceback__)
 
     def on_step(self, optimizer: Any, skipped: bool | None) -> None:

@@ -205,14 +205,14 @@ def test_no_frame_of_the_live_probe_is_in_the_traceback():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    for step in range(2):
-        y = model(torch.ones(4, 4))
-        with amp.scale_loss(y.sum() * float("inf"), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+    with amp.scale_loss(model(torch.ones(4, 4)).sum() * float("inf"), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()  # from now on, code after the model is watched
     y = model(torch.ones(4, 4))
-    with pytest.raises(RuntimeError) as raised, amp.scale_loss(y.sum() * float("inf"), optimizer):
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is not None
+    with pytest.raises(RuntimeError) as raised, amp.scale_loss(y.sum(), optimizer):
         F.softmax(F.linear(y, half(4, 4)), -1)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
     assert "ampcompat/explain" not in shown(raised.value)
 
 
