@@ -95,8 +95,8 @@ def refuse_lookahead(optimizer: Any) -> None:
         if "lookahead" in type(outer).__name__.lower() and any(one is optimizer for one in inner_optimizers(outer)):
             inner, outer = type(optimizer).__name__, type(outer).__name__
             raise RuntimeError(
-                f"A {inner} under amp is stepped by a {outer} - that reads gradients and writes weights after the masters"
-                f" have stepped - give the {outer} to amp.initialize and amp.scale_loss instead of the {inner} (D37)."
+                f"A {inner} under amp is stepped by a {outer} - that reads gradients and writes weights after the"
+                f" masters' step - give the {outer} to amp.initialize and amp.scale_loss instead of the {inner} (D37)."
             )
 
 
