@@ -19,7 +19,7 @@ __all__ = ["StepHandle", "StepRecord", "on_step"]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one loss scaler made of one optimizer step.
+    """Describe one optimizer step of one loss scaler.
 
     Attributes:
         step: Number of the step, from 1, over all optimizers, skipped steps included.

@@ -84,7 +84,7 @@ _OF_MODULES: Final = (_TOO_LARGE, _WRITE, _MIXED, _NO_KERNEL, _FFT)
 
 
 def cure_of(error: BaseException, module: str = "") -> str | None:
-    """What was passed, the rule and the fix, for an error that mixed precision provokes; None for any other.
+    """Explain an error that mixed precision provokes: what was passed, the rule, the fix. None for any other.
 
     Args:
         error: Of any kind.

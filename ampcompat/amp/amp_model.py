@@ -203,7 +203,7 @@ def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
 
 
 def _device_type(model: torch.nn.Module) -> str:
-    """Where ``model`` is. A model moved since ``initialize`` moves the ambient casts along."""
+    """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along."""
     room = state.casts
     first: torch.Tensor | None = None
     for module in model.modules():  # not parameters(), whose nested generators are slower

@@ -1,4 +1,4 @@
-"""Where casts are on: the ambient autocast of a process and what takes precedence over it.
+"""Decide where casts are on: the ambient autocast of a process and what takes precedence over it.
 
 ==========================================================  =====================================================
 code                                                        casts
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Casts(NamedTuple):
-    """What autocast shall do: nothing, or cast to ``dtype``."""
+    """Tell autocast to do nothing, or to cast to ``dtype``."""
 
     enabled: bool
     dtype: torch.dtype

@@ -354,7 +354,7 @@ def _show(session: Session, values: dict[str, object], undo: ExitStack) -> None:
 
 
 def _describe(properties: Properties) -> None:
-    """What apex printed, for the eyes and scripts that look for it."""
+    """Print what apex printed, for people and scripts that look for it."""
     level = properties.opt_level
     say(f"Selected optimization level {BRIEFS[level]}")
     say("Defaults for this optimization level are:")

@@ -26,7 +26,7 @@ _C = types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperT
 
 @dataclass
 class Functions:
-    """What is registered, by module and name, and the undo of what is wrapped now."""
+    """Hold what is registered, by module and name, and the undo of what is wrapped now."""
 
     registered: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
     undo: ExitStack = field(default_factory=ExitStack)

@@ -68,7 +68,7 @@ class OptimWrapper(_Wrapper):
 
 
 class AmpHandle:
-    """What ``amp._amp_state.handle`` is while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
+    """Serve as ``amp._amp_state.handle`` while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
 
     def __init__(self, owner: Session, verbose: bool = False) -> None:
         self._session, self.verbose = owner, verbose  # no cast is logged
@@ -116,7 +116,7 @@ class AmpHandle:
 
 
 class NoOpHandle:
-    """What ``amp._amp_state.handle`` is where no function is cast (``apex/amp/handle.py: NoOpHandle``)."""
+    """Serve as ``amp._amp_state.handle`` where no function is cast (``apex/amp/handle.py: NoOpHandle``)."""
 
     verbose = False
     _is_active = False

@@ -48,7 +48,7 @@ EARLY_ROUNDS, EARLY_STEPS = 4, 3
 
 
 class Home(NamedTuple):
-    """Where a half tensor is held: the module's dict of parameters or buffers, its name in there, and the module."""
+    """Locate a half tensor: the module's dict of parameters or buffers, its name in there, and the module."""
 
     tensors: dict[str, torch.Tensor | None]
     name: str
@@ -57,7 +57,7 @@ class Home(NamedTuple):
 
 @dataclass
 class Watch:
-    """What comparing a master by value needs."""
+    """Hold what comparing a master by value needs."""
 
     fingerprint: torch.Tensor | None = None  # of half, when both sides were last equal: tells which was written
     steps: int = EARLY_STEPS  # after which there will be more comparisons

@@ -278,7 +278,7 @@ def as_optimizers(optimizers: object) -> list[Optimizer]:
 
 
 class Optimizer(Protocol):
-    """What amp needs of an optimizer (torch's own, or a wrapper with its methods, as LARC), and what it sets on one."""
+    """Type what amp needs of an optimizer (torch's own, or a wrapper as LARC), and what it sets on one."""
 
     param_groups: list[dict[str, Any]]
     _amp_stash: AmpOptimizerState  # while it is under amp

@@ -34,7 +34,7 @@ CASTABLE: Final = (*HALVES, torch.float32)
 
 
 class Rule(Enum):
-    """What an op does with its floating-point arguments; float64 is left alone by each, as in torch."""
+    """Say what an op does with its floating-point arguments; float64 is left alone by each, as in torch."""
 
     HALF = "half"
     FLOAT = "float32"
@@ -50,7 +50,7 @@ Plan = dict[torch._ops.OpOverload, tuple[str, Rule]]
 
 @dataclass
 class Rules:
-    """What is installed, and its undo."""
+    """Hold what is installed, and its undo."""
 
     table: dict[str, Rule] = field(default_factory=dict)  # by public name, as last read from the lists
     plans: dict[str, Plan] = field(default_factory=dict)  # by device type

@@ -1,4 +1,4 @@
-"""What one call of ``initialize`` owns: its options, its scalers, how its models run, and its casts."""
+"""Own what one call of ``initialize`` made: its options, its scalers, how its models run, and its casts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What amp keeps beside one optimizer, as ``optimizer._amp_stash``, and which tensors the optimizer holds.
+"""Keep amp's own state of one optimizer, as ``optimizer._amp_stash``, and which tensors the optimizer holds.
 
 apex kept the same there (``apex/amp/_process_optimizer.py: AmpOptimizerState``); attributes with apex's names go on
 working, since scripts test for them.
@@ -26,7 +26,7 @@ from ampcompat.amp.weights import hook
 
 
 class Gradients(Enum):
-    """What the blocks since the last step have left an optimizer; the table is at the head of ``block``."""
+    """Name what the blocks since the last step have left an optimizer; the table is at the head of ``block``."""
 
     NONE = "no block"
     EMPTY = "blocks that gave no gradient"
@@ -44,7 +44,7 @@ class Pending:
 
 
 class Spent(NamedTuple):
-    """What tells new gradients from those that the next step must not use."""
+    """Tell new gradients from those that the next step must not use."""
 
     gradients: list[weakref.ref[torch.Tensor]]  # those that were there at the last step
     blocks: int  # of all optimizers until then: a later one of another leaves gradients that are still scaled
@@ -195,7 +195,7 @@ def match_state(optimizer: Optimizer) -> None:
 
 
 def _held_for(param: torch.Tensor, session: Session | None) -> torch.Tensor:
-    """What an optimizer of ``session`` holds in the place of ``param``."""
+    """Return the tensor that an optimizer of ``session`` holds in the place of ``param``."""
     masters = session is not None and session.policy.master_weights
     master = master_of(param)
     if master is not None and master.value is param:

@@ -124,7 +124,7 @@ class Notebook:
 
 
 def _find(raw: list[str], at: int, line: str) -> tuple[int, int]:
-    """Where to search on, and the line of the file that holds a line of a cell; 0 where none does."""
+    """Find the line of the file that holds a line of a cell (0 for none), and where to search on."""
     for index in range(at, min(at + WINDOW, len(raw))):
         text = raw[index].strip().removesuffix(",")
         if text.startswith('"') and text.endswith('"'):

@@ -1,4 +1,4 @@
-"""What the check reports: findings, and a report that knows its exit status."""
+"""Hold what the check reports: findings, and a report that knows its exit status."""
 
 from __future__ import annotations
 

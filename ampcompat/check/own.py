@@ -1,4 +1,4 @@
-"""What ampcompat itself has, read from its own source: importing it would need torch, and the check does not."""
+"""Read what ampcompat itself has from its source: importing it would need torch, and the check does not."""
 
 from __future__ import annotations
 

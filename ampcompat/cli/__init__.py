@@ -60,7 +60,7 @@ def _can_be_passed(word: str) -> bool:
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:
-    """What of ``known`` may have been meant by ``word``, as a question; "" for nothing like it."""
+    """Ask whether ``word`` meant one of ``known``; "" for nothing like it."""
     option = word.partition("=")[0].replace("_", "-")
     close = difflib.get_close_matches(option, list(known), n=1)
     return f" - did you mean {close[0]}?" if close else ""

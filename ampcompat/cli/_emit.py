@@ -1,4 +1,4 @@
-"""Where the tools write: results to standard output, complaints to standard error; colours on terminals."""
+"""Write results to standard output and complaints to standard error, in colours on terminals."""
 
 import os
 import sys

@@ -75,7 +75,7 @@ class _Loader(Loader):
         self._loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """What the loader creates."""
+        """Let the loader create the module."""
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:

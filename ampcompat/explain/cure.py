@@ -15,7 +15,7 @@ BFLOAT16 = "AMPCOMPAT_DTYPE=bfloat16 (or opt_level='O4'/'O5'): bfloat16 reaches 
 
 @dataclass(frozen=True)
 class Setting:
-    """What the cure depends on beside the event.
+    """Hold what the cure depends on beside the event.
 
     Attributes:
         opt_level: Of the latest ``initialize``.
@@ -29,7 +29,7 @@ class Setting:
 
 
 def cures(event: Event, setting: Setting) -> list[str]:
-    """What to do about ``event``, the likeliest first."""
+    """List the cures of ``event``, the likeliest first."""
     if event.op == "input":
         return ["this is no matter of precision: look at the data loader; skip or clean such batches"]
     if event.op == "parameter":

@@ -1,4 +1,4 @@
-"""What an autopsy says of a fault."""
+"""Word the message of an autopsy."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NOT_RUN_AGAIN = (
 
 
 def fault(finding: Finding, scaler: Any, what: str, step: int, written: tuple[int, Written] | None = None) -> Message:
-    """What happened, where, how large, and what to do.
+    """Say what happened, where, how large, and what to do.
 
     Args:
         finding: Of a replay, with an event, or of a live probe.

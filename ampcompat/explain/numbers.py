@@ -45,7 +45,7 @@ class Unheld:
 
     @property
     def effect(self) -> str:
-        """What follows from it."""
+        """Say what follows from it."""
         if self.becomes == 1:
             effect = "what it decays stays as it is"
         elif self.becomes == 0:

@@ -1,4 +1,4 @@
-"""What ``--explain=WORDS`` and ``AMPCOMPAT_EXPLAIN`` ask for."""
+"""Parse ``--explain=WORDS`` and ``AMPCOMPAT_EXPLAIN``."""
 
 from __future__ import annotations
 

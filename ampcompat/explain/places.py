@@ -1,4 +1,4 @@
-"""Where in the user's program an op runs: the module, the function that was called, and the line."""
+"""Find the place in the user's program where an op runs: module, called function, line."""
 
 from __future__ import annotations
 

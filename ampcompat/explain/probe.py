@@ -83,7 +83,7 @@ class Event:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What makes two events the same fault."""
+        """Return a key that two events of the same fault share."""
         return self.op, self.place, self.backward
 
 

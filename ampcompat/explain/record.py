@@ -1,4 +1,4 @@
-"""What is kept of a forward so that it can be run again: references to its inputs, and what it drew from."""
+"""Keep of a forward what running it again takes: references to its inputs, and the random states it drew from."""
 
 from __future__ import annotations
 

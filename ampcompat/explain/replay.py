@@ -19,7 +19,7 @@ from ampcompat.explain.tensors import is_finite, map_tensors, tensors_in
 
 @dataclass
 class Finding:
-    """What a replay found.
+    """Hold the result of a replay.
 
     Attributes:
         event: The fault, or None where the replay stayed finite.

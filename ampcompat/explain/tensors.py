@@ -66,7 +66,7 @@ def zeros(tensor: torch.Tensor) -> int:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """What tells memory from other memory while it is in use."""
+    """Return a key that identifies memory while it is in use."""
     return tensor.untyped_storage().data_ptr()
 
 

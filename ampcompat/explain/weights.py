@@ -18,7 +18,7 @@ from ampcompat.explain.words import Message, cure_fields
 
 @dataclass
 class Written:
-    """What a step left behind.
+    """Describe what a step left behind.
 
     Attributes:
         optimizer: Class name.
@@ -160,7 +160,7 @@ def _state_written(optimizer: Any, group: int, param: torch.Tensor, name: str, t
 
 
 def written_message(found: Written, step: int) -> Message:
-    """What the step numbered ``step`` did."""
+    """Describe what the step numbered ``step`` did."""
     left = "state" if found.entry else "a weight"
     head = f"Step {step} of {found.optimizer} left {left} that is not finite."
     fields = [

@@ -12,7 +12,7 @@ from ampcompat._log import say
 
 @dataclass
 class Message:
-    """What is said at once.
+    """Hold one message.
 
     Attributes:
         kind: "fault", "elsewhere", "weights", "numbers", "ranges", "note" or "end".

@@ -220,7 +220,7 @@ def _stored(target: ast.AST) -> Iterator[str]:
 
 
 def expressions(part: ast.stmt) -> list[ast.AST]:
-    """What a statement evaluates itself: for a compound one, what its first line does."""
+    """Return what a statement evaluates itself: for a compound one, its first line."""
     if isinstance(part, ast.If | ast.While):
         return [part.test]
     if isinstance(part, ast.For | ast.AsyncFor):

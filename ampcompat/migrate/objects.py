@@ -197,7 +197,7 @@ class Objects:
             self._add(self._owner(scope, path), path, labels)
 
     def of(self, node: ast.AST | None, scope: ast.AST | None = None) -> Labels:
-        """What ``node`` may be, or may hold."""
+        """Find what ``node`` may be, or may hold."""
         if node is None:
             return NONE
         scope = self.scope(node) if scope is None else scope
@@ -350,7 +350,7 @@ class Objects:
             self.store(target, self.of(value, scope), scope)
 
     def _part(self, value: ast.AST, position: int, count: int) -> ast.AST:
-        """What lands in one place of an unpacking."""
+        """Find what lands in one place of an unpacking."""
         if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == count:
             return value.elts[position]
         if isinstance(value, _Element) and isinstance(value.container, ast.Call):

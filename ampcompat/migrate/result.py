@@ -1,4 +1,4 @@
-"""What a migration gives back."""
+"""Hold the result of a migration."""
 
 from __future__ import annotations
 

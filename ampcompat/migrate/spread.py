@@ -32,7 +32,7 @@ Root = tuple[ast.AST, str, Label]
 
 @dataclass(frozen=True)
 class Exposed:
-    """What other files can get hold of in a translated file; compares and pickles as plain values.
+    """Describe what other files can get hold of in a translated file; compares and pickles as plain values.
 
     Attributes:
         managed: The objects under amp; None where no call of amp was translated.
@@ -55,12 +55,12 @@ class Exposed:
 
     @property
     def words(self) -> frozenset[str]:
-        """What a text has to name to use any of it."""
+        """List the names of which a text must use one to use any of it."""
         return frozenset({*self.names, *self.attributes, *self.returned, *self.apex})
 
 
 def exposed(subject: Subject | None, before: Source, after: str) -> Exposed:
-    """What the translation of ``before`` into ``after`` leaves for other files to find."""
+    """Describe what the translation of ``before`` into ``after`` leaves for other files to find."""
     imported = {name for name in before.bindings.names if "." not in name and not name.startswith("_")}
     kept = {
         alias.asname or alias.name.partition(".")[0] for node in ast.walk(ast.parse(after)) for alias in _names(node)
@@ -253,7 +253,7 @@ def _roots(source: Source, path: str, module: str, one: Exposed) -> Iterator[Roo
 
 
 def _results(source: Source, function: str, places: Sequence[Labels]) -> Iterator[Root]:
-    """What is bound to the result of a function."""
+    """List what is bound to the result of a function."""
     for node in source.nodes:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and dotted(node.value.func) == function:
             for target in node.targets:

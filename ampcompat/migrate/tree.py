@@ -21,7 +21,7 @@ from ampcompat.migrate.spread import Exposed, marked_uses, related
 
 @dataclass(frozen=True)
 class Change:
-    """What becomes of one file.
+    """Describe what becomes of one file.
 
     Attributes:
         path: The file.
@@ -158,7 +158,7 @@ def _marked(job: tuple[int, str, str, dict[str, Exposed]]) -> tuple[int, str]:
 
 
 def migrate_file(file: Path, name: str, to: str) -> Change:
-    """What becomes of one file.
+    """Describe what becomes of one file.
 
     Raises:
         MissingLibcst: libcst is not installed.

@@ -159,7 +159,7 @@ def judge(
 
 
 def first_not_finite(run: Run) -> str | None:
-    """Where the loss first is not finite, in words."""
+    """Say where the loss first is not finite."""
     for step in run.steps:
         if step.loss is not None and not math.isfinite(step.loss):
             return f"loss {step.loss:g} at step {step.step}"

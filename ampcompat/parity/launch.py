@@ -24,7 +24,7 @@ GRACE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for all levels.
+    """Hold the settings common to all levels.
 
     Attributes:
         target: ``[script, args…]`` or ``["-m", module, args…]``.

@@ -1,4 +1,4 @@
-"""What a run shows while it goes: a bar with steps/s on a terminal, a line at its start and end elsewhere."""
+"""Show a run's progress: a bar with steps/s on a terminal, a line at its start and end elsewhere."""
 
 from __future__ import annotations
 

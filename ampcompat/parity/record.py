@@ -1,4 +1,4 @@
-"""What is known of a run: its steps and its ending, and the lines by which a process hands them over."""
+"""Hold a run's steps and its ending, and the lines by which a process hands them over."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from ampcompat.parity.record import Step
 
 @dataclass
 class _Pending:
-    """What an optimizer has gathered since its last step."""
+    """Gather what an optimizer got since its last step."""
 
     losses: list[float]
     scale: float | None = None

@@ -1,4 +1,4 @@
-"""What a device makes of half precision."""
+"""Describe how a device handles half precision."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ SHOWN = 3
 
 
 def collect(trace: OpTrace, history: History, models: Models, traced_steps: int) -> dict[str, Any]:
-    """What one process counted, as JSON-able data that :func:`merged` adds up. Reads the device."""
+    """Return what one process counted, as JSON-able data that :func:`merged` adds up. Reads the device."""
     latest = state.session
     points = history.read()
     return {
@@ -117,7 +117,7 @@ def why_float32(facts: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def sentences(facts: dict[str, Any]) -> list[str]:
-    """What matters, in words; the first says whether half precision is on, or that the script crashed."""
+    """Sum up in sentences; the first says whether half precision is on, or that the script crashed."""
     share, found = facts["half_flops_share"], []
     half = facts["setting"]["half"]
     if facts.get("ending"):

@@ -1,4 +1,4 @@
-"""What happened to the loss scale, step by step."""
+"""Follow the loss scale, step by step."""
 
 from __future__ import annotations
 

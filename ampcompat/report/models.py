@@ -1,4 +1,4 @@
-"""What the initialized models hold, noted while they live: a script's models are gone when it has ended."""
+"""Note what the initialized models hold while they live: a script's models are gone when it has ended."""
 
 from __future__ import annotations
 

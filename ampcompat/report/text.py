@@ -12,7 +12,7 @@ TOP = 10
 
 
 def unit(facts: dict[str, Any]) -> tuple[int, str]:
-    """What counts are divided by, and what they are then: of a step, if whole steps were traced and nothing else."""
+    """Return the divisor of counts and its unit: a step, if whole steps were traced and nothing else."""
     return (facts["traced_steps"], "a step") if facts["whole_steps"] else (1, "in all")
 
 
@@ -27,7 +27,7 @@ def traced(facts: dict[str, Any]) -> str:
 
 
 def run_rows(facts: dict[str, Any]) -> list[list[str]]:
-    """What was run, when, and on what."""
+    """Say what was run, when, and on which machine."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     return [
         ["script", " ".join([facts["script"], *facts["arguments"]])],

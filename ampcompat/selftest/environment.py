@@ -1,4 +1,4 @@
-"""What a bug report needs to know of a machine."""
+"""Collect what a bug report needs to know of a machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def device_names() -> list[str]:
 
 
 def describe_device(name: str) -> str:
-    """What ``name`` is, and which half dtypes are fast there."""
+    """Name the device type ``name`` and its fast half dtypes."""
     import torch
 
     from ampcompat import _torch

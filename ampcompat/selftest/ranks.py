@@ -36,7 +36,7 @@ class Ranks:
                 self.processes.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment))
 
     def problem(self) -> str:
-        """What went wrong, in a line, once all have ended; "" for nothing."""
+        """Wait for all ranks; say in a line what went wrong, or "" for nothing."""
         for process, output in zip(self.processes, self.outputs, strict=True):
             try:
                 status = process.wait(TIMEOUT)
@@ -70,7 +70,7 @@ def started(device_types: list[str]) -> Iterator[dict[str, Ranks]]:
 
 
 def main(file: str, rank: int, world: int, device_type: str) -> None:
-    """What one rank does; a Failed is its last line."""
+    """Run one rank; a Failed is its last line."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

@@ -1,4 +1,4 @@
-"""What a failed ``assert_opt_level_parity`` says: the first diverging step, and the losses around it."""
+"""Word a failed ``assert_opt_level_parity``: the first diverging step, and the losses around it."""
 
 from __future__ import annotations
 

@@ -43,12 +43,13 @@ class Net(nn.Linear):
 
     def forward(self, x):
         result = super().forward(x)
-        return 8 * result.float().pow(2).mean() if self.loss else result
+        return result.float().pow(2).mean() if self.loss else result
 
 
 def run(name, code):
-    """The names of a snippet after it ran, what it raised, and the gradients that its step was given."""
+    """The names of a snippet after it ran, what it raised, and how far the step moved each parameter."""
     torch.manual_seed(0)
+    code = code.replace(".cuda()", "")
     for kind in ("Attention", "Norm2d"):
         if f"class {kind}" in code:
             for start in ("model, opt = amp.init", "model = network_to_half", "model.half()\nopt = FP16"):
@@ -57,32 +58,46 @@ def run(name, code):
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(4, WIDTH)
     flags = types.SimpleNamespace(amp=True, fp32=False, evaluate=False, test_only=False, distributed=True)
-    found = {"__name__": "snippet", "Net": Net, "model": model, "opt": opt, "args": flags, "data": [x], "x": x, "n": 2.0}
-    found |= {"y": torch.rand(4, WIDTH).round(), "mask": torch.tensor([True] + [False] * 7), "scores": torch.zeros(4, 8)}
+    found = {
+        "__name__": "snippet",
+        "Net": Net,
+        "model": model,
+        "opt": opt,
+        "args": flags,
+        "data": [x],
+        "x": x,
+        "n": 2.0,
+    }
+    found |= {
+        "y": torch.rand(4, WIDTH).round(),
+        "mask": torch.tensor([True] + [False] * 7),
+        "scores": torch.zeros(4, 8),
+    }
     found["auxiliary"] = model(x.half().float()).float().sum() * 1e-9 if "auxiliary" in code else None
-    given = []
-    hook = torch.optim.optimizer.register_optimizer_step_pre_hook(
-        lambda o, *_: given.append([p.grad.float().norm() for g in o.param_groups for p in g["params"]])
-    )
+    start = [p.detach().clone() for p in model.parameters()]
     problem = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             exec(compile(code, name, "exec"), found)
             if "def forward(self, x, mask)" in code:
-                found["out"] = found["model"](torch.zeros(4, WIDTH), torch.zeros(4, 4, dtype=torch.bool))
+                wrapped, zeros = isinstance(found["model"], nn.Sequential), torch.zeros(4, WIDTH)
+                attention = found["model"][-1] if wrapped else found["model"]
+                zeros = zeros.half() if "FP16_Optimizer" in code else zeros
+                found["out"] = attention(zeros, torch.zeros(4, 4, dtype=torch.bool))
             elif "class Norm2d" in code:
                 with torch.no_grad():
                     found["model"].f.bias.zero_()
                 found["out"] = found["model"](torch.zeros(1, 3, 2, 2))
         except Exception as raised:
             problem = raised
-        finally:
-            hook.remove()
-    return found, problem, given
+    pairs = zip(amp.master_params(found["opt"]), start, strict=False)
+    moved = [(p.detach() - before).norm() for p, before in pairs if p.shape == before.shape]
+    return found, problem, moved
 
 
 RAISES = {
+    "level_as_enabled": "enabled",
     "misspelt_level": "opt_level",
     "half_by_hand": "float32|float16|half",
     "wrapped_before_initialize": "Parallel",
@@ -142,13 +157,6 @@ def test_adam_at_O3_ends_in_nan(name):
     assert torch.isnan(model.weight).any()
 
 
-@pytest.mark.parametrize("name", [n for n, (traps, _) in TRUE.items() if "level_as_enabled" in traps])
-def test_a_level_as_enabled_is_O1(name):
-    _, problem, _ = run(name, TRUE[name][1])
-    assert problem is None
-    assert amp._amp_state.opt_properties.opt_level == "O1"
-
-
 def test_a_copied_optimizer_steps_nothing_of_the_model():
     found, _, _ = run("copy", TRUE["copy of the optimizer"][1])
     held = {id(p) for p in [*found["model"].parameters(), *amp.master_params(found["opt"])]}
@@ -156,9 +164,9 @@ def test_a_copied_optimizer_steps_nothing_of_the_model():
 
 
 def norms(name, code):
-    _, problem, given = run(name, code)
+    _, problem, moved = run(name, code)
     assert problem is None
-    return torch.stack(given[0])
+    return torch.stack(moved)
 
 
 UNTOUCHED = [n for n, (traps, _) in TRUE.items() if traps & {"clip_of_model_params", "edit_of_model_gradients"}]
@@ -170,34 +178,32 @@ def test_what_is_done_to_the_model_s_gradients_at_O2_changes_no_step(name):
     lines = code.splitlines(keepends=True)
     block = next(i for i, line in enumerate(lines) if "scaled.backward()" in line)
     plain = "".join([*lines[: block + 1], "    opt.step()\n"])
-    hard = code.replace("1.0)", "1e-3)").replace("(-1, 1)", "(-1e-4, 1e-4)")
+    hard = code.replace("1.0)", "0.01)" if "value" in name else "0.5)").replace("(-1, 1)", "(-1e-4, 1e-4)")
     assert torch.equal(norms(name, hard), norms(name, plain))
     assert not torch.equal(norms(name, hard.replace('"O2"', '"O1"')), norms(name, plain.replace('"O2"', '"O1"')))
 
 
 @pytest.mark.parametrize("name", ["clip in the block", "the wrong loss"])
 def test_gradients_are_smaller_by_the_scale(name):
-    right = TRUE["clip in the block"][1].replace("    nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)\n", "")
-    assert "clip" not in right
-    assert norms(name, TRUE[name][1]).max() < norms(name, right).max() / 1000
+    lines = TRUE["clip in the block"][1].splitlines(keepends=True)
+    right = norms(name, "".join(line for line in lines if "clip" not in line))
+    assert right.min() > 0
+    assert norms(name, TRUE[name][1]).max() < right.max() / 1000
 
 
-def test_an_unscaled_loss_loses_what_is_small():
+@pytest.mark.parametrize(("scale", "lost"), [(1.0, True), (65536.0, False)])
+def test_an_unscaled_loss_loses_what_is_small(scale, lost):
     weight = torch.full((1,), 0.5, requires_grad=True)
-    (weight.half() * 1e-9).sum().backward()
-    assert weight.grad == 0
-    weight.grad = None
-    ((weight.half() * 1e-9).float().sum() * 65536).backward()
-    assert weight.grad == 0 or weight.grad / 65536 > 0
+    ((weight.half() * 1e-9).float().sum() * scale).backward()
+    assert (weight.grad == 0) == lost
 
 
-WITNESSED = {*RAISING, *FILLS, *UNTOUCHED, "mask times a large number", "copy of the optimizer"}
 ALONE = [name for name, code in FALSE.items() if "amp.initialize" in code and "scale_loss" in code]
 
 
 @pytest.mark.parametrize("name", ALONE)
 def test_look_alikes_that_train_do_so(name):
     code = FALSE[name].replace("args.fp32", "False").replace("not fp:", "False:").replace("if fp:", "if True:")
-    _, problem, given = run(name, code)
-    assert problem is None
-    assert torch.stack(given[0]).isfinite().all()
+    moved = norms(name, code)
+    assert moved.isfinite().all()
+    assert (moved.max() > 0) == (name != "gradients zeroed")

@@ -1,4 +1,4 @@
-"""What the traps of one file need to know of the other files."""
+"""Gather what the traps of one file need to know of the other files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAKES_HALF = ("network_to_half", "convert_network", "FP16Model", "FP16_Optimizer
 
 @dataclass(frozen=True)
 class Facts:
-    """What one file contributes.
+    """Hold what one file contributes.
 
     Attributes:
         uses_amp: It initializes amp or scales a loss.

@@ -109,7 +109,7 @@ def _amp_is_off(source: Source, node: ast.AST) -> bool:
 
 
 def level_as_enabled(source: Source, repository: Repository) -> Iterator[Finding]:
-    """``initialize(model, opt, "O2")``: the third parameter is ``enabled``, so the level stays O1."""
+    """``initialize(model, opt, "O2")``: the third parameter is ``enabled``; at apex the level stayed O1."""
     for call in source.calls_to("apex.amp.initialize"):
         third = call.args[2] if len(call.args) > 2 else argument(call, 2, "enabled")
         if (
@@ -117,9 +117,10 @@ def level_as_enabled(source: Source, repository: Repository) -> Iterator[Finding
             and isinstance(third.value, str)
             and re.fullmatch(r"[Oo0][0-5]", third.value)
         ):
-            level = WARNING if third.value == "O1" else ERROR
-            note = f'the third parameter is enabled: this runs at O1; write opt_level="{third.value}"'
-            yield source.finding(third, "trap", "level_as_enabled", level, note)
+            note = (
+                f'the third parameter is enabled: apex ran at O1, here it is refused; write opt_level="{third.value}"'
+            )
+            yield source.finding(third, "trap", "level_as_enabled", ERROR, note)
 
 
 def adam_eps_in_half(source: Source, repository: Repository) -> Iterator[Finding]:

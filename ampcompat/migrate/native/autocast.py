@@ -60,7 +60,7 @@ def _indented(facts: Facts, made: Plan) -> str:
 
 
 class Plan:
-    """Where regions begin and end.
+    """Decide where regions begin and end.
 
     Attributes:
         regions: For the first line of each region the first line of its last statement, and the last line of that.

@@ -1,4 +1,4 @@
-"""What the translation must know of a file before it changes anything."""
+"""Gather what the translation must know of a file before it changes anything."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Facts:
             raise Untranslatable("amp.initialize is called under an `if` inside another block")
 
     def _place(self) -> None:
-        """Where scaler and device live: beside ``self.optimizer``, in the function, or as globals of the file."""
+        """Choose the home of scaler and device: beside ``self.optimizer``, in the function, or as globals of the file."""
         source = self.source
         scope = source.scope(self.call)
         uses: list[ast.AST] = [c for c in source.calls if (source.apex(c.func) or "").startswith("apex.amp.")]
@@ -288,7 +288,7 @@ class Facts:
         return f"{self.scaler}[{key}]" if self.many else self.scaler
 
     def managed(self) -> Managed:
-        """What is under amp now, for the proof."""
+        """Describe what is under amp now, for the proof."""
         by_index = {label.index: self.scaler_of[path] for path, labels in self.labels_of.items() for label in labels}
         inserted = (self.scaler, self.device, self.switch)
         models, optimizers = tuple(self.models), tuple(self.optimizers)

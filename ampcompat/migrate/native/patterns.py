@@ -61,7 +61,7 @@ def contains_scaled(node: cst.CSTNode, bindings: Bindings) -> tuple[cst.With, ..
 
 
 def receiver(call: cst.Call) -> str:
-    """What a method is called on, in the quotes of ``ast.unparse``; "" for other calls."""
+    """Return what a method is called on, in the quotes of ``ast.unparse``; "" for other calls."""
     return code_of(call.func.value).replace('"', "'") if isinstance(call.func, cst.Attribute) else ""
 
 

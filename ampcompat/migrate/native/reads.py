@@ -1,4 +1,4 @@
-"""What reads ``p.grad`` by hand: between backward and step apex had unscaled it, GradScaler has not."""
+"""Find reads of ``p.grad`` by hand: between backward and step apex had unscaled it, GradScaler has not."""
 
 from __future__ import annotations
 

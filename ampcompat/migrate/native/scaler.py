@@ -31,7 +31,7 @@ def made_lines(facts: Facts) -> list[str]:
 
 
 def switched_off_lines(facts: Facts) -> list[str]:
-    """What holds when the ``if`` around ``initialize`` is not entered."""
+    """Return what holds when the ``if`` around ``initialize`` is not entered."""
     off = "torch.amp.GradScaler(enabled=False)"
     if facts.many:
         count = facts.option(10, "num_losses")

@@ -1,4 +1,4 @@
-"""Where gradients must be unscaled: before they are clipped or read, and once between two updates of their scaler.
+"""Unscale gradients where it is due: before they are clipped or read, and once between two updates of their scaler.
 
 ``unscale_`` raises when it is called a second time before ``update``. So statements are followed along every branch,
 and a call that some branches need and a later statement needs too is put before the branches.
@@ -244,7 +244,7 @@ def _has_else(part: cst.CSTNode) -> bool:
 
 
 def _line(part: cst.CSTNode) -> cst.CSTNode:
-    """What a statement computes before its blocks, the tests of ``elif`` included."""
+    """Return what a statement computes before its blocks, the tests of ``elif`` included."""
     return _tests(part) if isinstance(part, cst.If) else header(part)
 
 

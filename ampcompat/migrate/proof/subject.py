@@ -1,4 +1,4 @@
-"""What a proof is about: the new source, and the objects that it manages."""
+"""Hold the subject of a proof: the new source, and the objects that it manages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ampcompat.migrate.objects import Labels, Objects
 
 @dataclass(frozen=True)
 class Managed:
-    """What a translation put under amp.
+    """Describe what a translation put under amp.
 
     Attributes:
         models: Source text of each model, where the scaler is made.

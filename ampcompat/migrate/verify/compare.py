@@ -14,7 +14,7 @@ PRODUCTS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTran
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out.
+    """Hold the outcome.
 
     Attributes:
         lines: A line for each step, then what is to be said of dtypes and endings.

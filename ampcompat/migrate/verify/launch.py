@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Options:
-    """What holds for both runs.
+    """Hold the settings common to both runs.
 
     Attributes:
         target: ``[script, args…]`` or ``["-m", module, args…]``, relative to the migrated directory.
@@ -31,7 +31,7 @@ class Options:
 
 @dataclass
 class Trace:
-    """What a run did.
+    """Hold what a run did.
 
     Attributes:
         losses: Value, scale and dtype of each loss that was scaled, in order, and the steps made before it.

@@ -1,4 +1,4 @@
-"""What both runs note: losses, steps, and the dtypes that modules return. Imports neither ampcompat nor apex."""
+"""Note what both runs do: losses, steps, and the dtypes that modules return. Imports neither ampcompat nor apex."""
 
 from __future__ import annotations
 
