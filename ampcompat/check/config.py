@@ -1,4 +1,4 @@
-"""Choose what is reported: rules named on the command line, in ``[tool.ampcompat]`` of pyproject.toml, or by a comment."""
+"""Choose what is reported: rules named on the command line, in ``[tool.ampcompat]``, or by a comment."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--skips", type=lambda text: [int(word) for word in text.split(",")], default=[])
-    parser.add_argument("target", nargs=argparse.REMAINDER)
-    args = parser.parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    at = words.index("--")  # argparse would take a target's "-m" for an option of its own
+    args, target = parser.parse_args(words[:at]), words[at + 1 :]
 
     import torch
 
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         error: BaseException | None = None
         _write(file, to_line("ready", {}))
         try:
-            _script.run(args.target)
+            _script.run(target)
         except BaseException as raised:
             error = raised
             raise

@@ -111,7 +111,7 @@ def _started(
         environment["AMPCOMPAT_KEEP_FP32"] = options.keep_fp32
     command = [sys.executable, "-m", "ampcompat.parity.child", "--record", str(record)]
     command += ["--skips", ",".join(map(str, skips))] if skips else []
-    command += ["--steps", str(options.steps), "--seed", str(options.seed), *options.target]
+    command += ["--steps", str(options.steps), "--seed", str(options.seed), "--", *options.target]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,

@@ -26,7 +26,7 @@ from ampcompat.report.trace import OpTrace
 
 
 class Receipt:
-    """Record what really ran since ``amp.report()``. ``print`` it, or :meth:`write` it to a file; notebooks show the page.
+    """Record what really ran since ``amp.report()``. ``print`` it, or :meth:`write` it; notebooks show the page.
 
     Args:
         steps: Optimizer steps whose ops are counted; overflow and scale are followed to the end.

@@ -126,3 +126,23 @@ def test_an_interrupt_keeps_what_was_recorded_and_ends_the_process(tmp_path, mon
     run = start("well", tmp_path, on_step=interrupt)
     assert (run.ending, run.steps[0].step) == ("interrupted", 1)
     assert run.message.startswith("interrupted after")
+
+
+@pytest.mark.parametrize("word", ["-m", pytest.param("-c", marks=pytest.mark.slow)])
+def test_a_module_or_code_in_the_place_of_a_script(tmp_path, monkeypatch, word):
+    source = """
+import sys, torch
+from apex import amp
+model = torch.nn.Linear(2, 2)
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+for _ in range(2):
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+assert sys.argv[1:] == ["--steps", "9"], sys.argv
+"""
+    (tmp_path / "trains.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])]))
+    target = [word, "trains" if word == "-m" else source, "--steps", "9"]
+    run = run_level(Level("O0"), Options(target, 3, 0, timeout=100), tmp_path, print)
+    assert (run.ending, len(run.steps)) == ("ended", 2), Path(run.log).read_text()

@@ -1,4 +1,4 @@
-"""What a translation does not change is set aside: libcst, which is slow, sees a comment for each of its lines.
+"""Set aside what a translation does not change: libcst, which is slow, sees a comment for each of its lines.
 
 Functions, classes and methods that name nothing of apex, step nothing, read no gradients and run no forward stay as
 they are. Their lines keep their numbers, so that positions of the whole text hold in the shortened one.

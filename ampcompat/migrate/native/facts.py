@@ -119,7 +119,7 @@ class Facts:
             raise Untranslatable("amp.initialize is called under an `if` inside another block")
 
     def _place(self) -> None:
-        """Choose the home of scaler and device: beside ``self.optimizer``, in the function, or as globals of the file."""
+        """Choose the home of scaler and device: beside ``self.optimizer``, in the function, or as globals."""
         source = self.source
         scope = source.scope(self.call)
         uses: list[ast.AST] = [c for c in source.calls if (source.apex(c.func) or "").startswith("apex.amp.")]
