@@ -180,7 +180,11 @@ def _step_uncast(
 def _decides_itself(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` looks at its ``found_inf``: a wrapper that passes on what the one inside says does not."""
     name = "_step_supports_amp_scaling"
-    return bool(getattr(optimizer, name, False)) and (name in vars(optimizer) or hasattr(type(optimizer), name))
+    if not getattr(optimizer, name, False) or not (name in vars(optimizer) or hasattr(type(optimizer), name)):
+        return False
+    # Skip on the host a step that would make momentum: torch's fused SGD leaves it uninitialised if told to skip.
+    momenta = [p for group in optimizer.param_groups if group.get("momentum") for p in group["params"]]
+    return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in momenta if p.grad is not None)
 
 
 def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = False) -> bool:

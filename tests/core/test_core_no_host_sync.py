@@ -1,5 +1,7 @@
 """With an optimizer that takes ``found_inf`` nothing is asked of the device: on a fake CUDA tensor that raises."""
 
+import functools
+
 import pytest
 import torch
 from core_kit import backward, sgd, start, train
@@ -111,3 +113,24 @@ def test_an_optimizer_without_found_inf_knows_at_once():
     model, optimizer = start("O2", sgd)
     train(model, optimizer, 1)
     assert optimizer._amp_stash.skipped is False
+
+
+def with_momentum(model, fused):
+    return torch.optim.SGD(model.parameters(), 0.1, 0.9, fused=fused)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_an_overflow_in_the_first_step_of_fused_sgd_leaves_its_momentum_alone(level):
+    """torch's kernel makes the buffer without values, and fills it only if it is not told to skip."""
+    weights = []
+    for fused in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = start(level, functools.partial(with_momentum, fused=fused), loss_scale="dynamic")
+        held = [torch.full_like(p, 1e30, dtype=torch.float32) for p in model.parameters() for _ in range(64)]
+        del held  # memory that an uninitialised buffer would get
+        for step in range(3):
+            backward(model, optimizer, step, times=1.0 if step else INF)
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append([p.detach().float() for p in model.parameters()])
+    torch.testing.assert_close(*weights)
