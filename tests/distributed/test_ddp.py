@@ -21,7 +21,7 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids=lambda world: f"{world} ranks")
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda world: f"{world} ranks")
 def failures(request, tmp_path_factory):
     """What failed, by check and rank: one launch serves every test."""
     world, directory, port = request.param, tmp_path_factory.mktemp("ranks"), free_port()

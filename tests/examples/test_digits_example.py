@@ -33,7 +33,12 @@ def assert_same_bits(a, b):
             assert a[path] == b[path], path
 
 
-@pytest.mark.parametrize("level", [*LEVELS, "O4", "O5"])
+def o2_and_slow(levels):
+    """Each trains for seconds: the main job runs all levels, and so do the slow tests."""
+    return [level if level == "O2" else pytest.param(level, marks=pytest.mark.slow) for level in levels]
+
+
+@pytest.mark.parametrize("level", o2_and_slow([*LEVELS, "O4", "O5"]))
 def test_it_learns(run_example, level):
     result = run_example("digits.py", "--opt-level", level, "--epochs", 3)
     # run_levels.py asks 97 % of the whole run of 20 epochs; this one is short.
@@ -50,7 +55,7 @@ def test_the_level_reported_is_the_one_in_force(run_example, monkeypatch, script
     assert run_example(script, "--opt-level", "O1", *short)["opt_level"] == "O2"
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", o2_and_slow(LEVELS))
 def test_interrupted_is_uninterrupted(run_example, tmp_path, level):
     whole, cut = tmp_path / "whole.pt", tmp_path / "cut.pt"
     args = ["digits.py", "--opt-level", level, "--epochs", 2]
