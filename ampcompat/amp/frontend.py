@@ -201,7 +201,7 @@ def initialize(
     loudness = properties.check_verbosity(verbosity)
     model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
     properties.check_unsharded(model_list, options)
-    if any(map(properties.inner_optimizers, optimizer_list)):
+    if any(_torch.is_zero(one) or properties.inner_optimizers(one) for one in optimizer_list):
         nested.check(optimizer_list, options)
     bare = [_torch.uncompiled(model) for model in model_list]
     kept: list[torch.nn.Module] = []

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import functions, rules
+from ampcompat.amp.functions import make_wrapper
 from ampcompat.amp.keep_fp32 import BorderPolicy
+from ampcompat.amp.rules import make_kernel
 from ampcompat.explain.tensors import HALVES, readable, tensors_in
 
 #: Multiplications of these dimensions run on tensor cores without padding.
@@ -213,11 +214,11 @@ def _casting_function() -> str:
     """Which function of the float list, or registered as a float function, the op that runs is inside of."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
-        if frame.f_code.co_name == "kernel" and frame.f_code.co_filename == rules.__file__:
+        if frame.f_code.co_name == "kernel" and frame.f_code.co_filename == make_kernel.__code__.co_filename:
             op = _torch.op_name(frame.f_locals["call"]).removeprefix("aten::")
             promotes = frame.f_locals["target"] is not None
             return f"{op} takes its widest input's dtype" if promotes else f"{op} is on the float list"
-        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == functions.__file__:
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == make_wrapper.__code__.co_filename:
             name = getattr(frame.f_locals.get("function"), "__name__", "a function")
             return f"{name} is registered as a float function"
         frame = frame.f_back

@@ -93,6 +93,9 @@ def test_fused_optimizers_skip_on_the_device(level, kind, capsys):
 @pytest.mark.parametrize("kind", FUSED)
 def test_asking_whether_a_step_was_skipped_reads_the_device(kind, capsys):
     model, optimizer = start("O2", lambda m: FUSED[kind](m.parameters()))
+    backward(model, optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
     backward(model, optimizer, times=INF)
     optimizer.step()
     assert optimizer._amp_stash.skipped is None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ampcompat import _torch, amp
+from ampcompat._distribution import SHIM
 from ampcompat._state import state
 from ampcompat.amp import optimizer, session
 from ampcompat.amp.scaler import LossScaler
@@ -18,6 +19,15 @@ from ampcompat.selftest.checks import Failed, Skipped
 from ampcompat.selftest.run import Row, run
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_stand_in_for_apex(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "apex"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place != str(SHIM)])
+
+
 EVERY = [(check, level) for _, check, levels in checks.CHECKS for level in levels]
 
 
