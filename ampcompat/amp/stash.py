@@ -92,9 +92,11 @@ class AmpOptimizerState:
         return [*[master.half for master in self.masters], *self.direct]
 
     def present(self) -> list[torch.Tensor]:
-        """The gradients that there are: of half params, where there are any with masters."""
-        tensors = [master.half for master in self.masters] or self.direct
-        return [grad for tensor in tensors if (grad := tensor.grad) is not None]
+        """The gradients that there are, of half params with masters; where there are none, the first of the others."""
+        if self.masters:
+            return [grad for master in self.masters if (grad := master.half.grad) is not None]
+        first = next((grad for param in self.direct if (grad := param.grad) is not None), None)
+        return [] if first is None else [first]
 
     def spend(self) -> None:
         """Have the next step use none of the gradients that are there now."""
