@@ -38,6 +38,7 @@ def run(code, monkeypatch, apex):
     return variables["LOSSES"], under
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.*is deprecated:FutureWarning")  # checkpoint's, torch 2.4
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_not_marked_trains_like_the_original(name, monkeypatch):
     before = HEAD + RIGHT[name]

@@ -4,6 +4,7 @@ import html.parser
 import json
 import re
 import sys
+import time
 
 import pytest
 import torch
@@ -323,8 +324,9 @@ def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["receipt.html"]
 
 
-def test_json_and_text(tmp_path):
+def test_json_and_text(tmp_path, monkeypatch):
     model, receipt = train("O2")
+    monkeypatch.setattr("time.monotonic", lambda now=time.monotonic(): now)  # seconds since its start are in it
     receipt.write(tmp_path / "r.json")
     receipt.write(tmp_path / "r.txt")
     assert json.loads((tmp_path / "r.json").read_text()) == json.loads(json.dumps(receipt.facts()))
