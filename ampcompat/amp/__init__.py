@@ -53,7 +53,7 @@ def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False,
         limit: How many different faults to explain; the same fault is explained once.
         stop: End the script after the last of them.
         json: Write each as one JSON object on a line.
-        ranges: Write the ranges of values of every layer, forward and backward, with each fault.
+        ranges: Write the ranges of every layer, forward and backward, of the first step that is made and of each fault.
 
     Raises:
         ValueError: ``limit`` is not a positive integer.

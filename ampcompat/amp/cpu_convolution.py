@@ -1,9 +1,9 @@
 """Half-precision convolutions on the CPU, at float32's speed.
 
-torch's own kernels for them are tens of times slower than float32's where the processor has no half-precision
-arithmetic. Here float32 does the work and the result is rounded once, as on tensor cores. The kernels are registered
-below autograd, on the CPU's own dispatch key: they serve the half model of O2 and O3 as well as the casts of O1,
-forward, backward and double backward, eager and compiled.
+torch's own kernels for them are tens of times slower than float32's where oneDNN has none: in a dtype that the
+processor has no arithmetic for, and backward in float16 on any. Here float32 does the work and the result is rounded
+once, as on tensor cores. The kernels are registered below autograd, on the CPU's own dispatch key: they serve the half
+model of O2 and O3 as well as the casts of O1, forward, backward and double backward, eager and compiled.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from ampcompat import _torch
 from ampcompat._state import state
 
 
-def _in_float(native: Callable[..., Any], slow: frozenset[torch.dtype]) -> Callable[..., Any]:
+def _in_float(
+    native: Callable[..., Any], slow: frozenset[torch.dtype], emulated: frozenset[torch.dtype]
+) -> Callable[..., Any]:
     """Make a kernel that computes ``native`` in float32 where the tensors are of a ``slow`` dtype.
 
-    The leading three arguments are tensors: input, weight and bias (or None), or gradient, input and weight.
+    The leading three arguments are tensors: input, weight and bias (or None), or gradient, input and weight. For an
+    ``emulated`` dtype torch has a forward of its own, whose results are contiguous in 3-d; oneDNN keeps the layout.
     """
 
     def rounded(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # The strides of torch's half kernels, as compiled graphs expect.
-        layout = torch.contiguous_format if result.dim() == 5 else torch.preserve_format
+        layout = torch.contiguous_format if result.dim() == 5 and dtype in emulated else torch.preserve_format
         return result.to(dtype, memory_format=layout)
 
     def kernel(*args: Any, **settings: object) -> object:
@@ -45,13 +48,14 @@ def acquire() -> None:
     """Compute half convolutions on the CPU in float32 from here on, and no others. Idempotent."""
     if state.casts.cpu_convolution is not None:
         return
-    slow = _torch.halves_without_cpu_convolution()
+    emulated = _torch.halves_without_cpu_convolution()
     with ExitStack() as undo:
         registrations = _torch.Registrations()
         undo.callback(registrations.close)
         # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
-        for op in (*_torch.aten_overloads("_convolution"), *_torch.aten_overloads("convolution_backward")):
-            registrations.add(op, _in_float(_torch.composite(op), slow), "CPU")
+        for name, slow in (("_convolution", emulated), ("convolution_backward", emulated | {torch.float16})):
+            for op in _torch.aten_overloads(name):
+                registrations.add(op, _in_float(_torch.composite(op), slow, emulated), "CPU")
         state.casts.cpu_convolution = undo.pop_all()
         state.undo.callback(release)
 
