@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Iterator, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -48,9 +49,9 @@ from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import DISABLED, Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
 
-#: Elements that are converted to float32 at once, where they are then added to older gradients and freed: as many as
-#: torch's fused kernels take in one launch.
-CHUNK = 2**24
+#: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
+#: kernels take in one launch; on the CPU, which has no launches, what stays in its cache.
+CHUNK, CPU_CHUNK = 2**24, 2**18
 #: Overflow flags of one optimizer that are kept apart; more become one per scaler.
 MANY = 64
 
@@ -117,7 +118,7 @@ class Block:
     ) -> None:
         self.loss, self.optimizers, self.scaler, self.scale = loss, optimizers, scaler, scale
         self.delay, self.check = delay_unscale, not delay_overflow_check
-        self.plain = False
+        self.unit = self.plain = False  # at scale one for ever; and then without masters too
         self.used: list[bool] | None = None
         self.marks: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []  # pending gradients, with their versions
 
@@ -126,7 +127,7 @@ class Block:
         room, scaler = state.casts, self.scaler
         if room.ambient is not None and room.device_types and not torch.is_autocast_enabled(room.device_types[0]):
             assert_ambience()
-        self.plain = scaler.is_one
+        self.unit = self.plain = scaler.is_one
         for one in self.optimizers:
             stash: AmpOptimizerState = one._amp_stash
             if stash.block is not None:
@@ -136,7 +137,9 @@ class Block:
                         " told apart - close the first block, or add the losses up."
                     )
                 abandon(one, stash, None)  # dropped without its exit
-            if stash.session.policy.master_weights or stash.pending is not None or stash.overflows:
+            if stash.pending is not None or stash.overflows:
+                self.unit = self.plain = False
+            elif stash.session.policy.master_weights:
                 self.plain = False
         if state.observers:
             notify("on_scale_loss", loss, scaler, self.optimizers)
@@ -156,6 +159,9 @@ class Block:
                 begin(one, stash, scaler)
                 if stash.pending is not None:
                     self.marks += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in stash.leaves()]
+            if self.unit:
+                self.loss = None
+                return loss.float()
             scaled = scaler.scale_loss(loss)
             self.scale, self.loss = scaler._scale, None
             if scaler.watched < misuse.WATCHED and scaled.requires_grad:
@@ -207,14 +213,16 @@ class Block:
                 masters = [m for m in masters if id(m) not in seen]
                 direct = [p for p in direct if id(p) not in seen]
                 seen.update(map(id, (*masters, *direct)))
-            reached |= unscale(masters, direct, scaler, self.scale)
+            reached |= unscale(masters, direct, None if self.unit else scaler, self.scale, stash.spent.memory)
             if masters:
                 _show(masters, self.scale)
             if stash.pending is not None:
                 others.update(stash.pending.scalers)
             for param, old in stash.aside:
                 param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
-        flags = [] if by_hand else [(scaler, scaler.adjust(put_off=not check))]
+        if self.unit:
+            scaler._unskipped += check
+        flags = [] if by_hand or self.unit else [(scaler, scaler.adjust(put_off=not check))]
         others.pop(scaler, None)
         for other in others:  # the loss of any of them may have overflowed: the pass counts for each
             flags.append((other, other.adjust(scaler._last_found)))
@@ -229,7 +237,7 @@ class Block:
 
     def _leave_pending(self) -> None:
         refuse_shared(self.optimizers, among_themselves=True)
-        scale: torch.Tensor = self.scale  # type: ignore[assignment] # the block scaled its loss
+        scale = self.scaler.scale_on(torch.device("cpu")) if self.scale is None else self.scale
         pending = Pending(scale, {self.scaler: None}, list(map(weakref.ref, self.optimizers)))
         for one in self.optimizers:
             stash: AmpOptimizerState = one._amp_stash
@@ -350,9 +358,16 @@ def _rescaled(stash: AmpOptimizerState, pending: Pending, scaler: LossScaler) ->
 # -- gradients ---------------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def unscale(
-    masters: Sequence[Master], direct: Sequence[torch.Tensor], scaler: LossScaler | None, scale: torch.Tensor | None
+    masters: Sequence[Master],
+    direct: Sequence[torch.Tensor],
+    scaler: LossScaler | None,
+    scale: torch.Tensor | None,
+    memory: dict[Master, torch.Tensor],
 ) -> bool:
-    """Unscale ``direct`` in place and half gradients into masters, where there is a ``scaler``; whether any were."""
+    """Unscale ``direct`` in place and half gradients into masters, where there is a ``scaler``; whether any were.
+
+    Master gradients are written into ``memory`` where it has theirs of an earlier step.
+    """
     fresh: list[torch.Tensor] = []
     for param in direct:
         grad = param.grad
@@ -364,7 +379,7 @@ def unscale(
     reached = bool(fresh)
     for chunk in _chunks(masters) if masters else ():
         reached = True
-        wide = _to_float32(chunk)
+        wide = _to_float32(chunk, memory)
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
         if scaler is not None:  # in one pass with the others
             scaler.unscale_(fresh, scale)
@@ -377,7 +392,7 @@ def unscale(
 
 
 def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
-    """The masters whose half tensor has a gradient, at most :data:`CHUNK` elements at a time."""
+    """The masters whose half tensor has a gradient, so many at a time as :data:`CHUNK` says."""
     chunks: list[list[Master]] = []
     room = -1
     for master in masters:
@@ -385,7 +400,7 @@ def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
             size = master.half.numel()
             if size > room:
                 chunks.append([])
-                room = CHUNK
+                room = CPU_CHUNK if master.half.is_cpu else CHUNK
             chunks[-1].append(master)
             room -= size
     return chunks
@@ -401,13 +416,17 @@ def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
             master.folded = shown, shown._version
 
 
-def _to_float32(masters: list[Master]) -> list[torch.Tensor]:
-    """Float32 copies of the half gradients, in fused passes."""
+def _to_float32(masters: list[Master], memory: dict[Master, torch.Tensor]) -> list[torch.Tensor]:
+    """Float32 copies of the half gradients, in fused passes, in ``memory`` where nobody else looks at it."""
     grads: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # chunks have only those
     if any([grad.is_sparse for grad in grads]):  # noqa: C419 - faster
         # Sum duplicate entries in float32: their half sum may overflow.
         return [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in grads]
-    wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+    kept = _torch.reusable([memory.pop(master, None) for master in masters]) if memory else repeat(None)
+    wide = [
+        old if old is not None and old.is_cpu == grad.is_cpu else torch.empty_like(grad, dtype=torch.float32)
+        for old, grad in zip(kept, grads, strict=False)
+    ]
     _torch.foreach_copy_(wide, grads)
     return wide
 

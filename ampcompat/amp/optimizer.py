@@ -38,7 +38,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     stash = copy.copy(getattr(optimizer, "_amp_stash", None) or AmpOptimizerState(session))
     stash.session, stash.groups, stash.overflows = session, [], stash.overflows[:]
     if not stash.spent.gradients:
-        stash.spent = Spent([], state.optimizers.blocks)
+        stash.spent = Spent([], state.optimizers.blocks, {})
     stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
     if "optim" in vars(optimizer):  # perhaps a ZeroRedundancyOptimizer
@@ -216,14 +216,14 @@ def _heed_missing_block(stash: AmpOptimizerState) -> None:
     if stash.gradients is Gradients.EMPTY:
         misuse.warn_of("block without gradients")
     elif stash.gradients is Gradients.NONE:
-        present, (spent, blocks) = set(map(id, stash.present())), stash.spent
+        present, (spent, blocks, _) = set(map(id, stash.present())), stash.spent
         if not present or not present.isdisjoint([id(_torch.tensor_of(reference)) for reference in spent]):
             return
         if state.optimizers.blocks != blocks:
             misuse.warn_of("stray gradients")
         else:
             misuse.warn_of("unscaled backward")
-            block.unscale(stash.masters, (), None, None)
+            block.unscale(stash.masters, (), None, None, stash.spent.memory)
 
 
 def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> None:
@@ -237,7 +237,9 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
         for master in masters:
             master.folded = None
             if id(master) not in shared:
-                master.value.grad = None
+                grad, master.value.grad = master.value.grad, None
+                if grad is not None and grad.is_cpu:  # elsewhere torch's allocator keeps freed memory
+                    stash.spent.memory[master] = grad
     if stash.gradients is Gradients.LOST:
         say("Gradients of a scale_loss block were lost.  Skipping step")
     stash.spend()
@@ -378,7 +380,7 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
         inside = stash.block  # a block that is open stays open
         block.settle(optimizer, stash)
         stash.block = inside
-    stash.spent = Spent(stash.spent.gradients, state.optimizers.blocks)
+    stash.spent = stash.spent._replace(blocks=state.optimizers.blocks)
     if stash.gradients is not Gradients.LOST:
         stash.gradients = Gradients.NONE
 

@@ -48,6 +48,7 @@ class Spent(NamedTuple):
 
     gradients: list[weakref.ref[torch.Tensor]]  # those that were there at the last step
     blocks: int  # of all optimizers until then: a later one of another leaves gradients that are still scaled
+    memory: dict[Master, torch.Tensor]  # masters' gradients on the CPU, whose memory the next ones take over
 
 
 @dataclass(eq=False)
@@ -68,7 +69,7 @@ class AmpOptimizerState:
     # By step that the device decided, on their way to the host: each flag, with the scale to name.
     reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
     skipped: bool | None = False  # whether the last step was; None while only the device knows
-    spent: Spent = field(default_factory=lambda: Spent([], 0))
+    spent: Spent = field(default_factory=lambda: Spent([], 0, {}))
 
     lazy_init_called = True  # masters exist from ``initialize`` on
 
@@ -100,7 +101,8 @@ class AmpOptimizerState:
 
     def spend(self) -> None:
         """Have the next step use none of the gradients that are there now."""
-        self.spent = Spent(list(map(weakref.ref, self.present())), state.optimizers.blocks)
+        present = list(map(weakref.ref, self.present()))
+        self.spent = Spent(present, state.optimizers.blocks, self.spent.memory)
 
     def look_up(self, optimizer: Optimizer) -> None:
         """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
@@ -119,6 +121,7 @@ class AmpOptimizerState:
         held = {id(p): p for group in groups for p in group["params"]}
         self.direct = [param for key, param in held.items() if key not in with_master]
         self.groups = [list(group["params"]) for group in groups]
+        self.spent.memory.clear()
 
     def hand_out_masters(self, optimizer: Optimizer) -> None:
         """Expect writes to the masters, which are asked for where there is no gradient to clip."""

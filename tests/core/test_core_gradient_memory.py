@@ -1,0 +1,80 @@
+"""On the CPU, master gradients take over the memory of those that a step used up, unless a script still holds them."""
+
+import pytest
+import torch
+from core_kit import backward, start
+
+from ampcompat import amp
+
+
+def gradients(optimizer):
+    return [param.grad for param in amp.master_params(optimizer) if param.grad is not None]
+
+
+def step(model, optimizer, seed):
+    backward(model, optimizer, seed)
+    found = gradients(optimizer)
+    optimizer.step()
+    optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("opt_level", ["O2", "O5"])
+def test_memory_is_reused(opt_level):
+    model, optimizer = start(opt_level)
+    first = {grad.data_ptr() for grad in step(model, optimizer, 0) if grad.dtype == torch.float32}
+    masters = {master.value.shape for master in optimizer._amp_stash.masters}
+    backward(model, optimizer, 1)
+    again = [m.value.grad.data_ptr() for m in optimizer._amp_stash.masters]
+    assert masters
+    assert set(again) <= first
+
+
+HOLDS = {
+    "the gradient": lambda grad: grad,
+    "a view": lambda grad: grad[:1],
+    "detached": lambda grad: grad.detach(),
+    "an array": lambda grad: grad.numpy(),
+    "a graph": lambda grad: (torch.ones_like(grad).requires_grad_() * grad).grad_fn,
+}
+
+
+def value_of(held):
+    return held._saved_other.clone() if hasattr(held, "_saved_other") else torch.as_tensor(held).clone()
+
+
+@pytest.mark.parametrize("hold", HOLDS.values(), ids=list(HOLDS))
+def test_held_gradients_keep_their_values(hold):
+    model, optimizer = start("O2")
+    backward(model, optimizer, 0)
+    held = [hold(master.value.grad) for master in optimizer._amp_stash.masters]
+    before = [value_of(one) for one in held]
+    optimizer.step()
+    optimizer.zero_grad()
+    step(model, optimizer, 1)
+    for one, old in zip(held, before, strict=True):
+        assert torch.equal(value_of(one), old)
+
+
+def test_a_second_step_without_a_block_moves_nothing():
+    model, optimizer = start("O2")
+    step(model, optimizer, 0)
+    before = [param.detach().clone() for param in amp.master_params(optimizer)]
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
+
+
+def test_memory_goes_with_the_masters():
+    model, optimizer = start("O2")
+    step(model, optimizer, 0)
+    assert optimizer._amp_stash.spent.memory
+    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert not optimizer._amp_stash.spent.memory
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 8.0])
+def test_a_static_scale_counts_clean_passes_as_apex_did(loss_scale):
+    model, optimizer = start("O2", loss_scale=loss_scale)
+    for seed in range(3):
+        step(model, optimizer, seed)
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": loss_scale, "unskipped": 3}
