@@ -13,9 +13,6 @@ OPTIMIZERS = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
     "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
 }
-#: "native" has torch's own casts; "native, same casts" has ampcompat's rules registered and is otherwise the same loop.
-#: "fp32 again" is "fp32" in another process: how far the two differ is what a table of such ratios cannot resolve.
-VARIANTS = ("fp32", "fp32 again", "native", "native, same casts", "hand-written masters", "O0", "O1", "O2", "O3")
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,12 @@ class Case:
 
 
 def make_step(variant, case, model, x, y):
-    """A function that makes one training step of ``model`` on ``x`` and ``y``."""
+    """A function that makes one training step of ``model`` on ``x`` and ``y``.
+
+    Variants: levels; "hand-written masters", a half model and its float32 copies; "native", torch's own casts; "native,
+    same casts", the same loop with ampcompat's rules registered; "fp32"; "fp32 again", the same in another process: how
+    far the two differ is what a table of such ratios cannot resolve.
+    """
     if variant.startswith("O"):
         return _with_amp(variant, case, model, x, y)
     if variant == "hand-written masters":
