@@ -37,14 +37,16 @@ class Measured:
         return [ratio.median for ratio in self.ratios[pair].values()]
 
 
-def measure(cases, pairs, rounds, turns, keeps=True):
+def measure(cases, pairs, rounds, turns, keeps=True, peaks=False):
     """Measure ``cases`` in new processes again and again, for each process has its luck."""
     variants = list(dict.fromkeys(name for pair in pairs for name in (pair.theirs, pair.ours)))
     found = Measured()
     for at in range(rounds):
         with Workers(variants, keeps) as workers:
             for case in cases:
-                times, found.counts[case] = workers.measure(case, turns)
+                times, found.counts[case] = workers.measure(
+                    case, turns, count=at == rounds - 1, peaks=peaks and case.optimizer == "AdamW"
+                )
                 earlier = found.times.get(case, {})
                 found.times[case] = {name: earlier.get(name, []) + times[name] for name in times}
                 report.progress(f"{case.title}, {at + 1} of {rounds}")
@@ -63,7 +65,7 @@ def _cell(found, pair, case):
     return next(found.counts[case][v]["error"][:60] for v in (pair.ours, pair.theirs) if v not in found.times[case])
 
 
-def _verdicts(found, pair, more=""):
+def verdicts_of(found, pair, more=""):
     """Rows of the summary for a pair that has limits."""
     medians, rows = found.medians(pair), []
     if pair.mean and medians:
@@ -74,13 +76,15 @@ def _verdicts(found, pair, more=""):
     return rows
 
 
-def _rows(found, base, pairs):
+def rows_of(found, base, pairs):
+    """A row for each case: its title, the best milliseconds of variant ``base``, and the ratios of ``pairs``."""
     for case, times in found.times.items():
         cells = [_cell(found, pair, case) for pair in pairs]
         yield [case.title, f"{1e3 * min(times[base]):.2f}" if base in times else "", *cells]
 
 
-def _means(found, pairs):
+def means_of(found, pairs):
+    """The row of geometric means below those of ``rows_of``."""
     return ["geometric mean", "", *(f"**{report.geometric_mean(found.medians(pair)):.3f}**" for pair in pairs)]
 
 
@@ -136,25 +140,28 @@ def _native_in(dtype, section, device, quick):
     for title, keeps in ALLOCATORS.items():
         if dtype != torch.bfloat16 and keeps:
             continue
-        found = measure(cases, pairs, rounds, turns, keeps)
-        rows = [*_rows(found, "fp32", pairs), _means(found, pairs)]
+        peaks = dtype == torch.bfloat16 and not keeps and device == "cpu"
+        found = measure(cases, pairs, rounds, turns, keeps, peaks)
+        rows = [*rows_of(found, "fp32", pairs), means_of(found, pairs)]
         heads = ["case", "fp32, ms", *(pair.title for pair in pairs)]
         section.text += f"### {name}, {title}\n\n" + report.table(heads, rows) + "\n"
         if not keeps:
             for pair in pairs:
-                section.summary += _verdicts(found, pair, f"native {name}: ")
+                section.summary += verdicts_of(found, pair, f"native {name}: ")
                 if pair.mean:
                     section.bars += [(f"{pair.title}: {c.title}", r) for c, r in found.ratios[pair].items()]
-        if dtype == torch.bfloat16 and not keeps and device == "cpu":
-            section.text += _peaks_of_cases(found, pairs)
+        if peaks:
+            section.text += _memory(found, pairs)
 
 
-def _peaks_of_cases(found, pairs):
-    names = list(dict.fromkeys(n for p in pairs for n in (p.theirs, p.ours)))
-    rows = []
+def _memory(found, pairs):
+    names, rows = list(dict.fromkeys(n for p in pairs for n in (p.theirs, p.ours))), []
     for case, counts in found.counts.items():
-        rows.append([case.title, *(f"{counts[n].get('peak bytes', float('nan')) / 2**20:.1f}" for n in names)])
-    head = "Most MiB that torch's allocator held in a step, weights and optimizer state included:\n\n"
+        cells = [
+            (counts[n]["peak bytes"] / 2**20, counts[n]["page faults"]) for n in names if "peak bytes" in counts[n]
+        ]
+        rows += [[case.title, *(f"{peak:.1f}; {faults:,}" for peak, faults in cells)]] if cells else []
+    head = "Most MiB that torch's allocator held in a step, weights and optimizer state included; page faults:\n\n"
     return head + report.table(["case", *names], rows) + "\n"
 
 
@@ -197,7 +204,7 @@ def small(device, quick):
     cases = list(_all(device) if on_gpu and not quick else _few(device))
     found = measure(cases, pairs, 1 if quick else 3, 6 if quick or on_gpu else 12)
     rows = []
-    for row, times in zip(_rows(found, "fp32", pairs), found.times.values(), strict=True):
+    for row, times in zip(rows_of(found, "fp32", pairs), found.times.values(), strict=True):
         rows.append([*row[:2], *(_microseconds(times, pair) for pair in SHOWN[:3]), *row[2:]])
     heads = ["case", "fp32, ms (best)", *(f"{p.ours} − {p.theirs}, µs" for p in SHOWN[:3]), *(p.title for p in pairs)]
     text = (
@@ -206,7 +213,7 @@ def small(device, quick):
         " ratios show that nothing is lost, and no speed.\n\n"
     )
     text += report.table(heads, rows) + "\n## Counts per step\n\n" + _counts(found)
-    summary = [row for pair in SHOWN for row in _verdicts(found, pair)]
+    summary = [row for pair in SHOWN for row in verdicts_of(found, pair)]
     again = report.geometric_mean(found.medians(SHOWN[3]))
     summary.append(["fp32 / fp32, in two processes, geometric mean", f"{again:.3f}", "1", "what cannot be resolved"])
     if on_gpu:

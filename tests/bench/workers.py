@@ -101,8 +101,11 @@ def serve(pipe, variant):
                     pipe.send(counting.counted_on_cuda(step))
                 else:
                     found = counting.counted(step)
-                    state.reset()
-                    pipe.send({**found, "peak bytes": counting.peak_of_a_step(make)})
+                    if given:
+                        found["page faults"] = counting.page_faults(step)
+                        step = state.reset()
+                        found["peak bytes"] = counting.peak_of_a_step(make)
+                    pipe.send(found)
         except Exception:
             pipe.send(traceback.format_exc(limit=-3))
 
@@ -134,8 +137,11 @@ class Workers:
         self.pipes[variant].send((what, given))
         return self.pipes[variant].recv()
 
-    def measure(self, case, turns):
-        """Seconds per step, turn by turn, and counts, by variant; a variant that cannot run the case has its error."""
+    def measure(self, case, turns, count=True, peaks=False):
+        """Seconds per step, turn by turn, and counts, by variant; a variant that cannot run the case has its error.
+
+        ``peaks``: on a CPU, count the most bytes held, too, which takes as long as eight slow steps.
+        """
         times, counts, steps = {}, {}, {}
         for variant in self.variants:
             once = self._ask(variant, "case", case)
@@ -146,6 +152,6 @@ class Workers:
         for turn in range(turns):
             for variant in random.sample(list(steps), len(steps)):
                 times[variant].append(self._ask(variant, "turn", steps[variant]))
-        for variant in steps:
-            counts[variant] = self._ask(variant, "count")
+        for variant in steps if count else ():
+            counts[variant] = self._ask(variant, "count", peaks)
         return times, counts
