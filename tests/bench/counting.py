@@ -51,6 +51,29 @@ def peak_bytes(call, names):
     return peaks
 
 
+def page_faults(step, steps=16):
+    """Page faults per step: each is memory that glibc gave back to the system, and takes from it again."""
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(steps):
+        step()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) // steps
+
+
+def peak_of_a_step(make_step):
+    """The most bytes that the CPU held in the eighth step of ``make_step()``, everything that it made included."""
+
+    def trained():
+        step = make_step()
+        for _ in range(7):  # the first steps compare masters by value
+            step()
+        with torch.profiler.record_function("measured step"):
+            step()
+
+    return peak_bytes(trained, {"measured step"})["measured step"]
+
+
 def counted_on_cuda(call):
     """Peak memory, host syncs and kernel launches of ``call()`` on CUDA."""
     torch.cuda.synchronize()

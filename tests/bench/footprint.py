@@ -14,10 +14,14 @@ import torch
 from ampcompat import amp
 from ampcompat._state import state
 
+from . import optimizers, report
 from .counting import peak_bytes
+from .loops import OPTIMIZERS
+from .report import Section
 from .workers import KEEP_MEMORY
 
 LAYERS, WIDTH = 12, 512
+WIDTHS = {"3 million parameters": 512, "13 million parameters": 1024}
 
 
 def _model(width=WIDTH):
@@ -146,3 +150,33 @@ def state_dict_ratio(times):
             theirs.append(_best(lambda: {k: v.clone() for k, v in plain.state_dict().items()}, 1))
     state.reset()
     return min(mine), min(theirs)
+
+
+def section(device, quick):
+    """The section on memory and on what happens once; measured on the CPU, FusedAdam on ``device``."""
+    memory = []
+    for name in ("AdamW(fused)", "AdamW"):
+        for accumulated in (False, True):
+            found = bytes_per_parameter(OPTIMIZERS[name], accumulated)
+            memory.append([name, accumulated, *(f"{value:.2f}" for value in found.values())])
+            report.progress(f"memory: {memory[-1]}")
+    torch_alone, both = import_seconds(3 if quick else 9).values()
+    initialize = {size: initialize_ratio(5 if quick else 20, width) for size, width in WIDTHS.items()}
+    saved = state_dict_ratio(5 if quick else 20)
+    fused = optimizers.fused_adam_ratio(10 if quick else 30, device)
+    summary = [
+        ["O2 with AdamW(fused), bytes per parameter, optimizer's peak", *report.verdict(float(memory[0][3]), 18.5)],
+        ["import torch, ampcompat / import torch", *report.verdict(both / torch_alone, 1.05)],
+        ["FusedAdam at O2 / AdamW(fused) and copies by hand", *report.verdict(fused.median, 1.0)],
+        *(
+            [f"initialize at O2 / masters cloned and the model cast by hand, {size}", *report.verdict(ours / hand, 1.5)]
+            for size, (ours, hand) in initialize.items()
+        ),
+        ["state_dict at O2 / plain torch's plus one copy", *report.verdict(saved[0] / saved[1], 1.0)],
+    ]
+    text = (
+        "## Memory at O2\n\nPeak bytes per parameter: 2 half weights, 4 masters, 8 moments, 4 master gradients, and 2"
+        " half gradients until the step.\n\n"
+    )
+    heads = ["optimizer", "accumulated", "leaving the block", "optimizer"]
+    return Section(text + report.table(heads, memory), summary)

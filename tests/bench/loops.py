@@ -10,12 +10,12 @@ from ampcompat import amp
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+    "SGD(foreach)": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=True),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
+    # A number as learning rate would be a constant of the graph.
+    "AdamW(foreach)": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-3), foreach=True),
     "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
 }
-#: "native" has torch's own casts; "native, same casts" has ampcompat's rules registered and is otherwise the same loop.
-#: "fp32 again" is "fp32" in another process: how far the two differ is what a table of such ratios cannot resolve.
-VARIANTS = ("fp32", "fp32 again", "native", "native, same casts", "hand-written masters", "O0", "O1", "O2", "O3")
 
 
 @dataclass(frozen=True)
@@ -28,20 +28,28 @@ class Case:
     accumulated: bool = False  # two micro-batches per step
     clipped: bool = False
     device: str = "cpu"
+    compiled: bool = False  # the whole step
 
     @property
     def title(self):
-        extras = ", accumulated" * self.accumulated + ", clipped" * self.clipped
+        extras = ", accumulated" * self.accumulated + ", clipped" * self.clipped + ", compiled" * self.compiled
         return f"{self.model}, {str(self.dtype).removeprefix('torch.')}, {self.optimizer}{extras}"
 
 
 def make_step(variant, case, model, x, y):
-    """A function that makes one training step of ``model`` on ``x`` and ``y``."""
+    """A function that makes one training step of ``model`` on ``x`` and ``y``.
+
+    Variants: levels; "hand-written masters", a half model and its float32 copies; "native", torch's own casts; "native,
+    same casts", the same loop with ampcompat's rules registered; "fp32"; "fp32 again", the same in another process: how
+    far the two differ is what a table of such ratios cannot resolve.
+    """
     if variant.startswith("O"):
-        return _with_amp(variant, case, model, x, y)
-    if variant == "hand-written masters":
-        return _with_masters(case, model, x, y)
-    return _native(variant, case, model, x, y)
+        step = _with_amp(variant, case, model, x, y)
+    elif variant == "hand-written masters":
+        step = _with_masters(case, model, x, y)
+    else:
+        step = _native(variant, case, model, x, y)
+    return torch.compile(step) if case.compiled else step
 
 
 def _clip(case, params):

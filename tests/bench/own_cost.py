@@ -1,17 +1,31 @@
 """What a step costs beside the model: nothing is computed, gradients are set by hand, the optimizer does nothing."""
 
 import random
+import statistics
 import time
+from functools import partial
 
 import torch
 
 from ampcompat import amp
 from ampcompat._state import state
 
+from . import report
 from .counting import counted
+from .report import Section
 from .workers import Ratio
 
-SIZES = (10, 100, 1000, 10_000)
+#: What is compared.
+PAIRS = (("O1", "GradScaler"), ("O2", "hand-written masters"))
+#: Parameter tensors -> limits on the ratios of ``PAIRS``.
+SIZES = {10: (1.1, 1.2), 100: (0.7, 1.2), 1000: (0.4, 1.2), 10_000: (None, None)}
+#: Bytes that are touched before a cold call: as much as a small step of training reads.
+FLUSHED = 64 << 20
+HEADS = [
+    "parameter tensors",
+    *(f"{name}, µs" for name in ("GradScaler", "O1", "hand-written masters", "O2")),
+    *(f"{ours} / {theirs}" for ours, theirs in PAIRS),
+]
 
 
 class Idle(torch.optim.Optimizer):
@@ -25,11 +39,11 @@ class Idle(torch.optim.Optimizer):
 
 
 class Tensors(torch.nn.Module):
-    """Holds ``count`` parameters of four elements."""
+    """Holds ``count`` parameters."""
 
-    def __init__(self, count):
+    def __init__(self, count, elements=4):
         super().__init__()
-        self.held = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(4)) for _ in range(count))
+        self.held = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(elements)) for _ in range(count))
 
     def forward(self, x):
         return x
@@ -44,10 +58,10 @@ def _set(pairs):
         param.grad = grad
 
 
-def grad_scaler(count, device):
+def grad_scaler(model):
     """``scale``, ``unscale_``, ``step`` and ``update`` of a GradScaler."""
-    model = Tensors(count).to(device)
-    optimizer, scaler = Idle(model.parameters()), torch.amp.GradScaler(device)
+    device = next(model.parameters()).device
+    optimizer, scaler = Idle(model.parameters()), torch.amp.GradScaler(device.type)
     pairs, loss = _gradients(model), torch.ones((), device=device)
 
     def step():
@@ -61,12 +75,13 @@ def grad_scaler(count, device):
     return step
 
 
-def masters(count, device):
+def masters(model):
     """The same with half weights and float32 masters, written by hand."""
-    model = Tensors(count).to(device).half()
+    device = next(model.parameters()).device
+    model.half()
     halves = list(model.parameters())
     wide = [torch.nn.Parameter(p.detach().float()) for p in halves]
-    optimizer, scaler = Idle(wide), torch.amp.GradScaler(device)
+    optimizer, scaler = Idle(wide), torch.amp.GradScaler(device.type)
     pairs, loss = _gradients(model), torch.ones((), device=device)
 
     def step():
@@ -85,9 +100,9 @@ def masters(count, device):
     return step
 
 
-def under_amp(level, count, device):
+def under_amp(level, model):
     """``scale_loss`` and ``step`` of ampcompat."""
-    model = Tensors(count).to(device)
+    device = next(model.parameters()).device
     model, optimizer = amp.initialize(model, Idle(model.parameters()), opt_level=level, verbosity=0)
     pairs, loss = _gradients(model), torch.ones((), device=device)
 
@@ -100,9 +115,8 @@ def under_amp(level, count, device):
     return step
 
 
-def bare(count, device):
+def bare(model):
     """What all of them do: set gradients and clear them."""
-    model = Tensors(count).to(device)
     optimizer, pairs = Idle(model.parameters()), _gradients(model)
 
     def step():
@@ -113,47 +127,93 @@ def bare(count, device):
     return step
 
 
-def measure(device="cpu", quick=False):
-    """Rows: size, microseconds of each variant beyond ``bare`` (best turn), ratios, dispatcher calls."""
-    rows = []
-    for size in SIZES:
-        state.reset()
-        steps = {
-            "bare": bare(size, device),
-            "GradScaler": grad_scaler(size, device),
-            "O1": under_amp("O1", size, device),
-            "hand-written masters": masters(size, device),
-            "O2": under_amp("O2", size, device),
-        }
-        for step in steps.values():
-            for _ in range(6):
-                step()
-        turns, calls = (12 if quick else 40), max(2, 1000 // size)
-        times = {name: [] for name in steps}
-        for _ in range(turns):
-            for name in random.sample(list(steps), len(steps)):
-                for _ in range(max(1, calls // 4)):  # the others have emptied the caches
-                    steps[name]()
-                start = time.perf_counter()
-                for _ in range(calls):
-                    steps[name]()
-                if device == "cuda":
-                    torch.cuda.synchronize()
-                times[name].append((time.perf_counter() - start) / calls)
-        floor = min(times.pop("bare"))
-        own = {name: [max(t - floor, 1e-9) for t in values] for name, values in times.items()}
-        best = {name: min(values) for name, values in own.items()}
-        rows.append(
-            {
-                "size": size,
-                "microseconds": {name: value * 1e6 for name, value in best.items()},
-                "O1 / GradScaler": (best["O1"] / best["GradScaler"], Ratio.of(own["O1"], own["GradScaler"])),
-                "O2 / hand-written masters": (
-                    best["O2"] / best["hand-written masters"],
-                    Ratio.of(own["O2"], own["hand-written masters"]),
-                ),
-                "ops": {name: counted(step)["ops"] for name, step in steps.items()} if size <= 1000 else {},
-            }
-        )
+VARIANTS = {
+    "bare": bare,
+    "GradScaler": grad_scaler,
+    "O1": partial(under_amp, "O1"),
+    "hand-written masters": masters,
+    "O2": partial(under_amp, "O2"),
+}
+
+
+def _steps(size, device):
+    """Every variant at ``size`` tensors, warmed up."""
     state.reset()
-    return rows
+    steps = {name: make(Tensors(size).to(device)) for name, make in VARIANTS.items()}
+    for step in steps.values():
+        for _ in range(8):  # the first steps compare masters by value
+            step()
+    return steps
+
+
+def timed(call, calls, device):
+    """Seconds per call of ``calls`` calls."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / calls
+
+
+def measure(steps, calls, turns, device, flush=None):
+    """Seconds per step by variant, turn by turn, with ``flush`` called before each; else warmed up in each turn."""
+    times = {name: [] for name in steps}
+    for _ in range(turns):
+        for name in random.sample(list(steps), len(steps)):
+            if flush is None:  # the others have emptied the caches
+                timed(steps[name], max(1, calls // 4), device)
+            else:
+                flush()
+            times[name].append(timed(steps[name], calls, device))
+    return times
+
+
+def _beyond_bare(times):
+    """Seconds beyond ``bare``, turn by turn, and of the best turns."""
+    floor = min(times["bare"])
+    own = {name: [max(t - floor, 1e-9) for t in values] for name, values in times.items() if name != "bare"}
+    return own, {name: min(values) for name, values in own.items()}
+
+
+def warm(device, quick):
+    """The section on the cost beside the model: the same calls in a loop."""
+    rows, ops, summary = [], [], []
+    for size, limits in SIZES.items():
+        steps = _steps(size, device)
+        own, best = _beyond_bare(measure(steps, max(2, 1000 // size), 12 if quick else 40, device))
+        rows.append([size, *(f"{1e6 * value:.0f}" for value in best.values())])
+        for (ours, theirs), limit in zip(PAIRS, limits, strict=True):
+            rows[-1].append(f"{best[ours] / best[theirs]:.2f}; {Ratio.of(own[ours], own[theirs])}")
+            if limit:
+                title = f"own cost, {size} tensors: {ours} / {theirs}"
+                summary.append([title, *report.verdict(best[ours] / best[theirs], limit)])
+        if size <= 1000:
+            ops.append([size, *(counted(step)["ops"] for step in steps.values())])
+        report.progress(f"own cost, {size} tensors: {rows[-1][-2:]}")
+    state.reset()
+    text = (
+        "## The cost of a step beside the model\n\nMicroseconds beyond setting and clearing the gradients: best turns;"
+        " ratios of the best turns, then medians of ratios and quartiles.\n\n"
+    )
+    text += report.table(HEADS, rows)
+    return Section(text + "\nDispatcher calls:\n\n" + report.table(["parameter tensors", *steps], ops), summary)
+
+
+def cold(device, quick):
+    """The section on the same cost as a real step pays it: between two calls, 64 MiB of other data were touched."""
+    others, rows = torch.zeros(FLUSHED // 4), []
+    for size in (10, 100, 1000):
+        steps = _steps(size, device)
+        own, best = _beyond_bare(measure(steps, 1, 12 if quick else 60, device, flush=lambda: others.add_(1)))
+        middle = {name: statistics.median(values) for name, values in own.items()}
+        rows.append([size, *(f"{1e6 * best[name]:.0f}; {1e6 * value:.0f}" for name, value in middle.items())])
+        rows[-1] += [f"{best[a] / best[b]:.2f}; {middle[a] / middle[b]:.2f}" for a, b in PAIRS]
+        report.progress(f"own cost, cold, {size} tensors: {rows[-1]}")
+    state.reset()
+    text = (
+        f"## The same with cold caches\n\nOne call at a time, after {FLUSHED >> 20} MiB of other data were touched, as"
+        " between two steps of a model. Microseconds beyond setting and clearing the gradients, and ratios: best turn;"
+        " median.\n\n"
+    )
+    return Section(text + report.table(HEADS, rows))

@@ -1,32 +1,29 @@
 """The document of a run: ``docs/benchmarks/<hardware>.md``, and the plot beside it."""
 
 import math
-import platform
 import sys
 import time
-from pathlib import Path
-
-import torch
+from dataclasses import dataclass, field
 
 _START = time.perf_counter()
+
+
+@dataclass
+class Section:
+    """A part of the page: its text, rows of the page's summary, and what is drawn.
+
+    ``bars``: (label, Ratio) of the page's plot. ``curves``: label of x -> (label of y, (values of x, {name: values})).
+    """
+
+    text: str
+    summary: list = field(default_factory=list)
+    bars: list = field(default_factory=list)
+    curves: dict = field(default_factory=dict)
 
 
 def progress(line):
     """What was measured last, on stderr, with the seconds since the start."""
     sys.stderr.write(f"{time.perf_counter() - _START:5.0f} s  {line}\n")
-
-
-def hardware(device):
-    """A name for files, and a sentence."""
-    if device == "cuda":
-        name = torch.cuda.get_device_name()
-        return name.lower().replace(" ", "-"), f"{name}, CUDA {torch.version.cuda}"
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if "model name" in line]
-        cpu = f"{names[0]}, {len(names)} logical cores" if names else cpu
-    return f"cpu-{platform.machine()}", f"{cpu}; one thread per process; no GPU"
 
 
 def table(head, rows):
@@ -46,15 +43,30 @@ def verdict(value, limit):
     return f"{value:.3f}", f"≤ {limit}", "met" if round(value, 3) <= limit else "**missed**"
 
 
-def plot(path, bars):
-    """Horizontal bars with quartiles: (label, Ratio). Needs matplotlib; returns whether it was there."""
+def _pyplot():
+    """matplotlib without a screen; None where it is not installed."""
     try:
         import matplotlib
     except ImportError:
-        return False
+        return None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def _saved(pyplot, figure, path):
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+    return True
+
+
+def plot(path, bars):
+    """Draw horizontal bars with quartiles; returns whether matplotlib was there, and anything to draw."""
+    pyplot = _pyplot()
+    if pyplot is None or not bars:
+        return False
     figure, axes = pyplot.subplots(figsize=(8, 0.32 * len(bars) + 1.2))
     medians = [ratio.median for _, ratio in bars]
     spread = [[r.median - r.low for _, r in bars], [r.high - r.median for _, r in bars]]
@@ -62,7 +74,19 @@ def plot(path, bars):
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xlabel("step time, as a ratio (below 1: ampcompat is faster)")
     axes.invert_yaxis()
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
-    return True
+    return _saved(pyplot, figure, path)
+
+
+def plot_curves(path, curves):
+    """Draw curves side by side on logarithmic axes; returns whether matplotlib was there, and anything to draw."""
+    pyplot = _pyplot()
+    if pyplot is None or not curves:
+        return False
+    figure, panels = pyplot.subplots(1, len(curves), figsize=(5 * len(curves), 4), squeeze=False)
+    for axes, (x_label, (y_label, (x, columns))) in zip(panels[0], curves.items(), strict=True):
+        for name, values in columns.items():
+            axes.loglog(x, values, marker="o", markersize=3, label=name)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+    panels[0][0].legend(fontsize=8)
+    return _saved(pyplot, figure, path)

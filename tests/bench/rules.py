@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from ampcompat import amp
 from ampcompat._state import state
 
+from . import report
+from .report import Section
 from .workers import Ratio
 
 
@@ -91,3 +93,13 @@ def convolution(quick=False):
 def _native_convolution():
     model, x = torch.nn.Conv2d(16, 32, 3, padding=1).half(), torch.randn(8, 16, 28, 28).half()
     return _best(lambda: model(x).float().square().mean().backward(), 1)
+
+
+def section(device, quick):
+    """The section on single ops; measured on the CPU, whatever the device."""
+    rows = [[name, f"{native:.2f}", f"{ours:.2f}", f"{ours - native:+.2f}"] for name, native, ours in per_op(quick)]
+    text = "## Cost of a rule per op\n\nBest microseconds of tiny ops in float16 autocast on the CPU.\n\n"
+    text += report.table(["kind: op", "native autocast", "O1", "difference"], rows)
+    text += "\n## float16 convolutions on the CPU\n\nA training step of one convolution, over float32's.\n\n"
+    cells = [[name, ratio if isinstance(ratio, Ratio) else f"{ratio:.1f}"] for name, ratio in convolution(quick)]
+    return Section(text + report.table(["", "ratio"], cells))

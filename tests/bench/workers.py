@@ -1,11 +1,14 @@
 """One process per variant, taking turns: the casts of one do not reach another, and noise reaches all alike."""
 
+import contextlib
 import multiprocessing
+import os
 import random
 import statistics
 import time
 import traceback
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,6 +20,19 @@ TURN = 0.02  # seconds of work per turn
 #: glibc keeps what is freed, as torch's allocator does on a GPU. Else a third of a step may be page faults, more in one
 #: process and less in the next, by what it happened to allocate before.
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_TOP_PAD_": str(2**28)}
+
+
+@contextlib.contextmanager
+def allocator(keeps):
+    """Processes started inside have glibc keep what is freed, or have it as users have it."""
+    before = {name: os.environ.pop(name, None) for name in KEEP_MEMORY}
+    os.environ.update(KEEP_MEMORY if keeps else {})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            os.environ.update({} if value is None else {name: value})
 
 
 @dataclass
@@ -55,10 +71,14 @@ def seconds(call, times, device):
     return (time.perf_counter() - start) / times
 
 
+def _make_step(variant, case):
+    return loops.make_step(variant, case, *models.make(case.model, case.device))
+
+
 def serve(pipe, variant):
     """A worker: builds the cases it is sent, and makes steps when asked."""
     torch.set_num_threads(1)
-    step = case = None
+    step = case = make = None
     while True:
         what, given = pipe.recv()
         try:
@@ -67,7 +87,8 @@ def serve(pipe, variant):
             if what == "case":
                 state.reset()
                 case = given
-                step = loops.make_step(variant, case, *models.make(case.model, case.device))
+                make = partial(_make_step, variant, case)
+                step = make()
                 for _ in range(4):  # masters are compared by value in their first steps
                     step()
                 once = min(seconds(step, 1, case.device) for _ in range(3))
@@ -76,17 +97,24 @@ def serve(pipe, variant):
                 seconds(step, max(1, given // 4), case.device)  # the others have emptied the caches
                 pipe.send(seconds(step, given, case.device))
             elif what == "count":
-                count = counting.counted_on_cuda if case.device == "cuda" else counting.counted
-                pipe.send(count(step))
+                if case.device == "cuda":
+                    pipe.send(counting.counted_on_cuda(step))
+                else:
+                    found = counting.counted(step)
+                    if given:
+                        found["page faults"] = counting.page_faults(step)
+                        step = state.reset()
+                        found["peak bytes"] = counting.peak_of_a_step(make)
+                    pipe.send(found)
         except Exception:
             pipe.send(traceback.format_exc(limit=-3))
 
 
 class Workers:
-    """The processes; use as a context."""
+    """The processes; use as a context. ``keeps``: glibc keeps what is freed in them."""
 
-    def __init__(self, variants=loops.VARIANTS):
-        self.variants = variants
+    def __init__(self, variants, keeps=True):
+        self.variants, self.keeps = variants, keeps
 
     def __enter__(self):
         context = multiprocessing.get_context("spawn")
@@ -94,7 +122,8 @@ class Workers:
         for variant in self.variants:
             self.pipes[variant], end = context.Pipe()
             process = context.Process(target=serve, args=(end, variant), daemon=True)
-            process.start()
+            with allocator(self.keeps):
+                process.start()
             self.processes.append(process)
         return self
 
@@ -108,8 +137,11 @@ class Workers:
         self.pipes[variant].send((what, given))
         return self.pipes[variant].recv()
 
-    def measure(self, case, turns):
-        """Seconds per step, turn by turn, and counts, by variant; a variant that cannot run the case has its error."""
+    def measure(self, case, turns, count=True, peaks=False):
+        """Seconds per step, turn by turn, and counts, by variant; a variant that cannot run the case has its error.
+
+        ``peaks``: on a CPU, count the most bytes held, too, which takes as long as eight slow steps.
+        """
         times, counts, steps = {}, {}, {}
         for variant in self.variants:
             once = self._ask(variant, "case", case)
@@ -120,6 +152,6 @@ class Workers:
         for turn in range(turns):
             for variant in random.sample(list(steps), len(steps)):
                 times[variant].append(self._ask(variant, "turn", steps[variant]))
-        for variant in steps:
-            counts[variant] = self._ask(variant, "count")
+        for variant in steps if count else ():
+            counts[variant] = self._ask(variant, "count", peaks)
         return times, counts
