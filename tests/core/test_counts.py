@@ -119,10 +119,9 @@ def test_dispatcher_calls_at_o1_are_fewer_than_gradscalers():
     assert counted_step("O1", 10)[0] < counter.ops - 11  # ten gradients and a loss
 
 
-def test_dispatcher_calls_at_o2_are_one_per_master():
-    # The one is the allocation of the master's gradient; conversions run in fused passes.
-    few, many = counted_step("O2", 10)[0], counted_step("O2", 310)[0]
-    assert many - few == 300
+def test_dispatcher_calls_at_o2_do_not_grow_with_masters():
+    # Masters' gradients are written into the memory of the last step's, and conversions run in fused passes.
+    assert counted_step("O2", 10)[0] == counted_step("O2", 310)[0]
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
@@ -153,7 +152,7 @@ def test_bytes_per_parameter_at_o2_with_adam(monkeypatch):
     """20 in the optimizer, with the half gradients that outlive it; 20 and one chunk where a block ends."""
     width, layers = 128, 16
     count = layers * width * (width + 1)
-    monkeypatch.setattr(block, "CHUNK", count // 16)
+    monkeypatch.setattr(block, "CPU_CHUNK", count // 16)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -170,11 +169,11 @@ def test_bytes_per_parameter_at_o2_with_adam(monkeypatch):
 
     for _ in range(8):
         step()
-    held = 2 + 4 + 8  # half weights, masters, moments
+    held = 2 + 4 + 8 + 4  # half weights, masters, moments, and on the CPU the memory of the masters' gradients
     found = peaks(step, {"first block", "accumulated block", "Optimizer.step#AdamW.step"})
     found = {name: held + peak / count for name, peak in found.items()}
     assert found["Optimizer.step#AdamW.step"] <= 20.5
-    # Half gradients stay readable until they are cleared: 20, and a sixteenth of the masters' gradients.
+    # Half gradients stay readable until they are cleared: 20, and a sixteenth of the new gradients in float32.
     assert found["first block"] <= 20.25
     assert found["accumulated block"] <= 20.5
     torch.testing.assert_close(found["accumulated block"], found["first block"], rtol=0, atol=0.5)
@@ -185,7 +184,7 @@ def test_chunks_change_no_bit(monkeypatch):
     plain, x = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))), torch.randn(4, 8)
     found = []
     for chunk in (1, 100, 2**24):
-        monkeypatch.setattr(block, "CHUNK", chunk)
+        monkeypatch.setattr(block, "CPU_CHUNK", chunk)
         model = copy.deepcopy(plain)
         model, optimizer = amp.initialize(
             model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0

@@ -161,7 +161,7 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
             raise MemoryError
         return real(masters)
 
-    monkeypatch.setattr(block, "CHUNK", 16)
+    monkeypatch.setattr(block, "CPU_CHUNK", 16)
     model, optimizer = started()
     if accumulated:
         backward(model, optimizer)
