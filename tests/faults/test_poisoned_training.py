@@ -155,11 +155,11 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
 
     made = []
 
-    def to_float32(masters, real=block._to_float32):
+    def to_float32(masters, memory, real=block._to_float32):
         made.append(1)
         if len(made) == at:
             raise MemoryError
-        return real(masters)
+        return real(masters, memory)
 
     monkeypatch.setattr(block, "CPU_CHUNK", 16)
     model, optimizer = started()
