@@ -37,28 +37,6 @@ def warn_once(key: str, message: str) -> None:
         warnings.warn(message, UserWarning, stacklevel=_level_of_script())
 
 
-def add_note(error: BaseException, note: str) -> None:
-    """Append ``note`` to what ``error`` says."""
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        error.args = (f"{error}\n{note}", *error.args[1:])
-
-
-def note_cure(error: BaseException, module: str = "") -> None:
-    """Append to an error of torch's own that mixed precision provokes what cures it, once.
-
-    Args:
-        error: Any exception; it stays the same object.
-        module: Qualified name of the module it was raised in, if known.
-    """
-    from ampcompat import _torch
-
-    cure = None if "ampcompat: " in f"{error}{getattr(error, '__notes__', '')}" else _torch.cure_of(error, module)
-    if cure is not None:
-        add_note(error, f"ampcompat: {cure}.")
-
-
 def _level_of_script() -> int:
     """How far the innermost frame is that is not ampcompat's, torch's or a context manager's, seen from the caller.
 
