@@ -83,6 +83,9 @@ def main(args: argparse.Namespace) -> int:
     if args.receipt == "" and _is_receipt(args.target):
         file = args.target[0]
         args.parser.error(f"--receipt {file} - the file is a part of the option - write --receipt={file}")
+    if args.explain == "on" and _are_words(args.target[0]):
+        words = args.target[0]
+        args.parser.error(f"--explain {words} - the words are a part of the option - write --explain={words}")
     if args.receipt and not os.path.isdir(os.path.dirname(os.path.abspath(args.receipt))):
         args.parser.error(f"--receipt={args.receipt!r} - its folder does not exist - name a file in one that does")
     if args.opt_level:
@@ -126,6 +129,19 @@ def _is_receipt(target: Sequence[str]) -> bool:
     """Whether the target is the file of a receipt rather than a script."""
     kind = os.path.splitext(target[0])[1]
     return kind in (".html", ".json") or (kind == ".txt" and not os.path.exists(target[0]))
+
+
+def _are_words(script: str) -> bool:
+    """Whether ``script``, which is no file, is what ``--explain=`` takes."""
+    if script in _script.WORDS or os.path.exists(script):
+        return False
+    from ampcompat.explain.options import parse
+
+    try:
+        parse(script)
+    except ValueError:
+        return False
+    return True
 
 
 @contextmanager
