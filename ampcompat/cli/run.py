@@ -160,15 +160,21 @@ def _watched(receipt: str | None, argv: Sequence[str]) -> Iterator[None]:
     if receipt is None:
         yield
         return
-    from ampcompat.report import STEPS, Receipt
-    from ampcompat.report.processes import VARIABLE
+    from ampcompat.report import STEPS, Receipt, processes
 
-    folder, process = tempfile.mkdtemp(prefix="ampcompat-receipt-"), os.getpid()
+    beside, process = processes.folder_of_ranks(), os.getpid()
+    folder = beside or tempfile.mkdtemp(prefix="ampcompat-receipt-")
+    os.environ[processes.VARIABLE] = folder  # for the processes that the script starts
     seen = Receipt(STEPS, folder, list(argv))
+    if beside and rank() != 0:
+        seen.start_as_child()  # as if rank 0 had started it
+        yield
+        return
     seen.start()
-    os.environ[VARIABLE] = folder  # for the processes that the script starts
+    ended = False
     try:
         yield
+        ended = True
     except BaseException as error:
         seen.crashed(error)
         raise
@@ -177,6 +183,8 @@ def _watched(receipt: str | None, argv: Sequence[str]) -> Iterator[None]:
         try:
             seen.stop()
             if rank() == 0 and os.getpid() == process:  # a forked copy of the script may end here too
+                if beside and ended:
+                    processes.wait_for_ranks(folder)
                 _show(seen, receipt)
         except Exception as problem:
             emit(f"ampcompat run: no receipt: {problem}", error=True)
