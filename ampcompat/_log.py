@@ -24,9 +24,9 @@ def rank() -> int:
         return 0  # no launcher wrote that
 
 
-def say(message: str, error: bool = False) -> None:
-    """Print ``message`` on rank 0; to standard error if it is no line that apex printed too."""
-    if rank() == 0:
+def say(message: str, error: bool = False, all_ranks: bool = False) -> None:
+    """Print ``message`` on rank 0, or on all; to standard error if it is no line that apex printed too."""
+    if all_ranks or rank() == 0:
         print(message, flush=True, file=sys.stderr if error else sys.stdout)
 
 
