@@ -71,8 +71,8 @@ def all_finite(optimizer: Any) -> bool:
 
 
 def versions(optimizer: Any) -> list[int]:
-    """Numbers that change when anything writes a weight that ``optimizer`` steps."""
-    masters = [(param, master_of(param)) for _, param in _params(optimizer)]
+    """Numbers that change when anything writes a weight that ``optimizer`` steps. Runs no op."""
+    masters = [(param, master_of(param)) for group in optimizer.param_groups for param in group["params"]]
     return [param._version + (0 if master is None else master.half._version) for param, master in masters]
 
 
