@@ -24,9 +24,9 @@ def rank() -> int:
         return 0  # no launcher wrote that
 
 
-def say(message: str, error: bool = False) -> None:
-    """Print ``message`` on rank 0; to standard error if it is no line that apex printed too."""
-    if rank() == 0:
+def say(message: str, error: bool = False, all_ranks: bool = False) -> None:
+    """Print ``message`` on rank 0, or on all; to standard error if it is no line that apex printed too."""
+    if all_ranks or rank() == 0:
         print(message, flush=True, file=sys.stderr if error else sys.stdout)
 
 
@@ -35,28 +35,6 @@ def warn_once(key: str, message: str) -> None:
     if key not in state.warned:
         state.warned.add(key)
         warnings.warn(message, UserWarning, stacklevel=_level_of_script())
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """Append ``note`` to what ``error`` says."""
-    if sys.version_info >= (3, 11):
-        error.add_note(note)
-    else:
-        error.args = (f"{error}\n{note}", *error.args[1:])
-
-
-def note_cure(error: BaseException, module: str = "") -> None:
-    """Append to an error of torch's own that mixed precision provokes what cures it, once.
-
-    Args:
-        error: Any exception; it stays the same object.
-        module: Qualified name of the module it was raised in, if known.
-    """
-    from ampcompat import _torch
-
-    cure = None if "ampcompat: " in f"{error}{getattr(error, '__notes__', '')}" else _torch.cure_of(error, module)
-    if cure is not None:
-        add_note(error, f"ampcompat: {cure}.")
 
 
 def _level_of_script() -> int:

@@ -60,7 +60,7 @@ from ampcompat._torch.dispatcher import (
     keys_excluded,
     op_name,
 )
-from ampcompat._torch.errors import cure_of
+from ampcompat._torch.errors import add_note, cure_of, note_cure
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
     bits,
@@ -94,6 +94,7 @@ __all__ = [
     "HostCopy",
     "Registrations",
     "accelerator",
+    "add_note",
     "aten_overloads",
     "autocast_device_types",
     "autocast_key",
@@ -137,6 +138,7 @@ __all__ = [
     "is_window",
     "is_zero",
     "keys_excluded",
+    "note_cure",
     "op_name",
     "owns_memory_alone",
     "parallel_wrapper",

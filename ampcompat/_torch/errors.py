@@ -6,6 +6,7 @@ The texts are those of torch 2.4 to 2.13; ``tests/explain/test_torch_errors.py``
 from __future__ import annotations
 
 import re
+import sys
 from typing import Final
 
 _HALF = r"(?:c10::|torch\.|torch\.cuda\.)?(?:BFloat16|Half|b?float16)"
@@ -99,3 +100,23 @@ def cure_of(error: BaseException, module: str = "") -> str | None:
                 return f"{cure}; or keep the module in float32: amp.initialize(..., keep_fp32=[{module!r}])"
             return cure
     return None
+
+
+def note_cure(error: BaseException, module: str = "") -> None:
+    """Append to an error of torch's own that mixed precision provokes what cures it, once.
+
+    Args:
+        error: Any exception; it stays the same object.
+        module: Qualified name of the module it was raised in, if known.
+    """
+    cure = None if "ampcompat: " in f"{error}{getattr(error, '__notes__', '')}" else cure_of(error, module)
+    if cure is not None:
+        add_note(error, f"ampcompat: {cure}.")
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Append ``note`` to what ``error`` says: as a note, or on Python 3.10, which has none, to its text."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}\n{note}", *error.args[1:])

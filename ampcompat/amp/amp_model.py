@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._log import add_note, note_cure
 from ampcompat._state import state
 from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched
 from ampcompat.amp.masters import masters_of, reconcile
@@ -176,7 +175,7 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
         trace = trace.tb_next
     if isinstance(error, RuntimeError):
         _explain_float32_weights(model, error)
-    note_cure(error, inside)
+    _torch.note_cure(error, inside)
 
 
 def _explain_float32_weights(model: torch.nn.Module, error: RuntimeError) -> None:
@@ -185,7 +184,7 @@ def _explain_float32_weights(model: torch.nn.Module, error: RuntimeError) -> Non
         half, _ = module.__dict__.get("_amp_half", (None, None))
         for name, tensor in module._parameters.items():
             if half is not None and tensor is not None and tensor.is_floating_point() and tensor.dtype != half:
-                add_note(
+                _torch.add_note(
                     error,
                     f"ampcompat: {name!r} of a {type(module).__name__} is {tensor.dtype} in this forward, in a model"
                     f" that amp.initialize cast to {half} - the forward of a half model needs half weights - pass"

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._log import note_cure, say
+from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import misuse
 from ampcompat.amp.autocast import assert_ambience
@@ -177,7 +177,7 @@ class Block:
             if isinstance(error, Exception):
                 if state.observers:
                     notify("on_failure", error)
-                note_cure(error)
+                _torch.note_cure(error)
             return
         if self.plain:
             for one in self.optimizers:

@@ -83,6 +83,9 @@ def main(args: argparse.Namespace) -> int:
     if args.receipt == "" and _is_receipt(args.target):
         file = args.target[0]
         args.parser.error(f"--receipt {file} - the file is a part of the option - write --receipt={file}")
+    if args.explain == "on" and _are_words(args.target[0]):
+        words = args.target[0]
+        args.parser.error(f"--explain {words} - the words are a part of the option - write --explain={words}")
     if args.receipt and not os.path.isdir(os.path.dirname(os.path.abspath(args.receipt))):
         args.parser.error(f"--receipt={args.receipt!r} - its folder does not exist - name a file in one that does")
     if args.opt_level:
@@ -128,6 +131,19 @@ def _is_receipt(target: Sequence[str]) -> bool:
     return kind in (".html", ".json") or (kind == ".txt" and not os.path.exists(target[0]))
 
 
+def _are_words(script: str) -> bool:
+    """Whether ``script``, which is no file, is what ``--explain=`` takes."""
+    if script in _script.WORDS or os.path.exists(script):
+        return False
+    from ampcompat.explain.options import parse
+
+    try:
+        parse(script)
+    except ValueError:
+        return False
+    return True
+
+
 @contextmanager
 def _gloo_let_go() -> Iterator[None]:
     """Let gloo's threads finish before a process group, or the interpreter, ends; see :mod:`ampcompat.cli._gloo`."""
@@ -144,15 +160,21 @@ def _watched(receipt: str | None, argv: Sequence[str]) -> Iterator[None]:
     if receipt is None:
         yield
         return
-    from ampcompat.report import STEPS, Receipt
-    from ampcompat.report.processes import VARIABLE
+    from ampcompat.report import STEPS, Receipt, processes
 
-    folder, process = tempfile.mkdtemp(prefix="ampcompat-receipt-"), os.getpid()
+    beside, process = processes.folder_of_ranks(), os.getpid()
+    folder = beside or tempfile.mkdtemp(prefix="ampcompat-receipt-")
+    os.environ[processes.VARIABLE] = folder  # for the processes that the script starts
     seen = Receipt(STEPS, folder, list(argv))
+    if beside and rank() != 0:
+        seen.start_as_child()  # as if rank 0 had started it
+        yield
+        return
     seen.start()
-    os.environ[VARIABLE] = folder  # for the processes that the script starts
+    ended = False
     try:
         yield
+        ended = True
     except BaseException as error:
         seen.crashed(error)
         raise
@@ -161,6 +183,8 @@ def _watched(receipt: str | None, argv: Sequence[str]) -> Iterator[None]:
         try:
             seen.stop()
             if rank() == 0 and os.getpid() == process:  # a forked copy of the script may end here too
+                if beside and ended:
+                    processes.wait_for_ranks(folder)
                 _show(seen, receipt)
         except Exception as problem:
             emit(f"ampcompat run: no receipt: {problem}", error=True)

@@ -14,14 +14,13 @@ __all__ = ["explain_as_asked", "explain_in_words", "explain_overflows"]
 def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False, ranges: bool = False) -> None:
     """From here on, explain why a step was skipped, or why a loss, gradient or weight is not finite, on standard error.
 
-    While nothing overflows, references to the last batches are kept and nothing else is done. After an overflow the
-    same batch is run again (inputs, random numbers and buffers as they were) with every op examined. The message names
-    the op, the module, the source line, the magnitude against 65504, and the line that cures it. The run that is
-    observed stays bitwise what it would have been.
+    While nothing overflows, references to the last batches are kept, and what each step wrote is looked at: one host
+    sync a step. After an overflow the same batch is run again (inputs, random numbers and buffers as they were) with
+    every op examined. The message names the op, the module, the source line, the magnitude against 65504, and the line
+    that cures it. The run that is observed stays bitwise what it would have been.
 
-    Where nothing skips (static scales, O0) or steps write half weights (O3), the loss, the gradients and what each step
-    wrote are looked at: one host sync each. Numbers of an optimizer that its half parameters' dtype does not hold (an
-    eps of 1e-8) are named at its first step.
+    Where nothing skips (static scales, O0), the loss and the gradients are looked at too: one host sync each. Numbers
+    of an optimizer that its half parameters' dtype does not hold (an eps of 1e-8) are named at its first step.
 
     Args:
         limit: How many different faults to explain; the same fault is explained once.

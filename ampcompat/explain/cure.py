@@ -21,19 +21,27 @@ class Setting:
         opt_level: Of the latest ``initialize``.
         half: Its half dtype, as in "float16"; "" where nothing is half.
         scale: The loss scale of the backward pass.
+        made: Whether steps were made, all of which left finite weights.
     """
 
     opt_level: str
     half: str
     scale: float
+    made: bool = False
 
 
 def cures(event: Event, setting: Setting) -> list[str]:
     """List the cures of ``event``, the likeliest first."""
     if event.op == "input":
         return ["this is no matter of precision: look at the data loader; skip or clean such batches"]
+    if event.op == "buffer":
+        return [
+            "running statistics of a batch that was not finite, or an average: look at what writes it, and reset it"
+        ]
     if event.op == "parameter":
-        return ["load a checkpoint from before it; amp.explain_overflows() from the first step on names the step"]
+        if setting.made:
+            return ["no step is known to have written it: look at what else writes weights, such as load_state_dict"]
+        return ["no step was made yet: look at how the model is initialized, or at the checkpoint it came from"]
     mask = _mask(event)
     if mask is not None:
         return [

@@ -37,6 +37,8 @@ class LiveProbe:
         if self.blocks > 0 and self.probe is None:
             places = Places({})
             self.probe = Probe(places)
+            for output in outputs:
+                self.probe.given(output, "output", "")
             self.modes.enter_context(places)
             self.modes.enter_context(self.probe)
 
@@ -50,7 +52,7 @@ class LiveProbe:
         """The origin of a loss that is not finite."""
         if self.probe is None:
             return None
-        event = self.probe.origin([loss])
+        event = _of_this_code(self.probe.origin([loss]))
         if event is not None:
             self.blocks = 0
             self.stop()
@@ -61,7 +63,12 @@ class LiveProbe:
         if self.probe is None:
             return None
         grads = [g for record in records for g in record.grads if g is not None]
-        event = None if all(map(is_finite, grads)) else self.probe.origin(grads)
+        event = _of_this_code(None if all(map(is_finite, grads)) else self.probe.origin(grads))
         self.blocks = 0 if event is not None else self.blocks - 1
         self.stop()
         return event
+
+
+def _of_this_code(event: Event | None) -> Event | None:
+    """``event``, unless the model's output was not finite already: running the model again tells why."""
+    return None if event is None or event.op == "output" else event

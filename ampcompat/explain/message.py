@@ -10,10 +10,9 @@ import torch
 
 from ampcompat._state import state
 from ampcompat.explain.cure import Setting, cures
-from ampcompat.explain.probe import Event
+from ampcompat.explain.probe import GIVEN, Event
 from ampcompat.explain.replay import Finding
 from ampcompat.explain.tensors import LARGEST
-from ampcompat.explain.weights import Written, as_data
 from ampcompat.explain.words import Message, cure_fields
 
 _NOT_RUN_AGAIN = (
@@ -23,7 +22,7 @@ _NOT_RUN_AGAIN = (
 )
 
 
-def fault(finding: Finding, scaler: Any, what: str, step: int, written: tuple[int, Written] | None = None) -> Message:
+def fault(finding: Finding, scaler: Any, what: str, step: int, made: bool) -> Message:
     """Say what happened, where, how large, and what to do.
 
     Args:
@@ -31,7 +30,7 @@ def fault(finding: Finding, scaler: Any, what: str, step: int, written: tuple[in
         scaler: The loss scaler of the backward pass.
         what: What was lost, as in "A step was skipped".
         step: The number of the step that the fault belongs to.
-        written: For a weight that was not finite: the step that wrote it, and how.
+        made: Whether steps were made before, all of which left finite weights.
     """
     event = finding.event
     if event is None:
@@ -44,21 +43,11 @@ def fault(finding: Finding, scaler: Any, what: str, step: int, written: tuple[in
         place = event.spread
         spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
         fields.append(("then", f"became NaN in {place.function or 'an op'}{spot}"))
-    advice = cures(event, _setting(scaler))
-    if written is not None:
-        number, by = written
-        advice = by.cures
-        if number:
-            fields.append(
-                ("step", f"step {number} of {by.optimizer}, the last that was made, or one before it, wrote it")
-            )
-            fields += [("why" if not index else "and", why) for index, why in enumerate(by.why)]
-        else:
-            advice = ["no step was made yet: look at how the model is initialized, or at the checkpoint it came from"]
+    advice = cures(event, _setting(scaler, made))
     fields += cure_fields(advice)
     if finding.caveat:
         fields.append(("note", finding.caveat))
-    data: dict[str, Any] = {
+    data = {
         "step": step,
         "op": event.op,
         "function": event.place.function,
@@ -72,8 +61,6 @@ def fault(finding: Finding, scaler: Any, what: str, step: int, written: tuple[in
         "cures": advice,
         "note": finding.caveat,
     }
-    if written is not None:
-        data["written"] = {**as_data(written[1]), "step": written[0]}
     return Message("fault", f"{what or 'The loss or a gradient is not finite'}.", fields, data)
 
 
@@ -89,25 +76,31 @@ def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
     if any(finding.entered for finding in findings):
         cause = "The gradient that came into the model was not finite already: the loss function made it."
     elif findings:
-        cause = "Run again, the models stayed finite, forward and backward: the code outside of them did it."
+        cause = "Run again, the models stayed finite, forward and backward: the code outside of them did it"
+        cause += ", or another rank, whose gradients are added." if _has_other_ranks() else "."
     else:
         return Message("elsewhere", f"{what}. {_NOT_RUN_AGAIN}", [], {"step": step, "run_again": False})
     head = f"{what}. {cause} That code is watched from now on; the next time it is explained."
     return Message("elsewhere", head, [], {"step": step, "run_again": True})
 
 
-def _setting(scaler: Any) -> Setting:
+def _has_other_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _setting(scaler: Any, made: bool) -> Setting:
     latest = state.session
     level = "" if latest is None else latest.policy.opt_level
     half = ""
     if latest is not None and (latest.policy.half is not None or latest.policy.casts.enabled):
         half = str(latest.half).removeprefix("torch.")
     scale = float(scaler.loss_scale())
-    return Setting(level, half, 2 * scale if scaler.dynamic else scale)
+    return Setting(level, half, 2 * scale if scaler.dynamic else scale, made)
 
 
 def _what(event: Event) -> str:
-    if event.op in ("input", "parameter"):
+    if event.op in GIVEN:
         return f"{event.op} {event.place.module or ''} was not finite before the forward"
     name = event.place.function
     shown = name if name and name != event.op else ""
@@ -123,7 +116,7 @@ def _what(event: Event) -> str:
 
 def _where(event: Event, finding: Finding) -> str:
     place = event.place
-    if event.op in ("input", "parameter"):
+    if event.op in GIVEN:
         return finding.model
     if place.module is None:
         return f"outside of any module{f' (after {finding.model})' if finding.model else ''}"
@@ -135,9 +128,7 @@ def _largest(event: Event) -> str:
     if math.isnan(event.value):
         return "NaN, in float32 as well"
     if math.isinf(event.value):
-        return (
-            "inf" if event.dtype == torch.float16 and event.op in ("input", "parameter") else "inf, in float32 as well"
-        )
+        return "inf" if event.dtype == torch.float16 and event.op in GIVEN else "inf, in float32 as well"
     if event.dtype == torch.float16:
         return f"{event.value:.6g} (float16 ends at {LARGEST:g})"
     return f"{event.value:.6g} ({_dtype(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"

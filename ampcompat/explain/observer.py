@@ -27,11 +27,16 @@ class Steps:
     Attributes:
         seen: How many it was asked for.
         made: The number of the last that was not skipped; 0 before.
+        watched: Whether weights and state were finite when they were last looked at.
+        versions: Of the weights, then.
+        faulty: Whether the loss or a gradient of the step to come is not finite.
         ranges: Of the batches of the step to come, which is the first that may be made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Any) -> None:
         self.seen = self.made = 0
+        self.watched, self.versions = weights.all_finite(optimizer), weights.versions(optimizer)
+        self.faulty = False
         self.ranges: list[Message] = []
 
 
@@ -51,7 +56,8 @@ class Autopsy:
         self.block: tuple[int, ...] = ()
         self.scaler: Any = None
         self.asked: list[weakref.ref[Any]] = []  # optimizers that only the device knows about
-        self.told: dict[tuple[Any, ...], int] = {}
+        self.told: set[tuple[Any, ...]] = set()
+        self.lost = False  # weights, by a step
         self.live = LiveProbe()
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -89,7 +95,11 @@ class Autopsy:
         return note
 
     def on_scale_loss(self, loss: torch.Tensor, scaler: Any, optimizers: Any) -> None:
-        """A static scale never skips: look at the loss itself. One host sync, at static scales only."""
+        """A static scale never skips: look at the loss itself. One host sync, at static scales only.
+
+        Another at the first block of an optimizer, and where something other than a step has written its weights: the
+        next step is to answer for its own writing alone.
+        """
         self.depth.clear()
         for ref in self.asked:
             self._ask(ref())
@@ -97,11 +107,17 @@ class Autopsy:
         self.block, self.scaler = tuple(id(one) for one in optimizers), scaler
         if self.left <= 0:
             return
+        for one in optimizers:
+            steps = self._steps(one)
+            if steps.watched and steps.versions != weights.versions(one):
+                steps.watched, steps.versions = weights.all_finite(one), weights.versions(one)
         step = max([self._steps(one).seen for one in optimizers], default=0) + 1
         event = self.live.look_at(loss)
         if event is not None:
+            self._fault(optimizers)
             self._tell(Finding(event, ""), scaler, "", step)
         elif not scaler.dynamic and not is_finite(loss):
+            self._fault(optimizers)
             records = [r for r in self.records if not r.owners]
             self._explain(records, scaler, "The loss is not finite", step, backward=False)
 
@@ -113,10 +129,12 @@ class Autopsy:
         step = max([self._steps(one).seen for one in optimizers], default=0) + 1
         event = self.live.look_at_gradients(self.records)
         if event is not None:
+            self._fault(optimizers)
             self._tell(Finding(event, ""), scaler, "", step)
         elif not scaler.dynamic:
             grads = [p.grad for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
             if not all(map(is_finite, grads)):
+                self._fault(optimizers)
                 self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite", step)
         for one in optimizers if self.options.ranges and self.left > 0 else ():
             if self._steps(one).made == 0:  # now: the step writes the weights
@@ -149,14 +167,16 @@ class Autopsy:
             self._explain(self._of(optimizer), scaler, "A step was skipped", steps.seen)
         elif self.left > 0:
             self._made(optimizer, steps)
-        steps.made = steps.made if skipped else steps.seen
+        steps.made, steps.faulty = steps.made if skipped else steps.seen, False
         self._forget(optimizer)
 
     def _made(self, optimizer: Any, steps: Steps) -> None:
-        """Look at what a step wrote, where no skipped step would tell, and at its numbers the first time."""
+        """Look at what a step wrote (one host sync a device), and at its numbers the first time."""
         written = None
-        if not self.told and weights.watched(optimizer) and not weights.all_finite(optimizer):
-            written = weights.first_written(optimizer)
+        if steps.watched and not weights.all_finite(optimizer):
+            steps.watched, self.lost = False, True
+            written = None if steps.faulty else weights.first_written(optimizer)  # the fault was told
+        steps.versions = weights.versions(optimizer)
         if steps.made == 0:
             told = written.numbers if written is not None else []
             found = [one for one in numbers.unheld(optimizer) if one not in told]
@@ -165,12 +185,18 @@ class Autopsy:
         for one in steps.ranges:
             self._emit(one)
         steps.ranges = []
-        if written is not None and self._is_new(("written",)):
+        if written is not None:
             self._emit(weights.written_message(written, steps.seen))
             self._count()
 
     def _steps(self, optimizer: Any) -> Steps:
-        return self.steps.setdefault(optimizer, Steps())
+        if optimizer not in self.steps:
+            self.steps[optimizer] = Steps(optimizer)
+        return self.steps[optimizer]
+
+    def _fault(self, optimizers: Any) -> None:
+        for one in optimizers:
+            self._steps(one).faulty = True
 
     # -- what is kept ------------------------------------------------------------------------------------------------
     def _of(self, optimizer: Any) -> list[Record]:
@@ -213,31 +239,21 @@ class Autopsy:
                 self._count()  # more is not to be had
 
     def _is_new(self, key: tuple[Any, ...]) -> bool:
-        self.told[key] = self.told.get(key, 0) + 1
-        return self.told[key] == 1
+        new = key not in self.told
+        self.told.add(key)
+        return new
 
     def _tell(self, finding: Finding, scaler: Any, what: str, step: int, record: Record | None = None) -> None:
         event = finding.event
-        if event is None or (event.op == "parameter" and self.told):
-            return  # weights that are lost are what a fault leaves behind: it was told
-        if not self._is_new(event.key):
-            return
-        written = None
-        model = None if record is None else record.model()
-        if event.op == "parameter" and model is not None:
-            written = self._written(dict(model.named_parameters()).get(event.place.module or ""))
-        self._emit(message.fault(finding, scaler, what, step, written))
+        if event is None or (event.op == "parameter" and self.lost) or not self._is_new(event.key):
+            return  # the step that lost a weight was told, or the fault that came before it
+        self.lost = self.lost or event.op == "parameter"
+        made = any(one.made for one in self.steps.values())
+        self._emit(message.fault(finding, scaler, what, step, made))
         if self.options.ranges and record is not None:
             for one in self._measured([record], step):
                 self._emit(one)
         self._count()
-
-    def _written(self, param: torch.Tensor | None) -> tuple[int, weights.Written] | None:
-        """The step that wrote ``param``, which is not finite, and how."""
-        if param is None:
-            return None
-        stepper, found = weights.stepper_of(param), weights.half_of_master(param)
-        return None if stepper is None or found is None else (self._steps(stepper).made, found)
 
     def _measured(self, records: list[Record], step: int) -> list[Message]:
         """The ranges of ``records``, the last of each model."""

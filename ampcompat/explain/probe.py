@@ -31,6 +31,10 @@ from ampcompat.explain.tensors import (
 _CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "clamp_min", "detach", "maximum", "copy_")
 
 
+#: What comes into a forward from outside: an :class:`Event` of that name is no op.
+GIVEN = ("input", "parameter", "buffer")
+
+
 @dataclass(frozen=True)
 class Made:
     """How a tensor came about: enough to say why a denominator is zero, or where a large number came from."""
@@ -54,7 +58,7 @@ class Event:
     """The birth of something non-finite.
 
     Attributes:
-        op: The op's name, as in "mm"; "input" or "parameter" for what was given so.
+        op: The op's name, as in "mm"; or one of :data:`GIVEN`.
         backward: Whether the engine ran it.
         dtype: Dtype of its result.
         value: The largest magnitude of its result, computed again in float32; inf or NaN if it is so there too.

@@ -57,8 +57,10 @@ def replay(record: Record, backward: bool) -> Finding | None:
     with run_again(record, model) as (args, kwargs, leaves), places:
         for number, tensor in enumerate(tensors_in((args, kwargs))):
             probe.given(tensor, "input", str(number))
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        for name, tensor in model.named_parameters():
             probe.given(tensor, "parameter", name)
+        for name, tensor in model.named_buffers():
+            probe.given(tensor, "buffer", name)
         with probe:
             output = model.forward(*args, **kwargs)
         outputs = list(tensors_in(output))

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.masters import master_of
+from ampcompat.amp.masters import Master, master_of
 from ampcompat.explain.cure import BFLOAT16
 from ampcompat.explain.numbers import MASTERS, Unheld, optimizer_name, unheld
 from ampcompat.explain.tensors import HALVES, LARGEST, is_finite, largest, readable
@@ -50,30 +51,39 @@ class Written:
         return f"{entry}{name} ({dtype}): {self.bad[0]} of {self.bad[1]} elements are not finite"
 
 
-def watched(optimizer: Any) -> bool:
-    """Whether each step of ``optimizer`` has to be looked at: half weights without masters, or a scale that is static.
-
-    Where scales are dynamic and weights float32, the next step is skipped, and tells.
-    """
-    stash = optimizer._amp_stash
-    return any(p.dtype in HALVES for p in stash.direct) or not any(s.dynamic for s in stash.session.scalers)
-
-
 def all_finite(optimizer: Any) -> bool:
-    """Whether every parameter and all state of ``optimizer`` are finite. One host sync a device."""
-    flags: dict[torch.device, list[torch.Tensor]] = {}
+    """Whether all weights that ``optimizer`` steps, the halves of masters too, and all its state are finite.
+
+    Reads the device: one host sync each.
+    """
+    lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for _, param in _params(optimizer):
-        for _, tensor in ((("", param)), *_state(optimizer, param)):
-            if readable(tensor) and tensor.numel():
-                flags.setdefault(tensor.device, []).append(torch.isfinite(tensor).all())
+        master = master_of(param)
+        halves = [] if master is None else [master.half]
+        for tensor in (param, *halves, *(tensor for _, tensor in _state(optimizer, param))):
+            if tensor.numel():
+                lists.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for (device, _), tensors in lists.items():
+        largest_of_each = torch.stack(_torch.foreach_norm(tensors, float("inf")))
+        flags.setdefault(device, []).append(torch.isfinite(largest_of_each).all())
     return all(bool(torch.stack(found).all()) for found in flags.values())
 
 
+def versions(optimizer: Any) -> list[int]:
+    """Numbers that change when anything writes a weight that ``optimizer`` steps. Runs no op."""
+    masters = [(param, master_of(param)) for group in optimizer.param_groups for param in group["params"]]
+    return [param._version + (0 if master is None else master.half._version) for param, master in masters]
+
+
 def first_written(optimizer: Any) -> Written | None:
-    """The first parameter, or state where all parameters are finite, that is not, and why."""
+    """The first weight, or state where all weights are finite, that is not, and why."""
     for group, param in _params(optimizer):
         if not is_finite(param):
-            return blame(optimizer, group, param)
+            return _blame(optimizer, group, param)
+        master = master_of(param)
+        if master is not None and not is_finite(master.half):
+            return _half_of_master(optimizer, group, master)
     for group, param in _params(optimizer):
         for name, tensor in _state(optimizer, param):
             if not is_finite(tensor):
@@ -81,7 +91,7 @@ def first_written(optimizer: Any) -> Written | None:
     return None
 
 
-def blame(optimizer: Any, group: int, param: torch.Tensor) -> Written:
+def _blame(optimizer: Any, group: int, param: torch.Tensor) -> Written:
     """Why a step of ``optimizer`` may have written ``param`` as it is."""
     lost = ~torch.isfinite(param.detach())
     found = Written(optimizer_name(optimizer), group, name_of(param), "", param.dtype, (int(lost.sum()), param.numel()))
@@ -107,40 +117,13 @@ def blame(optimizer: Any, group: int, param: torch.Tensor) -> Written:
     return found
 
 
-def half_of_master(param: torch.Tensor) -> Written | None:
-    """Why ``param``, a weight that a forward found not finite, is so, if an optimizer under amp steps it."""
-    for optimizer in list(state.optimizers.live):
-        optimizer._amp_stash.look_up(optimizer)
-        for group, held in _params(optimizer):
-            if held is param:
-                return blame(optimizer, group, param)
-            master = master_of(held)
-            if master is None or master.half is not param:
-                continue
-            if not is_finite(master.value):
-                return blame(optimizer, group, master.value)
-            lost = int((~torch.isfinite(param.detach())).sum())
-            size, dtype = largest(master.value), str(param.dtype).removeprefix("torch.")
-            why = f"its float32 master reached {size:.6g}, and {dtype} ends at {torch.finfo(param.dtype).max:g}"
-            return Written(
-                optimizer_name(optimizer),
-                group,
-                name_of(param),
-                "",
-                param.dtype,
-                (lost, param.numel()),
-                [why],
-                [BFLOAT16, "a lower learning rate, or weight decay"],
-            )
-    return None
-
-
-def stepper_of(param: torch.Tensor) -> Any:
-    """The optimizer under amp that steps ``param`` or its master."""
-    for optimizer in list(state.optimizers.live):
-        if any(leaf is param for leaf in optimizer._amp_stash.leaves()):
-            return optimizer
-    return None
+def _half_of_master(optimizer: Any, group: int, master: Master) -> Written:
+    """Why the half weight is not finite although its master is."""
+    half, dtype = master.half, str(master.half.dtype).removeprefix("torch.")
+    lost = int((~torch.isfinite(half.detach())).sum())
+    why = f"its float32 master reached {largest(master.value):.6g}, and {dtype} ends at {torch.finfo(half.dtype).max:g}"
+    name, cures = name_of(half), [BFLOAT16, "a lower learning rate, or weight decay"]
+    return Written(optimizer_name(optimizer), group, name, "", half.dtype, (lost, half.numel()), [why], cures)
 
 
 def _state_written(optimizer: Any, group: int, param: torch.Tensor, name: str, tensor: torch.Tensor) -> Written:
@@ -169,12 +152,7 @@ def written_message(found: Written, step: int) -> Message:
         *(("why" if not index else "and", why) for index, why in enumerate(found.why)),
         *cure_fields(found.cures),
     ]
-    return Message("weights", head, fields, {**as_data(found), "step": step})
-
-
-def as_data(found: Written) -> dict[str, Any]:
-    """The same as plain data."""
-    return {
+    data = {
         "optimizer": found.optimizer,
         "group": found.group,
         "parameter": found.parameter,
@@ -184,7 +162,9 @@ def as_data(found: Written) -> dict[str, Any]:
         "elements": found.bad[1],
         "why": found.why,
         "cures": found.cures,
+        "step": step,
     }
+    return Message("weights", head, fields, data)
 
 
 def name_of(param: torch.Tensor) -> str:
@@ -199,17 +179,22 @@ def name_of(param: torch.Tensor) -> str:
     return ""
 
 
+def _whole(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` can be looked at here: a part of a DTensor is left to its own collectives."""
+    return not _torch.is_sharded(tensor) and readable(tensor)
+
+
 def _params(optimizer: Any) -> Iterator[tuple[int, torch.Tensor]]:
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
-            if readable(param):
+            if _whole(param):
                 yield index, param
 
 
 def _state(optimizer: Any, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     held = optimizer.state.get(param)
     for name, value in held.items() if isinstance(held, dict) else ():
-        if isinstance(value, torch.Tensor) and readable(value) and value.numel():
+        if isinstance(value, torch.Tensor) and _whole(value) and value.numel():
             yield str(name), value
 
 

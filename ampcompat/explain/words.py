@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ampcompat._log import say
+from ampcompat._log import rank, say
 
 
 @dataclass
@@ -28,15 +28,18 @@ class Message:
 
     def text(self) -> str:
         """The lines that people read."""
-        return "\n".join([f"ampcompat explain: {self.head}", *(f"  {name:9} {text}" for name, text in self.fields)])
+        who = f" (rank {rank()})" if rank() else ""
+        return "\n".join(
+            [f"ampcompat explain{who}: {self.head}", *(f"  {name:9} {text}" for name, text in self.fields)]
+        )
 
     def line(self) -> str:
         """One line of JSON. Numbers that JSON has not are the strings "inf", "-inf" and "nan"."""
-        return json.dumps(_plain({"explain": self.kind, "message": self.head, **self.data}))
+        return json.dumps(_plain({"explain": self.kind, "rank": rank(), "message": self.head, **self.data}))
 
     def emit(self, as_json: bool) -> None:
-        """Write it to standard error, on rank 0."""
-        say(self.line() if as_json else self.text(), error=True)
+        """Write it to standard error, on rank 0; a fault on the rank that has it, whose batch no other rank knows."""
+        say(self.line() if as_json else self.text(), error=True, all_ranks=self.kind == "fault")
 
 
 def cure_fields(cures: list[str]) -> list[tuple[str, str]]:

@@ -1,10 +1,15 @@
-"""Receipts of the processes that a script starts: each leaves its facts in a folder, and the first adds them up."""
+"""Receipts of several processes: each leaves its facts in a folder, and the first adds them up.
+
+They are those that a script starts, and the ranks that a launcher such as torchrun has started beside it.
+"""
 
 from __future__ import annotations
 
 import atexit
 import json
 import os
+import tempfile
+import time
 from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
@@ -12,6 +17,27 @@ from typing import Any
 
 #: Names the folder, for the processes that inherit it.
 VARIABLE = "AMPCOMPAT_RECEIPT"
+#: Seconds that rank 0 gives the others to end after it.
+PATIENCE = 10.0
+
+
+def folder_of_ranks() -> str | None:
+    """The folder that the ranks of torchrun on the machine of rank 0 share; None elsewhere, and without torchrun."""
+    words = [os.environ.get(name, "") for name in ("MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE")]
+    if not all(word.isdecimal() for word in words) or words[2] == "1" or os.environ.get("GROUP_RANK") != "0":
+        return None
+    # The launcher is the parent of all of them; it may start them anew, with another count.
+    folder = Path(tempfile.gettempdir(), f"ampcompat-receipt-{os.getppid()}-{words[0]}-{words[1]}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    ours = not hasattr(os, "getuid") or folder.lstat().st_uid == os.getuid()
+    return str(folder) if ours and not folder.is_symlink() else None
+
+
+def wait_for_ranks(folder: str) -> None:
+    """Wait until the other ranks of this machine have left their last facts, or for :data:`PATIENCE`."""
+    end, wanted = time.monotonic() + PATIENCE, int(os.environ["LOCAL_WORLD_SIZE"]) - 1
+    while time.monotonic() < end and sum(one["process"]["ended"] for one in left(folder)) < wanted:
+        time.sleep(0.05)
 
 
 def leave(folder: str, facts: dict[str, Any]) -> None:

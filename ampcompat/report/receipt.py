@@ -167,10 +167,14 @@ class Receipt:
         facts = merged(trained)
         facts["processes"] = [_row(one) for one in trained] if others else []
         facts["of_processes"] = processes.sentences(facts["processes"])
-        if facts["process"]["world"] > max(len(trained), 1):
-            lead = facts["process"]
+        lead = facts["process"]
+        if lead["world"] > len(trained):
             missing = f"{lead['world'] - len(trained)} of {lead['world']} ranks are not in this receipt"
-            facts["of_processes"].append(f"{missing}, which is of rank {lead['rank']}.")
+            why = "they run elsewhere, or have left no counts."
+            if self._folder is None:
+                one = f"it counts one process, of rank {lead['rank']}."
+                why = f"{one} `ampcompat run --receipt` adds up the ranks of a machine."
+            facts["of_processes"].append(f"{missing}: {why}")
         return completed({**self._provenance(), "ending": self._ending(facts["steps"]), **facts})
 
     def _provenance(self) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.functions import make_wrapper
 from ampcompat.amp.keep_fp32 import BorderPolicy
-from ampcompat.amp.rules import make_kernel
+from ampcompat.amp.optimizer import step_was_skipped
+from ampcompat.amp.rules import Rule, make_kernel
 from ampcompat.explain.tensors import HALVES, readable, tensors_in
 
 #: Multiplications of these dimensions run on tensor cores without padding.
@@ -46,6 +47,7 @@ class Called(NamedTuple):
     kept: bool
 
 
+_WIDEST = "{} takes its widest input's dtype"
 OUTSIDE = Called("(outside of modules)", given=False, kept=False)
 
 
@@ -190,19 +192,17 @@ def _reason(called: Called, dtype: str, device_type: str) -> str:
     latest, thread = state.session, state.casts.thread
     if latest is None or not latest.enabled or not (latest.policy.half or latest.policy.casts.enabled):
         return ""
-    listed = _casting_function()
+    caller = _caller()
     if dtype == "float64":
         reason = "its inputs are float64"
     elif thread.disabled:
         reason = "under disable_casts"
     elif called.kept:
         reason = "kept in float32"
-    elif listed:
-        reason = listed
+    elif caller:
+        reason = caller
     elif thread.regions.get(device_type):
         reason = "in a region of torch.autocast"
-    elif thread.off:
-        reason = "in an optimizer step"
     elif not called.given and latest.policy.half is not None and not latest.policy.casts.enabled:
         reason = "not given to initialize"
     else:
@@ -210,17 +210,21 @@ def _reason(called: Called, dtype: str, device_type: str) -> str:
     return reason
 
 
-def _casting_function() -> str:
-    """Which function of the float list, or registered as a float function, the op that runs is inside of."""
+def _caller() -> str:
+    """Which function on the stack keeps the op that runs from half: listed or registered, or an optimizer's step."""
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
-        if frame.f_code.co_name == "kernel" and frame.f_code.co_filename == make_kernel.__code__.co_filename:
-            op = _torch.op_name(frame.f_locals["call"]).removeprefix("aten::")
-            promotes = frame.f_locals["target"] is not None
-            return f"{op} takes its widest input's dtype" if promotes else f"{op} is on the float list"
-        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == make_wrapper.__code__.co_filename:
-            name = getattr(frame.f_locals.get("function"), "__name__", "a function")
-            return f"{name} is registered as a float function"
+        file, function, names = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals
+        if function == "kernel" and file == make_kernel.__code__.co_filename and "call" in names:
+            op = _torch.op_name(names["call"]).removeprefix("aten::")
+            return _WIDEST.format(op) if names["target"] is not None else f"{op} is on the float list"
+        if function == "wrapper" and file == make_wrapper.__code__.co_filename and names["rule"] is not Rule.HALF:
+            name = getattr(names["function"], "__name__", "a function")
+            return (
+                _WIDEST.format(name) if names["rule"] is Rule.PROMOTE else f"{name} is registered as a float function"
+            )
+        if file == step_was_skipped.__code__.co_filename:  # a step, or the closure that it calls
+            return "" if function == "evaluate" else "in an optimizer step"
         frame = frame.f_back
     return ""
 

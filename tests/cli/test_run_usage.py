@@ -63,6 +63,23 @@ def test_a_receipts_file_as_a_word_of_its_own_gets_a_hint(capsys, ran, line):
     assert ran == []
 
 
+@pytest.mark.parametrize("words", ["json", "json,ranges", "first", "3", "no"])
+def test_words_of_explain_as_a_word_of_their_own_get_a_hint(capsys, ran, words):
+    said = refusal(capsys, "run", "--explain", words, "train.py")
+    assert said == (
+        f"ampcompat run: error: --explain {words} - the words are a part of the option - write --explain={words}"
+    )
+    assert ran == []
+
+
+def test_a_script_that_is_named_like_a_word_of_explain_is_a_script(ran, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AMPCOMPAT_EXPLAIN", "")  # put back afterwards
+    (tmp_path / "json").write_text("")
+    assert main(["run", "--explain", "json", "train.py"]) == 0
+    assert ran == [["json", "train.py"]]
+
+
 @pytest.mark.parametrize("patterns", ["", " ", ",", " , "])
 @pytest.mark.parametrize("command", ["run", "parity"])
 def test_no_pattern_is_refused(capsys, ran, command, patterns):

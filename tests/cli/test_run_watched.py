@@ -163,6 +163,45 @@ if __name__ == "__main__":
 """
 
 
+SIDE_BY_SIDE = """
+import os, sys
+from apex import amp
+import torch
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+for _ in range(4 + int(os.environ["RANK"])):
+    with amp.scale_loss(model(torch.ones(8, 8)).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+if os.environ["RANK"] == "1":
+    sys.exit(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(("world", "missing"), [("2", False), ("4", True)])
+def test_ranks_of_a_launcher_on_one_machine_are_added_up(tmp_path, world, missing):
+    (tmp_path / "ranks.py").write_text(SIDE_BY_SIDE)
+    command = [sys.executable, "-m", "ampcompat", "run", "--receipt=r.json", "ranks.py", "no more data"]
+    torchrun = {"MASTER_PORT": "29512", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    started = []
+    for number in "01":
+        ours = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "TMPDIR": str(tmp_path)}
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **torchrun, **ours}
+        started.append(
+            subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        )
+    texts = [one.communicate(timeout=120) for one in started]
+    assert [one.returncode for one in started] == [0, 1], texts
+    assert [out for out, _ in texts] == [b"wrote the precision receipt to r.json\n", b""]
+    facts = json.loads((tmp_path / "r.json").read_text())
+    assert [(row["rank"], row["steps"]) for row in facts["processes"]] == [(0, 4), (1, 5)]
+    assert facts["flops"]["forward"] == {"float16": 2 * 3 * (2 * 8 * 8 * 8)}
+    assert facts["steps"] == 9
+    assert any(said.startswith("2 of 4 ranks are not in this receipt") for said in facts["sentences"]) == missing
+    assert not list(tmp_path.glob("ampcompat-receipt-*"))
+
+
 CRASHES = """
 from apex import amp
 import torch

@@ -261,6 +261,16 @@ def test_weights_that_an_earlier_step_lost(capsys):
     assert entry["what"] == "parameter fc.weight was not finite before the forward"
 
 
+def test_a_buffer_that_is_not_finite(capsys):
+    model = Head(torch.tanh)
+    model.register_buffer("centre", torch.tensor(float("inf")))
+    model.last = lambda y: torch.tanh(y) + model.centre
+    lose_a_step(model, torch.randn(4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"] == "buffer centre was not finite before the forward"
+    assert entry["cure"].startswith("running statistics of a batch that was not finite, or an average")
+
+
 def log_of_zero_outside(y):
     p = torch.sigmoid(y.float()) * 0
     return -torch.log(p).mean()
@@ -277,3 +287,18 @@ def test_a_loss_function_is_watched_after_the_first_time(capsys, loss_of, line):
     assert "outside of any module" in second["where"]
     assert line in second["line"]
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_a_model_that_overflows_while_the_loss_function_is_watched(capsys):
+    """Its output comes into the code that is watched: no fault of that code, nor of the data."""
+    model, optimizer = lose_a_step(
+        Head(torch.tanh), torch.randn(4, 8), loss_of=lambda y: (y.float() * 0).sum(-1).sqrt().mean()
+    )
+    model.last = lambda y: y
+    with amp.scale_loss(model(torch.full((4, 8), 1e9)).float().pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    first, second = fields(capsys.readouterr().err)
+    assert "That code is watched from now on" in first["head"]
+    assert second["what"].startswith("the cast to float16")
+    assert "self.last(self.fc(x))" in second["line"]

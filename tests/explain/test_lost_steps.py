@@ -155,7 +155,6 @@ def test_the_step_is_numbered_and_the_group_named(capsys):
 
 
 def test_a_master_beyond_float16_at_o2(capsys):
-    """At dynamic scales the steps are not looked at: the next one is skipped, and the master tells."""
     model = nn.Linear(2, 2)
     with torch.no_grad():
         model.weight.zero_()
@@ -163,17 +162,85 @@ def test_a_master_beyond_float16_at_o2(capsys):
     loss = lambda y: (y.float() + 1).pow(2).mean() / 4  # noqa: E731 - gradients are 1 / 4
     train(lambda p: torch.optim.SGD(p, lr=4e5), "O2", 3, lambda: model, torch.ones(1, 2), loss)
     err = capsys.readouterr().err
-    assert "what      parameter weight was not finite before the forward" in err
-    assert re.search(r"step      step 1 of SGD, the last that was made", err)
-    assert re.search(r"why       its float32 master reached 100000, and float16 ends at 65504", err)
+    assert "Step 1 of SGD left a weight that is not finite." in err
+    assert "what      weight (float16): 4 of 4 elements are not finite" in err
+    assert "why       its float32 master reached 100000, and float16 ends at 65504" in err
+    assert err.count("ampcompat explain: ") == 1  # the skipped steps that follow are its doing
 
 
-def test_weights_that_were_never_stepped(capsys):
+@pytest.mark.parametrize(("level", "rate"), [("O1", 1e38), ("O2", 1e6)])
+def test_the_step_is_the_one_that_wrote_it_whenever_it_is_read(capsys, level, rate):
+    """Row 3 is written by step 2, and read first in step 5, after an overflow of another kind."""
+
+    class Boosted(Words):
+        boost = 1e9
+
+        def forward(self, x):
+            return self.fc(self.embeddings(x) * self.boost)
+
+    torch.manual_seed(0)
+    model = Boosted()
+    parts = [{"params": model.embeddings.parameters()}, {"params": model.fc.parameters()}]
+    model, optimizer = amp.initialize(model, torch.optim.SGD(parts, lr=1e-3), opt_level=level, verbosity=0)
+    amp.explain_overflows()
+    for step, word in enumerate((1, 3, 1, 1, 3), start=1):
+        optimizer.param_groups[0]["lr"] = rate if step == 2 else 1e-3
+        with amp.scale_loss(model(torch.tensor([word])).float().sum() * 1e-2, optimizer) as scaled:
+            scaled.backward()
+        if step == 2:
+            for p in amp.master_params(optimizer):
+                p.grad = p.grad.sign() * 10
+        optimizer.step()
+        optimizer.zero_grad()
+        model.boost = 1.0
+    overflow, written = capsys.readouterr().err.split("ampcompat explain: ")[1:]
+    assert overflow.startswith("A step was skipped.")
+    assert written.startswith("Step 2 of SGD left a weight that is not finite.\n  what      embeddings.weight (float")
+    assert "4 of 40 elements are not finite" in written
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_weight_that_no_step_wrote(capsys, read):
+    """Whether the loss overflows for it or not, the next step is not to blame."""
+    model, loss = lambda: nn.Linear(2, 2), lambda y: y.float().square().mean() * 0.01
+    model, optimizer = train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 2, model, torch.ones(1, 2), loss)
+    with torch.no_grad():
+        model.bias[0] = float("inf")
+    with amp.scale_loss(loss(model(torch.ones(1, 2))[:, 0 if read else 1]), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    err = capsys.readouterr().err
+    if read:
+        assert "parameter bias was not finite before the forward" in err
+        assert (
+            "cure      no step is known to have written it: look at what else writes weights, such as load_state_dict"
+            in err
+        )
+    else:
+        assert err == ""
+
+
+def test_infinities_that_were_there_before_the_first_step_are_not_its_doing(capsys):
+    class Masked(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.mask = nn.Parameter(torch.tensor([0.0, 0.0, float("-inf")]))
+
+        def forward(self, x):
+            return (super().forward(x) + self.mask).softmax(-1)[:, :2]
+
+    train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 3, Masked, torch.ones(1, 3), lambda y: y.square().sum() * 1e-3)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+def test_weights_that_were_never_stepped(capsys, level):
     model = nn.Linear(2, 2)
     with torch.no_grad():
         model.weight.fill_(float("nan"))
-    train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 1, lambda: model, torch.ones(1, 2))
+    train(lambda p: torch.optim.SGD(p, lr=0.1), level, 3, lambda: model, torch.ones(1, 2))
     err = capsys.readouterr().err
+    assert err.count("ampcompat explain: ") == 1
     assert "parameter weight was not finite before the forward" in err
     assert "no step was made yet: look at how the model is initialized, or at the checkpoint" in err
 
@@ -253,6 +320,27 @@ def test_a_fault_as_json_has_strings_for_what_json_has_not(capsys):
     (fault,) = lines(capsys.readouterr().err)
     assert (fault["explain"], fault["op"], fault["largest"], fault["step"]) == ("fault", "input", "inf", 1)
     assert (fault["file"], fault["line"]) == (None, None)
+
+
+def test_other_ranks_tell_the_faults_of_their_own_batches(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    amp.explain_overflows(limit=1)
+    x = torch.tensor([[1e9, 1.0]])
+    train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 1, lambda: nn.Linear(2, 2), x)
+    told = capsys.readouterr().err
+    assert told.startswith("ampcompat explain (rank 1): A step was skipped.")
+    assert told.count("ampcompat explain") == 1  # that it was the last explanation is for rank 0 to say
+    amp.explain_overflows(limit=1, json=True)
+    train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 1, lambda: nn.Linear(2, 2), x)
+    assert [(one["explain"], one["rank"]) for one in lines(capsys.readouterr().err)] == [("fault", 1)]
+
+
+def test_a_skip_that_no_model_of_this_rank_explains_may_be_another_ranks_doing(monkeypatch):
+    from ampcompat.explain import message
+
+    monkeypatch.setattr(message, "_has_other_ranks", lambda: True)
+    head = message.elsewhere("A step was skipped", [message.Finding(None, "Net")], 1).head
+    assert "the code outside of them did it, or another rank, whose gradients are added." in head
 
 
 def test_the_script_ends_after_as_many_faults_as_asked(capsys):

@@ -138,8 +138,8 @@ def test_nothing_is_kept_or_hooked_while_it_is_off():
     assert not y._backward_hooks
 
 
-def test_no_op_runs_while_nothing_overflows():
-    """The ops of a run with the autopsy are those of one without, so nothing is computed for it."""
+def test_while_nothing_overflows_only_what_steps_wrote_is_looked_at():
+    """The ops of forwards, blocks and backward are those of a run without the autopsy; a step's come first."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Ops(TorchDispatchMode):
@@ -148,10 +148,11 @@ def test_no_op_runs_while_nothing_overflows():
             self.names = []
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.names.append(str(func))
+            self.names.append(func.overloadpacket.__name__)
             return func(*args, **(kwargs or {}))
 
     def ops(explain):
+        torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -160,16 +161,21 @@ def test_no_op_runs_while_nothing_overflows():
         found = []
         for _ in range(3):
             x = torch.randn(4, 8)
-            with Ops() as mode:
+            with Ops() as outside:
                 optimizer.zero_grad()
                 with amp.scale_loss(model(x).mean(), optimizer) as scaled:
                     scaled.backward()
+            with Ops() as step:
                 optimizer.step()
-            found.append(mode.names)
+            found.append((outside.names, step.names))
         observers().clear()
-        return found
+        return found[1:]  # the first block looks at what there is before any step
 
-    assert ops(True) == ops(False)
+    for (plain, plain_step), (observed, step) in zip(ops(False), ops(True), strict=True):
+        assert observed == plain
+        assert step[: len(plain_step)] == plain_step
+        assert step[len(plain_step) :].count("_local_scalar_dense") == 1  # one host sync
+        assert not [name for name in step[len(plain_step) :] if name.endswith("_")]  # and nothing is written
 
 
 def test_a_fault_is_told_once_and_the_limit_ends_it(capsys):

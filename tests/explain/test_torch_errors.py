@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ampcompat import _log, amp
-from ampcompat._torch import cure_of
+from ampcompat import amp
+from ampcompat._torch import cure_of, errors
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,7 +138,7 @@ def test_on_an_older_python_the_line_is_part_of_the_text(monkeypatch):
     class Old:
         version_info = (3, 10)
 
-    monkeypatch.setattr(_log, "sys", Old)
+    monkeypatch.setattr(errors, "sys", Old)
     model, _ = attending()
     with pytest.raises(RuntimeError, match="without overflow\nampcompat: a number beyond float16") as raised:
         model(torch.ones(4, 4))

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import os
 import re
 import sys
 import time
@@ -470,6 +471,80 @@ def test_mostly_float32_because_of_the_lists(monkeypatch):
     assert reasons == [("bmm is on the float list", ["(outside of modules)"])]
 
 
+@pytest.mark.parametrize("how", ["listed", "registered"])
+def test_mostly_float32_because_a_function_takes_its_widest_input(monkeypatch, how):
+    from ampcompat._state import state
+    from ampcompat.amp.lists import torch_overrides
+
+    if how == "listed":
+        monkeypatch.setattr(torch_overrides, "FP16_FUNCS", [n for n in torch_overrides.FP16_FUNCS if n != "bmm"])
+        monkeypatch.setattr(torch_overrides, "CASTS", [*torch_overrides.CASTS, "bmm"])
+    else:
+        amp.register_promote_function(torch, "bmm")
+    wide = torch.ones(64, 8, 8)
+    try:
+        model = lambda: nn.Linear(8, 8)  # noqa: E731
+        _, reasons, _ = why(model, "O1", outside=lambda y: torch.bmm(y.half().expand(64, 8, 8), wide))
+    finally:
+        state.reset()
+    assert reasons == [("bmm takes its widest input's dtype", ["(outside of modules)"])]
+
+
+def test_mostly_float32_because_of_the_scripts_own_region():
+    def outside(y):
+        with torch.autocast("cpu", enabled=False):
+            return y.float().expand(64, 8, 8) @ torch.ones(64, 8, 8)
+
+    sentences, reasons, _ = why(lambda: nn.Linear(8, 8), "O1", outside=outside)
+    assert sentences[0].startswith("Mostly float32: ")
+    assert reasons == [("in a region of torch.autocast", ["(outside of modules)"])]
+
+
+class Preconditioned(torch.optim.SGD):
+    """Multiplies matrices in its step, as Shampoo and Muon do."""
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None and p.dim() == 2):
+                for _ in range(64):
+                    p.grad.copy_(p.grad @ p.grad.t() @ p.grad)
+        super().step()
+        return loss
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("closure", [False, True])
+def test_mostly_float32_because_of_an_optimizer_step(level, closure):
+    receipt = amp.report(steps=1)
+    model = nn.Linear(8, 8)
+    model, optimizer = amp.initialize(model, Preconditioned(model.parameters(), lr=1e-3), opt_level=level, verbosity=0)
+
+    def loss():
+        with amp.scale_loss(model(torch.ones(8, 8)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        return scaled
+
+    if closure:
+        optimizer.step(loss)
+    else:
+        loss()
+        optimizer.step()
+    facts = receipt.facts()
+    assert facts["sentences"][0].startswith("Mostly float32: ")
+    assert [(w["reason"], w["modules"]) for w in facts["why_float32"]] == [
+        ("in an optimizer step", ["(outside of modules)"])
+    ]
+
+
+def test_recurrent_cells_have_a_receipt():
+    """Their kernel is one of its own, and a product inside of it may be float64."""
+    cell = nn.LSTMCell(8, 8).double()
+    _, reasons, _ = why(lambda: nn.Linear(8, 8), "O1", outside=lambda y: cell(y.double())[0])
+    assert reasons == [("its inputs are float64", ["LSTMCell"])]
+
+
 def test_mostly_float32_because_of_float64():
     other = nn.Linear(8, 256).double()
     _, reasons, _ = why(lambda: nn.Linear(8, 8), "O1", outside=lambda y: other(y.double()))
@@ -604,7 +679,69 @@ def test_ranks_of_a_launcher_are_named(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("RANK", "0")
     _, receipt = train("O1")
-    assert "3 of 4 ranks are not in this receipt, which is of rank 0." in receipt.facts()["sentences"]
+    assert receipt.facts()["sentences"][-1] == (
+        "3 of 4 ranks are not in this receipt: it counts one process, of rank 0. `ampcompat run --receipt` adds up the"
+        " ranks of a machine."
+    )
+
+
+def launched(monkeypatch, tmp_path, **changes):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    torchrun = {"MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**torchrun, **changes}.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_ranks_of_one_launch_share_a_folder_that_is_theirs_alone(monkeypatch, tmp_path):
+    from ampcompat.report import processes
+
+    launched(monkeypatch, tmp_path)
+    folder = processes.folder_of_ranks()
+    assert folder == processes.folder_of_ranks()
+    assert os.stat(folder).st_mode & 0o77 == 0
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert processes.folder_of_ranks() != folder
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("GROUP_RANK", "1"), ("LOCAL_WORLD_SIZE", "1"), ("MASTER_PORT", "../x"), ("GROUP_RANK", "")]
+)
+def test_others_share_none(monkeypatch, tmp_path, name, value):
+    from ampcompat.report import processes
+
+    launched(monkeypatch, tmp_path, **{name: value})
+    assert processes.folder_of_ranks() is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_user_could_have_put_there_is_not_used(monkeypatch, tmp_path):
+    from ampcompat.report import processes
+
+    launched(monkeypatch, tmp_path)
+    folder = processes.folder_of_ranks()
+    os.rename(folder, tmp_path / "elsewhere")
+    os.symlink(tmp_path / "elsewhere", folder)
+    assert processes.folder_of_ranks() is None
+
+
+def test_rank_0_waits_for_the_others_and_not_for_ever(monkeypatch, tmp_path):
+    from ampcompat.report import processes
+
+    launched(monkeypatch, tmp_path, LOCAL_WORLD_SIZE="3")
+    left_behind(tmp_path, 1)
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        left_behind(tmp_path, 2, process={"ended": len(waits) == 3})
+
+    monkeypatch.setattr(processes.time, "sleep", sleep)
+    processes.wait_for_ranks(str(tmp_path))
+    assert len(waits) == 3
+    (tmp_path / "2.json").unlink()
+    monkeypatch.setattr(processes.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(processes, "PATIENCE", 0.01)
+    processes.wait_for_ranks(str(tmp_path))
 
 
 @pytest.mark.parametrize(
