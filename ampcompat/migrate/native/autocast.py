@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
+from ampcompat.check.lines import lines_of, margin
 from ampcompat.check.source import Source, called
 from ampcompat.migrate.casts import MOVES, blocks, in_autocast, is_autocast, is_barrier, within
 from ampcompat.migrate.marks import marked
@@ -42,11 +43,11 @@ def _has_long_string(source: Source, start: int, end: int) -> bool:
 
 def _indented(facts: Facts, made: Plan) -> str:
     """The text with the lines of each region indented under a ``with``: much cheaper than to build it anew."""
-    lines = facts.source.code.splitlines(keepends=True)
+    lines = lines_of(facts.source.code, keepends=True)
     newline = "\r\n" if lines[0].endswith("\r\n") else "\n"
     marks = dict.fromkeys(made.marks, f"{MARK}{OUT_OF_SIGHT}")
     for start in sorted({*made.regions, *marks}, reverse=True):
-        indent = lines[start - 1][: len(lines[start - 1]) - len(lines[start - 1].lstrip())]
+        indent = margin(lines[start - 1])[1]
         if start in marks:
             above = made.marks[start]
             if marks[start] not in (lines[above - 2] if above > 1 else ""):
@@ -54,9 +55,14 @@ def _indented(facts: Facts, made: Plan) -> str:
             continue
         unit = "\t" if indent.startswith("\t") else "    "
         end = made.regions[start][1]
-        body = [unit + line if line.strip() else line for line in lines[start - 1 : end]]
+        body = [_deeper(line, unit) if line.strip() else line for line in lines[start - 1 : end]]
         lines[start - 1 : end] = [f"{indent}with {facts.autocast()}:{newline}", *body]
     return "".join(lines)
+
+
+def _deeper(line: str, unit: str) -> str:
+    before = margin(line)[0]
+    return f"{before}{unit}{line[len(before) :]}"
 
 
 class Plan:
