@@ -13,8 +13,6 @@ def lines_of(text: str, keepends: bool = False) -> list[str]:
     return found if keepends else [line.rstrip("\r\n") for line in found]
 
 
-def margin(line: str) -> tuple[str, str]:
-    """What stands before the indentation of a line (it begins anew behind a form feed), and the indentation."""
-    blank = line[: len(line) - len(line.lstrip(" \t\f"))]
-    at = blank.rfind("\f") + 1
-    return blank[:at], blank[at:]
+def indent_of(line: str) -> str:
+    """The blanks that a line begins with; a form feed is none of them."""
+    return line[: len(line) - len(line.lstrip(" \t"))]

@@ -253,5 +253,7 @@ FALSE = {
     "Adam before the optimizer of O3": APEX
     + "opt = torch.optim.Adam(model.parameters())\nopt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     + INIT.format("'O3'"),
-    "a network of its own beside amp's": trained("'O1'", "opt.step()\nother = net(x).mean()\nother.backward()\n"),
+    "a network of its own beside amp's": trained(
+        "'O1'", "net = nn.Linear(8, 1)\nother = net(x).mean()\nother.backward()\n"
+    ),
 }

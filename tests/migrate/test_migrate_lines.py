@@ -1,13 +1,12 @@
 """Lines are Python's: a form feed or another separator of text in a line ends none."""
 
-import ast
 import json
 
 import pytest
 from legacy_shapes import HEAD, RIGHT, SETUP, loop
 
 from ampcompat.check import scan, scan_source
-from ampcompat.check.lines import lines_of, margin
+from ampcompat.check.lines import indent_of, lines_of
 from ampcompat.migrate import migrate_source
 from ampcompat.migrate.tree import migrate_tree
 
@@ -23,9 +22,8 @@ def test_lines_end_where_the_tokenizer_ends_them(end):
     assert "".join(lines_of(text, keepends=True)) == text
 
 
-def test_indentation_begins_anew_behind_a_form_feed():
-    assert margin("  \f\t x\n") == ("  \f", "\t ")
-    assert margin("x") == ("", "")
+def test_a_form_feed_is_no_indentation():
+    assert [indent_of(line) for line in ("\t  x\n", "\f  x", "x")] == ["\t  ", "", ""]
 
 
 @pytest.mark.parametrize("separator", SEPARATORS)
@@ -37,15 +35,6 @@ def test_a_separator_in_a_line_moves_no_mark_and_no_region(separator, place):
         result = migrate_source(HEAD + first + shape, "native")
         assert result.code == plain.code.replace(place.format("-"), first)
         assert result.todos == plain.todos
-
-
-def test_a_form_feed_before_a_statement_keeps_it_in_its_region():
-    code = HEAD + SETUP + loop("opt.step()").replace("    loss =", "\f    loss =")
-    result = migrate_source(code, "native")
-    tree = ast.parse(result.code)
-    regions = [n for n in ast.walk(tree) if isinstance(n, ast.With)]
-    assert [ast.unparse(part) for n in regions for part in n.body] == ["loss = F.cross_entropy(model(x), y)"]
-    assert result.todos == []
 
 
 def test_the_difference_of_a_file_with_form_feeds_is_one_that_patch_takes(tmp_path):

@@ -153,7 +153,8 @@ def _trains_managed(source: Source, scope: ast.AST, loss: str, blocks: list[ast.
             targets = (text(part) for target in node.targets for part in ast.walk(target))
             if source.scope(node) is scope and not names.isdisjoint(targets):
                 names |= set(map(text, ast.walk(node.value))) - {""}
-    return not names.isdisjoint(models)
+    # Where nothing tells what computes it, it counts as the model's.
+    return names == {loss} or not names.isdisjoint(models)
 
 
 def backward_of_wrong_loss(source: Source, repository: Repository) -> Iterator[Finding]:

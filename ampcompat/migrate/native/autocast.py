@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from ampcompat.check.lines import lines_of, margin
+from ampcompat.check.lines import indent_of, lines_of
 from ampcompat.check.source import Source, called
 from ampcompat.migrate.casts import MOVES, blocks, in_autocast, is_autocast, is_barrier, within
 from ampcompat.migrate.marks import marked
@@ -47,7 +47,7 @@ def _indented(facts: Facts, made: Plan) -> str:
     newline = "\r\n" if lines[0].endswith("\r\n") else "\n"
     marks = dict.fromkeys(made.marks, f"{MARK}{OUT_OF_SIGHT}")
     for start in sorted({*made.regions, *marks}, reverse=True):
-        indent = margin(lines[start - 1])[1]
+        indent = indent_of(lines[start - 1])
         if start in marks:
             above = made.marks[start]
             if marks[start] not in (lines[above - 2] if above > 1 else ""):
@@ -55,14 +55,9 @@ def _indented(facts: Facts, made: Plan) -> str:
             continue
         unit = "\t" if indent.startswith("\t") else "    "
         end = made.regions[start][1]
-        body = [_deeper(line, unit) if line.strip() else line for line in lines[start - 1 : end]]
+        body = [unit + line if line.strip() else line for line in lines[start - 1 : end]]
         lines[start - 1 : end] = [f"{indent}with {facts.autocast()}:{newline}", *body]
     return "".join(lines)
-
-
-def _deeper(line: str, unit: str) -> str:
-    before = margin(line)[0]
-    return f"{before}{unit}{line[len(before) :]}"
 
 
 class Plan:

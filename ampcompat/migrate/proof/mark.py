@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from ampcompat.check.lines import lines_of, margin
+from ampcompat.check.lines import indent_of, lines_of
 from ampcompat.check.source import parse
 from ampcompat.migrate.result import MARK
 
@@ -37,7 +37,7 @@ def insert(code: str, marks: Iterable[tuple[int, str]]) -> str:
         at = line - 1
         while at > 0 and lines[at - 1].rstrip("\r\n").endswith("\\"):
             at -= 1
-        indent = margin(lines[at])[1] if lines else ""
+        indent = indent_of(lines[at]) if lines else ""
         above = _comments_above(lines, at)
         new = [f"{indent}{MARK}{note}{newline}" for note in by_line[line] if MARK + note not in above]
         lines[at:at] = new
