@@ -362,17 +362,11 @@ class Objects:
     def _round(self) -> None:
         for node, target, value in self.assignments:
             self._assign(target, value, self.scope(node))
-        for function in self.source.kind(*FUNCTIONS):
-            given = function.args
-            names = [*given.posonlyargs, *given.args][::-1]
-            defaults = [
-                *zip(names, given.defaults[::-1], strict=False),
-                *zip(given.kwonlyargs, given.kw_defaults, strict=True),
-            ]
-            for parameter, default in defaults:
-                # A default is worked out where the function is defined.
-                if default is not None:
-                    self._add(function, parameter.arg, self.of(default, self.scope(function)))
+        defined: list[Function] = [*self.source.kind(ast.FunctionDef), *self.source.kind(ast.AsyncFunctionDef)]
+        for one in defined:
+            # A default is worked out where the function is defined.
+            for name, default in _defaults(one.args):
+                self._add(one, name, self.of(default, self.scope(one)))
         for call in self.source.calls:
             functions = self.called(call)
             for function in functions:
@@ -428,6 +422,16 @@ COMMON = frozenset(
     | {"zero_grad", "parameters", "get", "set", "add", "append", "to", "save", "load", "close", "reset", "log"}
     | {"write", "run", "cuda", "items", "values", "keys"}
 )
+
+
+def _defaults(given: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+    """Parameters with what they are where a call gives nothing."""
+    names = [*given.posonlyargs, *given.args]
+    for parameter, default in zip(names[len(names) - len(given.defaults) :], given.defaults, strict=True):
+        yield parameter.arg, default
+    for parameter, value in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        if value is not None:
+            yield parameter.arg, value
 
 
 class _Element(ast.expr):

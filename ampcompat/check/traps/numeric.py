@@ -13,10 +13,12 @@ from ampcompat.check.source import Source, argument, called, number, text
 from ampcompat.check.traps.repository import Repository
 
 # What the text of a file must have for one of these traps to be in it: a search costs less than a look at each node.
-SMALL = re.compile(r"[eE]-0*(?:[89]|[1-9]\d)|\.0{7}")
+# Each with the plain text that it begins with, which is searched for first.
+SMALL = {begin: re.compile(f"{re.escape(begin)}0*(?:[89]|[1-9]\\d)") for begin in ("e-", "E-")}
+SMALL[".0000000"] = re.compile(r"\.0{7}")
 LARGE = re.compile(r"[\d.][eE]\+?0*(?:[4-9]|[1-9]\d)|\d[\d_]{4}")
 LITERAL = re.compile(r"(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)(?:[eE][+-]?\d[\d_]*)?")
-MASK = re.compile("mask|Mask|MASK")
+MASKS = ("mask", "Mask", "MASK")
 #: How far from the literal, in characters, the mask of an expression is looked for.
 NEAR = 1000
 #: Characters of a literal before its last five digits that are looked at.
@@ -52,12 +54,13 @@ def has_large_fill(code: str) -> bool:
 
 
 def _around_masks(code: str) -> Iterator[tuple[int, int]]:
-    """The stretches of a text that are near a mask, in order: tables of numbers are long, and have none."""
-    end = 0
-    for found in MASK.finditer(code):
-        if found.start() > end - NEAR:
-            start, end = max(end, found.start() - NEAR), found.end() + 2 * NEAR
+    """The stretches of a text that are near a mask: tables of numbers are long, and have none."""
+    for word in MASKS:
+        end, at = 0, code.find(word)
+        while at >= 0:
+            start, end = max(end, at - NEAR), at + 2 * NEAR
             yield start, end
+            at = code.find(word, end - NEAR)
 
 
 def _is_too_large(code: str, found: re.Match[str]) -> bool:
@@ -73,10 +76,9 @@ def _is_too_large(code: str, found: re.Match[str]) -> bool:
 
 def has_small_guard(code: str) -> bool:
     """Whether a text may hold a vanishing epsilon that is added, or is a limit."""
-    if "e-" not in code and "E-" not in code and "0000000" not in code:
-        return False
     limits = "clamp" in code
-    return any(limits or _is_operand(code, found, "+-") for found in SMALL.finditer(code))
+    found = (match for begin, small in SMALL.items() if begin in code for match in small.finditer(code))
+    return any(limits or _is_operand(code, literal, "+-") for literal in found)
 
 
 def _end(code: str, start: int) -> int:
