@@ -82,7 +82,7 @@ def has_small_guard(code: str) -> bool:
 
 
 def _end(code: str, start: int) -> int:
-    """Where a call's arguments end, which begin behind its bracket."""
+    """Find where a call's arguments end, which begin behind its bracket."""
     depth = 1
     for found in BRACKET.finditer(code, start):
         depth += 1 if found[0] == "(" else -1

@@ -145,7 +145,7 @@ class Protocol:
         return False
 
     def events(self, node: ast.AST) -> tuple[ast.AST | None, list[tuple[ast.Call, bool]]]:
-        """What reads gradients in a simple statement, and its calls in the order in which they end.
+        """Find what reads gradients in a simple statement, and its calls in the order in which they end.
 
         With each call whether it may be left out: it is in a branch of an expression.
         """
