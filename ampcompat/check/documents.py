@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from ampcompat.check.lines import lines_of
+
 NOTEBOOKS = ("*.ipynb",)
 INSTALLS = (
     "requirements*.txt", "requirements*.in", "constraints*.txt", "Dockerfile*", "*.dockerfile", "setup.cfg",
@@ -44,7 +46,7 @@ def installs(name: str) -> bool:
 
 def install_lines(text: str) -> Iterator[int]:
     """Lines, from 1, on which apex is installed; comments are not looked at."""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(lines_of(text), 1):
         if not line.lstrip().startswith("#") and INSTALL.search(line):
             yield number
 
@@ -80,20 +82,20 @@ class Notebook:
             raise NotANotebook(f"is no notebook: {problem}") from None
         found = re.search(r"\n( +)\"", text)
         notebook = cls(content, indent=len(found[1]) if found else None)
-        raw = text.splitlines()
+        raw = lines_of(text)
         at = 0
         lines: list[str] = []
         for index, code in codes:
             lines.append(CELL.format(index))
             notebook.lines.append(0)
-            for line in code.splitlines():
+            for line in lines_of(code):
                 at, place = _find(raw, at, line)
                 notebook.lines.append(place)
                 lines.append(MAGIC.sub(rf"\1{HIDDEN}\2", line))
             if code.lstrip().startswith("%%") and not code.lstrip().startswith(("%%time", "%%capture")):
                 # A cell of another language.
-                count = len(code.splitlines())
-                lines[-count:] = [f"{HIDDEN}{line}" for line in code.splitlines()]
+                count = len(lines_of(code))
+                lines[-count:] = [f"{HIDDEN}{line}" for line in lines_of(code)]
         notebook.code = "\n".join(lines) + "\n"
         return notebook
 
@@ -105,7 +107,7 @@ class Notebook:
         """
         cells: dict[int, list[str]] = {}
         current: list[str] = []
-        for line in code.splitlines():
+        for line in lines_of(code):
             marker = re.fullmatch(r"(\s*)# ampcompat cell (\d+)", line)
             if marker is not None:
                 if marker[1]:
@@ -119,7 +121,7 @@ class Notebook:
         for index, lines in cells.items():
             cell = self.content["cells"][index]
             text = "\n".join(lines).rstrip("\n")
-            cell["source"] = text.splitlines(keepends=True) if isinstance(cell["source"], list) else text
+            cell["source"] = lines_of(text, keepends=True) if isinstance(cell["source"], list) else text
         return json.dumps(self.content, indent=self.indent, ensure_ascii=False) + "\n"
 
 

@@ -14,6 +14,7 @@ from ampcompat.check.config import Config, is_ignored
 from ampcompat.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
 from ampcompat.check.files import SUFFIXES, Unreadable, decode, read, sources
 from ampcompat.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
+from ampcompat.check.lines import lines_of
 from ampcompat.check.source import Source, called, mentions_apex
 from ampcompat.check.symbols import canonical, verdict
 from ampcompat.check.traps import TRAPS, Facts, Repository, may_hold_trap
@@ -115,7 +116,7 @@ def _code(file: Path, text: str) -> tuple[str, list[int]]:
 def _installed(name: str, text: str, config: Config) -> list[Finding]:
     """Lines that install apex, which nothing needs any more."""
     note = "apex is installed here: nothing has to be built any more; install ampcompat, and drop this"
-    lines = text.splitlines()
+    lines = lines_of(text)
     found = [Finding(name, line, 0, "file", "installs_apex", NOTE, note) for line in install_lines(text)]
     return [finding for finding in found if not is_ignored(finding, lines)]
 
@@ -123,7 +124,7 @@ def _installed(name: str, text: str, config: Config) -> list[Finding]:
 def _kept(found: list[Finding], code: str, places: list[int]) -> list[Finding]:
     """Findings without those that a comment ignores, at the lines of the file."""
     if "ampcompat:" in code:
-        lines = code.splitlines()
+        lines = lines_of(code)
         found = [finding for finding in found if not is_ignored(finding, lines)]
     if not places:
         return found

@@ -93,6 +93,16 @@ class Source:
         return list(self.kind(ast.Call))
 
     @functools.cached_property
+    def calls_within(self) -> dict[ast.AST, list[ast.Call]]:
+        """For each function the calls in it, those of functions nested in it too."""
+        found: dict[ast.AST, list[ast.Call]] = {}
+        for call in self.calls:
+            for parent in self.ancestors(call):
+                if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.setdefault(parent, []).append(call)
+        return found
+
+    @functools.cached_property
     def bindings(self) -> Bindings:
         """The file's apex names."""
         return Bindings(self.nodes if self.mentions_apex else ())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from ampcompat.check.source import SCOPES, Source
+from ampcompat.check.source import SCOPES, Source, text
 
 # A branch for using a model, not for training one.
 EVALUATES = re.compile(r"eval|test|infer|valid|predict|deploy|export|demo|generat", re.IGNORECASE)
@@ -78,6 +78,22 @@ def _sides(source: Source, one: ast.AST, other: ast.AST) -> bool:
             mine = child in parent.body
             return mine is not (inside in parent.body)
         child = parent
+    return False
+
+
+def rebound(source: Source, name: str, first: ast.AST, second: ast.AST) -> bool:
+    """Whether ``name`` may mean another object where ``second`` runs than the one that ``first`` gave it.
+
+    ``net = net.cuda()`` and ``net = prepare(net)`` go on with it, ``net = Other()`` and ``net = net.module`` do not.
+    """
+    start, end = getattr(first, "lineno", 0), getattr(second, "lineno", 0)
+    for node in source.kind(ast.Assign):
+        if not start < node.lineno < end or source.scope(node) is not source.scope(second):
+            continue
+        if name not in map(text, (n for target in node.targets for n in ast.walk(target))):
+            continue
+        if text(node.value) == f"{name}.module" or name not in map(text, ast.walk(node.value)):
+            return True
     return False
 
 

@@ -126,13 +126,15 @@ class Casts:
         """Whether a call runs the forward of a model (of a network beside them, too, where casts were everywhere)."""
         func: ast.AST = call.func
         scope = self.objects.scope(call) if scope is None else scope
-        if isinstance(func, ast.Attribute) and (func.attr in SAFE_METHODS or DATA.search("." + ast.unparse(func))):
+        if isinstance(func, ast.Attribute) and (
+            func.attr in SAFE_METHODS or DATA.search("." + (dotted(func) or ast.unparse(func)))
+        ):
             return False
         entered = self.objects.called(call)
         own = isinstance(func, ast.Attribute) and any(x.kind == "model" for x in self.objects.of(func.value, scope))
         if entered and not own:
             return any(f in self.producers for f in entered)
-        if any(trains(f) for f in entered):
+        if any(self.objects.trains(f) for f in entered):
             return False  # a model that holds its training step
         if isinstance(func, ast.Call) and any(x.kind == "model" for x in self.objects.of(func, scope)):
             return True  # `getattr(model, "forward")(x)`, `model.to(device)(x)`
@@ -177,14 +179,14 @@ class Casts:
 
     def _is_own_step(self, call: ast.Call) -> bool:
         """Whether the call enters a function of the file that trains: it must not run inside autocast as a whole."""
-        return any(trains(function) for function in self.objects.called(call))
+        return any(self.objects.trains(function) for function in self.objects.called(call))
 
     def _tensor(self, node: ast.AST, scope: ast.AST) -> bool:
         """Whether the value of an expression may be a tensor that came out of a forward."""
         if isinstance(node, ast.Call):
             if self.is_forward(node, scope):
-                return not any(trains(f) for f in self.objects.called(node))
-            if called(node) in PLAIN or any(trains(f) for f in self.objects.called(node)):
+                return not any(self.objects.trains(f) for f in self.objects.called(node))
+            if called(node) in PLAIN or any(self.objects.trains(f) for f in self.objects.called(node)):
                 return False
         elif isinstance(node, (*SCOPES, ast.Compare)):
             return False
@@ -200,11 +202,6 @@ class Casts:
                 path = path.rpartition(".")[0]
             return False
         return any(self._tensor(child, scope) for child in children(node))
-
-
-def trains(function: ast.AST) -> bool:
-    """Whether a function steps an optimizer, or runs a backward pass."""
-    return any(isinstance(n, ast.Call) and called(n) in ("step", "backward", "scale_loss") for n in ast.walk(function))
 
 
 def _stored(target: ast.AST) -> Iterator[str]:

@@ -8,12 +8,13 @@ has several labels: the analysis says what an expression may be, never that it i
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ampcompat.check.bindings import dotted
-from ampcompat.check.source import Source
+from ampcompat.check.source import Source, called
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 SCOPES = (*FUNCTIONS, ast.Lambda)
@@ -33,6 +34,8 @@ WRAPS_MODEL = re.compile(
     r"parallel|ddp|compile|wrap|fsdp|syncb|sync_batchnorm|engine|ema|averaged|script", re.IGNORECASE
 )
 WRAPS_OPTIMIZER = re.compile(r"optim|larc|larc_|lars|lookahead|sam$", re.IGNORECASE)
+#: Calls by which a function is one that trains.
+TRAINING = ("step", "backward", "scale_loss")
 ROUNDS = 12
 
 
@@ -74,6 +77,8 @@ class Objects:
         self.source = source
         self.attributes = dict(attributes or {})
         self._index()
+        # Filled once no more is found: until then an expression may get further labels.
+        self._settled: dict[tuple[ast.AST, ast.AST], Labels] | None = None
         self.known: dict[tuple[ast.AST, str], Labels] = {}
         for scope, path, label in roots:
             self._add(self._owner(scope, path), path, frozenset({label}))
@@ -82,6 +87,7 @@ class Objects:
             self._round()
             if sum(map(len, self.known.values())) == before:
                 break
+        self._settled = {}
 
     # What the file defines.
 
@@ -97,6 +103,8 @@ class Objects:
         self.instances: dict[tuple[ast.AST, str], ast.ClassDef] = {}
         shared: dict[ast.AST, set[str]] = {}
         self._scopes: dict[ast.AST, ast.AST] = {}
+        self._owners: dict[tuple[ast.AST, str], ast.AST] = {}
+        self._entered: dict[ast.Call, list[Function]] = {}
         for node in source.nodes:
             if isinstance(node, FUNCTIONS):
                 place = self.methods if isinstance(source.parents[node], ast.ClassDef) else self.functions
@@ -168,6 +176,12 @@ class Objects:
 
     def _owner(self, scope: ast.AST, path: str) -> ast.AST:
         """The scope that owns a path named in ``scope``."""
+        found = self._owners.get((scope, path))
+        if found is None:
+            found = self._owners[scope, path] = self._found_owner(scope, path)
+        return found
+
+    def _found_owner(self, scope: ast.AST, path: str) -> ast.AST:
         head = path.partition(".")[0]
         if head in ("self", "cls") and "." in path:
             cls = self.class_of(scope)
@@ -201,6 +215,14 @@ class Objects:
         if node is None:
             return NONE
         scope = self.scope(node) if scope is None else scope
+        if self._settled is None:
+            return self._of(node, scope)
+        found = self._settled.get((node, scope))
+        if found is None:
+            found = self._settled[node, scope] = self._of(node, scope)
+        return found
+
+    def _of(self, node: ast.AST, scope: ast.AST) -> Labels:
         if isinstance(node, ast.Name):
             return self.known.get((self._owner(scope, node.id), node.id), NONE)
         if isinstance(node, ast.Attribute):
@@ -276,6 +298,21 @@ class Objects:
 
     def called(self, node: ast.Call) -> list[Function]:
         """The functions of the file that a call may enter; for a class its ``__init__``."""
+        found = self._entered.get(node)
+        if found is None:
+            found = self._entered[node] = self._found_called(node)
+        return found
+
+    def trains(self, function: ast.AST) -> bool:
+        """Whether a function steps an optimizer, or runs a backward pass."""
+        return function in self._training
+
+    @functools.cached_property
+    def _training(self) -> set[ast.AST]:
+        calls = self.source.calls_within
+        return {f for f, made in calls.items() if any(called(call) in TRAINING for call in made)}
+
+    def _found_called(self, node: ast.Call) -> list[Function]:
         func = node.func
         if isinstance(func, ast.Name):
             if func.id in self.classes and func.id not in self.functions:
@@ -325,6 +362,11 @@ class Objects:
     def _round(self) -> None:
         for node, target, value in self.assignments:
             self._assign(target, value, self.scope(node))
+        defined: list[Function] = [*self.source.kind(ast.FunctionDef), *self.source.kind(ast.AsyncFunctionDef)]
+        for one in defined:
+            # A default is worked out where the function is defined.
+            for name, default in _defaults(one.args):
+                self._add(one, name, self.of(default, self.scope(one)))
         for call in self.source.calls:
             functions = self.called(call)
             for function in functions:
@@ -380,6 +422,16 @@ COMMON = frozenset(
     | {"zero_grad", "parameters", "get", "set", "add", "append", "to", "save", "load", "close", "reset", "log"}
     | {"write", "run", "cuda", "items", "values", "keys"}
 )
+
+
+def _defaults(given: ast.arguments) -> Iterator[tuple[str, ast.expr]]:
+    """Parameters with what they are where a call gives nothing."""
+    names = [*given.posonlyargs, *given.args]
+    for parameter, default in zip(names[len(names) - len(given.defaults) :], given.defaults, strict=True):
+        yield parameter.arg, default
+    for parameter, value in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        if value is not None:
+            yield parameter.arg, value
 
 
 class _Element(ast.expr):

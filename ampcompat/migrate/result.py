@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ampcompat.check.lines import lines_of
+
 if TYPE_CHECKING:
     from ampcompat.migrate.spread import Exposed
 
@@ -35,5 +37,5 @@ class Result:
     @classmethod
     def of(cls, code: str) -> Result:
         """The result with its marks listed."""
-        marks = [(n, line.strip()) for n, line in enumerate(code.splitlines(), 1)]
+        marks = [(n, line.strip()) for n, line in enumerate(lines_of(code), 1)]
         return cls(code, [(n, line[len(MARK) :]) for n, line in marks if line.startswith(MARK)])

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ampcompat.check.bindings import dotted
-from ampcompat.check.source import Source, called
+from ampcompat.check.source import Source, called, parse
 from ampcompat.migrate.casts import Casts, in_autocast
 from ampcompat.migrate.objects import FUNCTIONS, Label, Labels, Objects
 from ampcompat.migrate.proof.mark import insert
@@ -62,9 +62,8 @@ class Exposed:
 def exposed(subject: Subject | None, before: Source, after: str) -> Exposed:
     """Describe what the translation of ``before`` into ``after`` leaves for other files to find."""
     imported = {name for name in before.bindings.names if "." not in name and not name.startswith("_")}
-    kept = {
-        alias.asname or alias.name.partition(".")[0] for node in ast.walk(ast.parse(after)) for alias in _names(node)
-    }
+    nodes = subject.source.nodes if subject is not None else ast.walk(parse(after))
+    kept = {alias.asname or alias.name.partition(".")[0] for node in nodes for alias in _names(node)}
     apex = frozenset(imported - kept)
     if subject is None:
         return Exposed(apex=apex)

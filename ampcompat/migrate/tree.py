@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ampcompat.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
 from ampcompat.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
+from ampcompat.check.lines import lines_of
 from ampcompat.check.workers import Apply, workers
 from ampcompat.migrate.result import MARK, Result
 from ampcompat.migrate.source import migrate_source
@@ -59,7 +60,8 @@ class Change:
         """Unified diff, as ``patch -p1`` takes it; empty where nothing changed."""
         if self.old is None or not self.changed:
             return ""
-        old, new = self.old.code.splitlines(keepends=True), self.new.splitlines(keepends=True)
+        # patch knows one end of a line.
+        old, new = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (self.old.code, self.new))
         lines = difflib.unified_diff(old, new, f"a/{self.name}", f"b/{self.name}")
         return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
 
@@ -191,13 +193,13 @@ def _notebook(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
     result = migrate_source(notebook.code, to)
     new = notebook.written(result.code) if result.code != notebook.code else text
     notes = [message for _, message in result.todos]
-    lines = [(number, line) for number, line in enumerate(new.splitlines(), 1) if MARK in line]
+    lines = [(number, line) for number, line in enumerate(lines_of(new), 1) if MARK in line]
     return new, [(next((n for n, line in lines if message[:40] in line), 1), message) for message in notes]
 
 
 def _installs(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
     """A file that says what is to be installed: a requirement is replaced or dropped, other ways are marked."""
-    lines = text.splitlines(keepends=True)
+    lines = lines_of(text, keepends=True)
     for number in reversed(list(install_lines(text))):
         line = lines[number - 1]
         end = line[len(line.rstrip("\r\n")) :]

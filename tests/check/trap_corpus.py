@@ -241,4 +241,19 @@ FALSE = {
     "cross entropy with logits": amp_at('"O1"', "loss = F.binary_cross_entropy_with_logits(model(x), y)\n"),
     "cross entropy at O2": amp_at('"O2"', "loss = F.binary_cross_entropy(torch.sigmoid(model(x)), y)\n"),
     "copy of the model": amp_at('"O1"', "ema = copy.deepcopy(model)\n"),
+    "a half model whose name another model takes": APEX
+    + "net = Teacher().half()\ny = net(x)\nnet = Student()\nnet, opt = amp.initialize(net, opt, opt_level='O1')\n",
+    "a wrapped model whose name another model takes": APEX
+    + "net = nn.DataParallel(Teacher())\ny = net(x)\nnet = Student()\n"
+    + "net, opt = amp.initialize(net, opt, opt_level='O1')\n",
+    "a half model that is float again": APEX + "model = Net().half()\nmodel.float()\n" + INIT.format("'O1'"),
+    "a wrapped model that is unwrapped again": APEX
+    + "model = nn.DataParallel(model)\nmodel.load_state_dict(saved)\nmodel = model.module\n"
+    + INIT.format("'O1'"),
+    "Adam before the optimizer of O3": APEX
+    + "opt = torch.optim.Adam(model.parameters())\nopt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    + INIT.format("'O3'"),
+    "a network of its own beside amp's": trained(
+        "'O1'", "net = nn.Linear(8, 1)\nother = net(x).mean()\nother.backward()\n"
+    ),
 }

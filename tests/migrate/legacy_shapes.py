@@ -117,6 +117,7 @@ RIGHT = {
     "step in a ternary": SETUP + loop("opt.step() if i >= 0 else None"),
     "step behind and": SETUP + loop("i >= 0 and opt.step()"),
     "step behind or": SETUP + loop("i < 0 or opt.step()"),
+    "step of a default": SETUP + "def go(o=opt):\n    o.step()\n" + loop("go()"),
     "step assigned": SETUP + loop("result = opt.step()"),
     "step in a comprehension": SETUP + loop("[o.step() for o in [opt]]"),
     "steps over a list": SETUP + "optimizers = [opt]\n" + loop("for o in optimizers: o.step()"),
@@ -437,7 +438,6 @@ MARKED = {
     + loop("opt.step()")
     + "both = nn.Sequential(model, nn.ReLU())\nLOSSES.append(both(x).sum().item())\n",
     "step of a keyword's optimizer": SETUP + "def go(**kinds):\n    kinds['o'].step()\n" + loop("go(o=opt)"),
-    "step of a default": SETUP + "def go(o=opt):\n    o.step()\n" + loop("go()"),
     "step of a global looked up": SETUP + loop("globals()['opt'].step()"),
     "step in a string": SETUP + loop("exec('opt.step()')"),
     "step in a thread": "import threading\n"

@@ -155,3 +155,16 @@ def test_a_look_into_the_state_is_marked_since_scalers_keep_other_keys():
     assert "amp.state_dict()['loss_scaler0']" in result.code
     assert "torch.save(scaler.state_dict(), 'x')" in result.code
     assert [note for _, note in result.todos] == ["apex.amp.state_dict: GradScaler's has other keys; use get_scale()"]
+
+
+def test_a_model_that_is_a_default_argument_is_one_that_runs():
+    code = f"{LOOP.format(arguments='', more='', backward='', step='')}def show(net=model, *, other=model):\n"
+    for name in ("net", "other"):
+        result = migrate_source(code + f"    return {name}(x)\n", "native")
+        assert "dtype=torch.float16):\n        return " in result.code
+
+
+def test_a_model_that_is_walked_over_may_begin_with_a_layer_without_parameters():
+    code = LOOP.format(arguments="", more="", backward="", step="") + "for layer in model:\n    print(layer)\n"
+    result = migrate_source(code, "native")
+    assert "amp_device = next(p for model in model for p in model.parameters()).device.type" in result.code

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from ampcompat.check.findings import ERROR, WARNING, Finding
-from ampcompat.check.source import SCOPES, Source, called, text
+from ampcompat.check.source import SCOPES, Source, argument, called, text
 from ampcompat.check.together import exclusive
 from ampcompat.check.traps.repository import Repository
 
@@ -134,7 +134,27 @@ def unscaled_backward(source: Source, repository: Repository) -> Iterator[Findin
                 continue
             if not _ends_before(source, call, blocks):
                 note = f"{name} is not scaled; give it to amp.scale_loss and call backward on what that yields"
-                yield source.finding(call, "trap", "unscaled_backward", ERROR, note)
+                # Of a network beside amp's, stepped by an optimizer of its own, it is right.
+                level = ERROR if _trains_managed(source, scope, name, blocks) else WARNING
+                yield source.finding(call, "trap", "unscaled_backward", level, note)
+
+
+def _trains_managed(source: Source, scope: ast.AST, loss: str, blocks: list[ast.With | ast.AsyncWith]) -> bool:
+    """Whether a loss is one that is scaled elsewhere, or is computed with a model that ``initialize`` was given."""
+    scaled = [item.context_expr for block in blocks for item in block.items]
+    if loss in {text(call.args[0]) for call in scaled if isinstance(call, ast.Call) and call.args}:
+        return True
+    given = [argument(call, 0, "models") for call in source.calls_to("apex.amp.initialize")]
+    models = {text(node) for models in given if models is not None for node in ast.walk(models)} - {""}
+    names, before = {loss}, 0
+    while before != len(names):
+        before = len(names)
+        for node in source.kind(ast.Assign):
+            targets = (text(part) for target in node.targets for part in ast.walk(target))
+            if source.scope(node) is scope and not names.isdisjoint(targets):
+                names |= set(map(text, ast.walk(node.value))) - {""}
+    # Where nothing tells what computes it, it counts as the model's.
+    return names == {loss} or not names.isdisjoint(models)
 
 
 def backward_of_wrong_loss(source: Source, repository: Repository) -> Iterator[Finding]:

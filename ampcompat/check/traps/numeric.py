@@ -13,8 +13,16 @@ from ampcompat.check.source import Source, argument, called, number, text
 from ampcompat.check.traps.repository import Repository
 
 # What the text of a file must have for one of these traps to be in it: a search costs less than a look at each node.
-SMALL = re.compile(r"[eE]-0*(?:[89]|[1-9]\d)|\.0{7}")
+# Each with the plain text that it begins with, which is searched for first.
+SMALL = {begin: re.compile(f"{re.escape(begin)}0*(?:[89]|[1-9]\\d)") for begin in ("e-", "E-")}
+SMALL[".0000000"] = re.compile(r"\.0{7}")
 LARGE = re.compile(r"[\d.][eE]\+?0*(?:[4-9]|[1-9]\d)|\d[\d_]{4}")
+LITERAL = re.compile(r"(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)(?:[eE][+-]?\d[\d_]*)?")
+MASKS = ("mask", "Mask", "MASK")
+#: How far from the literal, in characters, the mask of an expression is looked for.
+NEAR = 1000
+#: Characters of a literal before its last five digits that are looked at.
+LONGEST = 300
 FILL = re.compile(r"\.\s*masked_fill_?\s*\(")
 LOSS = re.compile(r"\b(?:BCELoss|binary_cross_entropy)\s*\(")
 BRACKET = re.compile(r"[()]")
@@ -35,29 +43,52 @@ def _may_be_half(node: ast.AST) -> bool:
 
 def has_large_fill(code: str) -> bool:
     """Whether a text may hold an overflowing fill."""
-    if "masked_fill" in code and any(LARGE.search(_arguments(code, found.end())) for found in FILL.finditer(code)):
+    for fill in FILL.finditer(code) if "masked_fill" in code else ():
+        if any(_is_too_large(code, found) for found in LARGE.finditer(code, fill.end(), _end(code, fill.end()))):
+            return True
+    return any(
+        (_is_operand(code, found, "*") or _is_stored(code, found)) and _is_too_large(code, found)
+        for start, end in _around_masks(code)
+        for found in LARGE.finditer(code, start, end)
+    )
+
+
+def _around_masks(code: str) -> Iterator[tuple[int, int]]:
+    """The stretches of a text that are near a mask: tables of numbers are long, and have none."""
+    for word in MASKS:
+        end, at = 0, code.find(word)
+        while at >= 0:
+            start, end = max(end, at - NEAR), at + 2 * NEAR
+            yield start, end
+            at = code.find(word, end - NEAR)
+
+
+def _is_too_large(code: str, found: re.Match[str]) -> bool:
+    """Whether the literal that ``found`` is a part of may be out of float16's range."""
+    left = code[max(0, found.start() - LONGEST) : found.start()]
+    before = left.rstrip("0123456789._")
+    literal = LITERAL.match(code, found.start() - len(left) + len(before))
+    # The end of a name, of a hexadecimal number, of a number that goes on for lines.
+    if literal is None or before[-1:].isalnum() or len(left) - len(before) == LONGEST:
         return True
-    if "mask" not in code.lower():
-        return False
-    return any(_is_operand(code, found, "*") or _is_stored(code, found) for found in LARGE.finditer(code))
+    return LARGEST_HALF < float(literal[0].replace("_", "")) < float("inf")
 
 
 def has_small_guard(code: str) -> bool:
     """Whether a text may hold a vanishing epsilon that is added, or is a limit."""
-    if "e-" not in code and "E-" not in code and "0000000" not in code:
-        return False
     limits = "clamp" in code
-    return any(limits or _is_operand(code, found, "+-") for found in SMALL.finditer(code))
+    found = (match for begin, small in SMALL.items() if begin in code for match in small.finditer(code))
+    return any(limits or _is_operand(code, literal, "+-") for literal in found)
 
 
-def _arguments(code: str, start: int) -> str:
-    """The text of a call's arguments, from behind its bracket to the one that closes it."""
+def _end(code: str, start: int) -> int:
+    """Find where a call's arguments end, which begin behind its bracket."""
     depth = 1
     for found in BRACKET.finditer(code, start):
         depth += 1 if found[0] == "(" else -1
         if not depth:
-            return code[start : found.start()]
-    return code[start:]
+            return found.start()
+    return len(code)
 
 
 def _is_operand(code: str, literal: re.Match[str], operators: str) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from ampcompat.check.findings import ERROR, WARNING, Finding
 from ampcompat.check.source import Source, argument, called, number, text
-from ampcompat.check.together import certain, conditions, evaluates, exclusive
+from ampcompat.check.together import certain, conditions, evaluates, exclusive, rebound
 from ampcompat.check.traps.repository import Repository
 
 AMP = re.compile(r"fp_?16|\bamp|_amp|apex|half|mixed|precision", re.IGNORECASE)
@@ -75,12 +75,20 @@ def half_by_hand(source: Source, repository: Repository) -> Iterator[Finding]:
                 cast = _cast_to_half(source, part.value)
                 if exclusive(source, part, call) or evaluates(source, part):
                     continue
+                if rebound(source, name, part, call) or _cast_back(source, name, part, call):
+                    continue
                 targets = [text(t) for t in part.targets] if isinstance(part, ast.Assign) else []
                 if cast is not None and (name in targets or _casts(source, cast) == name):
                     casts[id(cast)] = cast, name
     for found, name in casts.values():
         note = f"{name} is given to amp.initialize, which needs it in float32; drop the cast and choose O2 or O3"
         yield source.finding(found, "trap", "half_by_hand", ERROR, note)
+
+
+def _cast_back(source: Source, name: str, cast: ast.AST, initialize: ast.Call) -> bool:
+    """Whether ``name.float()`` stands between a cast to half and ``initialize``."""
+    between = range(getattr(cast, "lineno", 0) + 1, initialize.lineno)
+    return any(c.lineno in between and text(c.func) in (f"{name}.float", f"{name}.double") for c in source.calls)
 
 
 def _casts(source: Source, cast: ast.Call) -> str:
@@ -97,6 +105,7 @@ def wrapped_before_initialize(source: Source, repository: Repository) -> Iterato
                 continue
             same = source.scope(node) is source.scope(initialize) and name in map(text, node.targets)
             before = node.lineno < initialize.lineno and not exclusive(source, node, initialize)
+            before = before and not rebound(source, name, node, initialize)
             if same and before and called(node.value) in WRAPPERS and not _amp_is_off(source, node):
                 level = ERROR if certain(source, node, initialize) else WARNING
                 note = f"{name} is wrapped before amp.initialize, which refuses it; initialize first, then wrap"
@@ -136,7 +145,8 @@ def adam_eps_in_half(source: Source, repository: Repository) -> Iterator[Finding
             if not isinstance(node.value, ast.Call):
                 continue
             same = source.scope(node) is source.scope(call) and not exclusive(source, node, call)
-            if same and names & set(map(text, node.targets)):
+            targets = names & set(map(text, node.targets))
+            if same and targets and not any(rebound(source, name, node, call) for name in targets):
                 made.append(node.value)
         for adam in made:
             if called(adam) not in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam") or source.apex(adam.func):

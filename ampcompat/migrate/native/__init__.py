@@ -11,7 +11,6 @@ import ast
 from collections.abc import Collection
 
 import libcst as cst
-from libcst.metadata import MetadataWrapper, PositionProvider
 
 from ampcompat.check.source import Source
 from ampcompat.migrate.marks import settled
@@ -19,8 +18,9 @@ from ampcompat.migrate.native.aside import Aside, Lost
 from ampcompat.migrate.native.autocast import wrap
 from ampcompat.migrate.native.calls import Calls, with_torch
 from ampcompat.migrate.native.facts import Facts, Untranslatable
-from ampcompat.migrate.native.leftovers import Leftovers, apex_uses, drop_imports
+from ampcompat.migrate.native.leftovers import Leftovers, apex_uses, drop_imports, names_used
 from ampcompat.migrate.native.normalize import has_shared_lines, split_lines
+from ampcompat.migrate.native.places import places
 from ampcompat.migrate.native.replacements import REPLACED, Replace
 from ampcompat.migrate.proof.subject import Managed
 
@@ -45,9 +45,10 @@ def _rewritten(source: Source, everything: bool) -> tuple[str, Managed | None]:
         replace = Replace(source.bindings)
         module = module.visit(replace)
         module = with_torch(module) if replace.changed else module
-    if names := apex_uses(Source("", module.code), source.bindings):
+    used = names_used(module.code)
+    if names := apex_uses(used, source.bindings):
         module = module.visit(Leftovers(source.bindings, names, reason))
-    return aside.restored(settled(drop_imports(module, source.bindings)).code), managed
+    return aside.restored(settled(drop_imports(module, source.bindings, used)).code), managed
 
 
 def _parsed(source: Source, needs: Collection[ast.AST], everything: bool) -> tuple[cst.Module, Aside]:
@@ -64,6 +65,5 @@ def _translated(facts: Facts, everything: bool) -> tuple[tuple[cst.Module, Aside
     code = wrap(facts)
     facts = facts if code == facts.source.code else Facts(Source("", code))
     module, aside = _parsed(facts.source, facts.casts.needs, everything)
-    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
-    module = wrapper.module.visit(Calls(facts, wrapper.resolve(PositionProvider), aside.shown))
+    module = module.visit(Calls(facts, places(module, facts.source, aside.shown), aside.shown))
     return (module, aside), facts.managed()

@@ -10,13 +10,13 @@ import ast
 import re
 from collections.abc import Collection, Iterator
 
+from ampcompat.check.lines import lines_of
 from ampcompat.check.source import Source
 from ampcompat.migrate.casts import READS_GRADIENTS
 from ampcompat.migrate.objects import FUNCTIONS
 
 LABEL = "#ampcompat-aside"
 ASIDE = re.compile(rf"^[ \t]*{LABEL} (\d+)[ \t]*(?:\r\n|\r|\n|\Z)", re.MULTILINE)
-LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 TOUCHING = frozenset({"step", "backward", "master_params"})
 
 
@@ -38,7 +38,7 @@ class Aside:
     """
 
     def __init__(self, source: Source, needs: Collection[ast.AST] = (), everything: bool = False) -> None:
-        self.lines = LINE.findall(source.code)
+        self.lines = lines_of(source.code, keepends=True)
         self.hidden: list[int] = []
         new = list(self.lines)
         for first, last in () if everything or LABEL in source.code else _unwanted(source, needs):

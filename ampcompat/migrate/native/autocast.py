@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
+from ampcompat.check.lines import indent_of, lines_of
 from ampcompat.check.source import Source, called
 from ampcompat.migrate.casts import MOVES, blocks, in_autocast, is_autocast, is_barrier, within
 from ampcompat.migrate.marks import marked
@@ -42,11 +43,11 @@ def _has_long_string(source: Source, start: int, end: int) -> bool:
 
 def _indented(facts: Facts, made: Plan) -> str:
     """The text with the lines of each region indented under a ``with``: much cheaper than to build it anew."""
-    lines = facts.source.code.splitlines(keepends=True)
+    lines = lines_of(facts.source.code, keepends=True)
     newline = "\r\n" if lines[0].endswith("\r\n") else "\n"
     marks = dict.fromkeys(made.marks, f"{MARK}{OUT_OF_SIGHT}")
     for start in sorted({*made.regions, *marks}, reverse=True):
-        indent = lines[start - 1][: len(lines[start - 1]) - len(lines[start - 1].lstrip())]
+        indent = indent_of(lines[start - 1])
         if start in marks:
             above = made.marks[start]
             if marks[start] not in (lines[above - 2] if above > 1 else ""):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import libcst as cst
-from libcst.metadata import CodeRange
 
 from ampcompat.migrate.casts import MOVES
 from ampcompat.migrate.marks import code_of, marked
 from ampcompat.migrate.native.facts import Facts
 from ampcompat.migrate.native.patterns import contains_scaled, receiver, scaled_call, symbol
+from ampcompat.migrate.native.places import Places
 from ampcompat.migrate.native.scaler import made_lines, switched_off_lines
 from ampcompat.migrate.native.unscaling import Unscaling, calls_in, steps
 
@@ -26,9 +26,9 @@ def statement(code: str) -> cst.BaseStatement:
 class Calls(cst.CSTTransformer):
     """Works block by block: a statement may become several."""
 
-    def __init__(self, facts: Facts, positions: Mapping[cst.CSTNode, CodeRange], shown: Callable[[int], bool]) -> None:
+    def __init__(self, facts: Facts, places: Places, shown: Callable[[int], bool]) -> None:
         self.shown = shown
-        self.facts, self.bindings, self.positions = facts, facts.bindings, positions
+        self.facts, self.bindings, self.places = facts, facts.bindings, places
         self.loop_targets: list[str] = []
         source = facts.source
         named = [n for n in source.nodes if isinstance(n, ast.Name | ast.Attribute) and source.apex(n)]
@@ -38,13 +38,13 @@ class Calls(cst.CSTTransformer):
     def on_visit(self, node: cst.CSTNode) -> bool:
         # Inside a line that names nothing of apex no expression is replaced.
         if isinstance(node, cst.SimpleStatementLine):
-            place = self.positions[node]
-            if not any(place.start.line <= line <= place.end.line for line in self.apex_lines):
+            start, end = self.places[node]
+            if not any(start <= line <= end for line in self.apex_lines):
                 return False
         return super().on_visit(node)
 
     def visit_Module(self, node: cst.Module) -> None:
-        self.unscaling = Unscaling(node, self.facts, self.positions, self.shown)
+        self.unscaling = Unscaling(node, self.facts, self.places, self.shown)
 
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
         body = updated_node.body
@@ -144,7 +144,7 @@ class Calls(cst.CSTTransformer):
         return [new]
 
     def _is_step(self, old: cst.BaseStatement) -> bool:
-        return self.positions[old].start.line in self.facts.step_lines
+        return self.places[old][0] in self.facts.step_lines
 
     def _loop(self, old: cst.For, new: cst.For) -> list[cst.BaseStatement] | None:
         """``for o in optimizers: o.step()``: one update after all of the steps, which share a scaler."""
@@ -157,7 +157,7 @@ class Calls(cst.CSTTransformer):
         return [new, statement(f"{scaler}.update()")]
 
     def _steps_line(self, old: cst.For) -> bool:
-        start, end = self.positions[old].start.line, self.positions[old].end.line
+        start, end = self.places[old]
         return any(start <= line <= end for line in self.facts.step_lines)
 
     def _used_later(self, name: str) -> bool:

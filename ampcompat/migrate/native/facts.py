@@ -154,11 +154,12 @@ class Facts:
     def _containers(self) -> None:
         """Which names hold several objects: the scaler steps one optimizer at a time."""
         self.containers: set[str] = set()
+        displayed: set[str] = set()
         wanted = {*self.models, *self.optimizers}
         for node, target, value in self.objects.assignments:
             path = text(target)
             if path in wanted and isinstance(value, ast.List | ast.Tuple | ast.ListComp):
-                self.containers.add(path)
+                displayed.add(path)
             if path in wanted and isinstance(value, ast.Dict | ast.DictComp):
                 raise Untranslatable(f"{path}, which amp.initialize gets, is a dict")
             if isinstance(node, ast.For | ast.comprehension):
@@ -166,6 +167,9 @@ class Facts:
                 if isinstance(node.iter, ast.Call) and text(node.iter.func) in ("zip", "enumerate", "reversed"):
                     walked += node.iter.args
                 self.containers |= set(map(text, walked)) & wanted
+        #: Known by a loop alone: a Sequential is walked over, too, and its first layer may have no parameters.
+        self.walked = self.containers - displayed
+        self.containers |= displayed
 
     def names_in(self, scope: ast.AST) -> dict[Label, str]:
         """For each optimizer a name by which ``scope`` can call it, that of ``initialize`` first."""

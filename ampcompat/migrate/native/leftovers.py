@@ -8,7 +8,7 @@ import re
 import libcst as cst
 
 from ampcompat.check.bindings import Bindings
-from ampcompat.check.source import Source
+from ampcompat.check.source import parse
 from ampcompat.check.symbols import MODULES, verdict
 from ampcompat.migrate.marks import code_of, marked
 from ampcompat.migrate.native.patterns import header, holds_statements, symbol, uses
@@ -43,9 +43,13 @@ def _advice(name: str) -> str:
     return f"{name}: {REPLACEMENTS.get(name, note)}"
 
 
-def apex_uses(source: Source, bindings: Bindings) -> set[str]:
-    """The names by which a text still mentions apex outside its imports."""
-    names = {n.id for n in source.nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)}
+def names_used(code: str) -> set[str]:
+    """The names that a text reads: ``amp = None`` needs no import."""
+    return {n.id for n in ast.walk(parse(code)) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)}
+
+
+def apex_uses(names: set[str], bindings: Bindings) -> set[str]:
+    """Those of ``names`` by which a text mentions apex outside its imports."""
     return {name for name in names if name in bindings.names or any(k.startswith(name + ".") for k in bindings.names)}
 
 
@@ -72,17 +76,14 @@ class Leftovers(cst.CSTTransformer):
         return new
 
 
-def drop_imports(module: cst.Module, bindings: Bindings) -> cst.Module:
-    """Remove imports of apex whose names are not mentioned any more."""
-    return module.visit(_Drop(bindings, module))
+def drop_imports(module: cst.Module, bindings: Bindings, used: set[str]) -> cst.Module:
+    """Remove imports of apex whose names are not ``used`` any more."""
+    return module.visit(_Drop(bindings, used))
 
 
 class _Drop(cst.CSTTransformer):
-    def __init__(self, bindings: Bindings, module: cst.Module) -> None:
-        self.bindings = bindings
-        tree = ast.parse(module.code)
-        # `amp = None` needs no import.
-        self.used = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Store)}
+    def __init__(self, bindings: Bindings, used: set[str]) -> None:
+        self.bindings, self.used = bindings, used
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         return holds_statements(node)

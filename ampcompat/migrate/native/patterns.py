@@ -30,10 +30,19 @@ def scaled_call(node: cst.CSTNode, bindings: Bindings) -> cst.Call | None:
 
 def holds_statements(node: cst.CSTNode) -> bool:
     """Whether a statement may be inside ``node``: a visitor of statements need not look into the others."""
-    return not isinstance(node, LEAVES)
+    return _may_hold(node.__class__)
 
 
-LEAVES = (cst.BaseExpression, cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.Arg, cst.Parameters, cst.WithItem)
+@functools.cache
+def _may_hold(kind: type[cst.CSTNode]) -> bool:
+    # libcst's bases are abstract classes: asking them for each node costs more than the visit.
+    return not issubclass(kind, LEAVES)
+
+
+LEAVES = (
+    cst.BaseExpression, cst.SimpleStatementLine, cst.SimpleStatementSuite, cst.Arg, cst.Parameters, cst.WithItem,
+    cst.BaseParenthesizableWhitespace, cst.EmptyLine, cst.TrailingWhitespace, cst.Decorator, cst.Comment, cst.Newline,
+)  # fmt: skip
 
 
 class _Blocks(cst.CSTVisitor):

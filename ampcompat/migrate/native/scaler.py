@@ -17,8 +17,11 @@ def made_lines(facts: Facts) -> list[str]:
     lines = [facts.rebinds] if facts.rebinds else []
     if facts.is_global and facts.branch is None:
         lines.append(_global(facts))
-    model = f"{facts.models[0]}[0]" if facts.models[0] in facts.containers else facts.models[0]
-    lines.append(f"{facts.device} = next({model}.parameters()).device.type")
+    model = facts.models[0]
+    parameters = f"{model}[0].parameters()" if model in facts.containers else f"{model}.parameters()"
+    if model in facts.walked:
+        parameters = f"p for model in {model} for p in model.parameters()"
+    lines.append(f"{facts.device} = next({parameters}).device.type")
     if facts.switched:
         lines.append(f"{facts.switch} = {facts.enabled or 'True'}")
     options, notes = _options(facts)

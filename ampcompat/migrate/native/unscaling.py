@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 
 import libcst as cst
-from libcst.metadata import CodeRange
 
 from ampcompat.migrate.casts import READS_GRADIENTS
 from ampcompat.migrate.marks import code_of
 from ampcompat.migrate.native.facts import Facts
 from ampcompat.migrate.native.patterns import contains_scaled, header, holds_statements, receiver, scaled_call, symbol
+from ampcompat.migrate.native.places import Places
 from ampcompat.migrate.native.reads import CLIPS, readers, reads
 from ampcompat.migrate.objects import FUNCTIONS, Label
 
@@ -57,10 +57,10 @@ class Unscaling:
         self,
         module: cst.Module,
         facts: Facts,
-        positions: Mapping[cst.CSTNode, CodeRange],
+        places: Places,
         shown: Callable[[int], bool],
     ) -> None:
-        self.positions = positions
+        self.places = places
         self.facts, self.bindings = facts, facts.bindings
         functions = _Functions()
         module.visit(functions)
@@ -124,8 +124,8 @@ class Unscaling:
 
     def _names_gradients(self, part: cst.CSTNode) -> bool:
         """Whether a line of a statement names gradients, or what reads them: a look that costs little."""
-        place = self.positions[part]
-        return any(place.start.line <= line <= place.end.line for line in self.lines)
+        start, end = self.places[part]
+        return any(start <= line <= end for line in self.lines)
 
     def _whole(self, part: cst.CSTNode, optimizer: str) -> bool:
         """Whether a loop is taken as one: what it unscales inside, it would unscale again."""

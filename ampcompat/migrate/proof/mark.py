@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
+from ampcompat.check.lines import indent_of, lines_of
+from ampcompat.check.source import parse
 from ampcompat.migrate.result import MARK
 
 GRADIENTS = "gradients "
@@ -17,9 +19,12 @@ def insert(code: str, marks: Iterable[tuple[int, str]]) -> str:
         code: The source.
         marks: Lines, from 1, and messages.
     """
-    lines = code.splitlines(keepends=True)
+    marks = list(marks)
+    if not marks:
+        return code
+    lines = lines_of(code, keepends=True)
     newline = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
-    tree = ast.parse(code)
+    tree = parse(code)
     starts = _starts(tree)
     by_line: dict[int, list[str]] = {}
     for line, message in marks:
@@ -32,7 +37,7 @@ def insert(code: str, marks: Iterable[tuple[int, str]]) -> str:
         at = line - 1
         while at > 0 and lines[at - 1].rstrip("\r\n").endswith("\\"):
             at -= 1
-        indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())] if lines else ""
+        indent = indent_of(lines[at]) if lines else ""
         above = _comments_above(lines, at)
         new = [f"{indent}{MARK}{note}{newline}" for note in by_line[line] if MARK + note not in above]
         lines[at:at] = new

@@ -39,7 +39,43 @@ class State(Enum):
 DUE = frozenset({State.STEPPED, State.EMPTIED})
 ZEROED = {State.SCALED: State.CLEAR, State.LEFT: State.CLEAR, State.ENTRY: State.CLEAR, State.STEPPED: State.EMPTIED}
 ZEROED[State.PLAIN] = State.CLEAR
-NEVER_SCALED = "gradients of {} may come from a loss that was not scaled: scale it, or step without {} there"
+NEVER_SCALED = "gradients of {0} may come from a loss that was not scaled: scale it, or step without {1} there"
+#: What is wrong with a call of the scaler ``{1}`` where the gradients of the optimizer ``{0}`` are in a state.
+WRONG: dict[str, dict[State, str]] = {
+    "plain": {State.SCALED: NEVER_SCALED},
+    "scale": {
+        State.PLAIN: NEVER_SCALED,
+        State.UNSCALED: "gradients of {0} were unscaled before: these would be added to them still scaled",
+        **dict.fromkeys(DUE, "{1}.update() does not follow each step of {0} before this loss is scaled"),
+        State.LEFT: "gradients of {0} left from its last step are added to scaled ones: zero_grad() first",
+    },
+    "unscale_": {
+        State.PLAIN: NEVER_SCALED,
+        State.UNSCALED: "unscale_ may run twice for {0} between updates, which raises",
+        **dict.fromkeys(DUE, "unscale_ may run after the step of {0}, which raises"),
+    },
+    "step": {
+        State.PLAIN: NEVER_SCALED,
+        **dict.fromkeys(DUE, "{0} may step twice before {1}.update(), which raises"),
+    },
+    "update": {
+        State.UNSCALED: "{0} was unscaled and has not stepped: after this update it is unscaled again",
+        State.SCALED: "the scale may change here while gradients of {0} wait for their step",
+    },
+}
+#: Wrong for a scaler of one optimizer: what another stepped is not known here.
+NO_STEP = "update() may run without a step of {0}, which raises"
+#: The states after such calls; those that are not listed stay.
+AFTER: dict[str, dict[State, State]] = {
+    "plain": dict.fromkeys((State.ENTRY, State.CLEAR, State.LEFT), State.PLAIN),
+    "scale": dict.fromkeys(State, State.SCALED),
+    "unscale_": dict.fromkeys(State, State.UNSCALED),
+    "step": dict.fromkeys(State, State.STEPPED),
+    "update": {
+        State.STEPPED: State.LEFT,
+        **dict.fromkeys((State.UNSCALED, State.EMPTIED, State.PLAIN), State.CLEAR),
+    },
+}
 
 
 States = frozenset[State]
@@ -57,7 +93,11 @@ class Protocol:
         scaled = subject.managed.scaled
         whose = zip(scaled, subject.managed.scaled_names, strict=True)
         self.scaled = dict(zip(scales, whose, strict=True)) if len(scales) == len(scaled) else {}
+        within = subject.source.calls_within
+        #: Functions in which the protocol goes on.
+        self.touching = {f for f, calls in within.items() if any(map(self.touches, calls))}
         self.readers = self._readers()
+        self._events: dict[ast.AST, tuple[ast.AST | None, list[tuple[ast.Call, bool]]]] = {}
 
     def failures(self) -> Iterator[Failure]:
         """Lines and messages, once each."""
@@ -84,7 +124,7 @@ class Protocol:
         while before != len(found):
             before = len(found)
             for function in functions:
-                if any(self.touches(n) for n in ast.walk(function)):
+                if function in self.touching:
                     continue
                 if any(self.reads(part, found) for part in function.body):
                     found.add(function)
@@ -93,6 +133,30 @@ class Protocol:
     def touches(self, node: ast.AST) -> bool:
         """Whether a node is a call of a scaler that belongs to the protocol."""
         return any(self.subject.on_scaler(node, method) for method in ("scale", "unscale_", "step", "update"))
+
+    def reaches(self, function: Function) -> bool:
+        """Whether the protocol goes on in a function, or in one that it calls."""
+        seen: list[Function] = [function]
+        for one in seen:
+            if one in self.touching:
+                return True
+            for call in self.subject.source.calls_within.get(one, ()):
+                seen += [f for f in self.objects.called(call) if f not in seen]
+        return False
+
+    def events(self, node: ast.AST) -> tuple[ast.AST | None, list[tuple[ast.Call, bool]]]:
+        """Find what reads gradients in a simple statement, and its calls in the order in which they end.
+
+        With each call whether it may be left out: it is in a branch of an expression.
+        """
+        if node not in self._events:
+            nodes = list(within(node))
+            calls = [n for n in nodes if isinstance(n, ast.Call)]
+            calls.sort(key=lambda c: (c.end_lineno or 0, c.end_col_offset or 0))
+            branches = [part for n in nodes if isinstance(n, ast.IfExp | ast.BoolOp) for part in _later(n)]
+            maybe = {n for part in branches for n in ast.walk(part)}
+            self._events[node] = self.reads(node, self.readers), [(call, call in maybe) for call in calls]
+        return self._events[node]
 
     def reads(self, part: ast.AST, readers: set[Function]) -> ast.AST | None:
         """The expression of a statement that reads gradients, or None."""
@@ -235,13 +299,9 @@ class _Flow:
 
     def events(self, node: ast.AST, states: States) -> States:
         """States after the calls of an expression or simple statement, in the order in which they end."""
-        read = self.protocol.reads(node, self.protocol.readers)
-        calls = [n for n in within(node) if isinstance(n, ast.Call)]
-        calls.sort(key=lambda c: (c.end_lineno or 0, c.end_col_offset or 0))
-        maybe = {n for n in within(node) if isinstance(n, ast.IfExp | ast.BoolOp)}
-        for call in calls:
+        read, calls = self.protocol.events(node)
+        for call, conditional in calls:
             after = self.call(call, states)
-            conditional = any(call in set(ast.walk(part)) for n in maybe for part in _later(n))
             states = after | states if conditional else after
         if read is not None and self._concerns(read, node):
             self.read(read, states)
@@ -252,27 +312,26 @@ class _Flow:
         if subject.on_scaler(call, "scale"):
             affected, name = self.protocol.scaled.get(call, (None, ""))
             if affected is None:
-                return states | self.each(call, states, self.scale)
+                return states | self.each(call, states, "scale")
             mine = self.frames[-1].get(name, self.label in affected) if self.frames else self.label in affected
-            return self.each(call, states, self.scale) if mine else states
+            return self.each(call, states, "scale") if mine else states
         if subject.on_scaler(call, "update"):
-            return self.each(call, states, self.update) if self._scaler_is(call) else states
+            return self.each(call, states, "update") if self._scaler_is(call) else states
         if call.args and (subject.on_scaler(call, "unscale_") or subject.on_scaler(call, "step")):
             if not self._mine(call.args[0]):
                 return states
-            rule = self.unscale if called(call) == "unscale_" else self.step
-            after = self.each(call, states, rule)
+            after = self.each(call, states, called(call))
             return (
                 after if len(self.objects.optimizers(call.args[0])) == 1 or self._loops_over(call) else after | states
             )
         if self._is_plain(call):
-            return self.each(call, states, self.plain)
+            return self.each(call, states, "plain")
         if called(call) == "zero_grad" and self._zeroes(call):
             return frozenset(ZEROED.get(s, s) for s in states)
         for function in self._unresolved(call):
             states |= self.function(function, function.body, states)
         for function in self.objects.called(call):
-            if function not in self.protocol.readers and any(self.protocol.touches(n) for n in self._reach(function)):
+            if function not in self.protocol.readers and self.protocol.reaches(function):
                 self.frames.append(self._frame(call, function))
                 states = self.function(function, function.body, states)
                 self.frames.pop()
@@ -305,16 +364,7 @@ class _Flow:
         if self.subject.casts._tensor(call.func.value, self.objects.scope(call)):
             return []
         methods = self.objects.methods.get(call.func.attr, [])
-        return [f for f in methods if f not in self.active and any(self.protocol.touches(n) for n in self._reach(f))]
-
-    def _reach(self, function: Function) -> Iterator[ast.AST]:
-        """The nodes of a function and of those that it calls."""
-        seen: list[Function] = [function]
-        for one in seen:
-            for node in ast.walk(one):
-                yield node
-                if isinstance(node, ast.Call):
-                    seen += [f for f in self.objects.called(node) if f not in seen]
+        return [f for f in methods if f not in self.active and self.protocol.reaches(f)]
 
     def _loops_over(self, call: ast.Call) -> bool:
         """Whether the call is in a loop over all of the optimizers that its argument may be."""
@@ -366,61 +416,20 @@ class _Flow:
         paired = len(self.subject.managed.models) == len(self.subject.managed.optimizers)
         return not labels or (paired and any(x.kind == "model" and x.index == self.label.index for x in labels))
 
-    # What each call does to a state.
-
-    def each(self, call: ast.Call, states: States, rule: object) -> States:
-        return frozenset(rule(call, state) for state in states)  # type: ignore[operator]
-
-    def plain(self, call: ast.Call, state: State) -> State:
-        if state is State.SCALED:
-            self.note(call, NEVER_SCALED.format(self.name, self.scaler))
-        return state if state in (State.SCALED, State.UNSCALED, *DUE) else State.PLAIN
-
-    def scale(self, call: ast.Call, state: State) -> State:
-        if state is State.PLAIN:
-            self.note(call, NEVER_SCALED.format(self.name, self.scaler))
-        if state is State.UNSCALED:
-            self.note(call, f"gradients of {self.name} were unscaled before: these would be added to them still scaled")
-        if state in DUE:
-            self.note(
-                call, f"{self.scaler}.update() does not follow each step of {self.name} before this loss is scaled"
-            )
-        if state is State.LEFT:
-            self.note(
-                call, f"gradients of {self.name} left from its last step are added to scaled ones: zero_grad() first"
-            )
-        return State.SCALED
-
-    def unscale(self, call: ast.Call, state: State) -> State:
-        if state is State.PLAIN:
-            self.note(call, NEVER_SCALED.format(self.name, self.scaler))
-        if state is State.UNSCALED:
-            self.note(call, f"unscale_ may run twice for {self.name} between updates, which raises")
-        if state in DUE:
-            self.note(call, f"unscale_ may run after the step of {self.name}, which raises")
-        return State.UNSCALED
-
-    def step(self, call: ast.Call, state: State) -> State:
-        if state is State.PLAIN:
-            self.note(call, NEVER_SCALED.format(self.name, self.scaler))
-        if state in DUE:
-            self.note(call, f"{self.name} may step twice before {self.scaler}.update(), which raises")
-        return State.STEPPED
-
-    def update(self, call: ast.Call, state: State) -> State:
-        if state is State.UNSCALED:
-            self.note(call, f"{self.name} was unscaled and has not stepped: after this update it is unscaled again")
-        if state is State.SCALED:
-            self.note(call, f"the scale may change here while gradients of {self.name} wait for their step")
-            return state
-        if state in (State.CLEAR, State.LEFT) and self.alone:
-            self.note(call, f"update() may run without a step of {self.name}, which raises")
-        return State.LEFT if state is State.STEPPED else state if state in (State.ENTRY, State.LEFT) else State.CLEAR
+    def each(self, call: ast.Call, states: States, event: str) -> States:
+        """States after a call of the protocol; what is wrong with it in one of ``states`` is noted."""
+        wrong = WRONG[event]
+        if event == "update" and self.alone:
+            wrong = {**wrong, State.CLEAR: NO_STEP, State.LEFT: NO_STEP}
+        for state in State:  # in this order in each run
+            if state in states and state in wrong:
+                self.note(call, wrong[state].format(self.name, self.scaler))
+        return frozenset(AFTER[event].get(state, state) for state in states)
 
     def read(self, node: ast.AST, states: States) -> None:
         scope = self.objects.scope(node)
         while State.ENTRY in states and scope is not self.subject.source.tree:
-            if any(self.protocol.touches(n) for n in ast.walk(scope)) or self._reads_managed(node):
+            if scope in self.protocol.touching or self._reads_managed(node):
                 self.note(
                     node,
                     f"gradients of {self.name} may still be scaled here: {self.scaler}.unscale_({self.name}) first",
