@@ -138,7 +138,7 @@ def _native_in(dtype, section, device, quick):
     ]
     rounds, turns = (1, 10) if quick else (3, 12)
     for title, keeps in ALLOCATORS.items():
-        if dtype != torch.bfloat16 and keeps:
+        if keeps and (dtype != torch.bfloat16 or device != "cpu"):
             continue
         peaks = dtype == torch.bfloat16 and not keeps and device == "cpu"
         found = measure(cases, pairs, rounds, turns, keeps, peaks)
