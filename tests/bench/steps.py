@@ -40,7 +40,7 @@ class Measured:
 def measure(cases, pairs, rounds, turns, keeps=True, peaks=False):
     """Measure ``cases`` in new processes again and again, for each process has its luck."""
     variants = list(dict.fromkeys(name for pair in pairs for name in (pair.theirs, pair.ours)))
-    found = Measured()
+    found = Measured(ratios={pair: {} for pair in pairs})
     for at in range(rounds):
         with Workers(variants, keeps) as workers:
             for case in cases:
@@ -48,14 +48,12 @@ def measure(cases, pairs, rounds, turns, keeps=True, peaks=False):
                     case, turns, count=at == rounds - 1, peaks=peaks and case.optimizer == "AdamW"
                 )
                 earlier = found.times.get(case, {})
-                found.times[case] = {name: earlier.get(name, []) + times[name] for name in times}
-                report.progress(f"{case.title}, {at + 1} of {rounds}")
-    for pair in pairs:
-        found.ratios[pair] = {
-            case: Ratio.of(times[pair.ours], times[pair.theirs])
-            for case, times in found.times.items()
-            if pair.ours in times and pair.theirs in times
-        }
+                times = found.times[case] = {name: earlier.get(name, []) + times[name] for name in times}
+                for pair in pairs:
+                    if pair.ours in times and pair.theirs in times:
+                        found.ratios[pair][case] = Ratio.of(times[pair.ours], times[pair.theirs])
+                now = ", ".join(f"{pair.title} {found.ratios[pair].get(case)}" for pair in pairs)
+                report.progress(f"{case.title}, {at + 1} of {rounds}: {now}")
     return found
 
 
