@@ -55,6 +55,7 @@ CHUNK = 2**24
 MANY = 64
 
 
+@_torch.eager
 def scale_loss(
     loss: torch.Tensor,
     optimizers: Any,
@@ -121,6 +122,7 @@ class Block:
         self.used: list[bool] | None = None
         self.marks: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []  # pending gradients, with their versions
 
+    @_torch.eager
     def __enter__(self) -> torch.Tensor:
         loss: torch.Tensor = self.loss  # type: ignore[assignment] # only blocks by hand have none
         room, scaler = state.casts, self.scaler
@@ -165,6 +167,7 @@ class Block:
             raise
         return scaled
 
+    @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
         if kind is not None:
             self._give_up()
