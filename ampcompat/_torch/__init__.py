@@ -39,6 +39,8 @@ from ampcompat._torch.autograd import (
 )
 from ampcompat._torch.compiler import (
     compile_backward_without_autocast,
+    eager,
+    eager_itself,
     forget_compiled_graphs,
     in_fake_mode,
     run_uncompiled,
@@ -106,6 +108,8 @@ __all__ = [
     "composite",
     "cure_of",
     "current_node",
+    "eager",
+    "eager_itself",
     "fingerprint",
     "flop_formula",
     "foreach_add",

@@ -6,9 +6,11 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def in_fake_mode() -> bool:
@@ -19,6 +21,32 @@ def in_fake_mode() -> bool:
 def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
     """``function(*args)``, which a compiler that traces the caller does not look into."""
     return torch.compiler.disable(function)(*args)  # type: ignore[no-untyped-call]
+
+
+def eager(function: F) -> F:
+    """Decorate a function that a compiled step calls and that only keeps books: it stays Python, with all it calls.
+
+    Else the compiler traces it in pieces, and compiles each again when a state changes. ``torch.compiler.disable`` does
+    the same with a wrapper, which costs microseconds per call in eager code, too.
+    """
+    return _skipped(function, with_callees=True)
+
+
+def eager_itself(function: F) -> F:
+    """Decorate a function like :func:`eager`, of which callees are compiled (an optimizer's own step)."""
+    return _skipped(function, with_callees=False)
+
+
+def _skipped(function: F, with_callees: bool) -> F:
+    function._torchdynamo_disable = True  # type: ignore[attr-defined] # not inlined into a caller
+    hooks: Any = torch._C._dynamo.eval_frame
+    if hasattr(hooks, "set_code_exec_strategy"):  # nor compiled as a frame of its own
+        actions = hooks._FrameAction
+        callees = actions.SKIP if with_callees else actions.DEFAULT
+        hooks.set_code_exec_strategy(function.__code__, hooks._FrameExecStrategy(actions.SKIP, callees))
+    elif hasattr(hooks, "skip_code"):
+        hooks.skip_code(function.__code__)
+    return function
 
 
 def run_untraced(function: Callable[..., Any], *args: Any) -> Any:

@@ -90,6 +90,7 @@ class switched:
     def __init__(self, casts: Casts | Saved, forward: str | None = None, disable: bool = False) -> None:
         self.casts, self.forward, self.disable = casts, forward, disable
 
+    @_torch.eager
     def __enter__(self) -> Saved:
         room, casts, forward = state.casts, self.casts, self.forward
         thread, types = room.thread, room.device_types
@@ -122,6 +123,7 @@ class switched:
         torch.set_autocast_cache_enabled(cache)
         return before
 
+    @_torch.eager
     def __exit__(self, *exc: object) -> None:
         thread = state.casts.thread
         thread.forwards, thread.off, thread.disabled = self.depths

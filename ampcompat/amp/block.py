@@ -56,6 +56,7 @@ CHUNK, CPU_CHUNK = 2**24, 2**18
 MANY = 64
 
 
+@_torch.eager
 def scale_loss(
     loss: torch.Tensor,
     optimizers: Any,
@@ -122,6 +123,7 @@ class Block:
         self.used: list[bool] | None = None
         self.marks: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []  # pending gradients, with their versions
 
+    @_torch.eager
     def __enter__(self) -> torch.Tensor:
         loss: torch.Tensor = self.loss  # type: ignore[assignment] # only blocks by hand have none
         room, scaler = state.casts, self.scaler
@@ -171,6 +173,7 @@ class Block:
             raise
         return scaled
 
+    @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
         if kind is not None:
             self._give_up()

@@ -100,6 +100,7 @@ def remember(optimizer: Optimizer) -> Callable[[], None]:
 
 
 def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
+    @_torch.eager_itself
     @functools.wraps(getattr(original, "__func__", original))
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "_amp_stash" in self.__dict__:
@@ -110,6 +111,7 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
 
 
 # -- step --------------------------------------------------------------------------------------------------------------
+@_torch.eager_itself
 def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow.
 
@@ -146,6 +148,7 @@ def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tup
     return (lambda given=None, **kwargs: step(given, *rest, **kwargs)) if rest else step, first
 
 
+@_torch.eager_itself
 def _step_uncast(
     optimizer: Optimizer, original: Callable[..., Any], stash: AmpOptimizerState, kwargs: dict[str, Any]
 ) -> Any:
@@ -177,6 +180,7 @@ def _step_uncast(
     return result
 
 
+@_torch.eager
 def _decides_itself(optimizer: Optimizer) -> bool:
     """Whether ``optimizer`` looks at its ``found_inf``: a wrapper that passes on what the one inside says does not."""
     name = "_step_supports_amp_scaling"
@@ -187,6 +191,7 @@ def _decides_itself(optimizer: Optimizer) -> bool:
     return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in momenta if p.grad is not None)
 
 
+@_torch.eager
 def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = False) -> bool:
     """Have unscaled gradients and masters ready for a step; whether the host skips it."""
     stash.look_up(optimizer)
@@ -226,6 +231,7 @@ def _heed_missing_block(stash: AmpOptimizerState) -> None:
             block.unscale(stash.masters, (), None, None, stash.spent.memory)
 
 
+@_torch.eager
 def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> None:
     """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay."""
     masters = stash.masters
@@ -366,6 +372,7 @@ def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
 
 
 # -- zero_grad, add_param_group ----------------------------------------------------------------------------------------
+@_torch.eager
 def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash

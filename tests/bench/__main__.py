@@ -14,6 +14,7 @@ from .workers import KEEP_MEMORY
 #: name -> function of (device, quick) that returns a Section, in the page's order
 SECTIONS = {
     "native": steps.native,
+    "native16": steps.native16,
     "small": steps.small,
     "own": own_cost.warm,
     "cold": own_cost.cold,

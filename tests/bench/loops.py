@@ -12,8 +12,7 @@ OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
     "SGD(foreach)": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=True),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3),
-    # A number as learning rate would be a constant of the graph.
-    "AdamW(foreach)": lambda params: torch.optim.AdamW(params, lr=torch.tensor(1e-3), foreach=True),
+    "AdamW(foreach)": lambda params: torch.optim.AdamW(params, lr=1e-3, foreach=True),
     "AdamW(fused)": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
 }
 

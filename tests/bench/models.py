@@ -127,7 +127,7 @@ MODELS = {
 #: Where half arithmetic is native: products large enough that half dtypes pay.
 NATIVE = {
     "MLP 4 × 512": ((lambda: _square_mlp(512, 4), (128, 512)), (lambda: _square_mlp(4096, 4), (2048, 4096))),
-    "encoder 2 × 256": ((lambda: Transformer(256, 2), (8, 64, 256)), (lambda: Transformer(1024, 2), (64, 128, 1024))),
+    "encoder 2 × 256": ((lambda: Transformer(256, 2), (8, 16, 256)), (lambda: Transformer(1024, 2), (64, 128, 1024))),
 }
 #: Measured on a GPU alone; their small forms are there to be tested.
 LARGE = ("ResNet-50-like", "BERT-base-like")

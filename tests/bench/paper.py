@@ -72,10 +72,14 @@ class Tally(TorchDispatchMode):
         self.waits += name in SYNCS
         if not (func.is_view or name in NO_KERNEL or name in SYNCS):
             read = _tensors((args[1:] if name in OVERWRITES else args, kwargs))
-            written = _tensors(out) or _tensors(args[0])
+            aliases = [argument.alias_info for argument in func._schema.arguments]
+            changed = [v for v, alias in zip(args, aliases) if alias is not None and alias.is_write]
+            written = {id(t): t for t in _tensors((out, changed))}.values()
             count = flop_registry.get(func._overloadpacket)
             products = count(*args, **kwargs, out_val=out) / 2 if count else _attention(name, args)
-            lists = [arg for arg in (*args, *kwargs.values()) if _is_list(arg)]
+            lists = [
+                arg for arg in (*args, *kwargs.values()) if _is_list(arg) and arg[0].dim()
+            ]  # not counters of steps
             dtype = next((t.dtype for t in read if t.is_floating_point()), torch.float32)
             self.ops.append(Op(name, _launches(lists), sum(map(_bytes, (*read, *written))), products, dtype))
         return out

@@ -40,7 +40,7 @@ class Measured:
 def measure(cases, pairs, rounds, turns, keeps=True, peaks=False):
     """Measure ``cases`` in new processes again and again, for each process has its luck."""
     variants = list(dict.fromkeys(name for pair in pairs for name in (pair.theirs, pair.ours)))
-    found = Measured()
+    found = Measured(ratios={pair: {} for pair in pairs})
     for at in range(rounds):
         with Workers(variants, keeps) as workers:
             for case in cases:
@@ -48,14 +48,12 @@ def measure(cases, pairs, rounds, turns, keeps=True, peaks=False):
                     case, turns, count=at == rounds - 1, peaks=peaks and case.optimizer == "AdamW"
                 )
                 earlier = found.times.get(case, {})
-                found.times[case] = {name: earlier.get(name, []) + times[name] for name in times}
-                report.progress(f"{case.title}, {at + 1} of {rounds}")
-    for pair in pairs:
-        found.ratios[pair] = {
-            case: Ratio.of(times[pair.ours], times[pair.theirs])
-            for case, times in found.times.items()
-            if pair.ours in times and pair.theirs in times
-        }
+                times = found.times[case] = {name: earlier.get(name, []) + times[name] for name in times}
+                for pair in pairs:
+                    if pair.ours in times and pair.theirs in times:
+                        found.ratios[pair][case] = Ratio.of(times[pair.ours], times[pair.theirs])
+                now = ", ".join(f"{pair.title} {found.ratios[pair].get(case)}" for pair in pairs)
+                report.progress(f"{case.title}, {at + 1} of {rounds}: {now}")
     return found
 
 
@@ -109,36 +107,38 @@ ALLOCATORS = {"glibc as it is": False, "glibc told to keep freed memory": True}
 
 
 def native(device, quick):
-    """Steps in the half dtypes that the hardware computes in: what a user of such hardware should expect."""
+    """Steps in bfloat16 where the hardware computes in it: what a user of such hardware should expect."""
     text = (
-        "## Native half arithmetic\n\nOne thread; each variant in a process of its own; medians of ratios turn by turn,"
+        "## Native bfloat16\n\nOne thread; each variant in a process of its own; medians of ratios turn by turn,"
         " quartiles in brackets; milliseconds are float32's best turn. glibc gives freed memory back to the system"
         " unless told otherwise (`MALLOC_TRIM_THRESHOLD_` and others), and every page of it costs a fault at its next"
         " use; on a GPU, torch's allocator keeps it.\n\n"
     )
-    section = Section(text)
-    halves = hardware.native_halves(device)
-    if not halves:
-        section.text += "This processor has no native half arithmetic: nothing measured.\n"
-    for dtype in sorted(halves, key=str):
-        _native_in(dtype, section, device, quick)
-    return section
+    return _native_in(torch.bfloat16, Section(text), device, quick)
+
+
+def native16(device, quick):
+    """The same in float16, with loss scaling."""
+    return _native_in(torch.float16, Section("## Native float16\n\n"), device, quick)
 
 
 def _native_in(dtype, section, device, quick):
     """Add tables and verdicts of one dtype to ``section``."""
+    if dtype not in hardware.native_halves(device):
+        section.text += "This processor computes in it by way of float32: nothing measured.\n"
+        return section
     name, pairs = str(dtype).removeprefix("torch."), PAIRS[dtype]
     cases = [
         Case(model, dtype, optimizer, accumulated, device=device)
         for model in NATIVE
         for optimizer in ("SGD", "AdamW")
         for accumulated in (False, True)
-        # float16 shows what loss scaling adds: half of the cases suffice.
+        # What loss scaling adds, half of the cases show.
         if dtype == torch.bfloat16 or accumulated == (optimizer == "SGD")
     ]
-    rounds, turns = (1, 10) if quick else (3, 12)
+    rounds, turns = (1, 10) if quick else (2, 16)
     for title, keeps in ALLOCATORS.items():
-        if dtype != torch.bfloat16 and keeps:
+        if keeps and (dtype != torch.bfloat16 or device != "cpu"):
             continue
         peaks = dtype == torch.bfloat16 and not keeps and device == "cpu"
         found = measure(cases, pairs, rounds, turns, keeps, peaks)
@@ -152,6 +152,7 @@ def _native_in(dtype, section, device, quick):
                     section.bars += [(f"{pair.title}: {c.title}", r) for c, r in found.ratios[pair].items()]
         if peaks:
             section.text += _memory(found, pairs)
+    return section
 
 
 def _memory(found, pairs):
@@ -202,7 +203,7 @@ def small(device, quick):
     on_gpu = device != "cpu"
     pairs = ON_A_GPU if on_gpu else SHOWN
     cases = list(_all(device) if on_gpu and not quick else _few(device))
-    found = measure(cases, pairs, 1 if quick else 3, 6 if quick or on_gpu else 12)
+    found = measure(cases, pairs, 1 if quick else 2, 6 if quick or on_gpu else 16)
     rows = []
     for row, times in zip(rows_of(found, "fp32", pairs), found.times.values(), strict=True):
         rows.append([*row[:2], *(_microseconds(times, pair) for pair in SHOWN[:3]), *row[2:]])

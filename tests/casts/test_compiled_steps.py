@@ -95,3 +95,50 @@ def test_a_compiled_training_step_is_the_eager_one(plain, level):
 
     for ours, theirs in zip(trained(True), trained(False), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def counted(step, steps=5):
+    """Graphs and graph breaks after the second step and after the last, of ``step`` compiled whole."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    compiled, found = torch.compile(step, backend="aot_eager"), []
+    for at in range(steps):
+        compiled(*data(at))
+        found.append((counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())))
+    return found[1], found[-1]
+
+
+OPTIMIZERS = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=True),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.1, foreach=True),
+}
+
+
+@pytest.mark.skipif(_torch.TORCH.release < (2, 5), reason="torch 2.4 compiles no whole step")
+@pytest.mark.filterwarnings("ignore")  # as above
+@pytest.mark.parametrize("level", ["O4", "O5"])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_compiled_step_breaks_no_more_often_than_native_and_does_not_compile_again(plain, make, level):
+    model = copy.deepcopy(plain)
+    optimizer = OPTIMIZERS[make](model.parameters())
+
+    def native(x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def under_amp(x, y):
+        with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    _, (_, allowed) = counted(native)
+    model = copy.deepcopy(plain)
+    model, optimizer = amp.initialize(model, OPTIMIZERS[make](model.parameters()), opt_level=level, verbosity=0)
+    after_two, after_all = counted(under_amp)
+    assert after_all == after_two, "compiled again after the second step"
+    assert after_all[1] <= allowed
