@@ -18,25 +18,27 @@ ROWS: Final[tuple[dict[str, float], ...]] = (
     {"_state": 2.0, "_torch": 4.0},
     {"_log": 3.0},
     {"lists": 0.0, "trees": 1.0, "observers": 2.2, "masters": 3.4, "_amp_state": 4.8, "scaler": 6.0},
-    {"_initialize": 1.5, "properties": 4.4},
+    {"_initialize": 1.5, "utils": 2.4, "properties": 4.4},
     {"rules": 0.5},
     {"functions": 0.5, "cpu_convolution": 1.6, "weights": 3.2, "ddp": 4.15, "nested": 5.1},
     {"autocast": 1.0},
     {"amp_model": 2.2},
-    {"keep_fp32": 1.1, "session": 4.0},
+    {"keep_fp32": 1.1, "wrap": 2.0, "session": 4.0},
     {"stash": 4.0, "misuse": 5.05},
     {"block": 4.5},
     {"optimizer": 3.8},
     {"handle": 4.2, "checkpoint": 6.0},
-    {"frontend": 2.8, "amp": 4.6, "opt": 5.4, "__version__": 6.4},
+    {"compat": 0.6, "rnn_compat": 1.6, "frontend": 2.8, "amp": 4.6, "opt": 5.4, "__version__": 6.4},
     {"__init__": 3.6},
 )
 #: Rows that every room may import: drawn without arrows.
 BASE: Final = 2
 #: Rooms that hold names which legacy code imports, and little else.
-THIN: Final = frozenset(("__version__", "_amp_state", "_initialize", "amp", "handle", "opt"))
+THIN: Final = frozenset(
+    ("__version__", "_amp_state", "_initialize", "amp", "compat", "handle", "opt", "rnn_compat", "utils", "wrap")
+)
 #: Of these, names alone: the facade imports them so that scripts find them, which takes no arrow.
-NAMES: Final = frozenset(("__version__", "_initialize"))
+NAMES: Final = frozenset(("__version__", "_initialize", "compat", "rnn_compat", "utils", "wrap"))
 #: What the facade, ``amp/__init__.py``, may import from above, inside functions only.
 FACADE_MAY_IMPORT: Final = frozenset(("explain", "report", "scale_log"))
 

@@ -47,6 +47,7 @@ MODULES = frozenset(
         "apex.parallel.LARC",
         "apex.parallel.distributed",
         "apex.amp.amp",
+        "apex.amp.wrap",
         "apex.amp.__version__",
         "apex.fp16_utils.fp16util",
         "apex.fp16_utils.fp16_optimizer",
@@ -88,14 +89,13 @@ SYMBOLS: dict[str, Symbol] = {
     "apex.amp.register_float_function": Symbol(
         DIFFERS, "a registered class keeps its identity: its forward is wrapped, where apex replaced the class"
     ),
-    "apex.amp.rnn_compat": Symbol(UNSUPPORTED, "recurrent layers are cast by native autocast; drop the call"),
-    "apex.amp.compat": Symbol(UNSUPPORTED, "checks for old torch versions; drop the call"),
+    "apex.amp.rnn_compat": Symbol(DIFFERS, "recurrent layers are cast by native autocast; drop the call"),
+    "apex.amp.compat": Symbol(DIFFERS, "checks for old torch versions; drop the call"),
     **_works("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides"),
     **_works("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS FP32_FUNCS BANNED_FUNCS"),
     **_works("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
     **_works("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
-    "apex.amp.utils": Symbol(UNSUPPORTED, "internal helpers of apex; use torch.is_floating_point and Tensor.to"),
-    "apex.amp.wrap": Symbol(UNSUPPORTED, "internal helpers of apex; use amp.half_function and its like"),
+    "apex.amp.utils": Symbol(DIFFERS, "internal helpers of apex; use torch.is_floating_point and Tensor.to"),
     "apex.parallel.DistributedDataParallel": Symbol(
         DIFFERS, "torch's DistributedDataParallel underneath; message_size and delay_allreduce only tune its buckets"
     ),
