@@ -26,4 +26,5 @@ def make_cast_wrapper(orig_fn: Function, cast_fn: Function, handle: Any, try_cac
 
 def make_promote_wrapper(orig_fn: Function, cast_fn: object = None, handle: object = None) -> Function:
     """Wrap ``orig_fn`` so that it gets its floating arguments in the widest dtype among them while casts are on."""
-    return make_wrapper(orig_fn, Rule.PROMOTE)
+    wrapper: Function = make_wrapper(orig_fn, Rule.PROMOTE)
+    return wrapper
