@@ -83,7 +83,7 @@ class OptimWrapper:
         Raises:
             RuntimeError: More blocks since the last step than ``num_loss``.
         """
-        if self._next >= self._num_loss:
+        if self._next >= self._num_loss and self._amp_handle._session.enabled:
             raise RuntimeError(
                 f"scale_loss was called {self._next + 1} times before a step - wrap_optimizer(num_loss="
                 f"{self._num_loss}) said how many losses there are - pass a larger num_loss."
