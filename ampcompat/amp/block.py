@@ -268,8 +268,8 @@ def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler) ->
         with torch.no_grad():
             for param in stash.leaves() if pending.scale is not scaler._scale else ():
                 if param.grad is not None:
-                    grad = param.grad._values() if param.grad.is_sparse else param.grad
-                    grad.mul_(scaler.scale_on(grad.device) / pending.scale.to(grad.device, non_blocking=True))
+                    held = param.grad._values() if param.grad.is_sparse else param.grad
+                    held.mul_(scaler.scale_on(held.device) / pending.scale.to(held.device, non_blocking=True))
         stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
         return
     if stash.masters:

@@ -94,8 +94,9 @@ def _read(saved: object) -> list[Entry]:
     names = [f"{_PREFIX}{index}" for index in range(len(saved))]
     unknown = sorted(str(key) for key in saved if key not in names)
     if unknown:
-        ours = {f"{_PREFIX}0", "_growth_tracker"}  # of a whole checkpoint's part
-        inside = next((key for key, part in saved.items() if isinstance(part, Mapping) and ours & set(part)), None)
+        marks = (f"{_PREFIX}0", "_growth_tracker")  # of a whole checkpoint's part: apex's before torch's
+        parts = [(key, part) for key, part in saved.items() if isinstance(part, Mapping)]
+        inside = next((key for mark in marks for key, part in parts if mark in part), None)
         raise RuntimeError(
             "Error(s) in loading state_dict. Unexpected key(s) in state_dict: "
             + ", ".join(f'"{key}"' for key in unknown)
