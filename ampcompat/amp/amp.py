@@ -31,7 +31,7 @@ def init(
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
-) -> AmpHandle | NoOpHandle:
+) -> AmpHandle:
     """Cast functions as at O1, without a model, on the accelerator or else the CPU (``apex/amp/amp.py: init``).
 
     After ``initialize`` the forwards of its models cast functions too, whatever their level (espnet wants that at O2);
@@ -51,7 +51,7 @@ def init(
         ValueError: ``loss_scale`` cannot be read.
     """
     if not enabled:
-        nothing = _amp_state.handle = NoOpHandle()
+        _amp_state.handle = nothing = NoOpHandle()
         return nothing
     properties, half = read_properties("O1", {"loss_scale": loss_scale})
     initialized = None if state.session is None or state.session.by_init else state.session
@@ -63,7 +63,7 @@ def init(
     cover(device_types)
     made.cast_inside(state.models.live)
     set_ambient(made.policy.casts, device_types)
-    handle = AmpHandle(made, verbose=verbose)
+    handle = AmpHandle(made)
     if initialized is None:
         state.session = made
         state.view.update(opt_properties=properties, loss_scalers=made.scalers, handle=handle)

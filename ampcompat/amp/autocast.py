@@ -154,7 +154,6 @@ def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
             room.found = Saved(
                 tuple((d, False, defaults.get(d, torch.float16)) for d, _, _ in room.found.devices), True
             )
-        state.undo.callback(end_ambience)
     for device_type in room.device_types:
         if device_type not in wanted:
             torch.set_autocast_enabled(device_type, False)
@@ -179,15 +178,6 @@ def assert_ambience() -> None:
         if room.ambient is not None:
             torch.set_autocast_dtype(device_type, room.ambient.dtype)
     torch.set_autocast_cache_enabled(room.found.cache and room.ambient is None)
-
-
-def end_ambience() -> None:
-    """Leave autocast in this thread as it was before the first ``initialize``."""
-    room = state.casts
-    if room.found is not None:
-        torch.clear_autocast_cache()
-        restore(room.found)
-    room.found, room.ambient, room.device_types = None, None, ()
 
 
 def _in_forked_child() -> None:
@@ -221,12 +211,14 @@ def cover(device_types: Iterable[str]) -> None:
 
 
 def uncover() -> None:
-    """Undo :func:`cover` and the ambience: nobody casts functions any more. Idempotent."""
-    end_ambience()
+    """Leave autocast in this thread, and torch, as they were before the first :func:`cover`. Idempotent."""
     room = state.casts
-    patches, room.patches = room.patches, None
-    if patches is not None:
-        patches.close()
+    if room.found is not None:
+        torch.clear_autocast_cache()
+        restore(room.found)
+    if room.patches is not None:
+        room.patches.close()
+    room.found, room.ambient, room.device_types, room.patches = None, None, (), None
     functions.deactivate()
     rules.release()
     if not any(model.__dict__["_amp_policy"].half for model in state.models.live):
@@ -268,33 +260,21 @@ def _patch_regions(undo: ExitStack) -> None:
     The cache is cleared where a region changes the dtype: it is keyed by weight alone.
     """
     region: Any = torch.amp.autocast_mode.autocast
-    enter, leave = region.__enter__, region.__exit__
 
-    @functools.wraps(enter)
-    def counted_enter(self: Any) -> object:
-        before = torch.get_autocast_dtype(self.device)
-        result = enter(self)
-        if not _torch.is_scripting():
-            regions = state.casts.thread.regions
-            regions[self.device] = regions.get(self.device, 0) + 1
-            self._amp_counted = getattr(self, "_amp_counted", 0) + 1
-            if torch.get_autocast_dtype(self.device) != before:
-                torch.clear_autocast_cache()
-        return result
-
-    @functools.wraps(leave)
-    def counted_exit(self: Any, *exc: object) -> object:
-        before = torch.get_autocast_dtype(self.device)
-        result = leave(self, *exc)
-        if not _torch.is_scripting():
-            if getattr(self, "_amp_counted", 0):  # else it was entered before the patch
+    def counting(original: Callable[..., object], change: int) -> Callable[..., object]:
+        @functools.wraps(original)
+        def wrapper(self: Any, *exc: object) -> object:
+            before = torch.get_autocast_dtype(self.device)
+            result = original(self, *exc)
+            if not _torch.is_scripting():
                 regions = state.casts.thread.regions
-                regions[self.device] = max(0, regions.get(self.device, 0) - 1)
-                self._amp_counted -= 1
-            if torch.get_autocast_dtype(self.device) != before:
-                torch.clear_autocast_cache()
-            assert_ambience()
-        return result
+                regions[self.device] = max(0, regions.get(self.device, 0) + change)  # it may have begun unpatched
+                if torch.get_autocast_dtype(self.device) != before:
+                    torch.clear_autocast_cache()
+                assert_ambience()
+            return result
 
-    _torch.replace(region, "__enter__", counted_enter, undo)
-    _torch.replace(region, "__exit__", counted_exit, undo)
+        return wrapper
+
+    _torch.replace(region, "__enter__", counting(region.__enter__, 1), undo)
+    _torch.replace(region, "__exit__", counting(region.__exit__, -1), undo)

@@ -9,7 +9,7 @@ block begins                 what is there goes aside      accumulated ones go a
 block ends                   UNSCALED                      added: UNSCALED               all unscaled, added: UNSCALED
 block ends with an overflow  the same, and noted           the same, and noted           the same, and noted
 block gives no gradient      NONE (EMPTY)                  UNSCALED                      UNSCALED
-block raises                 as before the block           as before the block           lost, if added to; a warning
+block raises                 as before the block           as before the block           lost; a warning
 end of the block raises      LOST                          LOST                          LOST
 ends with ``delay_unscale``  PENDING                       PENDING, the others aside     PENDING
 ends in DDP's ``no_sync``    PENDING                       PENDING, the others aside     PENDING
@@ -102,34 +102,27 @@ def scale_loss(
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
-    return Block(loss, found, _find_scaler(owner, loss_id), delay_unscale, delay_overflow_check)
+    return Block(loss, found, _find_scaler(owner, loss_id), delay_unscale, not delay_overflow_check)
 
 
 class Block:
-    """One ``scale_loss`` block: idle, then open, then done. With no ``loss``, gradients are scaled by ``scale``."""
+    """One ``scale_loss`` block: idle, then open, then done."""
+
+    scale: torch.Tensor | None = None  # what the loss was multiplied by; None: by one, for ever
+    used: list[bool] | None = None  # empty until the scaled loss is backpropagated; None: not watched
 
     def __init__(
-        self,
-        loss: torch.Tensor | None,
-        optimizers: Sequence[Optimizer],
-        scaler: LossScaler,
-        delay_unscale: bool = False,
-        delay_overflow_check: bool = False,
-        scale: torch.Tensor | None = None,
+        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, check: bool
     ) -> None:
-        self.loss, self.optimizers, self.scaler, self.scale = loss, optimizers, scaler, scale
-        self.delay, self.check = delay_unscale, not delay_overflow_check
-        self.unit = self.plain = False  # at scale one for ever; and then without masters too
-        self.used: list[bool] | None = None
-        self.marks: list[tuple[torch.Tensor, torch.Tensor | None, int]] = []  # pending gradients, with their versions
+        self.loss, self.optimizers, self.scaler, self.delay, self.check = loss, optimizers, scaler, delay, check
+        self.plain = False  # at scale one for ever, without masters
 
     @_torch.eager
     def __enter__(self) -> torch.Tensor:
-        loss: torch.Tensor = self.loss  # type: ignore[assignment] # only blocks by hand have none
-        room, scaler = state.casts, self.scaler
+        loss, scaler, room = self.loss, self.scaler, state.casts
         if room.ambient is not None and room.device_types and not torch.is_autocast_enabled(room.device_types[0]):
             assert_ambience()
-        self.unit = self.plain = scaler.is_one
+        unit = self.plain = scaler.is_one
         for one in self.optimizers:
             stash: AmpOptimizerState = one._amp_stash
             if stash.block is not None:
@@ -140,7 +133,7 @@ class Block:
                     )
                 abandon(one, stash, None)  # dropped without its exit
             if stash.pending is not None or stash.overflows:
-                self.unit = self.plain = False
+                unit = self.plain = False
             elif stash.session.policy.master_weights:
                 self.plain = False
         if state.observers:
@@ -159,15 +152,15 @@ class Block:
                 stash = one._amp_stash
                 stash.block = weakref.ref(self)
                 begin(one, stash, scaler)
-                if stash.pending is not None:
-                    self.marks += [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in stash.leaves()]
-            if self.unit:
-                self.loss = None
+            if unit:
                 return loss.float()
             scaled = scaler.scale_loss(loss)
-            self.scale, self.loss = scaler._scale, None
+            self.scale = scaler._scale
+            del self.loss  # free its memory with the script's own reference
             if scaler.watched < misuse.WATCHED and scaled.requires_grad:
-                self.used = misuse.watch_loss(scaler, scaled)
+                scaler.watched += 1
+                used = self.used = list[bool]()
+                scaled.register_hook(lambda _grad: used.append(True))  # type: ignore[no-untyped-call]
         except BaseException:
             self._give_up()
             raise
@@ -191,57 +184,19 @@ class Block:
                 if self.delay or (state.models.ddp and any(holds_back(s._amp_stash.leaves()) for s in self.optimizers)):
                     self._leave_pending()
                     return
-                reached = self.end(self.check)
+                reached = end(self.optimizers, self.scaler, self.scale, self.check)
             except BaseException:
-                self._lose()
+                lose(self.optimizers, self.scaler)
                 raise
             if reached and self.used is not None and not self.used:
                 misuse.warn_of("unscaled loss in a block")
         if state.observers:
             notify("on_gradients", self.scaler, self.optimizers)
 
-    @torch.no_grad()
-    def end(self, check: bool = True, by_hand: bool = False) -> bool:
-        """Unscale new gradients, add them to accumulated ones, and make the scaler's transition. No host sync.
-
-        Without ``check`` the next transition counts the overflow; ``by_hand``, the caller updates the scaler itself and
-        decides about the step. Returns whether there were new gradients.
-        """
-        scaler, seen, reached, others = self.scaler, set[int](), False, dict[LossScaler, None]()
-        for one in self.optimizers:
-            stash: AmpOptimizerState = one._amp_stash
-            stash.look_up(one)
-            masters, direct = stash.masters, stash.direct
-            if len(self.optimizers) > 1:  # gradients that two optimizers share are unscaled with the first
-                masters = [m for m in masters if id(m) not in seen]
-                direct = [p for p in direct if id(p) not in seen]
-                seen.update(map(id, (*masters, *direct)))
-            reached |= unscale(masters, direct, None if self.unit else scaler, self.scale, stash.spent.memory)
-            if masters:
-                _show(masters, self.scale)
-            if stash.pending is not None:
-                others.update(stash.pending.scalers)
-            for param, old in stash.aside:
-                param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
-        if self.unit:
-            scaler._unskipped += check
-        flags = [] if by_hand or self.unit else [(scaler, scaler.adjust(put_off=not check))]
-        others.pop(scaler, None)
-        for other in others:  # the loss of any of them may have overflowed: the pass counts for each
-            flags.append((other, other.adjust(scaler._last_found)))
-        noted = [(owner, found) for owner, found in flags if found is not None] if flags else []
-        for one in self.optimizers:
-            stash = one._amp_stash
-            settle(one, stash)
-            if stash.gradients is not Gradients.LOST and (reached or stash.gradients is Gradients.NONE):
-                stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
-            stash.overflows = _join([*stash.overflows, *noted]) if stash.overflows else noted
-        return reached
-
     def _leave_pending(self) -> None:
         refuse_shared(self.optimizers, among_themselves=True)
-        scale = self.scaler.scale_on(torch.device("cpu")) if self.scale is None else self.scale
-        pending = Pending(scale, {self.scaler: None}, list(map(weakref.ref, self.optimizers)))
+        scale = self.scaler.scale_on() if self.scale is None else self.scale
+        pending = Pending(scale, {self.scaler: None})
         for one in self.optimizers:
             stash: AmpOptimizerState = one._amp_stash
             pending.scalers.update(stash.pending.scalers if stash.pending is not None else {})
@@ -249,32 +204,68 @@ class Block:
             state.optimizers.pending.add(one)
 
     def _give_up(self) -> None:
-        """Undo the block: it raised. Pending gradients stay where no backward pass has added to them."""
+        """Undo the block: it raised."""
         if self.plain:
             return
         self.scaler._found_inf = {}
-        stay = all(p.grad is grad and (grad is None or grad._version == version) for p, grad, version in self.marks)
         for one in self.optimizers:
             stash: AmpOptimizerState = one._amp_stash
-            if stash.block is None or stash.block() is not self:
-                continue
-            if stash.pending is not None and stay:
-                stash.block = None
-            else:
+            if stash.block is not None and stash.block() is self:
                 abandon(one, stash, self.scale)
 
-    def _lose(self) -> None:
-        """Clear what the end of the block left half unscaled, and have the next step skipped."""
-        self.scaler._found_inf = {}
-        for one in self.optimizers:
-            stash: AmpOptimizerState = one._amp_stash
-            for master in stash.masters:
-                master.folded = master.half.grad = master.value.grad = None
-            for param in stash.direct:
-                param.grad = None
-            settle(one, stash)
-            stash.gradients = Gradients.LOST
-        say("The end of a scale_loss block raised: its gradients are cleared, and the next step is skipped.")
+
+# -- the end of a backward pass ----------------------------------------------------------------------------------------
+@torch.no_grad()
+def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | None, check: bool | None = True) -> bool:
+    """Unscale new gradients, add them to accumulated ones, and make the scaler's transition. No host sync.
+
+    With no ``scale`` nothing was scaled. With ``check=False`` the next transition counts the overflow; with None the
+    caller updates the scaler itself and decides about the step. Returns whether there were new gradients.
+    """
+    seen, reached, others = set[int](), False, dict[LossScaler, None]()
+    for one in optimizers:
+        stash: AmpOptimizerState = one._amp_stash
+        stash.look_up(one)
+        masters, direct = stash.masters, stash.direct
+        if len(optimizers) > 1:  # gradients that two optimizers share are unscaled with the first
+            masters = [m for m in masters if id(m) not in seen]
+            direct = [p for p in direct if id(p) not in seen]
+            seen.update(map(id, (*masters, *direct)))
+        reached |= unscale(masters, direct, None if scale is None else scaler, scale, stash.spent.memory)
+        if masters:
+            _show(masters, scale)
+        if stash.pending is not None:
+            others.update(stash.pending.scalers)
+        for param, old in stash.aside:
+            param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
+    if scale is None:
+        scaler._unskipped += bool(check)
+    flags = [] if check is None or scale is None else [(scaler, scaler.adjust(put_off=not check))]
+    others.pop(scaler, None)
+    for other in others:  # the loss of any of them may have overflowed: the pass counts for each
+        flags.append((other, other.adjust(scaler._last_found)))
+    noted = [(owner, found) for owner, found in flags if found is not None]
+    for one in optimizers:
+        stash = one._amp_stash
+        settle(one, stash)
+        if stash.gradients is not Gradients.LOST and (reached or stash.gradients is Gradients.NONE):
+            stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
+        stash.overflows = _join([*stash.overflows, *noted]) if stash.overflows else noted
+    return reached
+
+
+def lose(optimizers: list[Optimizer], scaler: LossScaler) -> None:
+    """Clear what :func:`end` left half unscaled, and have the next step skipped."""
+    scaler._found_inf = {}
+    for one in optimizers:
+        stash: AmpOptimizerState = one._amp_stash
+        for master in stash.masters:
+            master.folded = master.half.grad = master.value.grad = None
+        for param in stash.direct:
+            param.grad = None
+        settle(one, stash)
+        stash.gradients = Gradients.LOST
+    say("The end of a scale_loss block raised: its gradients are cleared, and the next step is skipped.")
 
 
 # -- what happens to one optimizer -------------------------------------------------------------------------------------
@@ -283,8 +274,14 @@ def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler) ->
     stash.look_up(optimizer)
     if stash.reports:
         stash.report(wait=False)
-    if stash.pending is not None:
-        stash.pending = _rescaled(stash, stash.pending, scaler)
+    pending = stash.pending
+    if pending is not None:  # rescale in place, which is exact while half gradients keep their range
+        with torch.no_grad():
+            for param in stash.leaves() if pending.scale is not scaler._scale else ():
+                if param.grad is not None:
+                    held = param.grad._values() if param.grad.is_sparse else param.grad
+                    held.mul_(scaler.scale_on(held.device) / pending.scale.to(held.device, non_blocking=True))
+        stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
         return
     if stash.masters:
         heed_cleared(stash.masters)
@@ -322,13 +319,12 @@ def abandon(optimizer: Optimizer, stash: AmpOptimizerState, scale: torch.Tensor 
 def unscale_pending(optimizer: Optimizer) -> None:
     """End the backward pass that ``delay_unscale`` has left, before its gradients are stepped with."""
     pending: Pending = optimizer._amp_stash.pending  # type: ignore[assignment] # the caller has looked
-    found = [one for one in [ref() for ref in pending.optimizers] if one is not None]
-    together = [one for one in found if "_amp_stash" in vars(one) and one._amp_stash.pending is pending]
-    block = Block(None, together, next(iter(pending.scalers)), scale=pending.scale)
+    scaler = next(iter(pending.scalers))
+    together = [one for one in state.optimizers.pending if one._amp_stash.pending is pending]
     try:
-        block.end()
+        end(together, scaler, pending.scale)
     except BaseException:
-        block._lose()
+        lose(together, scaler)
         raise
 
 
@@ -346,16 +342,6 @@ def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = Fals
                     " still multiplied by the loss scale - leave out delay_unscale (gradients accumulate without it),"
                     " or give each optimizer its own parameters (D30)."
                 )
-
-
-@torch.no_grad()
-def _rescaled(stash: AmpOptimizerState, pending: Pending, scaler: LossScaler) -> Pending:
-    """Rescale pending gradients in place to the scaler's current scale. Exact while half gradients keep their range."""
-    for param in stash.leaves() if pending.scale is not scaler._scale else ():
-        if param.grad is not None:
-            grad = param.grad._values() if param.grad.is_sparse else param.grad
-            grad.mul_(scaler.scale_on(grad.device) / pending.scale.to(grad.device, non_blocking=True))
-    return replace(pending, scale=scaler.scale_on(pending.scale.device))
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -13,8 +13,6 @@ from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.scaler import LossScaler
 
 _PREFIX = "loss_scaler"
-#: Where whole checkpoints keep it: scripts, Lightning with apex, Lightning with torch's scaler.
-_HOMES = ("amp", "amp_scaling_state", "native_amp_scaling_state", "ApexMixedPrecisionPlugin", "MixedPrecisionPlugin")
 Entry = tuple[float, int]
 
 
@@ -34,7 +32,7 @@ def state_dict(destination: Any = None) -> Any:
         raise TypeError(f"amp.state_dict got {got} as destination - it must be a dict or None - leave it out.")
     found = {} if destination is None else destination
     for index, scaler in enumerate(() if state.session is None else state.session.scalers):
-        found[f"{_PREFIX}{index}"] = scaler.amp_state()
+        found[f"{_PREFIX}{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return found
 
 
@@ -96,7 +94,9 @@ def _read(saved: object) -> list[Entry]:
     names = [f"{_PREFIX}{index}" for index in range(len(saved))]
     unknown = sorted(str(key) for key in saved if key not in names)
     if unknown:
-        inside = next((key for key in _HOMES if key in saved), None)
+        marks = (f"{_PREFIX}0", "_growth_tracker")  # of a whole checkpoint's part: apex's before torch's
+        parts = [(key, part) for key, part in saved.items() if isinstance(part, Mapping)]
+        inside = next((key for mark in marks for key, part in parts if mark in part), None)
         raise RuntimeError(
             "Error(s) in loading state_dict. Unexpected key(s) in state_dict: "
             + ", ".join(f'"{key}"' for key in unknown)

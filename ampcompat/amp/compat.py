@@ -1,14 +1,12 @@
 """Home of names that scripts import from ``apex.amp.compat``: answers for every torch since tensors are variables."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import torch
 
 from ampcompat.amp.utils import is_fp_tensor as is_floating_point
 
 __all__ = ["filter_attrs", "is_floating_point", "is_tensor_like", "scalar_python_val", "variable_is_tensor"]
+
+is_tensor_like, scalar_python_val = torch.is_tensor, torch.Tensor.item
 
 
 def variable_is_tensor() -> bool:
@@ -17,16 +15,6 @@ def variable_is_tensor() -> bool:
 
 
 tensor_is_variable = tensor_is_float_tensor = variable_is_tensor
-
-
-def is_tensor_like(x: object) -> bool:
-    """Whether ``x`` is a tensor."""
-    return isinstance(x, torch.Tensor)
-
-
-def scalar_python_val(x: Any) -> Any:
-    """``x.item()``. Reads the device."""
-    return x.item()
 
 
 def filter_attrs(module: object, attrs: list[str]) -> list[str]:

@@ -260,7 +260,7 @@ def _take_over(
     for model in modules:
         amp_model.set_policy(model, policy)
     for one in optimizers:
-        undo.callback(optimizer.remember(one))
+        optimizer.remember(one, undo)
         optimizer.attach(one, session)
     session.begin_casts()
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
@@ -289,7 +289,7 @@ def _disable(models: object, optimizers: object) -> None:
             undo.callback(amp_model.set_policy, model, model.__dict__["_amp_policy"])
             amp_model.detach(model)
         for one in optimizer_list:
-            undo.callback(optimizer.remember(one))
+            optimizer.remember(one, undo)
             if one in with_stash:
                 optimizer.detach(one)
             state.optimizers.disabled.add(one)

@@ -11,41 +11,71 @@ from ampcompat.amp import optimizer as _optimizer
 from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.block import scale_loss
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.session import Session
+from ampcompat.amp.session import DISABLED, Session
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 
-class _Wrapper:
-    """An optimizer whose attributes show through."""
+class AmpHandle:
+    """Serve as ``amp._amp_state.handle`` while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
+    def __init__(self, owner: Session) -> None:
+        self._session = owner
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_optimizer":
-            raise AttributeError(name)
-        return getattr(self._optimizer, name)
+    def is_active(self) -> bool:
+        """Whether this call's casts are in force."""
+        return self._session.policy.casts.enabled
+
+    _is_active = property(is_active)
+    _clear_cache = staticmethod(torch.clear_autocast_cache)
+    _disable_casts = staticmethod(disable_casts)
+
+    def _deactivate(self) -> None:
+        self._session.end_casts()
+
+    def _adopt(self, optimizer: Any, num_loss: int) -> None:
+        """Put under amp an optimizer that no ``initialize`` was given."""
+        session = self._session
+        if session.enabled:
+            while len(session.scalers) < num_loss:
+                session.scalers.append(LossScaler(session.properties.loss_scale, loss_id=len(session.scalers)))
+            if "_amp_stash" not in vars(optimizer):
+                _optimizer.attach(optimizer, session)
+
+    def _scale_loss(self, loss: torch.Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[torch.Tensor]:
+        self._adopt(optimizer, loss_id + 1)
+        return scale_loss(loss, optimizer, loss_id) if self._session.enabled else nullcontext(loss)
+
+    def scale_loss(self, loss: torch.Tensor, optimizer: Any = None) -> AbstractContextManager[torch.Tensor]:
+        """Open a ``scale_loss`` block; ``optimizer`` need not be known yet."""
+        return self._scale_loss(loss, optimizer, 0)
+
+    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
+        """Wrap ``optimizer`` so that it scales its own losses, ``num_loss`` of them per step."""
+        return OptimWrapper(optimizer, self, num_loss)
 
 
-class PlainOptimWrapper(_Wrapper):
-    """An optimizer with a ``scale_loss`` that does nothing, of ``NoOpHandle.wrap_optimizer``."""
+class NoOpHandle(AmpHandle):
+    """Serve as ``amp._amp_state.handle`` where no function is cast: losses stay as they are."""
 
-    def scale_loss(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Yield ``loss`` as it is."""
-        return nullcontext(loss)
+    def __init__(self) -> None:
+        super().__init__(DISABLED)
 
 
-class OptimWrapper(_Wrapper):
+class OptimWrapper:
     """An optimizer that picks its scalers itself: of ``num_loss``, the n-th block of a step gets the n-th.
 
-    As in apex (``apex/amp/opt.py: OptimWrapper``).
+    Its other attributes are the optimizer's. As in apex (``apex/amp/opt.py: OptimWrapper``).
     """
 
     def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
-        super().__init__(optimizer)
-        self._num_loss, self._next = num_loss, 0
+        self._optimizer, self._amp_handle, self._num_loss, self._next = optimizer, amp_handle, num_loss, 0
         amp_handle._adopt(optimizer, num_loss)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_optimizer":  # not yet there while a copy is made
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
 
     def scale_loss(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Open a ``scale_loss`` block for this optimizer.
@@ -53,93 +83,15 @@ class OptimWrapper(_Wrapper):
         Raises:
             RuntimeError: More blocks since the last step than ``num_loss``.
         """
-        if self._next >= self._num_loss:
+        if self._next >= self._num_loss and self._amp_handle._session.enabled:
             raise RuntimeError(
                 f"scale_loss was called {self._next + 1} times before a step - wrap_optimizer(num_loss="
                 f"{self._num_loss}) said how many losses there are - pass a larger num_loss."
             )
         self._next += 1
-        return scale_loss(loss, self._optimizer, loss_id=self._next - 1)
+        return self._amp_handle._scale_loss(loss, self._optimizer, self._next - 1)
 
     def step(self, closure: object = None) -> object:
         """Step the optimizer, unless a gradient overflowed."""
         self._next = 0
         return self._optimizer.step() if closure is None else self._optimizer.step(closure)
-
-
-class AmpHandle:
-    """Serve as ``amp._amp_state.handle`` while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
-
-    def __init__(self, owner: Session, verbose: bool = False) -> None:
-        self._session, self.verbose = owner, verbose  # no cast is logged
-
-    def is_active(self) -> bool:
-        """Whether this call's casts are in force."""
-        return self._session.policy.casts.enabled
-
-    _is_active = property(is_active)
-
-    @property
-    def _default_scaler(self) -> LossScaler:
-        return self._session.scalers[0]
-
-    def has_cache(self) -> bool:
-        """Whether there may be cached casts of weights."""
-        return self.is_active() and torch.is_autocast_cache_enabled()
-
-    def remove_cache(self, param: object) -> None:
-        """Drop cached casts; autocast can only drop all of them."""
-        torch.clear_autocast_cache()
-
-    _clear_cache = staticmethod(torch.clear_autocast_cache)
-    _disable_casts = staticmethod(disable_casts)
-
-    def _deactivate(self) -> None:
-        self._session.end_casts()
-
-    def _adopt(self, optimizer: Any, num_loss: int = 1) -> None:
-        """Put under amp an optimizer that no ``initialize`` was given."""
-        scalers = self._session.scalers
-        while len(scalers) < num_loss:
-            scalers.append(LossScaler(self._session.properties.loss_scale, loss_id=len(scalers)))
-        if "_amp_stash" not in vars(optimizer):
-            _optimizer.attach(optimizer, self._session)
-
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any) -> AbstractContextManager[torch.Tensor]:
-        """Open a ``scale_loss`` block; ``optimizer`` need not be known yet."""
-        self._adopt(optimizer)
-        return scale_loss(loss, optimizer)
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
-        """Wrap ``optimizer`` so that it scales its own losses, ``num_loss`` of them per step."""
-        return OptimWrapper(optimizer, self, num_loss)
-
-
-class NoOpHandle:
-    """Serve as ``amp._amp_state.handle`` where no function is cast (``apex/amp/handle.py: NoOpHandle``)."""
-
-    verbose = False
-    _is_active = False
-    _disable_casts = staticmethod(disable_casts)
-
-    def is_active(self) -> bool:
-        """Return False."""
-        return False
-
-    def has_cache(self) -> bool:
-        """Return False."""
-        return False
-
-    def _clear_cache(self) -> None:
-        pass
-
-    def _deactivate(self) -> None:
-        pass
-
-    def scale_loss(self, loss: torch.Tensor, optimizer: Any | None = None) -> AbstractContextManager[torch.Tensor]:
-        """Yield ``loss`` as it is."""
-        return nullcontext(loss)
-
-    def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> PlainOptimWrapper:
-        """Give ``optimizer`` a ``scale_loss`` that does nothing."""
-        return PlainOptimWrapper(optimizer)

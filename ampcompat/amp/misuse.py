@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
 from ampcompat._log import warn_once
-from ampcompat.amp.scaler import LossScaler
 
 #: Blocks of each scaler whose loss is watched: the hook takes a tenth of a millisecond of a backward pass.
 WATCHED = 16
@@ -35,11 +32,3 @@ _MISTAKES = {
 def warn_of(mistake: str) -> None:
     """Warn of ``mistake``, one of those above, the first time."""
     warn_once(mistake, _MISTAKES[mistake])
-
-
-def watch_loss(scaler: LossScaler, scaled: torch.Tensor) -> list[bool]:
-    """Return a list that stays empty until ``scaled`` is backpropagated."""
-    scaler.watched += 1
-    used: list[bool] = []
-    scaled.register_hook(lambda _grad: used.append(True))  # type: ignore[no-untyped-call]
-    return used

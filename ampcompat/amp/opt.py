@@ -1,5 +1,5 @@
-"""Home of the classes that scripts import from ``apex.amp.opt``."""
+"""Home of the class that scripts import from ``apex.amp.opt``."""
 
-from ampcompat.amp.handle import OptimWrapper, PlainOptimWrapper
+from ampcompat.amp.handle import OptimWrapper
 
-__all__ = ["OptimWrapper", "PlainOptimWrapper"]
+__all__ = ["OptimWrapper"]

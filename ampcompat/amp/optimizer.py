@@ -13,6 +13,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import block, misuse, nested
 from ampcompat.amp.autocast import OFF, Saved, switched
-from ampcompat.amp.block import Block
 from ampcompat.amp.masters import heed_cleared, master_of, push, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, inner_optimizers
@@ -76,27 +76,16 @@ def detach(optimizer: Optimizer) -> None:
     state.optimizers.live.discard(optimizer)
 
 
-def remember(optimizer: Optimizer) -> Callable[[], None]:
-    """Return what puts ``optimizer`` back as it is now."""
+def remember(optimizer: Optimizer, undo: ExitStack) -> None:
+    """Have ``undo`` put ``optimizer`` back as it is now."""
     stepper = nested.stepper(optimizer) if "optim" in vars(optimizer) else optimizer
-    groups = [(group["params"], list(group["params"])) for group in stepper.param_groups]
-    states = [(one.state, dict(one.state)) for one in (optimizer, *inner_optimizers(optimizer))]
-    own = {name: value for name, value in vars(optimizer).items() if name in _OWN}
-    sets = [(members, optimizer in members) for members in (state.optimizers.live, state.optimizers.disabled)]
-
-    def put_back() -> None:
-        for params, tensors in groups:
-            params[:] = tensors
-        for kept, held in states:
-            kept.clear()
-            kept.update(held)
-        for name in _OWN:
-            vars(optimizer).pop(name, None)
-        vars(optimizer).update(own)
-        for members, was_in in sets:
-            (members.add if was_in else members.discard)(optimizer)
-
-    return put_back
+    for group in stepper.param_groups:
+        undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
+    for held in (vars(optimizer), *[one.state for one in (optimizer, *inner_optimizers(optimizer))]):
+        undo.callback(held.update, dict(held))
+        undo.callback(held.clear)
+    for members in (state.optimizers.live, state.optimizers.disabled):
+        undo.callback(members.add if optimizer in members else members.discard, optimizer)
 
 
 def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -297,9 +286,8 @@ def _step_with_closure(
 ) -> Any:
     """Step with ``closure``, which runs with grad on and the casts of the caller. apex refused closures.
 
-    When the first evaluation overflows, the whole step is skipped, and its loss returned. torch's optimizers begin with
-    it, so it happens before their own step; others may act before they ask (SAM) and are put back to where they were. A
-    later one (LBFGS) is repeated at the lower scale; when that does not help, params and optimizer state go back.
+    When the first evaluation overflows, the whole step is skipped, and its loss returned. A later one (LBFGS) is
+    repeated at the lower scale. Optimizers that may act before they ask (LBFGS, SAM) are put back to where they were.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     losses: list[Any] = []
@@ -318,8 +306,6 @@ def _step_with_closure(
         return found
 
     def asked() -> Any:
-        if pending:
-            return pending.pop()
         for attempt in range(1 + RETRIES if losses else 1):
             if attempt:
                 optimizer.zero_grad()  # for a closure that leaves this to its optimizer
@@ -329,14 +315,11 @@ def _step_with_closure(
 
     # torch's optimizers and ours call the closure before they do anything, and once, LBFGS aside.
     asks_first = type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
-    if asks_first:
-        skip = evaluate()
-    else:  # SAM steps with the gradients that it finds, and asks in the middle
-        skip = (stash.gradients is not Gradients.NONE or stash.pending is not None) and overflowed()
-        if skip:
-            evaluate()  # for the loss to return
-    pending, result = losses[:], None
-    if not skip:
+    found = stash.gradients is not Gradients.NONE or stash.pending is not None
+    skip = not asks_first and found and overflowed()  # SAM steps with the gradients that it finds, and asks then
+    if skip:
+        evaluate()  # for the loss to return
+    else:
         dynamic = any(scaler.dynamic for scaler in stash.session.scalers)
         mid_step = not asks_first or type(optimizer).__name__ == "LBFGS"
         restore = _snapshot(optimizer) if dynamic and mid_step else None
@@ -384,9 +367,8 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
     for master in stash.masters:
         master.folded = master.half.grad = None
     if stash.aside or stash.pending is not None:
-        inside = stash.block  # a block that is open stays open
-        block.settle(optimizer, stash)
-        stash.block = inside
+        stash.aside, stash.pending = [], None
+        state.optimizers.pending.discard(optimizer)
     stash.spent = stash.spent._replace(blocks=state.optimizers.blocks)
     if stash.gradients is not Gradients.LOST:
         stash.gradients = Gradients.NONE
@@ -411,22 +393,14 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------
-def _masters_to_model(optimizer: Optimizer) -> None:
-    optimizer._amp_stash.look_up(optimizer)
-    push(optimizer._amp_stash.masters)
-
-
 #: Masters exist since ``initialize``. A block by hand names its scaler at its end, and its caller updates that.
 _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
     "_amp_lazy_init": lambda one: one._amp_stash.look_up(one),
     "_lazy_init_maybe_master_weights": lambda one: one._amp_stash.look_up(one),
-    "_master_params_to_model_params": _masters_to_model,
+    "_master_params_to_model_params": lambda one: push(one._amp_stash.masters),
     "_prepare_amp_backward": lambda one: block.begin(one, one._amp_stash, one._amp_stash.session.scalers[0]),
-    "_post_amp_backward": lambda one, scaler: Block(None, [one], scaler, scale=scaler._scale).end(by_hand=True),
+    "_post_amp_backward": lambda one, scaler: block.end([one], scaler, scaler.scale_on(), check=None),
 }
-
-#: Instance attributes that :func:`attach` sets.
-_OWN = ("_amp_stash", "_amp_wrapped", "step", "zero_grad", "add_param_group", *_LEGACY_METHODS)
 
 
 def held_params(optimizers: list[Optimizer]) -> set[int]:

@@ -19,8 +19,6 @@ import torch
 from ampcompat import _torch
 
 WINDOW = 2000
-#: Overflow flags that are kept apart until a step or a transition looks at them; more become one.
-_MANY = 1024
 #: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
 FLOOR = 2.0**-24
 
@@ -45,10 +43,6 @@ class LossScaler(torch.amp.GradScaler):
         max_loss_scale: Cap of growth.
         loss_id: Which loss of its session this scaler serves; named in messages.
     """
-
-    warned_no_fused_kernel = False
-    warned_unscaling_non_fp32_grad = False
-    has_fused_kernel = True
 
     def __init__(
         self,
@@ -134,11 +128,11 @@ class LossScaler(torch.amp.GradScaler):
             self._lent_buffer.zero_()
 
     # -- one backward pass ---------------------------------------------------------------------------------------------
-    def scale_on(self, device: torch.device) -> torch.Tensor:
-        """The current scale as a 0-dim float32 tensor on ``device``; no host sync."""
+    def scale_on(self, device: torch.device | None = None) -> torch.Tensor:
+        """The current scale as a 0-dim float32 tensor on ``device``, or where it is; no host sync."""
         if self._scale is None:
-            return torch.full((), self._init_scale, device=device)
-        return self._scale.to(device, non_blocking=True)
+            return torch.full((), self._init_scale, device=device or "cpu")
+        return self._scale if device is None else self._scale.to(device, non_blocking=True)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss.float() * scale``, on the device of ``loss``, of any shape; no host sync."""
@@ -151,12 +145,9 @@ class LossScaler(torch.amp.GradScaler):
         """Multiply the gradient tensors in place by 1 / scale and note any inf or NaN; no host sync.
 
         Args:
-            grads: List of dense tensors of any device and floating dtype, empty included. An optimizer, as
-                ``GradScaler.unscale_`` takes it, works too.
+            grads: List of dense tensors of any device and floating dtype, empty included.
             scale: What they were scaled by (0-dim float32), where that may not be the current scale.
         """
-        if hasattr(grads, "param_groups"):
-            grads = [p.grad for group in grads.param_groups for p in group["params"] if p.grad is not None]
         kinds = dict.fromkeys(map(_KIND, grads))
         if len(kinds) != 1:
             for kind in kinds:
@@ -190,10 +181,7 @@ class LossScaler(torch.amp.GradScaler):
         the step that must be skipped; None for a static scaler, which never skips.
         """
         if found is None and self._found_inf:
-            found, *others = self._found_inf.values()
-            for other in others:
-                found = torch.maximum(found, other.to(found.device, non_blocking=True))
-            self._found_inf = {}
+            found, self._found_inf = _any(list(self._found_inf.values())), {}
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu") if found is None else found.device)
         scale: torch.Tensor = self._scale  # type: ignore[assignment] # made above
@@ -207,12 +195,9 @@ class LossScaler(torch.amp.GradScaler):
         if self._lent_buffer is not None:
             self._lent_buffer.copy_(found, non_blocking=True)
         if put_off:
-            # The flag itself: ``update_scale`` takes the decision from the steps that hold it.
-            if len(self._put_off) == _MANY:
-                self._put_off = [_any(self._put_off)]
-            self._put_off.append(found)
+            self._put_off.append(found)  # itself: ``update_scale`` takes the decision from the steps that hold it
             return found
-        counted = _any([found, *self._put_off])
+        counted = _any([found, *self._put_off]) if self._put_off else found
         self._put_off = []
         growth, back_off = self._growth_factor, self._backoff_factor
         moved = scale.clone()
@@ -227,7 +212,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def scale_after_back_off(self) -> torch.Tensor:
         """The scale to name when a step is skipped: with the back-off that was put off. No host sync."""
-        scale = self.scale_on(torch.device("cpu")) if self._scale is None else self._scale
+        scale = self.scale_on()
         return scale if not self._put_off else (scale * self._backoff_factor).clamp(min=self._min_loss_scale)
 
     def update_scale(self) -> bool:
@@ -248,8 +233,3 @@ class LossScaler(torch.amp.GradScaler):
             flag.zero_()
         self.adjust()
         return self._has_overflow
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------------
-    def amp_state(self) -> dict[str, float | int]:
-        """Scale and clean passes as plain numbers, as apex saved them. Reads the device."""
-        return {"loss_scale": self.get_scale(), "unskipped": self._unskipped}

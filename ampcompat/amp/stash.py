@@ -36,11 +36,10 @@ class Gradients(Enum):
 
 @dataclass(eq=False)
 class Pending:
-    """Scaled gradients in ``param.grad`` that a later block unscales, or the step."""
+    """Scaled gradients in ``param.grad`` that a later block unscales, or the step; shared by a block's optimizers."""
 
     scale: torch.Tensor  # what they are scaled by (0-dim float32)
     scalers: dict[LossScaler, None]  # whose losses they stem from: the pass counts for each of them
-    optimizers: list[weakref.ref[Optimizer]]  # of the block that left them: one backward pass for all of these
 
 
 class Spent(NamedTuple):
@@ -77,16 +76,6 @@ class AmpOptimizerState:
     def in_block(self) -> bool:
         """Whether a block of this optimizer is open."""
         return self.block is not None and self.block() is not None
-
-    @property
-    def params_have_scaled_gradients(self) -> bool:
-        """Whether a ``delay_unscale`` block left scaled gradients behind."""
-        return self.pending is not None
-
-    @property
-    def already_patched(self) -> bool:
-        """Whether the next step will be skipped. Reads the device: one host sync per overflow flag."""
-        return self.gradients is Gradients.LOST or any(found.item() for _, found in self.overflows)
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors that a backward pass gives gradients to."""
@@ -143,7 +132,10 @@ class AmpOptimizerState:
                 self.skipped = bool(overflowed)
             announce(overflowed)
 
-    # -- by apex's names, and by group: half params (all, where there are no masters), masters, and float32 params -----
+    # -- by apex's names: whether gradients are pending; whether the next step will be skipped (a host sync per flag) --
+    params_have_scaled_gradients = property(lambda s: s.pending is not None)
+    already_patched = property(lambda s: s.gradients is Gradients.LOST or any(found.item() for _, found in s.overflows))
+    # Half params (all, where there are no masters), masters, and float32 params; also by group.
     all_fp16_params = property(lambda s: [m.half for m in s.masters] or [p for p in s.direct if p.dtype in HALF_DTYPES])
     all_fp32_from_fp16_params = property(lambda s: [m.value for m in s.masters])
     all_fp32_from_fp32_params = all_fp32_params = property(lambda s: [p for p in s.direct if p.dtype == torch.float32])

@@ -1,7 +1,5 @@
 """Home of names that scripts import from ``apex.amp.utils``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

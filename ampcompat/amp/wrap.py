@@ -1,34 +1,30 @@
 """Home of names that scripts import from ``apex.amp.wrap``."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.functions import make_wrapper
 from ampcompat.amp.rules import Rule
 from ampcompat.amp.utils import casted_args
 
-T = TypeVar("T")
-
 __all__ = ["disable_casts", "make_cast_wrapper", "make_promote_wrapper"]
 
+Function = Callable[..., Any]
 
-def make_cast_wrapper(
-    orig_fn: Callable[..., T], cast_fn: Callable[[Any], object], handle: Any, try_caching: bool = False
-) -> Callable[..., T]:
+
+def make_cast_wrapper(orig_fn: Function, cast_fn: Function, handle: Any, try_caching: bool = False) -> Function:
     """Wrap ``orig_fn`` so that ``cast_fn`` is applied to its floating arguments while ``handle`` is active."""
 
     @functools.wraps(orig_fn)
-    def wrapper(*args: object, **kwargs: Any) -> T:
+    def wrapper(*args: object, **kwargs: Any) -> object:
         return orig_fn(*(casted_args(cast_fn, args, kwargs) if handle.is_active() else args), **kwargs)
 
     return wrapper
 
 
-def make_promote_wrapper(orig_fn: Callable[..., T], cast_fn: object = None, handle: object = None) -> Callable[..., T]:
+def make_promote_wrapper(orig_fn: Function, cast_fn: object = None, handle: object = None) -> Function:
     """Wrap ``orig_fn`` so that it gets its floating arguments in the widest dtype among them while casts are on."""
-    wrapper: Callable[..., T] = make_wrapper(orig_fn, Rule.PROMOTE)
+    wrapper: Function = make_wrapper(orig_fn, Rule.PROMOTE)
     return wrapper

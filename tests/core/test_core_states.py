@@ -292,16 +292,6 @@ def test_cell(act, state, level, request):
         act(run, **fixtures)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_block_that_raises_before_its_backward_keeps_pending_gradients(level):
-    run = Run(level, "PENDING")
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(run.loss(SECOND), run.optimizer):
-        raise ZeroDivisionError
-    run.pending_are(FIRST, FIRST)
-    run.block(SECOND)
-    run.step_takes(FIRST + SECOND)
-
-
 def test_every_cell_of_the_table_has_a_test():
     assert STATES == ["NONE", "UNSCALED", "PENDING"]
     assert [row[0] for row in ROWS] == list(EVENTS)

@@ -255,13 +255,11 @@ class Reference:
             one.plain = False
         for one in chosen:
             self.begin(one, scale)
-        found = {one: one.gradients() for one in chosen}
         self.backward(loss.float() * scale, chosen, step)
         if step["raises"]:
             for one in chosen:
-                if not one.pending or one.gradients() != found[one]:
-                    one.put_back(scale)
-                    one.blocks = self.blocks
+                one.put_back(scale)
+                one.blocks = self.blocks
         elif step["delay_unscale"]:
             held = [s for one in chosen if one.pending for s in one.pending.scalers]
             pending = Pending(scale, list(dict.fromkeys([scaler, *held])), chosen)
