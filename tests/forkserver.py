@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 
 class ForkServer:
@@ -108,14 +108,19 @@ def start(command: list[str]) -> None:
         sys.argv = rest
         sys.path.insert(0, os.getcwd())
         runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-    elif what == "-c":
-        sys.argv = ["-c", *rest[1:]]
-        sys.path.insert(0, "")
-        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        sys.argv = command
-        sys.path.insert(0, str(Path(what).absolute().parent))
-        runpy.run_path(what, run_name="__main__")
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        if what == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            sys.path.insert(0, "")
+            code = compile(rest[0], "<string>", "exec")
+        else:
+            sys.argv = command
+            path = Path(what).absolute()
+            sys.path.insert(0, str(path.parent))
+            main.__file__ = str(path)
+            code = compile(path.read_bytes(), str(path), "exec")
+        exec(code, main.__dict__)
 
 
 if __name__ == "__main__":

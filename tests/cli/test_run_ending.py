@@ -59,7 +59,7 @@ SHIM = str(ROOT / "ampcompat" / "_shim")
     ("imports", "words", "paths"),
     [
         (PLAIN, ["-m", "ampcompat", "run"], []),
-        (WITH_APEX, ["-m", "ampcompat", "run"], []),
+        pytest.param(WITH_APEX, ["-m", "ampcompat", "run"], [], marks=pytest.mark.slow),
         (WITH_APEX, [], [SHIM]),  # as in the processes that a script under run starts
     ],
 )

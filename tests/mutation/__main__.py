@@ -100,9 +100,9 @@ class RunMutants:
                 tried += len(names)
                 end, killer = self.fork(swaps, [items[n] for n in names])
                 if end != "survived":
-                    if killer and killer not in control:
+                    if killer not in control:
                         control[killer] = self.fork([], [items[killer]])[0]
-                    if control.get(killer, "survived") != "survived":
+                    if control[killer] != "survived":
                         end = "no evidence"
                     break
             line = {
@@ -119,9 +119,10 @@ class RunMutants:
         if not items:
             return "survived", ""
         now_in = self.results.with_suffix(".now")
+        now_in.write_text(items[0].nodeid, encoding="utf-8")
         child = os.fork()
         if not child:
-            status = 70
+            status = 70  # the change could not be made
             try:
                 os.setsid()
                 status = self.run(swaps, items, now_in)
@@ -133,7 +134,7 @@ class RunMutants:
         if os.WIFSIGNALED(status):
             end = "timeout" if os.WTERMSIG(status) == signal.SIGALRM else "crash"
         else:
-            end = {0: "survived", 1: "killed"}.get(os.WEXITSTATUS(status), "crash")
+            end = {0: "survived", 1: "killed", 70: "no evidence"}.get(os.WEXITSTATUS(status), "crash")
         return end, "" if end == "survived" else now_in.read_text(encoding="utf-8")
 
     def run(self, swaps: list[tuple[FunctionType, object]], items: list[pytest.Item], now_in: Path) -> int:
@@ -145,7 +146,10 @@ class RunMutants:
             now_in.write_text(item.nodeid, encoding="utf-8")
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(int(20 + 20 * self.covering.seconds[item.nodeid]))
-            config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            try:
+                config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            except BaseException:
+                return 1
             if self.failed:
                 return 1
         return 0

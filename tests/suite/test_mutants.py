@@ -17,11 +17,11 @@ def f(a, b, out=None):
 CHANGES = {
     "negate": "a < b",
     "move the boundary": "a < b",
-    "exchange and/or": "a < b and not out",
+    "exchange and/or": "a < b and (not out)",
     "drop not": "not out",
     "delete the statement": "out[0] = max(a, b)",
     "swap the first two arguments": "max(a, b)",
-    "return None": "return sum(n + 1 for n in (a, b))",
+    "return None": "return sum((n + 1 for n in (a, b)))",
     "exchange the operator": "n + 1",
     "change the constant": "0",
 }
