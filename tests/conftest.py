@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from covering import mark_the_rest_slow
+from forkserver import ForkServer
 from packaging.specifiers import SpecifierSet
 
 from ampcompat._state import state
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             entry = DIVERGENCES[mark.args[0]]
             if SpecifierSet(entry["torch"]).contains(torch.__version__.split("+")[0], prereleases=True):
                 item.add_marker(pytest.mark.xfail(strict=True, reason=f"{entry['id']}: {entry['ampcompat']}"))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking torch and all the tests, which ``initialize`` has it do at times."""
+    gc.collect()
+    gc.freeze()
 
 
 def torch_as_it_is() -> dict[str, object]:
@@ -98,3 +105,10 @@ def torch_left_as_found() -> Iterator[None]:
     expected = {"PYTEST_CURRENT_TEST", "CUDA_MODULE_LOADING"}
     changed = {name for name in changed - expected if "TORCHINDUCTOR" not in name}
     assert not changed, f"the test left environment variables changed: {changed}"
+
+
+@pytest.fixture(scope="session")
+def warm_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Start Python processes that have torch imported already; see ``forkserver.py``."""
+    with ForkServer(tmp_path_factory.mktemp("warm_python")) as server:
+        yield server

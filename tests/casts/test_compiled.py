@@ -236,6 +236,7 @@ def test_compiled_code_with_casts_disabled():
     assert fast(x).dtype == torch.float16  # its own call still casts, though the ambience is off
 
 
+@pytest.mark.slow  # the casts are in the graph, which the other backends are given too
 def test_inductor():
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pretended_checks
@@ -17,16 +15,19 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def outcomes():
+def outcomes(request, warm_python):
+    """What became of the checks that are to run, by name: one process serves them all."""
     program = Path(pretended_checks.__file__)
     root = program.parents[2]
     path = os.pathsep.join([str(root), str(root / "tests" / "parity")])
-    command = [sys.executable, "-W", "ignore", program]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300)
+    names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
+    done = warm_python.run([program, *names], cwd=root, env={**os.environ, "PYTHONPATH": path}, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", pretended_checks.CHECKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * slow) for name, slow in pretended_checks.SLOW.items()]
+)
 def test_on_a_pretended_device(name, outcomes):
     assert outcomes[name] == "passed"

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,21 +10,19 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "docs" / "examples" / "t5.py"
 
 
-def run(*options, **environment):
-    command = [sys.executable, "-m", "ampcompat", "run", *options, str(SCRIPT), "--steps", "40", "--device", "cpu"]
-    done = subprocess.run(
-        command,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr + done.stdout, json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def run(warm_python):
+    def start(*options, **environment):
+        command = ["-m", "ampcompat", "run", *options, SCRIPT, "--steps", "40", "--device", "cpu"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        done = warm_python.run(command, cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stderr + done.stdout, json.loads(done.stdout.splitlines()[-1])
+
+    return start
 
 
-def test_float16_overflows_and_the_autopsy_names_wo():
+def test_float16_overflows_and_the_autopsy_names_wo(run):
     said, result = run("--explain")
     assert result["finite"] == 0
     assert "Gradient overflow" not in said  # the script asks for verbosity=0
@@ -38,7 +34,7 @@ def test_float16_overflows_and_the_autopsy_names_wo():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_bfloat16_trains(level):
+def test_bfloat16_trains(level, run):
     said, result = run(AMPCOMPAT_DTYPE="bfloat16", AMPCOMPAT_OPT_LEVEL=level)
     assert result["finite"] == result["steps"] == 40
     assert result["last"] < 0.1  # from ln 32 = 3.5
@@ -46,7 +42,7 @@ def test_bfloat16_trains(level):
 
 
 @pytest.mark.slow
-def test_wo_in_float32_trains():
+def test_wo_in_float32_trains(run):
     said, result = run("--keep-fp32", "*.wo")
     assert "keeps block.0.wo, block.1.wo in float32" in said
     assert result["finite"] == result["steps"]

@@ -83,6 +83,7 @@ raise RuntimeError("gone")
 }
 
 
+OF_TORCH = ("patches_torch", "takes_torch_away")
 # A hook that raises is reported with its own frames; python's file tokenizer words two errors otherwise than compile().
 WORDED_APART = ("broken_hook", "null_byte", "wrong_encoding")
 
@@ -117,18 +118,17 @@ def both(folder, *arguments, **keywords):
 @pytest.mark.parametrize(
     "arguments",
     [
-        *[[f"{name}.py"] for name in SCRIPTS if name not in (*WORDED_APART, "patches_torch")],
+        *[[f"{name}.py"] for name in SCRIPTS if name not in (*WORDED_APART, *OF_TORCH)],
         ["missing.py"],
         ["missing folder/missing.py"],
         ["parses.py", "--opt-level", "O9", "-m", "x", "--lr=-1e-3", "--", "-a", "--dtype"],
         ["parses.py", "--help"],
         ["parses.py", "--lr"],
+        *[["-m", name] for name in ("syntax_error", "exception", "sibling")],
         *[
-            ["-m", name]
-            for name in ("syntax_error", "exception", "exit_3", "interrupt", "killed", "own_hook", "sibling")
+            pytest.param(["-m", *words], marks=pytest.mark.slow)
+            for words in (["exit_3"], ["interrupt"], ["killed"], ["own_hook"], ["patches_torch", "O1"])
         ],
-        ["patches_torch.py", "O1"],
-        pytest.param(["-m", "patches_torch", "O1"], marks=pytest.mark.slow),
         ["-m", "package.relative", "--flag", "--", "-x"],
         ["-m", "package"],
         ["-m", "package.absent"],
@@ -148,6 +148,17 @@ def test_same_as_python(scripts, arguments):
     assert ours.stdout == plain.stdout
     # Python 3.10 names a folder as it was typed.
     assert without_addresses(ours.stderr) == without_addresses(plain.stderr).replace(f"{scripts}/.'", f"{scripts}'")
+
+
+@pytest.mark.parametrize("arguments", [["patches_torch.py", "O1"], ["takes_torch_away.py"]], ids=" ".join)
+def test_same_as_python_with_torch(scripts, arguments, warm_python):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    plain, ours = (
+        warm_python.run([*words, *arguments], cwd=scripts, env=environment)
+        for words in ([], ["-m", "ampcompat", "run"])
+    )
+    assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
+    assert without_addresses(ours.stderr) == without_addresses(plain.stderr)
 
 
 @pytest.mark.parametrize("code", [SCRIPTS["identity"], "import helper\n1 / 0\n", "if x\n", "import sys; sys.exit(3)"])

@@ -1,8 +1,6 @@
 """Processes that a script starts see the alias too, and the runner's settings."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -40,11 +38,11 @@ if __name__ == "__main__":
 """
 
 
-def test_children_see_the_alias(tmp_path):
+def test_children_see_the_alias(tmp_path, warm_python):
     (tmp_path / "spawns.py").write_text(SPAWNS)
-    command = [sys.executable, "-m", "ampcompat", "run", "--opt-level", "O2", "--dtype=bf16", "spawns.py"]
+    command = ["-m", "ampcompat", "run", "--opt-level", "O2", "--dtype=bf16", "spawns.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    done = warm_python.run(command, cwd=tmp_path, env=environment)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "[(0, 'O2bfloat16'), (1, 'O2bfloat16')]",

@@ -26,12 +26,11 @@ ended.set()
     ("end", "status"),
     [("", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("sys.exit(3)", 3), ("raise ValueError", 1)])],
 )
-def test_threads_of_gloo_get_the_interpreter_once_more(tmp_path, end, status):
+def test_threads_of_gloo_get_the_interpreter_once_more(tmp_path, warm_python, end, status):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + end)
-    command = [sys.executable, "-m", "ampcompat", "run", str(script)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = warm_python.run(["-m", "ampcompat", "run", script], cwd=tmp_path, env=environment)
     assert (done.returncode, done.stdout) == (status, "dropped its last tensor\n"), done.stderr
 
 
@@ -60,7 +59,7 @@ SHIM = str(ROOT / "ampcompat" / "_shim")
     ("imports", "words", "paths"),
     [
         (PLAIN, ["-m", "ampcompat", "run"], []),
-        (WITH_APEX, ["-m", "ampcompat", "run"], []),
+        pytest.param(WITH_APEX, ["-m", "ampcompat", "run"], [], marks=pytest.mark.slow),
         (WITH_APEX, [], [SHIM]),  # as in the processes that a script under run starts
     ],
 )

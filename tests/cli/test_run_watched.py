@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -27,16 +25,29 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def run(tmp_path, *options, status=0):
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "ampcompat", "run", *options, str(script), str(status)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def ampcompat_run(tmp_path, warm_python):
+    """Run ``ampcompat run`` with the given words, in ``tmp_path``."""
+
+    def start(*words):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        return warm_python.run(["-m", "ampcompat", "run", *words], cwd=tmp_path, env=environment)
+
+    return start
 
 
-def test_every_option_at_once_and_the_exit_status_is_the_scripts(tmp_path):
-    done = run(tmp_path, "--explain", "--receipt=r.html", "--keep-fp32", "1", status=3)
+@pytest.fixture
+def run(tmp_path, ampcompat_run):
+    def start(*options, status=0):
+        script = tmp_path / "script.py"
+        script.write_text(SCRIPT)
+        return ampcompat_run(*options, script, status)
+
+    return start
+
+
+def test_every_option_at_once_and_the_exit_status_is_the_scripts(tmp_path, run):
+    done = run("--explain", "--receipt=r.html", "--keep-fp32", "1", status=3)
     assert done.returncode == 3, done.stderr
     assert "AMPCOMPAT_KEEP_FP32: '1' keeps 1 in float32." in done.stdout
     assert "the cast to float16" in done.stderr
@@ -44,30 +55,30 @@ def test_every_option_at_once_and_the_exit_status_is_the_scripts(tmp_path):
     assert "1 of 2 optimizer steps were skipped" in (tmp_path / "r.html").read_text()
 
 
-def test_a_receipt_on_the_terminal(tmp_path):
-    done = run(tmp_path, "--receipt")
+def test_a_receipt_on_the_terminal(run):
+    done = run("--receipt")
     assert done.returncode == 0, done.stderr
     assert "Half precision is on: 100.0 % of the FLOPs ran in float16." in done.stdout
     assert "ampcompat explain" not in done.stderr
 
 
 @pytest.mark.slow
-def test_a_receipt_as_data(tmp_path):
-    run(tmp_path, "--receipt=r.json")
+def test_a_receipt_as_data(tmp_path, run):
+    run("--receipt=r.json")
     facts = json.loads((tmp_path / "r.json").read_text())
     assert facts["skipped"] == 1
     assert {p["module"] for p in facts["parameters"]} == {"0", "1"}
 
 
-def test_a_receipt_that_has_nowhere_to_go_is_refused_before_the_script_runs(tmp_path):
-    done = run(tmp_path, "--receipt=absent/r.html")
+def test_a_receipt_that_has_nowhere_to_go_is_refused_before_the_script_runs(run):
+    done = run("--receipt=absent/r.html")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--receipt='absent/r.html' - its folder does not exist - name a file in one that does" in done.stderr
 
 
-def test_a_receipt_that_fails_does_not_take_the_scripts_place(tmp_path):
+def test_a_receipt_that_fails_does_not_take_the_scripts_place(tmp_path, run):
     (tmp_path / "r.html").mkdir()
-    done = run(tmp_path, "--receipt=r.html", status=3)
+    done = run("--receipt=r.html", status=3)
     assert done.returncode == 3
     assert done.stderr.splitlines()[-1].startswith("ampcompat run: no receipt: ")
 
@@ -102,18 +113,17 @@ if __name__ == "__main__":
 """
 
 
-def watch_children(tmp_path, how):
+@pytest.fixture
+def watch_children(tmp_path, ampcompat_run):
     (tmp_path / "spawns.py").write_text(SPAWNS)
-    command = [sys.executable, "-m", "ampcompat", "run", "--explain", "--receipt", "spawns.py", how]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    return lambda how: ampcompat_run("--explain", "--receipt", "spawns.py", how)
 
 
 @pytest.mark.parametrize(
     "how", ["subprocess", *(pytest.param(how, marks=pytest.mark.slow) for how in ("spawn", "fork"))]
 )
-def test_processes_that_a_script_starts_explain_and_are_in_the_receipt(tmp_path, how):
-    done = watch_children(tmp_path, how)
+def test_processes_that_a_script_starts_explain_and_are_in_the_receipt(watch_children, how):
+    done = watch_children(how)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("ampcompat explain: A step was skipped.") == 1
     assert "left the range of float16" in done.stderr
@@ -121,9 +131,10 @@ def test_processes_that_a_script_starts_explain_and_are_in_the_receipt(tmp_path,
     assert "1 of 1 optimizer steps were skipped" in done.stdout
 
 
-def test_ranks_are_added_up_and_one_that_was_killed_is_named(tmp_path):
+@pytest.mark.parametrize("how", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_ranks_are_added_up_and_one_that_was_killed_is_named(how, tmp_path, ampcompat_run):
     (tmp_path / "ranks.py").write_text(RANKS)
-    done = run_file(tmp_path, "--receipt=r.json", "ranks.py", "spawn")
+    done = ampcompat_run("--receipt=r.json", "ranks.py", how)
     assert done.returncode == 0, done.stderr
     facts = json.loads((tmp_path / "r.json").read_text())
     assert [row["rank"] for row in facts["processes"]] == [0, 1, 2]
@@ -131,13 +142,7 @@ def test_ranks_are_added_up_and_one_that_was_killed_is_named(tmp_path):
     assert facts["flops"]["forward"] == {"float16": 2 * 3 * (2 * 8 * 8 * 8)}
     assert "(rank 2) is missing: it called amp.initialize, and was killed," in facts["sentences"][-1]
     assert facts["script"] == "ranks.py"
-    assert facts["arguments"] == ["spawn"]
-
-
-def run_file(tmp_path, *line):
-    command = [sys.executable, "-m", "ampcompat", "run", *line]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert facts["arguments"] == [how]
 
 
 RANKS = """
@@ -216,9 +221,9 @@ raise KeyError("no such batch")
 """
 
 
-def test_the_receipt_of_a_script_that_crashes_says_so(tmp_path):
+def test_the_receipt_of_a_script_that_crashes_says_so(tmp_path, ampcompat_run):
     (tmp_path / "crashes.py").write_text(CRASHES)
-    done = run_file(tmp_path, "--receipt=r.json", "crashes.py", "--lr", "0.1")
+    done = ampcompat_run("--receipt=r.json", "crashes.py", "--lr", "0.1")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "KeyError: 'no such batch'"
     facts = json.loads((tmp_path / "r.json").read_text())
@@ -231,8 +236,8 @@ def explained(text):
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 
-def test_explain_as_lines_of_json_until_the_first_fault(tmp_path):
-    done = run(tmp_path, "--explain=json,first,ranges", status=3)
+def test_explain_as_lines_of_json_until_the_first_fault(run):
+    done = run("--explain=json,first,ranges", status=3)
     assert done.returncode == 1  # the script's own 3 is never reached
     assert "ampcompat explain" not in done.stdout + done.stderr
     told = explained(done.stderr)
@@ -254,5 +259,5 @@ def test_words_of_explain_that_mean_nothing_are_refused(tmp_path, capsys):
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_forked_copy_of_the_script_writes_no_receipt(tmp_path):
-    assert watch_children(tmp_path, "os.fork").stdout.count("precision receipt:") == 1
+def test_a_forked_copy_of_the_script_writes_no_receipt(watch_children):
+    assert watch_children("os.fork").stdout.count("precision receipt:") == 1

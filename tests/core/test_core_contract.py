@@ -2,8 +2,6 @@
 
 import importlib
 import inspect
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -238,7 +236,7 @@ def test_amp_state_by_every_import(code):
     assert [s.loss_scale() for s in space["state"].loss_scalers] == [2.0**16]
 
 
-def test_amp_state_by_every_import_first_in_a_process():
+def test_amp_state_by_every_import_first_in_a_process(warm_python):
     # Each form must work when it is the first import of all, too.
     tests = "\n".join(f"run({code!r})" for code in IMPORTS)
     program = f"""
@@ -255,7 +253,7 @@ import torch
 assert not torch.cuda.is_initialized()
 print("fine")
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = warm_python.run(["-c", program])
     assert done.stdout == "fine\n", done.stderr
 
 

@@ -1,10 +1,8 @@
-"""Data parallelism over gloo: ``checks.py`` and ``zero_checks.py`` on two ranks (by torchrun) and on four."""
+"""Data parallelism over gloo: ``checks.py`` and ``zero_checks.py`` on two ranks, and slowly by torchrun and on four."""
 
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,18 +19,24 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda world: f"{world} ranks")
-def failures(request, tmp_path_factory):
+LAUNCHES = [
+    pytest.param((2, "fork"), id="2 ranks"),
+    pytest.param((2, "torchrun"), id="2 ranks by torchrun", marks=pytest.mark.slow),
+    pytest.param((4, "fork"), id="4 ranks", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=LAUNCHES)
+def failures(request, tmp_path_factory, warm_python):
     """What failed, by check and rank: one launch serves every test."""
-    world, directory, port = request.param, tmp_path_factory.mktemp("ranks"), free_port()
-    script = [str(HERE / "launch.py")]
-    if world == 2:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-        command += [*script, str(directory)]
-    else:
-        command = [sys.executable, *script, str(world), str(directory)]
+    (world, how), directory, port = request.param, tmp_path_factory.mktemp("ranks"), free_port()
+    launch = str(HERE / "launch.py")
+    command = [launch, str(world), str(directory)]
+    if how == "torchrun":
+        command = ["-m", "torch.distributed.run", f"--nproc_per_node={world}", f"--master_port={port}"]
+        command += [launch, str(directory)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TEST_PORT": port, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    run = warm_python.run(command, env=environment, timeout=300)
     found: dict[str, dict[int, str]] = {}
     for rank in range(world):
         path = directory / f"{rank}.json"
@@ -43,10 +47,10 @@ def failures(request, tmp_path_factory):
     return found
 
 
-def test_a_rank_that_dies_is_told_of(tmp_path):
-    command = [sys.executable, str(HERE / "launch.py"), "1", str(tmp_path / "not" / "there")]
+def test_a_rank_that_dies_is_told_of(tmp_path, warm_python):
+    command = [HERE / "launch.py", "1", tmp_path / "not" / "there"]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TEST_PORT": "no port"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    run = warm_python.run(command, env=environment)
     assert run.returncode == 1
     assert "Traceback" in run.stderr
 

@@ -299,7 +299,7 @@ def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler's own
-@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("level", [pytest.param("O0", marks=pytest.mark.slow), "O1"])
 def test_a_compiled_model_is_said_to_be_one_that_cannot_be_run_again(capsys, level):
     torch._dynamo.reset()
     model = nn.Linear(8, 8)

@@ -1,8 +1,6 @@
 """Errors of torch's own that mixed precision provokes say what cures them, and are the same errors."""
 
 import os
-import subprocess
-import sys
 import traceback
 from pathlib import Path
 
@@ -232,11 +230,11 @@ Outer()(torch.ones(4, 4))
 """
 
 
-def test_under_run_an_error_outside_of_models_has_its_cure_and_no_frame_of_ours(tmp_path):
+def test_under_run_an_error_outside_of_models_has_its_cure_and_no_frame_of_ours(tmp_path, warm_python):
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "ampcompat", "run", "--explain", "--receipt=r.txt", "script.py"]
+    command = ["-m", "ampcompat", "run", "--explain", "--receipt=r.txt", "script.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = warm_python.run(command, cwd=tmp_path, env=environment)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("ampcompat: values of one dtype are written into a tensor of another")

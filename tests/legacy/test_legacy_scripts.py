@@ -12,13 +12,11 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 LEVELS = ["O1 O2", pytest.param("O0 O3", marks=pytest.mark.slow)]
 
-# One process imports torch, which costs as much as the training, and forks for each script, which runs at each level.
+# One process forks for each script, which runs at each level.
 # What tells the levels apart is looked at from outside: weights and outputs of the layers that multiply, and what the
 # optimizer steps.
 DRIVER = """
 import json, os, sys, torch
-torch.set_num_threads(1)
-torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # the first optimizer makes torch import its compiler
 folder, levels, *scripts = sys.argv[1:]
 for script in scripts:
     if not os.fork():
@@ -79,10 +77,12 @@ def assert_falls(seen, steps):
 
 
 @pytest.fixture(scope="module")
-def outputs(levels, tmp_path_factory):
+def outputs(levels, tmp_path_factory, warm_python):
     """The folder of what each script printed."""
     folder = tmp_path_factory.mktemp("outputs")
-    run([sys.executable, "-c", DRIVER, str(folder), levels, *map(str, SCRIPTS)])
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = warm_python.run(["-c", DRIVER, folder, levels, *SCRIPTS], cwd=ROOT, env=environment, timeout=240)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder
 
 

@@ -1,6 +1,7 @@
 """Shapes of legacy scripts: what is said to be right trains like the original, the rest is marked."""
 
 import ast
+import functools
 import sys
 
 import pytest
@@ -11,6 +12,11 @@ import ampcompat
 from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.migrate import migrate_source
+
+
+@functools.cache
+def migrated(name):
+    return migrate_source(HEAD + {**RIGHT, **MARKED}[name], "native")
 
 
 def run(code, monkeypatch, apex):
@@ -42,7 +48,7 @@ def run(code, monkeypatch, apex):
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_is_not_marked_trains_like_the_original(name, monkeypatch):
     before = HEAD + RIGHT[name]
-    result = migrate_source(before, "native")
+    result = migrated(name)
     assert result.todos == []
     assert "apex" not in result.code
     expected, _ = run(before, monkeypatch, apex=True)
@@ -54,14 +60,14 @@ def test_what_is_not_marked_trains_like_the_original(name, monkeypatch):
 
 @pytest.mark.parametrize("name", MARKED)
 def test_what_cannot_be_shown_is_marked(name):
-    result = migrate_source(HEAD + MARKED[name], "native")
+    result = migrated(name)
     assert result.todos
     ast.parse(result.code)
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *MARKED])
 def test_a_second_run_changes_nothing(name):
-    once = migrate_source(HEAD + {**RIGHT, **MARKED}[name], "native")
+    once = migrated(name)
     assert migrate_source(once.code, "native").code == once.code
 
 

@@ -1,4 +1,4 @@
-"""Code spread over modules: right and run, or marked where it is."""
+"""Code spread over modules: right (``test_migrate_verify.py`` trains it), or marked where it is."""
 
 import ast
 
@@ -6,10 +6,6 @@ import pytest
 from spread_shapes import MARKED, PLAIN, RIGHT
 
 from ampcompat.migrate.tree import migrate_tree
-from ampcompat.migrate.verify import Options, copies, run, verdict
-
-#: Each is two trainings in processes of their own: one by default, all nightly.
-FIRST, *OTHERS = RIGHT
 
 
 def written(folder, files):
@@ -28,18 +24,6 @@ def test_what_is_right_is_not_marked(name, tmp_path):
     changes = written(tmp_path, RIGHT[name])
     assert left(changes) == {}
     assert any(change.changed for change in changes)
-
-
-@pytest.mark.parametrize("name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_what_is_not_marked_trains_like_the_original(name, tmp_path):
-    changes = written(tmp_path / "root", RIGHT[name])
-    before, after = copies(tmp_path / "root", changes, tmp_path / "copies")
-    options = Options(["train.py"], steps=4, timeout=240)
-    one = run(before, options, tmp_path / "before.jsonl", native=False)
-    other = run(after, options, tmp_path / "after.jsonl", native=True)
-    result = verdict(one, other)
-    assert result.passed, "\n".join([*result.lines, other.output])
-    assert len(one.steps) == 4
 
 
 @pytest.mark.parametrize("name", MARKED)

@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+from spread_shapes import RIGHT as SPREAD
 
 from ampcompat.cli import main
 from ampcompat.cli import migrate as command
@@ -109,13 +110,27 @@ def test_a_script_that_does_nothing_is_no_proof():
     assert not verdict(Trace(), Trace()).passed
 
 
-def test_the_command(tmp_path, capsys):
-    (tmp_path / "train.py").write_text(SIMPLE)
+FIRST, *OTHERS = SPREAD
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(SPREAD[FIRST], id=FIRST),
+        *(pytest.param(SPREAD[name], id=name, marks=pytest.mark.slow) for name in OTHERS),
+        pytest.param({"train.py": SIMPLE}, id="one module", marks=pytest.mark.slow),
+    ],
+)
+def test_the_command(files, tmp_path, capsys):
+    """Code spread over modules is a migration of several files: what is right there trains like the original."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
     status = main(["migrate", "--verify", "--to", "native", "--steps", "3", str(tmp_path), "--", "train.py"])
     shown = capsys.readouterr()
     assert status == 0, shown
     assert len([line for line in shown.out.splitlines() if line.endswith(" ok")]) == 3
-    assert (tmp_path / "train.py").read_text() == SIMPLE
+    assert {name: (tmp_path / name).read_text() for name in files} == files
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 import copy
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -177,7 +175,7 @@ torch.save(dict(out=model(batch()), state=model.state_dict(), softmax=model.head
 """
 
 
-def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path):
+def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path, warm_python):
     paths, scripts, wanted = [], [], []
     for level in LEVELS:
         model, optimizer = made(level=level)
@@ -189,9 +187,7 @@ def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path):
         paths.append(out)
         scripts.append(SCRIPT.format(here=str(Path(__file__).parent), path=str(path), out=str(out)))
     root = Path(__file__).parents[2]
-    run = subprocess.run(
-        [sys.executable, "-c", "\n".join(scripts)], cwd=root, capture_output=True, text=True, check=False
-    )
+    run = warm_python.run(["-c", "\n".join(scripts)], cwd=root)
     assert run.returncode == 0, run.stderr
     for (level, out, state), path in zip(wanted, paths, strict=True):
         got = torch.load(path, weights_only=True)

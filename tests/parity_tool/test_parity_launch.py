@@ -41,8 +41,8 @@ def start(kind, folder, on_step=None):
     return run_level(Level("O2", "float16"), options, folder, on_step or lose_patience)
 
 
-#: One process each: the others are left to the slow tests.
-QUICK = ("crashes", "forks", "runs for ever")
+#: One process each: the others are left to the slow tests, and to those of the child and of the ending alone.
+QUICK = ("crashes", "runs for ever")
 
 
 def start_all(kinds, folder):

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,13 +19,11 @@ SCRIPTS = ROOT / "tests" / "legacy" / "scripts"
         pytest.param("hf_trainer", "O1", 0.9, marks=pytest.mark.slow),
     ],
 )
-def test_run_with_both(script, level, half_share, tmp_path):
+def test_run_with_both(script, level, half_share, tmp_path, warm_python):
     receipt = tmp_path / "receipt.json"
-    command = [sys.executable, "-m", "ampcompat", "run", "--explain", f"--receipt={receipt}", "--opt-level", level]
+    command = ["-m", "ampcompat", "run", "--explain", f"--receipt={receipt}", "--opt-level", level]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, str(SCRIPTS / f"{script}.py")], env=environment, cwd=tmp_path, capture_output=True, text=True
-    )
+    done = warm_python.run([*command, SCRIPTS / f"{script}.py"], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "wrote the precision receipt" in done.stdout + done.stderr
     found = json.loads(receipt.read_text())

@@ -54,7 +54,8 @@ def test_it(a, b, c):
     ("given", "passed"),
     [(["-m", "not slow"], 3), (["-m", "slow"], 6), ([], 9), (["-m", "not slow", "test_p.py::test_it[0-1]"], 1)],
 )
-def test_what_is_not_kept_is_slow_and_runs_when_it_is_named(given, passed, pytester):
+def test_what_is_not_kept_is_slow_and_runs_when_it_is_named(given, passed, pytester, monkeypatch):
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(test_p=PRODUCT)
     pytester.makeconftest(
         "import covering, pytest\n"
