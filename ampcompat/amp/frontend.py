@@ -42,8 +42,8 @@ __all__ = [
 
 #: The levels, for annotations: a checker refuses any other string.
 OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
-_Model = TypeVar("_Model", bound=torch.nn.Module)
-_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+_Models = TypeVar("_Models", bound=torch.nn.Module | Sequence[torch.nn.Module])
+_Given = TypeVar("_Given", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
 
 
 class _Options(TypedDict, total=False):
@@ -78,52 +78,12 @@ opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3)}
 
 @overload
 def initialize(
-    models: _Model,
-    optimizers: None = None,
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> _Model: ...
+    models: _Models, optimizers: None = None, enabled: bool = True, opt_level: OptLevel = "O1", **rest: Unpack[_Options]
+) -> _Models: ...
 @overload
 def initialize(
-    models: _Model,
-    optimizers: _Optimizer,
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> tuple[_Model, _Optimizer]: ...
-@overload
-def initialize(
-    models: _Model,
-    optimizers: Sequence[_Optimizer],
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> tuple[_Model, list[_Optimizer]]: ...
-@overload
-def initialize(
-    models: list[_Model] | tuple[_Model, ...],
-    optimizers: None = None,
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> list[_Model]: ...
-@overload
-def initialize(
-    models: list[_Model] | tuple[_Model, ...],
-    optimizers: _Optimizer,
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> tuple[list[_Model], _Optimizer]: ...
-@overload
-def initialize(
-    models: list[_Model] | tuple[_Model, ...],
-    optimizers: Sequence[_Optimizer],
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> tuple[list[_Model], list[_Optimizer]]: ...
+    models: _Models, optimizers: _Given, enabled: bool = True, opt_level: OptLevel = "O1", **rest: Unpack[_Options]
+) -> tuple[_Models, _Given]: ...
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -171,8 +131,7 @@ def initialize(
             separated by commas.
 
     Returns:
-        The model (or the list of models), and the optimizer (or list), as given; with ``optimizers=None`` the model(s)
-        alone.
+        ``models`` and ``optimizers``, as given; with ``optimizers=None`` the models alone.
 
     Raises:
         RuntimeError: Unknown level, an override that the level does not allow, a half or already wrapped model, a model
@@ -225,10 +184,7 @@ def initialize(
     state.view["verbosity"] = loudness
     if state.observers:
         notify("on_initialize")
-    shown: Any = model_list if isinstance(models, (list, tuple)) else models
-    if optimizers is None:
-        return shown
-    return shown, optimizer_list if isinstance(optimizers, (list, tuple)) else optimizers
+    return models if optimizers is None else (models, optimizers)
 
 
 def _take_over(
