@@ -262,7 +262,7 @@ print("fine")
 HOMES = {
     "scaler": ["LossScaler"],
     "handle": ["AmpHandle", "NoOpHandle", "scale_loss", "disable_casts"],
-    "frontend": ["Properties", "initialize", "state_dict", "load_state_dict", "opt_levels"],
+    "frontend": ["Properties", "initialize", "state_dict", "load_state_dict"],
     "_initialize": ["applier"],
     "opt": ["OptimWrapper"],
     "_amp_state": ["_amp_state", "AmpState", "warn_or_err", "maybe_print", "master_params"],
