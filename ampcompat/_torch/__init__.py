@@ -47,7 +47,6 @@ from ampcompat._torch.compiler import (
     tag_compile_caches,
 )
 from ampcompat._torch.dispatcher import (
-    Registrations,
     aten_overloads,
     autocast_device_types,
     autocast_key,
@@ -59,6 +58,8 @@ from ampcompat._torch.dispatcher import (
     innermost_dispatch_mode,
     keys_excluded,
     op_name,
+    ops_with_kernel,
+    register_kernels,
 )
 from ampcompat._torch.errors import cure_of
 from ampcompat._torch.modules import (
@@ -89,7 +90,6 @@ __all__ = [
     "TORCH",
     "AnyDeviceDDP",
     "HostCopy",
-    "Registrations",
     "accelerator",
     "aten_overloads",
     "autocast_device_types",
@@ -135,11 +135,13 @@ __all__ = [
     "is_zero",
     "keys_excluded",
     "op_name",
+    "ops_with_kernel",
     "owns_memory_alone",
     "parallel_wrapper",
     "patch_ddp_constructor",
     "patch_engine",
     "patch_function_bodies",
+    "register_kernels",
     "register_state_dict_hooks",
     "replace",
     "run_uncompiled",
