@@ -66,8 +66,9 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
 
     Raises:
         TypeError: Something is no module, module type or pattern.
-        ValueError: A module is not in the models, nothing matches, or what matches cannot be kept. A pattern of the
-            environment may match nothing, with a message: a script may initialize its models one by one.
+        ValueError: A module is not in the models, nothing matches, or what matches cannot be kept. For a pattern of the
+            environment that no model matches, the first ``scale_loss`` raises it: a script may initialize its models
+            one by one.
     """
     several = isinstance(keep_fp32, (list, tuple, set, frozenset))
     wanted = [] if keep_fp32 is None else list(keep_fp32) if several else [keep_fp32]
@@ -90,12 +91,32 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
             say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} keeps {_list(matches)} in float32.")
         else:
             say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} matches no module of this model, which has {_list(names)}.")
+            if not any(isinstance(one, Unmatched) for one in state.observers):
+                state.observers.append(Unmatched(patterns))
         found.update(matches)
     kept = _with_tied(_forwarding(found), names)
     for module in kept:
         _check(module, models, names)
     inner = {child for module in kept for child in list(module.modules())[1:]}
     return [module for module in kept if module not in inner]
+
+
+class Unmatched:
+    """Refuses to train while a pattern of the environment matches no module of any model under amp."""
+
+    def __init__(self, patterns: list[str]) -> None:
+        self.patterns = patterns
+
+    def on_scale_loss(self, *_: object) -> None:
+        """Look at all models, once; every later block is none of ours where each pattern has a match."""
+        names = {module: name for model in state.models.live for name, module in model.named_modules()}
+        for pattern in self.patterns:
+            if not _matches(pattern, names):
+                raise ValueError(
+                    f"AMPCOMPAT_KEEP_FP32 (--keep-fp32): {pattern!r} - it matches no module of any model - modules are"
+                    f" named {_list(names)}; patterns are shell patterns over these names or over class names."
+                )
+        state.observers[:] = [one for one in state.observers if one is not self]
 
 
 def _matches(one: object, names: Names) -> Names:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ampcompat import amp
+from ampcompat._state import state
 from ampcompat.amp.keep_fp32 import BorderPolicy
 
 
@@ -97,12 +98,27 @@ def test_the_environment_adds_patterns(monkeypatch, capsys):
     assert "'nowhere*' matches no module of this model, which has blocks, blocks.0" in said
 
 
-def test_models_that_are_initialized_one_by_one_have_the_patterns_between_them(monkeypatch, capsys):
+def test_a_pattern_of_the_environment_that_no_model_has_is_refused_before_anything_is_trained(monkeypatch):
+    monkeypatch.setenv("AMPCOMPAT_KEEP_FP32", "last, nowhere*")
+    model, optimizer = build("O1")
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        with pytest.raises(
+            ValueError, match=r"--keep-fp32\): 'nowhere\*' - it matches no module of any model - modules"
+        ):
+            train(model, optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_models_that_are_initialized_one_by_one_have_the_patterns_between_them(monkeypatch):
     monkeypatch.setenv("AMPCOMPAT_KEEP_FP32", "wide,0")
     model, optimizer = build("O1")
+    other = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="'0' - it matches no module of any model"):
+        train(model, optimizer)
     other = amp.initialize(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), opt_level="O1", verbosity=0)
-    assert capsys.readouterr().out.count("matches no module of this model") == 2
     train(model, optimizer)
+    assert state.observers == []
     assert other(torch.ones(1, 8)).dtype == torch.float32
 
 
