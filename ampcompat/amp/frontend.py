@@ -26,7 +26,18 @@ from ampcompat.amp.weights import cast_weights
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["OptLevel", "Properties", "initialize", "load_state_dict", "state_dict"]
+__all__ = [
+    "O0",
+    "O1",
+    "O2",
+    "O3",
+    "OptLevel",
+    "Properties",
+    "initialize",
+    "load_state_dict",
+    "opt_levels",
+    "state_dict",
+]
 
 #: The levels, for annotations: a checker refuses any other string.
 OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
@@ -48,6 +59,20 @@ class _Options(TypedDict, total=False):
     min_loss_scale: float | None
     max_loss_scale: float
     keep_fp32: Any
+
+
+class _Level:
+    """apex's form of a level: an instance fills the ``Properties`` it is called with."""
+
+    name, brief, more = "", "", ""
+
+    def __call__(self, properties: Properties) -> Properties:
+        properties._update_options_dict({"enabled": True, "opt_level": self.name, **LEVELS[self.name]})
+        return properties
+
+
+O0, O1, O2, O3 = (type(name, (_Level,), {"name": name, "brief": BRIEFS[name]}) for name in ("O0", "O1", "O2", "O3"))
+opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3)}
 
 
 @overload
@@ -129,7 +154,9 @@ def initialize(
         "loss_scale": loss_scale,
     }
     options, half = properties.read_properties(opt_level, overrides)
-    properties.check_settings(verbosity, cast_model_outputs, num_losses, min_loss_scale, max_loss_scale)
+    properties.check_scaling(num_losses, min_loss_scale, max_loss_scale)
+    properties.check_outputs(cast_model_outputs)
+    loudness = properties.check_verbosity(verbosity)
     model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
     properties.check_unsharded(model_list, options)
     nested.check(optimizer_list, options)
@@ -143,14 +170,14 @@ def initialize(
     modules = [model for model in bare if not isinstance(model, torch.jit.ScriptModule)]
     _refuse_scripted_parts(modules, session.policy)
     _refuse_to_leave(modules, optimizer_list, session.policy)
-    if verbosity > 0:
+    if loudness > 0:
         _describe(options)
     if len(modules) < len(model_list):
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
     with ExitStack() as undo:
         _take_over(session, modules, optimizer_list, kept, undo)
         undo.pop_all()
-    state.view["verbosity"] = int(verbosity)
+    state.view["verbosity"] = loudness
     notify("on_initialize")
     return models if optimizers is None else (models, optimizers)
 

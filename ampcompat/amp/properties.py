@@ -79,10 +79,10 @@ def checked_option(name: str, value: object) -> Any:
         if value == "dynamic":
             return value
         try:
-            scale = float(value)  # type: ignore[arg-type]
+            scale = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             scale = math.nan
-        if _is_positive(scale) and not isinstance(value, bool):
+        if _is_positive(scale):
             return scale
         raise ValueError(
             f"loss_scale={value!r} - it must be 'dynamic' or a positive number (or such a number as a string)"
@@ -127,6 +127,12 @@ class Properties:
 
     def __init__(self) -> None:
         self.__dict__["options"] = {"enabled": False, **dict.fromkeys(("opt_level", *_OPTIONS))}
+
+    def _update_options_dict(self, new_options: Mapping[str, object]) -> None:
+        unknown = sorted(set(new_options) - set(self.options))
+        if unknown:
+            raise ValueError(f"Unknown option(s) {unknown} - the options are {sorted(self.options)} - drop the others.")
+        self.options.update(new_options)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("options", ()):
@@ -184,7 +190,7 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     if half == torch.bfloat16 and overrides.get("loss_scale") is None and options["loss_scale"] == "dynamic":
         options["loss_scale"] = 1.0  # bfloat16 has float32's range: nothing to scale
     properties = Properties()
-    properties.options.update(enabled=True, opt_level=level, **options)
+    properties._update_options_dict({"enabled": True, "opt_level": level, **options})
     if outside and outside != opt_level:
         say(f"AMPCOMPAT_OPT_LEVEL={outside} overrides the script's opt_level={opt_level!r}.")
     if dtype is not None:
@@ -314,22 +320,15 @@ def inner_optimizers(optimizer: object) -> list[Any]:
     return list(found.values())
 
 
-def check_settings(
-    verbosity: object,
-    cast_model_outputs: object,
-    num_losses: object,
-    min_loss_scale: float | None,
-    max_loss_scale: float,
-) -> None:
-    """Check the keywords of ``initialize`` that belong to no level; scripts pass ``verbosity=False``, too."""
+def check_verbosity(verbosity: object) -> int:
+    """Check the ``verbosity`` keyword of ``initialize``; scripts pass False, too."""
     if not isinstance(verbosity, int):
         raise TypeError(f"verbosity={verbosity!r} - it must be an integer - pass 0 for silence, 1 for apex's messages.")
-    floating = isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
-    if cast_model_outputs is not None and not floating:
-        raise TypeError(
-            f"cast_model_outputs={cast_model_outputs!r} - it must be a floating torch.dtype or None - pass"
-            " torch.float32 for instance."
-        )
+    return int(verbosity)
+
+
+def check_scaling(num_losses: object, min_loss_scale: float | None, max_loss_scale: float) -> None:
+    """Check the scaler keywords of ``initialize``."""
     if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
         raise ValueError(f"num_losses={num_losses!r} - it must be a positive integer - pass how many losses you scale.")
     low = max_loss_scale if min_loss_scale is None else min_loss_scale
@@ -340,4 +339,14 @@ def check_settings(
         raise ValueError(
             f"min_loss_scale={min_loss_scale!r} with max_loss_scale={max_loss_scale!r} - the minimum must not exceed"
             " the maximum - swap or drop one (D28)."
+        )
+
+
+def check_outputs(cast_model_outputs: object) -> None:
+    """Check the ``cast_model_outputs`` keyword of ``initialize``."""
+    floating = isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
+    if cast_model_outputs is not None and not floating:
+        raise TypeError(
+            f"cast_model_outputs={cast_model_outputs!r} - it must be a floating torch.dtype or None - pass"
+            " torch.float32 for instance."
         )

@@ -262,7 +262,7 @@ print("fine")
 HOMES = {
     "scaler": ["LossScaler"],
     "handle": ["AmpHandle", "NoOpHandle", "scale_loss", "disable_casts"],
-    "frontend": ["Properties", "initialize", "state_dict", "load_state_dict"],
+    "frontend": ["Properties", "initialize", "state_dict", "load_state_dict", "opt_levels"],
     "_initialize": ["applier"],
     "opt": ["OptimWrapper"],
     "_amp_state": ["_amp_state", "AmpState", "warn_or_err", "maybe_print", "master_params"],
