@@ -56,8 +56,9 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
         optimizer: An optimizer; it need not have been given to ``initialize``.
 
     Returns:
-        An iterator over tensors, float32 masters where the model's weights are half, in the order of
-        ``optimizer.param_groups``. Right after a ``scale_loss`` block their gradients are unscaled float32: clip these.
+        An iterator over tensors, float32 masters where the model's weights are half (but those that another rank has,
+        of a ``ZeroRedundancyOptimizer``), in the order of ``optimizer.param_groups``. Right after a ``scale_loss``
+        block their gradients are unscaled float32: clip these.
 
     Raises:
         TypeError: ``optimizer`` has no ``param_groups``.
@@ -70,4 +71,6 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     stash = getattr(optimizer, "_amp_stash", None)
     if stash is not None:
         stash.hand_out_masters(optimizer)
+        sharded = {id(master.half): master.value for master in stash.masters}  # other optimizers' groups hold masters
+        return (sharded.get(id(param), param) for group in optimizer.param_groups for param in group["params"])
     return (param for group in optimizer.param_groups for param in group["params"])

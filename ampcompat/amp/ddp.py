@@ -37,8 +37,9 @@ def _made(wrapper: Any, synchronised: bool) -> None:
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) -> None:
     """Give every rank rank 0's master of every half parameter in ``module`` that has one there.
 
-    Ranks need not have the same masters: rank 0 alone saves checkpoints. A master that rank 0 lacks keeps its low bits
-    where it rounds to rank 0's half weight, as after any write to that. One host sync, for which rank 0 has.
+    Ranks need not have the same masters: rank 0 alone saves checkpoints, and ``ZeroRedundancyOptimizer`` shards them. A
+    master that rank 0 lacks keeps its low bits where it rounds to rank 0's half weight, as after any write to that.
+    One host sync, for which rank 0 has.
     """
     source = dist.get_global_rank(group, 0)
     halves = [p for name, p in module.named_parameters() if p.dtype in HALF_DTYPES and name not in ignored]

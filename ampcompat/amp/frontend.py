@@ -194,6 +194,9 @@ def _take_over(
     undo.callback(session.undo_casts, state.casts.ambient, state.casts.device_types)
     for model in modules:
         undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
+    for one in optimizers:
+        if "optim" in vars(one):
+            nested.gather(one)
     cast_weights(
         modules,
         policy.input_dtype,
@@ -225,6 +228,9 @@ def _disable(models: object, optimizers: object) -> None:
     with_stash = [one for one in optimizer_list if "_amp_stash" in vars(one)]
     _refuse_to_leave(under, optimizer_list, DISABLED.policy)
     with ExitStack() as undo:
+        for one in with_stash:
+            if "optim" in vars(one):
+                nested.gather(one)
         if under:
             keep_fp32_.build_borders(under, [], DISABLED.policy, undo)
             cast_weights(under, None, undo)

@@ -1,12 +1,28 @@
 """Optimizers that hold another and step by it: LARC, Lookahead, SAM, wrappers of training frameworks.
 
 Amp exchanges params for masters in the lists of the groups. Where outer and inner optimizer share these lists, as they
-nearly always do, both see them. Where the inner one has lists of its own, it would step half weights whose gradients
-are still scaled, so such a pair is refused at levels with masters. ``ZeroRedundancyOptimizer``, which partitions and
-broadcasts the weights, is refused at levels that cast them.
+nearly always do, both see them. Where the inner one has lists of its own, it would step half weights that nobody
+unscales gradients for, so such a pair is refused at levels with masters. ``ZeroRedundancyOptimizer`` is the exception,
+as said below.
 
 Some outer optimizers are stepped piece by piece (SAM's ``first_step`` and ``second_step``), past the ``step`` that amp
 has wrapped: what steps then is the inner one, whose ``step`` is the outer's. apex wrapped the outer ``step`` alone.
+
+Masters under ``torch.distributed.optim.ZeroRedundancyOptimizer``: sharded over the ranks, as its state is.
+
+Its own groups go on holding the model's half weights, which it partitions and broadcasts. The optimizer inside, which
+steps this rank's part, holds masters in their place. So a rank has masters, and float32 gradients, of what it steps and
+no others; of the rest it unscales the half gradients in place, as it would without masters. Every rank sees all
+gradients, so all of them find an overflow, skip the step and move the scale alike. apex had no support for it.
+
+=========================================  =============================================================================
+event                                      masters
+=========================================  =============================================================================
+step of the optimizer inside               written to the model's half weights, which are then broadcast
+``consolidate_state_dict(to)``             rank ``to`` has those of all ranks, so that the model is saved to the bit
+the next step                              those of other ranks are dropped
+``initialize`` at another level            all ranks have all: they leave with the same weights
+=========================================  =============================================================================
 """
 
 from __future__ import annotations
@@ -14,11 +30,17 @@ from __future__ import annotations
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp.masters import drop_master, ensure_master, master_of, push
 from ampcompat.amp.properties import HALF_DTYPES, Optimizer, Properties, inner_optimizers
 
 
@@ -30,37 +52,24 @@ def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
     """
     given = list(optimizers)
     for outer in given:
+        inside = inner_optimizers(outer)
         if _torch.is_zero(outer):
             _check_zero(outer, options)
-        elif options.master_weights:
-            for inner in inner_optimizers(outer):
-                if not any(inner is one for one in given):
-                    _check_groups(outer, inner, options)
+        elif inside and options.master_weights:
+            _check_groups(outer, [one for one in inside if not any(one is other for other in given)], options)
 
 
-def _check_groups(outer: Optimizer, inner: Optimizer, options: Properties) -> None:
-    shared, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
-    apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in shared]
-    if any(id(param) in params for some in apart for param in some):
-        raise RuntimeError(
-            f"amp.initialize got a {type(outer).__name__} around a {type(inner).__name__} at"
-            f" opt_level={options.opt_level!r} - each has param groups of its own, and masters put into the first's"
-            f" do not reach the second, which steps - pass the {type(inner).__name__}, have both share the groups"
-            " (self.param_groups = inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
-        )
-
-
-def _check_zero(optimizer: Any, options: Properties) -> None:
-    if _torch.steps_in_backward(optimizer):
-        raise RuntimeError(
-            "amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True - it steps inside the backward"
-            " pass, before gradients are unscaled - make it with overlap_with_ddp=False."
-        )
-    if options.cast_model_type in HALF_DTYPES:
-        raise RuntimeError(
-            f"amp.initialize got a ZeroRedundancyOptimizer at opt_level={options.opt_level!r} - it partitions and"
-            " broadcasts the model's own weights, which the level casts to half - use opt_level='O1' (O4 for bfloat16)."
-        )
+def _check_groups(outer: Optimizer, inside: list[Optimizer], options: Properties) -> None:
+    lists, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
+    for inner in inside:
+        apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in lists]
+        if not params.isdisjoint(id(param) for some in apart for param in some):
+            raise RuntimeError(
+                f"amp.initialize got a {type(outer).__name__} around a {type(inner).__name__} at"
+                f" opt_level={options.opt_level!r} - each has param groups of its own, and masters put into the first's"
+                f" do not reach the second, which steps - pass the {type(inner).__name__}, have both share the groups"
+                " (self.param_groups = inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
+            )
 
 
 def refuse_lookahead(optimizer: Optimizer) -> None:
@@ -84,35 +93,142 @@ def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..
     That is ``step(outer, own step of the inner one, *arguments)``. Returns ``original``, the own step of ``outer``, in
     which inner optimizers step as ever.
     """
-
-    def mark(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def marked(*args: object, **kwargs: object) -> object:
-            outer._amp_stepping = True
-            try:
-                return function(*args, **kwargs)
-            finally:
-                outer._amp_stepping = False
-
-        return marked
-
-    def as_outers(function: Callable[..., Any]) -> Callable[..., Any]:
-        marked = mark(function)
-
-        @functools.wraps(getattr(function, "__func__", function))
-        def wrapper(self: Any, *args: object, **kwargs: object) -> object:
-            held = vars(outer)
-            if "_amp_stash" not in held or held.get("_amp_stepping") or "_amp_stash" in vars(self):
-                return function(*args, **kwargs)
-            return step(outer, marked, *args, **kwargs)
-
-        return wrapper
-
-    inner = [one for one in inner_optimizers(outer) if _lists(one) == _lists(outer)]
+    lists = _lists(outer)
+    inner = [one for one in inner_optimizers(outer) if _lists(one) == lists]
     for one in inner:
-        one.step = types.MethodType(as_outers(one.step), one)
-    return mark(original) if inner else original
+        one.step = _as_outers(outer, one, step)
+    return _marking(outer, original) if inner else original
 
 
 def _lists(optimizer: Optimizer) -> set[int]:
     return {id(group["params"]) for group in optimizer.param_groups}
+
+
+def _as_outers(outer: Optimizer, inner: Any, step: Callable[..., Any]) -> Any:
+    reference, original = weakref.ref(outer), inner.step
+    marking = _marking(outer, original)
+
+    @functools.wraps(getattr(original, "__func__", original))
+    def wrapper(self: Any, *args: object, **kwargs: object) -> object:
+        found = reference()
+        stash = None if found is None else vars(found).get("_amp_stash")
+        if stash is None or vars(found).get("_amp_stepping") or "_amp_stash" in vars(self):
+            return original(*args, **kwargs)
+        return step(found, marking, *args, **kwargs)
+
+    return types.MethodType(wrapper, inner)
+
+
+def _marking(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, which notes meanwhile that ``outer`` is stepping."""
+    reference = weakref.ref(outer)
+
+    @functools.wraps(original)
+    def marking(*args: object, **kwargs: object) -> object:
+        found = reference()
+        stash = None if found is None else vars(found).get("_amp_stash")
+        if found is None or stash is None:
+            return original(*args, **kwargs)
+        found._amp_stepping = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            found._amp_stepping = False
+
+    return marking
+
+
+# -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------------
+def stepper(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose params amp exchanges for masters: ``optimizer``, or the one inside that steps for it."""
+    return vars(optimizer).get("optim", optimizer) if _torch.is_zero(optimizer) else optimizer
+
+
+def _check_zero(optimizer: Any, options: Properties) -> None:
+    if _torch.steps_in_backward(optimizer):
+        raise RuntimeError(
+            "amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True - it steps inside the backward"
+            " pass, before gradients are unscaled - make it with overlap_with_ddp=False."
+        )
+    if optimizer.parameters_as_bucket_view and options.cast_model_type in HALF_DTYPES:
+        raise RuntimeError(
+            f"amp.initialize got a ZeroRedundancyOptimizer with parameters_as_bucket_view=True at"
+            f" opt_level={options.opt_level!r} - its buckets hold the float32 weights, which the level casts - make"
+            " it with parameters_as_bucket_view=False, or use opt_level='O1' (O4 for bfloat16)."
+        )
+
+
+def attach_zero(optimizer: Any) -> None:
+    """Hook the optimizer inside, and saving and loading; the hooks stay, and do nothing without amp."""
+    if not _torch.is_zero(optimizer) or "_amp_hooked" in vars(optimizer):
+        return
+    optimizer._amp_hooked = True
+    optimizer.optim.register_step_post_hook(lambda *_: _stepped(optimizer))
+    optimizer.register_load_state_dict_post_hook(_loaded)
+    consolidate: Callable[..., None] = optimizer.consolidate_state_dict
+
+    @functools.wraps(consolidate.__func__)  # type: ignore[attr-defined] # a bound method
+    def consolidate_state_dict(_: Any, to: int = 0) -> None:
+        gather(optimizer, to)
+        consolidate(to)
+
+    optimizer.consolidate_state_dict = types.MethodType(consolidate_state_dict, optimizer)
+
+
+@torch.no_grad()
+def gather(optimizer: Any, to: int | None = None) -> None:
+    """Give rank ``to`` of the optimizer's group the masters of all ranks; to be called on every rank.
+
+    Args:
+        optimizer: Any; nothing happens to others than a ZeroRedundancyOptimizer with masters.
+        to: The rank; None for every one.
+    """
+    stash = vars(optimizer).get("_amp_stash")
+    if stash is None or not stash.session.policy.master_weights or not _torch.is_zero(optimizer):
+        return
+    stash.look_up(optimizer)
+    homes = {
+        id(param): (module, name)
+        for model in state.models.live
+        for module in model.modules()
+        for name, param in module._parameters.items()
+    }
+    for rank, params in enumerate(_torch.params_by_rank(optimizer)):
+        source = dist.get_global_rank(optimizer.process_group, rank)
+        for half in params:
+            master = master_of(half)
+            if half.dtype not in HALF_DTYPES:
+                continue
+            if rank == optimizer.rank and master is not None:
+                master.absorb()
+                value = master.value.detach()
+            else:
+                value = torch.empty_like(half, dtype=torch.float32)
+            dist.broadcast(value, source, group=optimizer.process_group)
+            if rank != optimizer.rank and to in (None, optimizer.rank):
+                master = ensure_master(*homes[id(half)]) if master is None else master
+                master.value.copy_(value)
+                master.settle()
+
+
+def _stepped(optimizer: Any) -> None:
+    """Write the masters that this rank has stepped to the model, before its weights are broadcast."""
+    stash = vars(optimizer).get("_amp_stash")
+    if stash is None or not stash.session.policy.master_weights:
+        return
+    push(stash.masters)
+    for rank, params in enumerate(_torch.params_by_rank(optimizer)):
+        for half in params if rank != optimizer.rank else ():
+            master = master_of(half)
+            if master is not None:  # of a gathered or loaded weight, which another rank now steps
+                drop_master(master)
+
+
+def _loaded(optimizer: Any) -> None:
+    """Move state that was loaded for half weights to their masters."""
+    stash = vars(optimizer).get("_amp_stash")
+    inner = optimizer.optim.state
+    for master in stash.masters if stash is not None else ():
+        optimizer.state.pop(master.half, None)  # torch's second copy, in half
+        if master.half in inner:
+            inner[master.value] = inner.pop(master.half)

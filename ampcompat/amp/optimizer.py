@@ -41,6 +41,8 @@ def attach(optimizer: Optimizer, session: Session) -> None:
         stash.spent = Spent([], state.optimizers.blocks)
     stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
+    if "optim" in vars(optimizer):  # perhaps a ZeroRedundancyOptimizer
+        nested.attach_zero(optimizer)
     optimizer._amp_stash = stash
     state.optimizers.live.add(optimizer)
     state.optimizers.disabled.discard(optimizer)
@@ -76,7 +78,8 @@ def detach(optimizer: Optimizer) -> None:
 
 def remember(optimizer: Optimizer) -> Callable[[], None]:
     """Return what puts ``optimizer`` back as it is now."""
-    groups = [(group["params"], list(group["params"])) for group in optimizer.param_groups]
+    stepper = nested.stepper(optimizer) if "optim" in vars(optimizer) else optimizer
+    groups = [(group["params"], list(group["params"])) for group in stepper.param_groups]
     states = [(one.state, dict(one.state)) for one in (optimizer, *inner_optimizers(optimizer))]
     own = {name: value for name, value in vars(optimizer).items() if name in _OWN}
     sets = [(members, optimizer in members) for members in (state.optimizers.live, state.optimizers.disabled)]
@@ -367,6 +370,8 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
     if stash.gradients is Gradients.UNSCALED:
         heed_cleared(stash.masters)  # before what is None becomes zeros
     original(*args, **kwargs)
+    if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
+        nested.stepper(optimizer).zero_grad(*args, **kwargs)
     for master in stash.masters:
         master.folded = master.half.grad = None
     if stash.aside or stash.pending is not None:
@@ -416,5 +421,6 @@ _OWN = ("_amp_stash", "_amp_wrapped", "step", "zero_grad", "add_param_group", *_
 
 
 def held_params(optimizers: list[Optimizer]) -> set[int]:
-    """Ids of the tensors that ``optimizers`` step."""
-    return {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    """Ids of the tensors that ``optimizers`` step on this rank."""
+    steppers = [nested.stepper(one) if "optim" in vars(one) else one for one in optimizers]
+    return {id(p) for one in steppers for group in one.param_groups for p in group["params"]}

@@ -18,6 +18,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, ensure_master, heed_cleared, master_of, needs_look
+from ampcompat.amp.nested import stepper
 from ampcompat.amp.properties import HALF_DTYPES, Optimizer, inner_optimizers
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
@@ -111,9 +112,11 @@ class AmpOptimizerState:
             else:
                 return
         adopt_masters(optimizer, self.session)
-        held = {id(p): p for group in groups for p in group["params"]}
-        self.masters = [master for param in held.values() if (master := master_of(param)) is not None]
+        steps = stepper(optimizer) if "optim" in vars(optimizer) else optimizer
+        stepped = {id(p): master_of(p) for group in steps.param_groups for p in group["params"]}
+        self.masters = [master for master in stepped.values() if master is not None]
         with_master = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
+        held = {id(p): p for group in groups for p in group["params"]}
         self.direct = [param for key, param in held.items() if key not in with_master]
         self.groups = [list(group["params"]) for group in groups]
 
@@ -161,8 +164,11 @@ def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> None:
     Groups and their lists keep their identity; state moves with its parameter. apex swapped params in the same way
     (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
+    steps = stepper(optimizer) if "optim" in vars(optimizer) else optimizer
+    if steps is not optimizer:  # a ZeroRedundancyOptimizer
+        _torch.separate_inner_groups(optimizer)
     states = [one.state for one in (optimizer, *inner_optimizers(optimizer))]
-    for group in optimizer.param_groups:
+    for group in steps.param_groups:
         params = group["params"]
         for index, param in enumerate(params):
             new = _held_for(param, session)
