@@ -12,10 +12,9 @@ if TYPE_CHECKING:
     import torch
 
     from ampcompat.amp.autocast import Casts, Saved
-    from ampcompat.amp.functions import Functions
     from ampcompat.amp.masters import Master
     from ampcompat.amp.properties import Optimizer
-    from ampcompat.amp.rules import Rules
+    from ampcompat.amp.rules import Rule, Rules
     from ampcompat.amp.session import Session
 
 
@@ -50,6 +49,7 @@ class CastState:
         owner: The thread that they hold in, the one that called ``initialize`` last.
         found: Autocast's state before the first change, for undo; None while nobody casts.
         patches: Undo of the patches that casting needs; None while they are not installed.
+        functions: Undo of the wrappers around functions that users registered.
         cpu_convolution: Undo of the CPU's own half convolutions; None while torch's are in force.
         thread: What the current thread is in the middle of.
     """
@@ -59,6 +59,7 @@ class CastState:
     owner: int = 0
     found: Saved | None = None
     patches: ExitStack | None = None
+    functions: ExitStack = field(default_factory=ExitStack)
     cpu_convolution: ExitStack | None = None
     thread: ThreadCasts = field(default_factory=ThreadCasts)
 
@@ -130,7 +131,7 @@ class State:
         masters: The way from a tensor to its master.
         casts: The ambient casts.
         rules: The op rules that are on the dispatcher.
-        functions: Functions that users registered.
+        functions: Functions that users registered, by module and name: the holder, the name, and the rule.
         observers: Tools that are told of losses, gradients and steps.
     """
 
@@ -144,7 +145,7 @@ class State:
     masters: MasterIndex = field(default_factory=MasterIndex)
     casts: CastState = field(default_factory=CastState)
     rules: Rules | None = None
-    functions: Functions | None = None
+    functions: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
     observers: list[Any] = field(default_factory=list)
 
     def reset(self) -> None:

@@ -49,7 +49,6 @@ from ampcompat._torch.compiler import (
     tag_compile_caches,
 )
 from ampcompat._torch.dispatcher import (
-    Registrations,
     aten_overloads,
     autocast_device_types,
     autocast_key,
@@ -61,6 +60,8 @@ from ampcompat._torch.dispatcher import (
     innermost_dispatch_mode,
     keys_excluded,
     op_name,
+    ops_with_kernel,
+    register_kernels,
 )
 from ampcompat._torch.errors import add_note, cure_of, note_cure
 from ampcompat._torch.modules import (
@@ -94,7 +95,6 @@ __all__ = [
     "TORCH",
     "AnyDeviceDDP",
     "HostCopy",
-    "Registrations",
     "accelerator",
     "add_note",
     "aten_overloads",
@@ -144,12 +144,14 @@ __all__ = [
     "keys_excluded",
     "note_cure",
     "op_name",
+    "ops_with_kernel",
     "owns_memory_alone",
     "parallel_wrapper",
     "params_by_rank",
     "patch_ddp_constructor",
     "patch_engine",
     "patch_function_bodies",
+    "register_kernels",
     "register_state_dict_hooks",
     "replace",
     "reusable",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Final
 
 import torch
@@ -49,7 +49,7 @@ def aten_overloads(name: str) -> list[torch._ops.OpOverload]:
         # TorchScript's own overloads, on strings and lists, are no ops of the dispatcher.
         names = [n for n in names if torch._C._dispatch_has_kernel(op_name(getattr(packet, n)))]
     else:
-        names = [n for n in packet.overloads() if n == (wanted or "default")]
+        names = [wanted or "default"] if (wanted or "default") in packet.overloads() else []
     return [getattr(packet, n) for n in names]
 
 
@@ -61,6 +61,11 @@ def op_name(op: torch._ops.OpOverload) -> str:
 def has_kernel(op: torch._ops.OpOverload, key: str) -> bool:
     """Whether something is registered for ``op`` at the dispatch key named ``key``."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op_name(op), key))
+
+
+def ops_with_kernel(key: str) -> frozenset[str]:
+    """The names of all ops with something registered at the dispatch key named ``key``."""
+    return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
 
 
 def keys_excluded(key: str) -> Callable[[], AbstractContextManager[Any]]:
@@ -77,22 +82,15 @@ def composite(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
 
 
-class Registrations:
-    """Kernels on the dispatcher, all taken back by one :meth:`close`."""
-
-    def __init__(self) -> None:
-        self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-
-    def add(self, op: torch._ops.OpOverload, kernel: Callable[..., Any], key: str) -> None:
-        """Make ``kernel`` the one for ``op`` at the dispatch key named ``key``."""
-        with warnings.catch_warnings():
-            # "Overriding a previously registered kernel": that is the intention.
-            warnings.simplefilter("ignore")
-            self._library.impl(op, kernel, key)  # type: ignore[no-untyped-call]
-
-    def close(self) -> None:
-        """Take every kernel back; what was there before is in force again. Idempotent."""
-        self._library._destroy()  # type: ignore[no-untyped-call]
+def register_kernels(kernels: Mapping[torch._ops.OpOverload, Callable[..., Any]], key: str, undo: ExitStack) -> None:
+    """Make each of ``kernels`` the one for its op at the dispatch key named ``key``, until ``undo`` runs."""
+    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    undo.callback(library._destroy)
+    with warnings.catch_warnings():
+        # "Overriding a previously registered kernel": that is the intention.
+        warnings.simplefilter("ignore")
+        for op, kernel in kernels.items():
+            library.impl(op, kernel, key)  # type: ignore[no-untyped-call]
 
 
 def halves_without_cpu_convolution() -> frozenset[torch.dtype]:

@@ -67,38 +67,30 @@ class ModelPolicy:
             return self._run_compiled(forward, args, kwargs)
         if state.observers:
             notify("on_forward", model, args, kwargs)
-        try:
-            if self.half is not None and "_amp_stamp" not in model.__dict__:
-                output = self._run_half(model, forward, args, kwargs)
-            else:
-                if self.input_dtype is not None:
-                    args, kwargs = cast_tree(args, self.input_dtype), kwargs and cast_tree(kwargs, self.input_dtype)
-                output = self._run_casting(model, forward, args, kwargs)
-                if self.output_dtype is not None:
-                    output = cast_tree(output, self.output_dtype)
-        except Exception as error:
-            _explain_failure(model, error)
-            raise
-        if state.observers:
-            notify("on_output", model, output)
-        return output
-
-    def _run_half(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        if self.master_weights:
-            reconcile(masters_of(model))
+        half = self.half is not None and "_amp_stamp" not in model.__dict__
         running = state.casts.thread.running
-        around = running[-1] if running else None
-        running.append(model)
+        around = running[-1] if half and running else None
+        if half:
+            running.append(model)
         try:
+            if half and self.master_weights:
+                reconcile(masters_of(model))
             if self.input_dtype is not None:
                 args, kwargs = cast_tree(args, self.input_dtype), kwargs and cast_tree(kwargs, self.input_dtype)
             output = self._run_casting(model, forward, args, kwargs)
+            # ``initialize([model, model.generator], ...)``: as a part of a running model, the generator gives it half.
+            is_part = around is not None and any(part is model for part in around.modules())
+            if self.output_dtype is not None and not is_part:
+                output = cast_tree(output, self.output_dtype)
+        except Exception as error:
+            _explain_failure(model, error)
+            raise
         finally:
-            running.pop()
-        # ``initialize([model, model.generator], ...)``: as a part of the running model, the generator stays in half.
-        if self.output_dtype is None or (around is not None and any(part is model for part in around.modules())):
-            return output
-        return cast_tree(output, self.output_dtype)
+            if half:
+                running.pop()
+        if state.observers:
+            notify("on_output", model, output)
+        return output
 
     def _run_casting(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         stamp: tuple[Casts | None, str] | None = model.__dict__.get("_amp_stamp")

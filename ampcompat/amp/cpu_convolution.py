@@ -49,15 +49,16 @@ def acquire() -> None:
     if state.casts.cpu_convolution is not None:
         return
     emulated = _torch.halves_without_cpu_convolution()
+    # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
+    kernels = {
+        op: _in_float(_torch.composite(op), slow, emulated)
+        for name, slow in (("_convolution", emulated), ("convolution_backward", emulated | {torch.float16}))
+        for op in _torch.aten_overloads(name)
+    }
     with ExitStack() as undo:
-        registrations = _torch.Registrations()
-        undo.callback(registrations.close)
-        # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
-        for name, slow in (("_convolution", emulated), ("convolution_backward", emulated | {torch.float16})):
-            for op in _torch.aten_overloads(name):
-                registrations.add(op, _in_float(_torch.composite(op), slow, emulated), "CPU")
+        _torch.register_kernels(kernels, "CPU", undo)
         state.casts.cpu_convolution = undo.pop_all()
-        state.undo.callback(release)
+    state.undo.callback(release)
 
 
 def release() -> None:

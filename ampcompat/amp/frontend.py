@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
@@ -42,8 +41,8 @@ __all__ = [
 
 #: The levels, for annotations: a checker refuses any other string.
 OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
-_Model = TypeVar("_Model", bound=torch.nn.Module)
-_Optimizer = TypeVar("_Optimizer", bound=torch.optim.Optimizer)
+_Models = TypeVar("_Models", bound=torch.nn.Module | Sequence[torch.nn.Module])
+_Given = TypeVar("_Given", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
 
 
 class _Options(TypedDict, total=False):
@@ -78,52 +77,12 @@ opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3)}
 
 @overload
 def initialize(
-    models: _Model,
-    optimizers: None = None,
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> _Model: ...
+    models: _Models, optimizers: None = None, enabled: bool = True, opt_level: OptLevel = "O1", **rest: Unpack[_Options]
+) -> _Models: ...
 @overload
 def initialize(
-    models: _Model,
-    optimizers: _Optimizer,
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> tuple[_Model, _Optimizer]: ...
-@overload
-def initialize(
-    models: _Model,
-    optimizers: Sequence[_Optimizer],
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> tuple[_Model, list[_Optimizer]]: ...
-@overload
-def initialize(
-    models: list[_Model] | tuple[_Model, ...],
-    optimizers: None = None,
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> list[_Model]: ...
-@overload
-def initialize(
-    models: list[_Model] | tuple[_Model, ...],
-    optimizers: _Optimizer,
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> tuple[list[_Model], _Optimizer]: ...
-@overload
-def initialize(
-    models: list[_Model] | tuple[_Model, ...],
-    optimizers: Sequence[_Optimizer],
-    enabled: bool = True,
-    opt_level: OptLevel = "O1",
-    **options: Unpack[_Options],
-) -> tuple[list[_Model], list[_Optimizer]]: ...
+    models: _Models, optimizers: _Given, enabled: bool = True, opt_level: OptLevel = "O1", **rest: Unpack[_Options]
+) -> tuple[_Models, _Given]: ...
 def initialize(
     models: Any,
     optimizers: Any = None,
@@ -171,8 +130,7 @@ def initialize(
             separated by commas.
 
     Returns:
-        The model (or the list of models), and the optimizer (or list), as given; with ``optimizers=None`` the model(s)
-        alone.
+        ``models`` and ``optimizers``, as given; with ``optimizers=None`` the models alone.
 
     Raises:
         RuntimeError: Unknown level, an override that the level does not allow, a half or already wrapped model, a model
@@ -201,12 +159,9 @@ def initialize(
     loudness = properties.check_verbosity(verbosity)
     model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
     properties.check_unsharded(model_list, options)
-    if any(_torch.is_zero(one) or properties.inner_optimizers(one) for one in optimizer_list):
-        nested.check(optimizer_list, options)
+    nested.check(optimizer_list, options)
     bare = [_torch.uncompiled(model) for model in model_list]
-    kept: list[torch.nn.Module] = []
-    if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
-        kept = keep_fp32_.select(bare, keep_fp32)
+    kept = keep_fp32_.select(bare, keep_fp32)
     scalers = [
         LossScaler(options.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
         for loss_id in range(num_losses)
@@ -223,12 +178,8 @@ def initialize(
         _take_over(session, modules, optimizer_list, kept, undo)
         undo.pop_all()
     state.view["verbosity"] = loudness
-    if state.observers:
-        notify("on_initialize")
-    shown: Any = model_list if isinstance(models, (list, tuple)) else models
-    if optimizers is None:
-        return shown
-    return shown, optimizer_list if isinstance(optimizers, (list, tuple)) else optimizers
+    notify("on_initialize")
+    return models if optimizers is None else (models, optimizers)
 
 
 def _take_over(
@@ -255,8 +206,7 @@ def _take_over(
         trained=optimizer.held_params(optimizers) if policy.master_weights else set(),
         kept=frozenset(inner for module in kept for inner in module.modules()),
     )
-    if kept or [m for model in modules for m in model.modules() if "_amp_policy" in vars(m)]:
-        keep_fp32_.build_borders(modules, kept, policy, undo)
+    keep_fp32_.build_borders(modules, kept, policy, undo)
     for model in modules:
         amp_model.set_policy(model, policy)
     for one in optimizers:
@@ -264,8 +214,7 @@ def _take_over(
         optimizer.attach(one, session)
     session.begin_casts()
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
-    if state.loaded_scalers is not None:
-        checkpoint.apply_loaded(session.scalers, undo)
+    checkpoint.apply_loaded(session.scalers, undo)
     _show(session, {"opt_properties": session.properties, "loss_scalers": session.scalers, "handle": handle}, undo)
 
 

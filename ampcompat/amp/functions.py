@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -24,26 +22,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 _C = types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType
 
 
-@dataclass
-class Functions:
-    """Hold what is registered, by module and name, and the undo of what is wrapped now."""
-
-    registered: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
-    undo: ExitStack = field(default_factory=ExitStack)
-    active: bool = False
-
-
-def _functions() -> Functions:
-    if state.functions is None:
-        state.functions = Functions()
-    return state.functions
-
-
 def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     """Wrap ``function`` so that its floating tensor arguments are cast, while casts are on for their device.
 
-    Tensors are cast in arguments and keywords, and in lists, tuples and mappings in these. Inner ops of a Python
-    function still follow the lists; for a function of torch's own the user's word beats the list:
+    Inner ops of a Python function still follow the lists; for a function of torch's own the user's word beats the list:
     ``register_float_function(torch, "matmul")`` multiplies in float32.
 
     Args:
@@ -93,10 +75,8 @@ def _register(module: object, name: str, rule: Rule) -> None:
             f"No function named {name!r} in module {shown} - it must exist when it is registered - check the spelling,"
             " and pass the function's name as a string."
         )
-    functions = _functions()
-    functions.registered[id(module), name] = (module, name, rule)
-    if functions.active:
-        deactivate()
+    state.functions[id(module), name] = module, name, rule
+    if state.casts.patches is not None:
         activate()
 
 
@@ -115,58 +95,33 @@ def register_half_function(module: object, name: str) -> None:
 
 
 def register_float_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to float32 while casts are on.
-
-    As in apex (``apex/amp/amp.py: register_float_function``).
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute.
-    """
+    """Have ``module.name`` cast its arguments to float32; else as :func:`register_half_function`."""
     _register(module, name, Rule.FLOAT)
 
 
 def register_promote_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
-
-    As in apex (``apex/amp/amp.py: register_promote_function``).
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute.
-    """
+    """Have ``module.name`` cast its arguments to their widest dtype; else as :func:`register_half_function`."""
     _register(module, name, Rule.PROMOTE)
 
 
 def activate() -> None:
-    """Wrap everything registered. Idempotent."""
-    functions = _functions()
-    if functions.active:
-        return
-    functions.active = True
-    state.undo.callback(deactivate)
-    for module, name, rule in functions.registered.values():
+    """Wrap everything registered, once."""
+    deactivate()
+    undo = state.casts.functions
+    for module, name, rule in state.functions.values():
         target = getattr(module, name)
         if isinstance(target, type):
-            _torch.replace(target, *_wrap_class(target, rule), functions.undo)
+            _torch.replace(target, *_wrap_class(target, rule), undo)
             continue
         wrapper = make_wrapper(target, rule)
         if isinstance(getattr(module, "__dict__", {}).get(name), staticmethod):
             wrapper = staticmethod(wrapper)  # found on a class, it must not turn into a method
-        _torch.replace(module, name, wrapper, functions.undo)
+        _torch.replace(module, name, wrapper, undo)
 
 
 def deactivate() -> None:
     """Undo :func:`activate`; the registrations stay for the next time. Idempotent."""
-    functions = _functions()
-    functions.active = False
-    functions.undo.close()
+    state.casts.functions.close()
 
 
 def _decorated(function: F, rule: Rule) -> F:
@@ -196,18 +151,10 @@ def half_function(fn: F) -> F:
 
 
 def float_function(fn: F) -> F:
-    """Decorate ``fn`` to get its half arguments in float32 while casts are on (``apex/amp/amp.py: float_function``).
-
-    Args:
-        fn: What :func:`half_function` takes; what that returns is returned.
-    """
+    """Decorate ``fn`` to get its half arguments in float32; else as :func:`half_function`."""
     return _decorated(fn, Rule.FLOAT)
 
 
 def promote_function(fn: F) -> F:
-    """Decorate ``fn`` to get its arguments in the widest dtype among them (``apex/amp/amp.py: promote_function``).
-
-    Args:
-        fn: What :func:`half_function` takes; what that returns is returned.
-    """
+    """Decorate ``fn`` to get its arguments in the widest dtype among them; else as :func:`half_function`."""
     return _decorated(fn, Rule.PROMOTE)

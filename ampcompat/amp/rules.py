@@ -55,7 +55,6 @@ class Rules:
     table: dict[str, Rule] = field(default_factory=dict)  # by public name, as last read from the lists
     plans: dict[str, Plan] = field(default_factory=dict)  # by device type
     undo: ExitStack = field(default_factory=ExitStack)
-    compiled: ExitStack = field(default_factory=ExitStack)  # undo of bind_compiled_code
     allow_banned: bool = False  # amp.init(allow_banned=True): banned ops run in float32
 
 
@@ -115,7 +114,7 @@ def rules_by_name() -> dict[str, Rule]:
                     " or torch.Tensor - it changes no cast - check its spelling.",
                 )
     edits = {name: rule for name, rule in {**removed, **added}.items() if SHIPPED.get(name) is not rule}
-    table = {**edits, **{name: rule for name, rule in SHIPPED.items() if name not in edits}}
+    table = {**edits, **SHIPPED, **edits}  # edits first, in order and in value
     in_place = {Rule.HALF: Rule.LEFT, Rule.FLOAT: Rule.INPLACE_BANNED}
     for name, rule in list(table.items()):
         if rule in in_place and hasattr(torch.Tensor, f"{name}_"):
@@ -186,16 +185,16 @@ def _overloads(name: str, edited: bool) -> list[torch._ops.OpOverload]:
 
 def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
     """List the public name and rule of each overload that needs a kernel of ours on ``device_type``."""
-    plan = {}
+    plan, native = {}, _torch.ops_with_kernel(key)
     for name, rule in (rules_by_name() if table is None else table).items():
         edited = not name.endswith("_") and SHIPPED.get(name) is not rule
         if edited and rule is Rule.UNCAST and ATEN.get(name) == ():
             continue  # torch promotes by itself, or casts nothing
         # Native refuses binary_cross_entropy in every dtype (CUDA) or in none (CPU), and promotes grid_sample (CUDA).
         ours = edited or rule in (Rule.BANNED, Rule.UNCAST) or (name == "grid_sample" and device_type != "cpu")
-        native = name in _LAYERS and device_type == "cuda"  # cast inside _cudnn_rnn, with cuDNN's flat weight buffer
+        cudnn = name in _LAYERS and device_type == "cuda"  # cast inside _cudnn_rnn, with cuDNN's flat weight buffer
         for op in _overloads(name, edited):
-            if ours or not (native or _torch.has_kernel(op, key)):
+            if ours or not (cudnn or _torch.op_name(op) in native):
                 plan[op] = name, rule
     return plan
 
@@ -298,11 +297,6 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     return choosers.get(rule)
 
 
-def allow_banned(allowed: bool) -> None:
-    """Let banned ops run in float32, as ``amp.init(allow_banned=True)`` asks, or refuse half again (False)."""
-    installed().allow_banned = allowed
-
-
 # -- Functions written in Python ---------------------------------------------------------------------------------------
 def cast_arguments(rule: Rule, args: Any, kwargs: Any) -> tuple[str | None, Any, Any]:
     """Cast a call's floating tensors, nested ones too but not ``out``, where casts are on for their device.
@@ -383,17 +377,14 @@ def acquire(device_types: Iterable[str]) -> None:
     if not missing:
         return
     with ExitStack() as undo:
-        plans = {}
+        plans = {device_type: planned(device_type, key, table) for device_type, key in missing}
         for device_type, key in missing:
-            plans[device_type] = planned(device_type, key, table)
-            registrations = _torch.Registrations()
-            undo.callback(registrations.close)
-            for op, (name, rule) in plans[device_type].items():
-                registrations.add(op, make_kernel(op, name, rule, device_type, key), key)
+            plan = plans[device_type].items()
+            _torch.register_kernels({op: make_kernel(op, *rule, device_type, key) for op, rule in plan}, key, undo)
         if not rules.plans:
             _wrap_functions(table, undo)
             state.undo.callback(release)
-        bind_compiled_code([*rules.plans, *plans, *(f"{name} {rule.value}" for name, rule in table.items())])
+        bind_compiled_code([*rules.plans, *plans, *(f"{name} {rule.value}" for name, rule in table.items())], undo)
         rules.undo.push(undo.pop_all())
     rules.plans.update(plans)
     rules.table = table
@@ -404,23 +395,20 @@ def release() -> None:
     rules = installed()
     rules.plans.clear()
     rules.undo.close()
-    bind_compiled_code([])
 
 
-def bind_compiled_code(lines: Iterable[str]) -> None:
+def bind_compiled_code(lines: Iterable[str], undo: ExitStack) -> None:
     """Key torch's compile caches, in memory and on disk, to ``lines``, and compile backward graphs without casts.
 
     torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a plain
     process's cache, would ignore them, and ours would serve a plain program.
 
     Args:
-        lines: One for each thing that compiled code takes over, in any order. Empty means plain torch again.
+        lines: One for each thing that compiled code takes over, in any order.
+        undo: Takes the way back to plain torch.
     """
-    undo, lines = installed().compiled, sorted(lines)
-    undo.close()
-    if lines:
-        digest = hashlib.sha256("\n".join([__version__, *lines]).encode()).hexdigest()[:16]
-        undo.callback(_torch.forget_compiled_graphs)
-        _torch.tag_compile_caches(f"ampcompat-{digest}", undo)
-        _torch.compile_backward_without_autocast(undo)
-        _torch.forget_compiled_graphs()
+    digest = hashlib.sha256("\n".join([__version__, *sorted(lines)]).encode()).hexdigest()[:16]
+    undo.callback(_torch.forget_compiled_graphs)
+    _torch.tag_compile_caches(f"ampcompat-{digest}", undo)
+    _torch.compile_backward_without_autocast(undo)
+    _torch.forget_compiled_graphs()

@@ -71,16 +71,16 @@ def test_a_device_type_without_autocast_is_passed_over():
 
 def test_a_failing_registration_leaves_torch_as_it_was(monkeypatch):
     before = registrations(), functions()
-    planned, add = len(rules.planned("cpu", "AutocastCPU")), _torch.Registrations.add
+    planned, impl = len(rules.planned("cpu", "AutocastCPU")), torch.library.Library.impl
     calls = []
 
     def failing(self, op, kernel, key):
         calls.append(op)
         if len(calls) == planned + 3:  # in the middle of the second device type
             raise RuntimeError("no more")
-        add(self, op, kernel, key)
+        impl(self, op, kernel, key)
 
-    monkeypatch.setattr(_torch.Registrations, "add", failing)
+    monkeypatch.setattr(torch.library.Library, "impl", failing)
     with pytest.raises(RuntimeError, match="no more"):
         rules.acquire(["cpu", "cuda"])
     assert (registrations(), functions()) == before

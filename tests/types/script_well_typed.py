@@ -27,7 +27,7 @@ assert_type(amp.initialize(net, None), Net)
 assert_type(amp.initialize(net, sgd, False, "O3", verbosity=0), tuple[Net, torch.optim.SGD])
 assert_type(amp.initialize(net, [sgd, sgd]), tuple[Net, list[torch.optim.SGD]])
 assert_type(amp.initialize([net, net], [sgd]), tuple[list[Net], list[torch.optim.SGD]])
-assert_type(amp.initialize((net, net), sgd, num_losses=2), tuple[list[Net], torch.optim.SGD])
+assert_type(amp.initialize((net, net), sgd, num_losses=2), tuple[tuple[Net, Net], torch.optim.SGD])
 assert_type(amp.initialize([net, net]), list[Net])
 both: tuple[list[torch.nn.Module], list[torch.optim.Optimizer]] = amp.initialize([net, other], [sgd, adam])
 
