@@ -19,6 +19,8 @@ import torch
 from ampcompat import _torch
 
 WINDOW = 2000
+#: Overflow flags that are kept apart until a transition or a step looks at them; more become one.
+MANY = 1024
 #: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
 FLOOR = 2.0**-24
 
@@ -195,6 +197,8 @@ class LossScaler(torch.amp.GradScaler):
         if self._lent_buffer is not None:
             self._lent_buffer.copy_(found, non_blocking=True)
         if put_off:
+            if len(self._put_off) == MANY:  # a script may put off for ever
+                self._put_off = [_any(self._put_off)]
             self._put_off.append(found)  # itself: ``update_scale`` takes the decision from the steps that hold it
             return found
         counted = _any([found, *self._put_off]) if self._put_off else found

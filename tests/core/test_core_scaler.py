@@ -8,7 +8,7 @@ import torch
 from core_kit import Net, backward, start, train
 
 from ampcompat import amp
-from ampcompat.amp.scaler import FLOOR, LossScaler
+from ampcompat.amp.scaler import FLOOR, MANY, LossScaler
 
 
 @dataclasses.dataclass
@@ -239,3 +239,16 @@ def test_scalers_written_before_initialize_do_no_harm():
     amp._amp_state.loss_scalers = []  # as scripts that mock apex's state do
     model, optimizer = start("O2")
     assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [2.0**16]
+
+
+def test_overflow_flags_that_are_put_off_for_ever_stay_few():
+    model, optimizer = start("O1")
+    for seed in range(MANY + 3):
+        backward(model, optimizer, times=float("inf") if seed == 0 else 1.0, delay_overflow_check=True)
+        optimizer.step()
+        optimizer.zero_grad()
+    (scaler,) = amp._amp_state.loss_scalers
+    assert len(scaler._put_off) <= MANY
+    assert scaler.loss_scale() == 2.0**16
+    backward(model, optimizer)
+    assert scaler.loss_scale() == 2.0**15
