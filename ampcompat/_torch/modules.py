@@ -107,17 +107,15 @@ def _holders(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
-def _references(tensor: torch.Tensor) -> tuple[int, int, int]:
-    storage = tensor.untyped_storage()
-    return sys.getrefcount(tensor), tensor._use_count(), int(torch._C._storage_Use_Count(storage._cdata))  # type: ignore[attr-defined]
-
-
 def reusable(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """``tensors``, with None in the place of those whose memory anything else holds than the caller's list."""
     # Counted like one that is known to be alone: versions of torch differ.
-    alone: list[torch.Tensor | None] = [torch.empty(1, device="cpu")]
-    expected = [_references(one) for one in alone if one is not None]
-    return [one if one is not None and _references(one) == expected[0] else None for one in tensors]
+    probe, storages = torch.empty(1, device="cpu"), torch._C._storage_Use_Count
+    *counts, alone = [
+        None if one is None else (sys.getrefcount(one), one._use_count(), storages(one.untyped_storage()._cdata))  # type: ignore[attr-defined]
+        for one in (*tensors, probe)
+    ]
+    return [one if count == alone else None for one, count in zip(tensors, counts, strict=True)]
 
 
 def owns_memory_alone(tensor: torch.Tensor) -> bool:

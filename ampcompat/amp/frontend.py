@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
@@ -159,9 +160,12 @@ def initialize(
     loudness = properties.check_verbosity(verbosity)
     model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
     properties.check_unsharded(model_list, options)
-    nested.check(optimizer_list, options)
+    if any(_torch.is_zero(one) or properties.inner_optimizers(one) for one in optimizer_list):
+        nested.check(optimizer_list, options)
     bare = [_torch.uncompiled(model) for model in model_list]
-    kept = keep_fp32_.select(bare, keep_fp32)
+    kept: list[torch.nn.Module] = []
+    if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
+        kept = keep_fp32_.select(bare, keep_fp32)
     scalers = [
         LossScaler(options.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
         for loss_id in range(num_losses)
@@ -178,7 +182,8 @@ def initialize(
         _take_over(session, modules, optimizer_list, kept, undo)
         undo.pop_all()
     state.view["verbosity"] = loudness
-    notify("on_initialize")
+    if state.observers:
+        notify("on_initialize")
     return models if optimizers is None else (models, optimizers)
 
 
@@ -206,7 +211,8 @@ def _take_over(
         trained=optimizer.held_params(optimizers) if policy.master_weights else set(),
         kept=frozenset(inner for module in kept for inner in module.modules()),
     )
-    keep_fp32_.build_borders(modules, kept, policy, undo)
+    if kept or [m for model in modules for m in model.modules() if "_amp_policy" in vars(m)]:
+        keep_fp32_.build_borders(modules, kept, policy, undo)
     for model in modules:
         amp_model.set_policy(model, policy)
     for one in optimizers:
@@ -214,7 +220,8 @@ def _take_over(
         optimizer.attach(one, session)
     session.begin_casts()
     handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
-    checkpoint.apply_loaded(session.scalers, undo)
+    if state.loaded_scalers is not None:
+        checkpoint.apply_loaded(session.scalers, undo)
     _show(session, {"opt_properties": session.properties, "loss_scalers": session.scalers, "handle": handle}, undo)
 
 

@@ -73,8 +73,6 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
     several = isinstance(keep_fp32, (list, tuple, set, frozenset))
     wanted = [] if keep_fp32 is None else list(keep_fp32) if several else [keep_fp32]
     patterns = [p.strip() for p in os.environ.get("AMPCOMPAT_KEEP_FP32", "").split(",") if p.strip()]
-    if not wanted and not patterns:
-        return []
     names = {module: name for model in reversed(models) for name, module in model.named_modules()}
     found: Names = {}
     for one in wanted:

@@ -90,8 +90,13 @@ def refuse_lookahead(optimizer: Optimizer) -> None:
 def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
     """Let the ``step`` of an optimizer inside, where no step of ``outer`` calls it, be one of ``outer``'s.
 
-    That is ``step(outer, own step of the inner one, *arguments)``. Returns ``original``, the own step of ``outer``, in
-    which inner optimizers step as ever.
+    Args:
+        outer: An optimizer under amp.
+        original: Its own ``step``.
+        step: Called with ``outer``, the inner optimizer's own ``step``, and its arguments.
+
+    Returns:
+        ``original``, in which inner optimizers step as ever.
     """
     lists = _lists(outer)
     inner = [one for one in inner_optimizers(outer) if _lists(one) == lists]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -263,10 +264,14 @@ class HalfAverage:
 
 def watch_averages(model: torch.nn.Module) -> None:
     """Have deepcopies of ``model`` looked at: is one updated as a moving average, in half?"""
-    pairs = [(module, param) for module in model.modules() for param in module._parameters.values()]
-    half = [(module, param) for module, param in pairs if param is not None and param.dtype in HALF_DTYPES]
+    half = [
+        (param.numel(), module, param)
+        for module in model.modules()
+        for param in module._parameters.values()
+        if param is not None and param.dtype in HALF_DTYPES
+    ]
     if half:
-        module, param = max(half, key=lambda pair: pair[1].numel())
+        _, module, param = max(half, key=itemgetter(0))
         object.__setattr__(module, "_amp_average", HalfAverage(param))
 
 
