@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,11 +17,11 @@ from ampcompat.amp.session import DISABLED, Session
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 
 
+@dataclass(eq=False)
 class AmpHandle:
     """Serve as ``amp._amp_state.handle`` while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
 
-    def __init__(self, owner: Session) -> None:
-        self._session = owner
+    _session: Session = DISABLED
 
     def is_active(self) -> bool:
         """Whether this call's casts are in force."""
@@ -57,9 +58,6 @@ class AmpHandle:
 
 class NoOpHandle(AmpHandle):
     """Serve as ``amp._amp_state.handle`` where no function is cast: losses stay as they are."""
-
-    def __init__(self) -> None:
-        super().__init__(DISABLED)
 
 
 class OptimWrapper:

@@ -89,7 +89,6 @@ def remember(optimizer: Optimizer, undo: ExitStack) -> None:
 
 
 def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
-    @_torch.eager_itself
     @functools.wraps(getattr(original, "__func__", original))
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "_amp_stash" in self.__dict__:
@@ -97,6 +96,9 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
         return original(*args, **kwargs)
 
     return wrapper
+
+
+_torch.eager_itself(_wrap(print, print))  # all wrappers share its code
 
 
 # -- step --------------------------------------------------------------------------------------------------------------
