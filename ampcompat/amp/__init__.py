@@ -47,7 +47,16 @@ __all__ += ["step_was_skipped", "sync_masters", "unwrap"]
 def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False, ranges: bool = False) -> None:
     """Explain lost steps from here on: the op, its module and line, and the cure, in one message each on stderr.
 
-    The arguments are those of :func:`ampcompat.explain.explain_overflows`. apex had nothing like it.
+    apex had nothing like it; see :func:`ampcompat.explain.explain_overflows` for what it observes and what it costs.
+
+    Args:
+        limit: How many different faults to explain; the same fault is explained once.
+        stop: End the script after the last of them.
+        json: Write each as one JSON object on a line.
+        ranges: Write the ranges of every layer, forward and backward, of the first step that is made and of each fault.
+
+    Raises:
+        ValueError: ``limit`` is not a positive integer.
     """
     from ampcompat import explain  # it builds on this package
 
@@ -57,8 +66,19 @@ def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False,
 def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
     """Call ``callback`` with a small record after each optimizer step, until ``remove()`` of the handle returned.
 
-    Argument and result are those of :func:`ampcompat.scale_log.on_step`. No host sync is made for it. apex had nothing
-    like it.
+    The record has ``step``, ``loss_id``, ``scale``, ``skipped`` and ``clean_passes``. No host sync is made for it. apex
+    had nothing like it; see :func:`ampcompat.scale_log.on_step`.
+
+    Args:
+        callback: A function of one record; or an object to log to: a TensorBoard ``SummaryWriter``, or anything with
+            ``log_metrics(dict, step=...)`` or ``log(dict)``.
+
+    Returns:
+        The handle: ``remove()`` ends it, ``flush()`` waits for records still on their way from the device; it is a
+        context manager too.
+
+    Raises:
+        TypeError: ``callback`` is none of these.
     """
     from ampcompat import scale_log
 
@@ -68,7 +88,16 @@ def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
 def report(steps: int = 3) -> Receipt:
     """Observe what runs from here on, and in which dtype: the precision receipt.
 
-    Argument and result are those of :func:`ampcompat.report.report`. apex had nothing like it.
+    apex had nothing like it; see :func:`ampcompat.report.report` for what it observes and what it costs.
+
+    Args:
+        steps: Optimizer steps whose ops are counted.
+
+    Returns:
+        The receipt: ``print(receipt)``, ``receipt.write("receipt.html")`` (or .json, .txt), ``receipt.facts()``.
+
+    Raises:
+        ValueError: ``steps`` is not a positive integer.
     """
     from ampcompat import report as reports
 

@@ -345,7 +345,6 @@ def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = Fals
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-@torch.no_grad()
 def unscale(
     masters: Sequence[Master],
     direct: Sequence[torch.Tensor],
@@ -355,7 +354,7 @@ def unscale(
 ) -> bool:
     """Unscale ``direct`` in place and half gradients into masters, where there is a ``scaler``; whether any were.
 
-    Master gradients are written into ``memory`` where it has theirs of an earlier step.
+    Master gradients are written into ``memory`` where it has theirs of an earlier step. Needs grad mode off.
     """
     fresh: list[torch.Tensor] = []
     for param in direct:

@@ -95,12 +95,32 @@ def register_half_function(module: object, name: str) -> None:
 
 
 def register_float_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to float32; else as :func:`register_half_function`."""
+    """Have ``module.name`` cast its arguments to float32 while casts are on.
+
+    As in apex (``apex/amp/amp.py: register_float_function``).
+
+    Args:
+        module: Module, class or namespace object that holds the function.
+        name: Its attribute name; see :func:`register_half_function` for classes.
+
+    Raises:
+        ValueError: ``module`` has no such attribute.
+    """
     _register(module, name, Rule.FLOAT)
 
 
 def register_promote_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to their widest dtype; else as :func:`register_half_function`."""
+    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
+
+    As in apex (``apex/amp/amp.py: register_promote_function``).
+
+    Args:
+        module: Module, class or namespace object that holds the function.
+        name: Its attribute name; see :func:`register_half_function` for classes.
+
+    Raises:
+        ValueError: ``module`` has no such attribute.
+    """
     _register(module, name, Rule.PROMOTE)
 
 
@@ -151,10 +171,18 @@ def half_function(fn: F) -> F:
 
 
 def float_function(fn: F) -> F:
-    """Decorate ``fn`` to get its half arguments in float32; else as :func:`half_function`."""
+    """Decorate ``fn`` to get its half arguments in float32 while casts are on (``apex/amp/amp.py: float_function``).
+
+    Args:
+        fn: What :func:`half_function` takes; what that returns is returned.
+    """
     return _decorated(fn, Rule.FLOAT)
 
 
 def promote_function(fn: F) -> F:
-    """Decorate ``fn`` to get its arguments in the widest dtype among them; else as :func:`half_function`."""
+    """Decorate ``fn`` to get its arguments in the widest dtype among them (``apex/amp/amp.py: promote_function``).
+
+    Args:
+        fn: What :func:`half_function` takes; what that returns is returned.
+    """
     return _decorated(fn, Rule.PROMOTE)

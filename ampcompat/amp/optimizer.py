@@ -38,7 +38,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     stash = copy.copy(getattr(optimizer, "_amp_stash", None) or AmpOptimizerState(session))
     stash.session, stash.groups, stash.overflows = session, [], stash.overflows[:]
     if not stash.spent.gradients:
-        stash.spent = Spent([], state.optimizers.blocks, {})
+        stash.spent = Spent(blocks=state.optimizers.blocks)
     stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
     if "optim" in vars(optimizer):  # perhaps a ZeroRedundancyOptimizer
@@ -212,14 +212,15 @@ def _heed_missing_block(stash: AmpOptimizerState) -> None:
     if stash.gradients is Gradients.EMPTY:
         misuse.warn_of("block without gradients")
     elif stash.gradients is Gradients.NONE:
-        present, (spent, blocks, _) = set(map(id, stash.present())), stash.spent
-        if not present or not present.isdisjoint([id(_torch.tensor_of(reference)) for reference in spent]):
+        present = set(map(id, stash.present()))
+        if not present or not present.isdisjoint([id(_torch.tensor_of(spent)) for spent in stash.spent.gradients]):
             return
-        if state.optimizers.blocks != blocks:
+        if state.optimizers.blocks != stash.spent.blocks:
             misuse.warn_of("stray gradients")
         else:
             misuse.warn_of("unscaled backward")
-            block.unscale(stash.masters, (), None, None, stash.spent.memory)
+            with torch.no_grad():
+                block.unscale(stash.masters, (), None, None, stash.spent.memory)
 
 
 @_torch.eager
@@ -371,7 +372,7 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
     if stash.aside or stash.pending is not None:
         stash.aside, stash.pending = [], None
         state.optimizers.pending.discard(optimizer)
-    stash.spent = stash.spent._replace(blocks=state.optimizers.blocks)
+    stash.spent.blocks = state.optimizers.blocks
     if stash.gradients is not Gradients.LOST:
         stash.gradients = Gradients.NONE
 

@@ -10,7 +10,7 @@ import operator
 import weakref
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,12 +42,14 @@ class Pending:
     scalers: dict[LossScaler, None]  # whose losses they stem from: the pass counts for each of them
 
 
-class Spent(NamedTuple):
+@dataclass(eq=False)
+class Spent:
     """Tell new gradients from those that the next step must not use."""
 
-    gradients: list[weakref.ref[torch.Tensor]]  # those that were there at the last step
-    blocks: int  # of all optimizers until then: a later one of another leaves gradients that are still scaled
-    memory: dict[Master, torch.Tensor]  # masters' gradients on the CPU, whose memory the next ones take over
+    gradients: list[weakref.ref[torch.Tensor]] = field(default_factory=list)  # those that were there at the last step
+    blocks: int = 0  # of all optimizers until then: a later one of another leaves gradients that are still scaled
+    # Masters' gradients on the CPU, whose memory the next ones take over.
+    memory: dict[Master, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -68,7 +70,7 @@ class AmpOptimizerState:
     # By step that the device decided, on their way to the host: each flag, with the scale to name.
     reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
     skipped: bool | None = False  # whether the last step was; None while only the device knows
-    spent: Spent = field(default_factory=lambda: Spent([], 0, {}))
+    spent: Spent = field(default_factory=Spent)
 
     lazy_init_called = True  # masters exist from ``initialize`` on
 
@@ -90,8 +92,7 @@ class AmpOptimizerState:
 
     def spend(self) -> None:
         """Have the next step use none of the gradients that are there now."""
-        present = list(map(weakref.ref, self.present()))
-        self.spent = Spent(present, state.optimizers.blocks, self.spent.memory)
+        self.spent.gradients, self.spent.blocks = list(map(weakref.ref, self.present())), state.optimizers.blocks
 
     def look_up(self, optimizer: Optimizer) -> None:
         """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
