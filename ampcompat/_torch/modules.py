@@ -108,12 +108,16 @@ def _holders(storage: torch.UntypedStorage) -> int:
 
 
 def reusable(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """``tensors``, with None in the place of those whose memory anything else holds than the caller's list."""
+    """``tensors``, with None in the place of those whose memory anything else holds than the caller's list.
+
+    Arrays and shared files hold theirs unseen: such memory cannot be resized.
+    """
     # Counted like one that is known to be alone: versions of torch differ.
-    probe, storages = torch.empty(1, device="cpu"), torch._C._storage_Use_Count
+    probe, holders = torch.empty(1, device="cpu"), _holders
     *counts, alone = [
-        None if one is None else (sys.getrefcount(one), one._use_count(), storages(one.untyped_storage()._cdata))  # type: ignore[attr-defined]
+        storage and (sys.getrefcount(one), one._use_count(), holders(storage), storage.resizable())  # type: ignore[union-attr]
         for one in (*tensors, probe)
+        for storage in (None if one is None else one.untyped_storage(),)
     ]
     return [one if count == alone else None for one, count in zip(tensors, counts, strict=True)]
 
