@@ -28,9 +28,10 @@ gradient for half params: new half gradients are unscaled into float32 and added
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence, Set, ValuesView
+from collections.abc import Iterator, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, is_optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import DISABLED, Session
-from ampcompat.amp.stash import AmpOptimizerState, Gradients, Memory, Pending
+from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
 
 #: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
 #: kernels take in one launch; on the CPU, which has no launches, what stays in its cache.
@@ -349,11 +350,11 @@ def unscale(
     direct: Sequence[torch.Tensor],
     scaler: LossScaler | None,
     scale: torch.Tensor | None,
-    memory: Memory,
+    memory: dict[Master, torch.Tensor],
 ) -> bool:
     """Unscale ``direct`` in place and half gradients into masters, where there is a ``scaler``; whether any were.
 
-    Master gradients are written into ``memory`` that earlier ones left. Needs grad mode off.
+    Master gradients are written into ``memory`` where it has theirs of an earlier step. Needs grad mode off.
     """
     fresh: list[torch.Tensor] = []
     for param in direct:
@@ -370,7 +371,7 @@ def unscale(
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
         if scaler is not None:  # in one pass with the others
             scaler.unscale_(fresh, scale)
-        _fold(chunk, wide, memory)
+        _fold(chunk, wide)
         fresh = []
         del wide  # before the next chunk is allocated
     if fresh and scaler is not None:
@@ -403,26 +404,22 @@ def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
             master.folded = shown, shown._version
 
 
-def _to_float32(masters: list[Master], memory: Memory) -> list[torch.Tensor]:
-    """Float32 copies of the half gradients, in fused passes, in ``memory`` where nothing else holds it."""
+def _to_float32(masters: list[Master], memory: dict[Master, torch.Tensor]) -> list[torch.Tensor]:
+    """Float32 copies of the half gradients, in fused passes, in ``memory`` where nobody else looks at it."""
     grads: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # chunks have only those
     if any([grad.is_sparse for grad in grads]):  # noqa: C419 - faster
         # Sum duplicate entries in float32: their half sum may overflow.
         return [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in grads]
-    if not memory:
-        wide = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-    else:
-        left = [memory.get((grad.shape, grad.stride())) if grad.is_cpu else None for grad in grads]
-        kept = _torch.reusable([alike.pop() if alike else None for alike in left])
-        wide = [
-            torch.empty_like(grad, dtype=torch.float32) if old is None else old
-            for old, grad in zip(kept, grads, strict=True)
-        ]
+    kept = _torch.reusable([memory.pop(master, None) for master in masters]) if memory else repeat(None)
+    wide = [
+        old if old is not None and old.is_cpu == grad.is_cpu else torch.empty_like(grad, dtype=torch.float32)
+        for old, grad in zip(kept, grads, strict=False)
+    ]
     _torch.foreach_copy_(wide, grads)
     return wide
 
 
-def _fold(masters: list[Master], wide: list[torch.Tensor], memory: Memory) -> None:
+def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
     """Add float32 gradients to those of their masters, and note where they come from."""
     old, new = list[torch.Tensor](), list[torch.Tensor]()
     for master, grad in zip(masters, wide, strict=True):
@@ -438,14 +435,6 @@ def _fold(masters: list[Master], wide: list[torch.Tensor], memory: Memory) -> No
         master.folded = half, half._version
     if old:
         _torch.foreach_add_(old, new)
-        leave(new, memory)
-
-
-def leave(grads: Iterable[torch.Tensor], memory: Memory) -> None:
-    """Leave float32 gradients that are used up to later ones, on the CPU; elsewhere torch's allocator does so."""
-    for grad in grads:
-        if grad.is_cpu and not grad.is_sparse:
-            memory.setdefault((grad.shape, grad.stride()), []).append(grad)
 
 
 def _join(flags: list[tuple[LossScaler, torch.Tensor]]) -> list[tuple[LossScaler, torch.Tensor]]:

@@ -232,13 +232,12 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
             push(masters)
         others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer]
         shared = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
-        used = []
         for master in masters:
             master.folded = None
-            if id(master) not in shared and master.value.grad is not None:
-                used.append(master.value.grad)
-                master.value.grad = None
-        block.leave(used, stash.spent.memory)
+            if id(master) not in shared:
+                grad, master.value.grad = master.value.grad, None
+                if grad is not None and grad.is_cpu:  # elsewhere torch's allocator keeps freed memory
+                    stash.spent.memory[master] = grad
     if stash.gradients is Gradients.LOST:
         say("Gradients of a scale_loss block were lost.  Skipping step")
     stash.spend()

@@ -10,7 +10,7 @@ import operator
 import weakref
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -42,17 +42,14 @@ class Pending:
     scalers: dict[LossScaler, None]  # whose losses they stem from: the pass counts for each of them
 
 
-#: Float32 gradients on the CPU that are used up, by shape and strides; later ones are written into them.
-Memory: TypeAlias = dict[tuple[torch.Size, tuple[int, ...]], list[torch.Tensor]]
-
-
 @dataclass(eq=False)
 class Spent:
     """Tell new gradients from those that the next step must not use."""
 
     gradients: list[weakref.ref[torch.Tensor]] = field(default_factory=list)  # those that were there at the last step
     blocks: int = 0  # of all optimizers until then: a later one of another leaves gradients that are still scaled
-    memory: Memory = field(default_factory=dict)
+    # Masters' gradients on the CPU, whose memory the next ones take over.
+    memory: dict[Master, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
