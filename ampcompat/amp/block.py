@@ -412,7 +412,9 @@ def _to_float32(masters: list[Master], memory: dict[Master, torch.Tensor]) -> li
         return [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in grads]
     kept = _torch.reusable([memory.pop(master, None) for master in masters]) if memory else repeat(None)
     wide = [
-        old if old is not None and old.is_cpu == grad.is_cpu else torch.empty_like(grad, dtype=torch.float32)
+        old
+        if old is not None and old.stride() == grad.stride() and old.device == grad.device
+        else torch.empty_like(grad, dtype=torch.float32)
         for old, grad in zip(kept, grads, strict=False)
     ]
     _torch.foreach_copy_(wide, grads)

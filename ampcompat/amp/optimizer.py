@@ -236,7 +236,8 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
             master.folded = None
             if id(master) not in shared:
                 grad, master.value.grad = master.value.grad, None
-                if grad is not None and grad.is_cpu:  # elsewhere torch's allocator keeps freed memory
+                # Elsewhere torch's allocator keeps freed memory.
+                if grad is not None and grad.is_cpu and not grad.is_sparse:
                     stash.spent.memory[master] = grad
     if stash.gradients is Gradients.LOST:
         say("Gradients of a scale_loss block were lost.  Skipping step")

@@ -59,6 +59,25 @@ def test_held_gradients_keep_their_values(hold):
         assert torch.equal(value_of(one), old)
 
 
+def test_gradients_of_other_layouts_find_memory_of_their_own():
+    model = torch.nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    weight = model.weight
+    for transposed in (None, False, True, False):
+        with amp.scale_loss(model(torch.tensor([1])).sum() / 4, optimizer) as scaled:
+            scaled.backward()
+            if transposed is not None:
+                weight.grad = weight.grad.to_dense()
+                weight.grad = weight.grad.t().contiguous().t() if transposed else weight.grad
+        (gradient,) = gradients(optimizer)
+        assert gradient.is_sparse is (transposed is None)
+        assert transposed is None or gradient.is_contiguous() is not transposed
+        assert torch.equal(gradient.to_dense(), torch.tensor([[0.0, 0], [0.25, 0.25], [0, 0], [0, 0]]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def test_memory_of_an_array_is_left_alone():
     model, optimizer = start("O2")
     backward(model, optimizer, 0)
