@@ -60,9 +60,9 @@ def _native(variant, case, model, x, y):
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     casts = not variant.startswith("fp32")
     if variant == "native, same casts":
-        from ampcompat.amp import session
+        from ampcompat.amp import autocast
 
-        session.cover_device_types([case.device])
+        autocast.cover([case.device])
     scaler = torch.amp.GradScaler(case.device, enabled=casts and case.dtype == torch.float16)
 
     def step():
