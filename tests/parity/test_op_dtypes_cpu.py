@@ -18,7 +18,6 @@ def test_every_row_has_the_dtype_of_the_lists(name):
         assert {pair: probe(name, pair) for pair in PAIRS} == ROWS[name]["expected"]
 
 
-@pytest.mark.filterwarnings("ignore:Applying the CPU mse kernel")  # given once a process by torch 2.4
 def test_casts_off_leave_every_row_as_torch_has_it():
     plain = {name: {pair: probe(name, pair) for pair in PAIRS} for name in ROWS}
     with casts_on("cpu"), torch.autocast("cpu", enabled=False):

@@ -74,7 +74,6 @@ def test_a_traced_module_calls_the_public_function(h):
         assert graph(h).dtype is FLOAT
 
 
-@pytest.mark.filterwarnings("ignore:Applying the CPU mse kernel")  # given once a process by torch 2.4
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_as_eager(h, backend):
     torch._dynamo.reset()
