@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
 class AmpHandle:
     """Serve as ``amp._amp_state.handle`` while functions are cast (``apex/amp/handle.py: AmpHandle``)."""
 
-    _session: Session = field(default_factory=lambda: DISABLED)
+    _session: Session = DISABLED
 
     def is_active(self) -> bool:
         """Whether this call's casts are in force."""

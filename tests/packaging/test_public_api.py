@@ -7,6 +7,7 @@ import argparse
 import importlib
 import inspect
 import json
+import re
 from pathlib import Path
 
 from ampcompat import cli
@@ -40,10 +41,10 @@ MODULES = [
 
 
 def signature(function):
-    """Names, kinds and defaults; without annotations, which print differently from one Python to the next."""
+    """Names, kinds and defaults; without annotations and addresses, which print differently each time."""
     found = inspect.signature(function)
     bare = [p.replace(annotation=inspect.Parameter.empty) for p in found.parameters.values()]
-    return str(found.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    return re.sub(" at 0x[0-9a-f]+", "", str(found.replace(parameters=bare, return_annotation=inspect.Signature.empty)))
 
 
 def described(name, value):
