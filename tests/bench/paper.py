@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ampcompat._state import state
-from ampcompat.amp import cpu_convolution
+from ampcompat.amp import block, cpu_convolution
 
 from . import report
 from .counting import SYNCS
@@ -149,6 +149,7 @@ def device_seconds(ops):
 
 def section(device, quick):
     """The tables of counts and of predictions."""
+    block.CPU_CHUNK = block.CHUNK  # launches are a GPU's
     rows, predicted = [], []
     for model in list(COUNTED)[:2] if quick else COUNTED:
         seconds = {}
