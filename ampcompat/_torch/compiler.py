@@ -24,7 +24,7 @@ def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def eager(function: F) -> F:
-    """Decorate a function that a compiled step calls and that only keeps books: it stays Python, with all it calls.
+    """Decorate bookkeeping that a compiled step calls: it runs in eager mode, with all it calls.
 
     Else the compiler traces it in pieces, and compiles each again when a state changes. ``torch.compiler.disable`` does
     the same with a wrapper, which costs microseconds per call in eager code, too.
@@ -33,7 +33,7 @@ def eager(function: F) -> F:
 
 
 def eager_itself(function: F) -> F:
-    """Decorate a function like :func:`eager`, of which callees are compiled (an optimizer's own step)."""
+    """Decorate a function like :func:`eager`, but let the compiler take what it calls (an optimizer's own step)."""
     return _skipped(function, with_callees=False)
 
 

@@ -405,7 +405,7 @@ def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
 
 
 def _to_float32(masters: list[Master], memory: dict[Master, torch.Tensor]) -> list[torch.Tensor]:
-    """Float32 copies of the half gradients, in fused passes, in ``memory`` where nobody else looks at it."""
+    """Float32 copies of the half gradients, in fused passes, in ``memory`` where nothing else holds it."""
     grads: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # chunks have only those
     if any([grad.is_sparse for grad in grads]):  # noqa: C419 - faster
         # Sum duplicate entries in float32: their half sum may overflow.
