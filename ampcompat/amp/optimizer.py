@@ -227,26 +227,34 @@ def _heed_missing_block(stash: AmpOptimizerState) -> None:
 def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> None:
     """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay."""
     masters = stash.masters
-    if masters:
-        if not skip:
-            push(masters)
-        others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer]
-        shared = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
-        for master in masters:
-            master.folded = None
-            if id(master) not in shared:
-                grad, master.value.grad = master.value.grad, None
-                # Elsewhere torch's allocator keeps freed memory.
-                if grad is not None and grad.is_cpu and not grad.is_sparse:
-                    stash.spent.memory[master] = grad
+    if masters and not skip:
+        push(masters)
     if stash.gradients is Gradients.LOST:
         say("Gradients of a scale_loss block were lost.  Skipping step")
-    stash.spend()
     stash.overflows, stash.gradients, stash.skipped = [], Gradients.NONE, skip
     if skip:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
-    if state.observers:
-        notify("on_step", optimizer, skip)
+    try:
+        if state.observers:
+            notify("on_step", optimizer, skip)
+    finally:
+        if masters:
+            _use_up(optimizer, stash)
+        stash.spend()
+
+
+@_torch.eager
+def _use_up(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
+    """Drop the masters' gradients, but for those that another optimizer has yet to step with."""
+    others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer]
+    shared = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
+    for master in stash.masters:
+        master.folded = None
+        if id(master) not in shared:
+            grad, master.value.grad = master.value.grad, None
+            # Elsewhere torch's allocator keeps freed memory.
+            if grad is not None and grad.is_cpu and not grad.is_sparse:
+                stash.spent.memory[master] = grad
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------

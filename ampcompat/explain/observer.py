@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.explain import message, numbers, ranges, weights
 from ampcompat.explain.frames import hide_tools
 from ampcompat.explain.live import LiveProbe
@@ -55,7 +56,6 @@ class Autopsy:
         self.depth: list[Record | None] = []
         self.block: tuple[int, ...] = ()
         self.scaler: Any = None
-        self.asked: list[weakref.ref[Any]] = []  # optimizers that only the device knows about
         self.told: set[tuple[Any, ...]] = set()
         self.lost = False  # weights, by a step
         self.live = LiveProbe()
@@ -101,9 +101,6 @@ class Autopsy:
         next step is to answer for its own writing alone.
         """
         self.depth.clear()
-        for ref in self.asked:
-            self._ask(ref())
-        self.asked = []
         self.block, self.scaler = tuple(id(one) for one in optimizers), scaler
         if self.left <= 0:
             return
@@ -147,21 +144,14 @@ class Autopsy:
         hide_tools(error.__traceback__)
 
     def on_step(self, optimizer: Any, skipped: bool | None) -> None:
-        """Explain a skipped step, or one that left a weight not finite; forget the forwards of any other."""
-        self._steps(optimizer).seen += 1
-        if skipped is None:
-            self.asked.append(weakref.ref(optimizer))
-        else:
-            self._ended(optimizer, skipped)
+        """Explain a skipped step, or one that left a weight not finite; forget the forwards of any other.
 
-    def _ask(self, optimizer: Any) -> None:
-        from ampcompat.amp.optimizer import step_was_skipped
-
-        if optimizer is not None:
-            self._ended(optimizer, step_was_skipped(optimizer))
-
-    def _ended(self, optimizer: Any, skipped: bool) -> None:
+        One host sync, and another where only the device knows whether it skipped.
+        """
         steps = self._steps(optimizer)
+        steps.seen += 1
+        if skipped is None:
+            skipped = step_was_skipped(optimizer)
         if self.left > 0 and skipped:
             scaler = optimizer._amp_stash.session.scalers[0]
             self._explain(self._of(optimizer), scaler, "A step was skipped", steps.seen)

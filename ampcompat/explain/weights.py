@@ -107,6 +107,9 @@ def _blame(optimizer: Any, group: int, param: torch.Tensor) -> Written:
     grad = param.grad
     if grad is not None and not grad.is_sparse and not is_finite(grad):
         found.why.insert(0, "its gradient was not finite")
+        found.cures.insert(
+            0, "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
+        )
     elif not found.why and param.dtype in HALVES:
         size = "" if grad is None or grad.is_sparse else f", its largest gradient is {largest(grad):.3g}"
         found.why.append(f"the update left the range of {dtype} ({_rate(options)}{size})")

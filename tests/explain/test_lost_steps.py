@@ -199,6 +199,33 @@ def test_the_step_is_the_one_that_wrote_it_whenever_it_is_read(capsys, level, ra
     assert "4 of 40 elements are not finite" in written
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_gradient_that_the_script_wrote_after_the_block(capsys, level, fused):
+    """The block's own gradients were finite; with a fused optimizer only the device knows that the step was made."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused or None)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    amp.explain_overflows()
+    for step in (1, 2):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+            scaled.backward()
+        if step == 2:
+            next(iter(amp.master_params(optimizer))).grad[0, 1] = float("nan")
+        optimizer.step()
+    written = capsys.readouterr().err.split("ampcompat explain: ")[-1]
+    dtype = "float16" if level == "O3" else "float32"
+    assert written.splitlines() == [
+        "Step 2 of SGD left a weight that is not finite.",
+        f"  what      weight ({dtype}): 1 of 4 elements are not finite",
+        "  where     group 0 of SGD",
+        "  why       its gradient was not finite",
+        "  cure      look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf",
+    ]
+
+
 @pytest.mark.parametrize("read", [True, False])
 def test_a_weight_that_no_step_wrote(capsys, read):
     """Whether the loss overflows for it or not, the next step is not to blame."""

@@ -114,3 +114,28 @@ def test_a_reset_forgets_observers():
     observers().append(Watcher())
     state.reset()
     assert observers() == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_callback_that_raises_leaves_the_step_made_and_its_gradients_used_up(level):
+    weights = train(level, steps=3)
+
+    class Raises:
+        def on_step(self, optimizer, skipped):
+            raise ZeroDivisionError
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with observing(Raises()):
+        for _ in range(3):
+            optimizer.zero_grad()
+            with amp.scale_loss(model(torch.ones(2, 4)).float().square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+    assert all(map(torch.equal, model.parameters(), weights))
+    optimizer.step()  # of a step that is over, nothing is left
+    if level == "O2":
+        assert all(map(torch.equal, model.parameters(), weights))
