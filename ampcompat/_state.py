@@ -103,13 +103,11 @@ class OptimizerIndex:
         live: Those under amp.
         pending: Of these, those with scaled gradients that a block has left.
         disabled: Those given to ``initialize(enabled=False)``.
-        blocks: Counts the blocks of all of them that have scaled a loss.
     """
 
     live: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     pending: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     disabled: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
-    blocks: int = 0
 
 
 def _nothing_initialized() -> dict[str, Any]:

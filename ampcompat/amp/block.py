@@ -142,7 +142,6 @@ class Block:
             return loss.float()
         if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
             refuse_shared(self.optimizers, among_themselves=self.delay)
-        state.optimizers.blocks += 1
         if len(state.optimizers.live) > 1:  # its backward pass may add to what was cleared
             for one in state.optimizers.live:
                 if one._amp_stash.gradients is Gradients.UNSCALED:
@@ -179,7 +178,6 @@ class Block:
             for one in self.optimizers:
                 one._amp_stash.gradients = Gradients.UNSCALED
         else:
-            state.optimizers.blocks += 1  # another optimizer may have cleared its gradients inside
             try:
                 if self.delay or (state.models.ddp and any(holds_back(s._amp_stash.leaves()) for s in self.optimizers)):
                     self._leave_pending()
@@ -231,7 +229,7 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
             masters = [m for m in masters if id(m) not in seen]
             direct = [p for p in direct if id(p) not in seen]
             seen.update(map(id, (*masters, *direct)))
-        reached |= unscale(masters, direct, None if scale is None else scaler, scale, stash.spent.memory)
+        reached |= unscale(masters, direct, None if scale is None else scaler, scale, stash.spent)
         if masters:
             _show(masters, scale)
         if stash.pending is not None:
@@ -313,7 +311,6 @@ def abandon(optimizer: Optimizer, stash: AmpOptimizerState, scale: torch.Tensor 
     if stash.pending is not None:
         misuse.warn_of("pending gradients lost")
     settle(optimizer, stash)
-    stash.spend()
 
 
 def unscale_pending(optimizer: Optimizer) -> None:

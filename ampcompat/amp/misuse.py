@@ -18,11 +18,9 @@ _MISTAKES = {
     " with them - start the accumulation of this step again (D31).",
     "block without gradients": "optimizer.step() after scale_loss blocks that gave this optimizer no gradient - the"
     f" scaled loss must be backpropagated inside the block - {_FIX}.",
-    "unscaled backward": "optimizer.step() with gradients that no scale_loss block produced - their loss was not"
-    f" scaled, so small half gradients vanished - {_FIX} (D34).",
-    "stray gradients": "optimizer.step() without a scale_loss block of this optimizer, on gradients that a block of"
-    " another one has left - they are still multiplied by the loss scale; half gradients of weights with masters are"
-    f" not used - give this optimizer a block of its own, or clear its gradients: {_FIX} (D34).",
+    "no block": "optimizer.step() with gradients, but no scale_loss block of this optimizer since its last step -"
+    " master weights (O2, O5) have no gradient then and stay as they are; others take a gradient as it is, of a loss"
+    f" that was not scaled, or that another optimizer's block has scaled - {_FIX}.",
     "half gradients edited": "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the"
     " optimizer steps with the float32 gradients of the masters, which did not change - clip"
     " amp.master_params(optimizer) instead of model.parameters().",

@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -27,7 +28,7 @@ from ampcompat.amp.masters import heed_cleared, master_of, push, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, inner_optimizers
 from ampcompat.amp.session import Session
-from ampcompat.amp.stash import AmpOptimizerState, Gradients, Spent, adopt_masters, announce, match_state
+from ampcompat.amp.stash import AmpOptimizerState, Gradients, adopt_masters, announce, match_state
 
 #: Repetitions of a closure's later evaluation that overflows; each halves the scale.
 RETRIES = 4
@@ -37,8 +38,6 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients."""
     stash = copy.copy(getattr(optimizer, "_amp_stash", None) or AmpOptimizerState(session))
     stash.session, stash.groups, stash.overflows = session, [], stash.overflows[:]
-    if not stash.spent.gradients:
-        stash.spent = Spent(blocks=state.optimizers.blocks)
     stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
     if "optim" in vars(optimizer):  # perhaps a ZeroRedundancyOptimizer
@@ -191,7 +190,7 @@ def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = F
         if stash.pending is not None:
             block.unscale_pending(optimizer)
     if stash.masters:
-        if not stash.spent.gradients:  # no step yet
+        if stash.skipped is None:  # no step yet
             nested.refuse_lookahead(optimizer)
         if heed_cleared(stash.masters):
             misuse.warn_of("half gradients edited")
@@ -212,15 +211,9 @@ def _heed_missing_block(stash: AmpOptimizerState) -> None:
     if stash.gradients is Gradients.EMPTY:
         misuse.warn_of("block without gradients")
     elif stash.gradients is Gradients.NONE:
-        present = set(map(id, stash.present()))
-        if not present or not present.isdisjoint([id(_torch.tensor_of(spent)) for spent in stash.spent.gradients]):
-            return
-        if state.optimizers.blocks != stash.spent.blocks:
-            misuse.warn_of("stray gradients")
-        else:
-            misuse.warn_of("unscaled backward")
-            with torch.no_grad():
-                block.unscale(stash.masters, (), None, None, stash.spent.memory)
+        first, old = stash.first_gradient(), stash.stepped_with
+        if first is not None and (old is None or _torch.tensor_of(old) is not first):
+            misuse.warn_of("no block")
 
 
 @_torch.eager
@@ -232,6 +225,8 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
     if stash.gradients is Gradients.LOST:
         say("Gradients of a scale_loss block were lost.  Skipping step")
     stash.overflows, stash.gradients, stash.skipped = [], Gradients.NONE, skip
+    first = stash.first_gradient()
+    stash.stepped_with = None if first is None else weakref.ref(first)
     if skip:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
     try:
@@ -240,7 +235,6 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
     finally:
         if masters:
             _use_up(optimizer, stash)
-        stash.spend()
 
 
 @_torch.eager
@@ -254,7 +248,7 @@ def _use_up(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
             grad, master.value.grad = master.value.grad, None
             # Elsewhere torch's allocator keeps freed memory.
             if grad is not None and grad.is_cpu and not grad.is_sparse:
-                stash.spent.memory[master] = grad
+                stash.spent[master] = grad
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------
@@ -381,7 +375,6 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
     if stash.aside or stash.pending is not None:
         stash.aside, stash.pending = [], None
         state.optimizers.pending.discard(optimizer)
-    stash.spent.blocks = state.optimizers.blocks
     if stash.gradients is not Gradients.LOST:
         stash.gradients = Gradients.NONE
 
@@ -390,7 +383,6 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     """Add the group as torch does, then give its half params masters."""
     stash: AmpOptimizerState = optimizer._amp_stash
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    had = stash.present()
     original(*args, **kwargs)
     masters = [master_of(p) for p in optimizer.param_groups[-1]["params"]]
     if any(id(master.value) in held for master in masters if master is not None):
@@ -400,8 +392,6 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
             " already - leave them out of the new group."
         )
     stash.look_up(optimizer)
-    if not had:
-        stash.spend()  # what blocks of others have left to a new one is still scaled
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------

@@ -43,16 +43,6 @@ class Pending:
 
 
 @dataclass(eq=False)
-class Spent:
-    """Tell new gradients from those that the next step must not use."""
-
-    gradients: list[weakref.ref[torch.Tensor]] = field(default_factory=list)  # those that were there at the last step
-    blocks: int = 0  # of all optimizers until then: a later one of another leaves gradients that are still scaled
-    # Masters' gradients on the CPU, whose memory the next ones take over.
-    memory: dict[Master, torch.Tensor] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
 class AmpOptimizerState:
     """Masters and gradients of one optimizer between blocks and steps."""
 
@@ -69,8 +59,10 @@ class AmpOptimizerState:
     overflows: list[tuple[LossScaler, torch.Tensor]] = field(default_factory=list)
     # By step that the device decided, on their way to the host: each flag, with the scale to name.
     reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
-    skipped: bool | None = False  # whether the last step was; None while only the device knows
-    spent: Spent = field(default_factory=Spent)
+    skipped: bool | None = None  # whether the last step was; None before it, and while only the device knows
+    # Masters' gradients on the CPU that a step has used up: the next ones take over their memory.
+    spent: dict[Master, torch.Tensor] = field(default_factory=dict)
+    stepped_with: weakref.ref[torch.Tensor] | None = None  # the model's first gradient at the last step
 
     lazy_init_called = True  # masters exist from ``initialize`` on
 
@@ -83,16 +75,10 @@ class AmpOptimizerState:
         """The tensors that a backward pass gives gradients to."""
         return [*[master.half for master in self.masters], *self.direct]
 
-    def present(self) -> list[torch.Tensor]:
-        """The gradients that there are, of half params with masters; where there are none, the first of the others."""
-        if self.masters:
-            return [grad for master in self.masters if (grad := master.half.grad) is not None]
-        first = next((grad for param in self.direct if (grad := param.grad) is not None), None)
-        return [] if first is None else [first]
-
-    def spend(self) -> None:
-        """Have the next step use none of the gradients that are there now."""
-        self.spent.gradients, self.spent.blocks = list(map(weakref.ref, self.present())), state.optimizers.blocks
+    def first_gradient(self) -> torch.Tensor | None:
+        """The first gradient that there is in the model, to tell new ones from old ones by."""
+        held = ([master.half for master in self.masters], self.direct)
+        return next((grad for params in held for param in params if (grad := param.grad) is not None), None)
 
     def look_up(self, optimizer: Optimizer) -> None:
         """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
@@ -111,7 +97,7 @@ class AmpOptimizerState:
         held = {id(p): p for group in groups for p in group["params"]}
         self.direct = [param for key, param in held.items() if key not in with_master]
         self.groups = [list(group["params"]) for group in groups]
-        self.spent.memory.clear()
+        self.spent.clear()
 
     def hand_out_masters(self, optimizer: Optimizer) -> None:
         """Expect writes to the masters, which are asked for where there is no gradient to clip."""

@@ -97,8 +97,6 @@ class Optimizer:
     aside: dict[Weight, torch.Tensor | None] = field(default_factory=dict)
     overflow: bool = False
     skipped: bool = False
-    plain: bool = False  # the gradients are of a backward pass outside any block
-    blocks: int = 0  # how many there had been at the last step
 
     def gradients(self):
         """What tells whether a backward pass has reached any weight."""
@@ -110,7 +108,7 @@ class Optimizer:
         for weight in self.weights:
             if weight.has_master:
                 weight.leaf.grad, weight.filled = None, False
-        self.aside, self.pending, self.used, self.plain = {}, None, False, False
+        self.aside, self.pending, self.used = {}, None, False
 
     def put_back(self, scale):
         """What accumulated before the block is there again; its own gradients are not."""
@@ -122,16 +120,12 @@ class Optimizer:
     def step(self):
         self.skipped, self.overflow = self.overflow, False
         if not self.skipped:
-            if self.plain:
-                for weight in self.weights:
-                    if weight.has_master and weight.leaf.grad is not None:
-                        weight.value.grad = weight.leaf.grad.float()
             self.torch.step()
         for weight in self.weights:
             if weight.has_master:
                 weight.value.grad, weight.filled, weight.cleared = None, False, False
             weight.push()
-        self.used = self.plain = False
+        self.used = False
 
 
 def clone(tensor):
@@ -179,7 +173,6 @@ class Reference:
         self.idle = loss_scale == 1.0 and not (masters and self.casts)
         self.joined = False
         self.kept, self.saved, self.skipped = None, {}, None
-        self.blocks = 0
 
     def list_weights(self):
         by_value = {id(w.value): w for w in self.weights}
@@ -235,13 +228,11 @@ class Reference:
         """Run a backward pass outside any block, where its gradients cannot be taken for those of a block."""
         if any(w.leaf.grad is not None or w.value.grad is not None for w in self.weights):
             return False
-        if any(one.used or one.pending or one.blocks != self.blocks for one in self.optimizers):
+        if any(one.used or one.pending for one in self.optimizers):
             return False
         loss = self.loss(step)
         if loss.requires_grad:
             loss.backward()
-        for one in self.optimizers:
-            one.plain = True
         return True
 
     def block(self, step):
@@ -250,16 +241,12 @@ class Reference:
         if self.idle:
             self.backward(loss, chosen, step)
             return
-        self.blocks += 1
-        for one in self.optimizers:
-            one.plain = False
         for one in chosen:
             self.begin(one, scale)
         self.backward(loss.float() * scale, chosen, step)
         if step["raises"]:
             for one in chosen:
                 one.put_back(scale)
-                one.blocks = self.blocks
         elif step["delay_unscale"]:
             held = [s for one in chosen if one.pending for s in one.pending.scalers]
             pending = Pending(scale, list(dict.fromkeys([scaler, *held])), chosen)
@@ -328,7 +315,6 @@ class Reference:
             pending = one.pending
             self.end([o for o in pending.optimizers if o.pending is pending], pending.scalers[0], pending.scale)
         one.step()
-        one.blocks = self.blocks
         if step["asks"]:
             self.skipped = one.skipped
 
@@ -336,7 +322,6 @@ class Reference:
         who, how = step["who"], step["how"]
         if who == "optimizer":
             one = self.optimizers[step["optimizer"]]
-            one.blocks = self.blocks
             one.zero_grad(how == "none")
             return True
         for weight in self.cleared_by(step):
@@ -388,7 +373,7 @@ class Reference:
             weight.filled = weight.cleared = False
         for one in self.optimizers:
             one.zero_grad()
-            one.overflow, one.blocks = False, self.blocks
+            one.overflow = False
         for scaler in self.scalers:
             scaler.put_off = scaler.puts_off = False
 
