@@ -223,7 +223,6 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
     seen, reached, others = set[int](), False, dict[LossScaler, None]()
     for one in optimizers:
         stash: AmpOptimizerState = one._amp_stash
-        stash.look_up(one)
         masters, direct = stash.masters, stash.direct
         if len(optimizers) > 1:  # gradients that two optimizers share are unscaled with the first
             masters = [m for m in masters if id(m) not in seen]
