@@ -228,8 +228,9 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
             masters = [m for m in masters if id(m) not in seen]
             direct = [p for p in direct if id(p) not in seen]
             seen.update(map(id, (*masters, *direct)))
-        reached |= unscale(masters, direct, None if scale is None else scaler, scale, stash.spent)
-        if masters:
+        fresh = [master for master in masters if master.half.grad is not None]
+        reached |= unscale(fresh, direct, None if scale is None else scaler, scale, stash.spent.memory)
+        if len(fresh) < len(masters):
             _show(masters, scale)
         if stash.pending is not None:
             others.update(stash.pending.scalers)
@@ -348,9 +349,10 @@ def unscale(
     scale: torch.Tensor | None,
     memory: dict[Master, torch.Tensor],
 ) -> bool:
-    """Unscale ``direct`` in place and half gradients into masters, where there is a ``scaler``; whether any were.
+    """Unscale ``direct`` in place and half gradients into ``masters``, where there is a ``scaler``; whether any were.
 
-    Master gradients are written into ``memory`` where it has theirs of an earlier step. Needs grad mode off.
+    All of ``masters`` have a half gradient. Their own are written into ``memory`` where it has theirs of an earlier
+    step. Needs grad mode off.
     """
     fresh: list[torch.Tensor] = []
     for param in direct:
@@ -360,9 +362,8 @@ def unscale(
             grad = param.grad._values()
         if grad is not None:
             fresh.append(grad)
-    reached = bool(fresh)
-    for chunk in _chunks(masters) if masters else ():
-        reached = True
+    reached = bool(fresh or masters)
+    for chunk in _chunks(masters):
         wide = _to_float32(chunk, memory)
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
         if scaler is not None:  # in one pass with the others
@@ -376,17 +377,16 @@ def unscale(
 
 
 def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
-    """The masters whose half tensor has a gradient, so many at a time as :data:`CHUNK` says."""
+    """``masters``, so many at a time as :data:`CHUNK` says."""
     chunks: list[list[Master]] = []
     room = -1
     for master in masters:
-        if master.half.grad is not None:
-            size = master.half.numel()
-            if size > room:
-                chunks.append([])
-                room = CPU_CHUNK if master.half.is_cpu else CHUNK
-            chunks[-1].append(master)
-            room -= size
+        size = master.half.numel()
+        if size > room:
+            chunks.append([])
+            room = CPU_CHUNK if master.half.is_cpu else CHUNK
+        chunks[-1].append(master)
+        room -= size
     return chunks
 
 

@@ -211,7 +211,7 @@ def _heed_missing_block(stash: AmpOptimizerState) -> None:
     if stash.gradients is Gradients.EMPTY:
         misuse.warn_of("block without gradients")
     elif stash.gradients is Gradients.NONE:
-        first, old = stash.first_gradient(), stash.stepped_with
+        first, old = stash.first_gradient(), stash.spent.first
         if first is not None and (old is None or _torch.tensor_of(old) is not first):
             misuse.warn_of("no block")
 
@@ -226,7 +226,7 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
         say("Gradients of a scale_loss block were lost.  Skipping step")
     stash.overflows, stash.gradients, stash.skipped = [], Gradients.NONE, skip
     first = stash.first_gradient()
-    stash.stepped_with = None if first is None else weakref.ref(first)
+    stash.spent.first = None if first is None else weakref.ref(first)
     if skip:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
     try:
@@ -248,7 +248,7 @@ def _use_up(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
             grad, master.value.grad = master.value.grad, None
             # Elsewhere torch's allocator keeps freed memory.
             if grad is not None and grad.is_cpu and not grad.is_sparse:
-                stash.spent[master] = grad
+                stash.spent.memory[master] = grad
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------

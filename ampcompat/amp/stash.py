@@ -43,6 +43,14 @@ class Pending:
 
 
 @dataclass(eq=False)
+class Spent:
+    """Gradients that the last step has used up."""
+
+    first: weakref.ref[torch.Tensor] | None = None  # the model's first one
+    memory: dict[Master, torch.Tensor] = field(default_factory=dict)  # the masters', on the CPU, for the next ones
+
+
+@dataclass(eq=False)
 class AmpOptimizerState:
     """Masters and gradients of one optimizer between blocks and steps."""
 
@@ -60,9 +68,7 @@ class AmpOptimizerState:
     # By step that the device decided, on their way to the host: each flag, with the scale to name.
     reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
     skipped: bool | None = None  # whether the last step was; None before it, and while only the device knows
-    # Masters' gradients on the CPU that a step has used up: the next ones take over their memory.
-    spent: dict[Master, torch.Tensor] = field(default_factory=dict)
-    stepped_with: weakref.ref[torch.Tensor] | None = None  # the model's first gradient at the last step
+    spent: Spent = field(default_factory=Spent)
 
     lazy_init_called = True  # masters exist from ``initialize`` on
 
@@ -97,7 +103,7 @@ class AmpOptimizerState:
         held = {id(p): p for group in groups for p in group["params"]}
         self.direct = [param for key, param in held.items() if key not in with_master]
         self.groups = [list(group["params"]) for group in groups]
-        self.spent.clear()
+        self.spent.memory.clear()
 
     def hand_out_masters(self, optimizer: Optimizer) -> None:
         """Expect writes to the masters, which are asked for where there is no gradient to clip."""

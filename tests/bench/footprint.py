@@ -52,7 +52,7 @@ def bytes_per_parameter(make_optimizer, accumulated=False, layers=LAYERS):
 
     for _ in range(4):  # the first steps compare masters by value
         step()
-    held = 14 + sum(grad.nbytes for grad in optimizer._amp_stash.spent.values()) / count
+    held = 14 + sum(grad.nbytes for grad in optimizer._amp_stash.spent.memory.values()) / count
     own_step = f"Optimizer.step#{type(optimizer).__name__}.step"  # torch's own name of the region
     peaks = peak_bytes(step, {"leaving the block", own_step})
     state.reset()

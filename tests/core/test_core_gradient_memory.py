@@ -103,9 +103,9 @@ def test_a_second_step_without_a_block_moves_nothing():
 def test_memory_goes_with_the_masters():
     model, optimizer = start("O2")
     step(model, optimizer, 0)
-    assert optimizer._amp_stash.spent
+    assert optimizer._amp_stash.spent.memory
     amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    assert not optimizer._amp_stash.spent
+    assert not optimizer._amp_stash.spent.memory
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 8.0])
