@@ -116,8 +116,8 @@ def _ends_before(source: Source, node: ast.AST, blocks: list[ast.With | ast.Asyn
 def unscaled_backward(source: Source, repository: Repository) -> Iterator[Finding]:
     """``loss.backward()`` next to ``scale_loss`` in one function, with no switch between the two.
 
-    Its gradients lack the scale: in half, small ones vanish, and they are added to those that were unscaled. Give the
-    loss to ``amp.scale_loss`` as well.
+    Its gradients lack the scale: in half, small ones vanish, and at O2 masters get none of them. Give the loss to
+    ``amp.scale_loss`` as well.
     """
     for scope, blocks in _functions_that_scale(source).items():
         inside = {id(n) for block in blocks for n in source.within(block)}
