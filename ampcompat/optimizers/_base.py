@@ -16,7 +16,7 @@ from ampcompat.optimizers._steps import StepCounts
 from ampcompat.optimizers._working import WorkingCopies, math_dtype
 
 if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT, StateDict
+    from torch.optim.optimizer import StateDict
 
     from ampcompat._types import ParamGroup
 
@@ -99,7 +99,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _counts_steps: ClassVar[bool] = True
     _rule_unscales: ClassVar[bool] = False
 
-    def __init__(self, params: ParamsT, set_grad_none: bool, amsgrad: bool = False, **defaults: object) -> None:
+    def __init__(self, params: Any, set_grad_none: bool, amsgrad: bool = False, **defaults: object) -> None:
         if amsgrad:
             raise RuntimeError(
                 f"{type(self).__name__} does not support the AMSGrad variant (amsgrad=True): leave the argument out, "

@@ -10,9 +10,7 @@ from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._rules import adagrad_
 
 if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-
-    from ampcompat._types import ParamGroup
+    from ampcompat._types import ParamGroup, Params
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -38,7 +36,7 @@ class FusedAdagrad(FusedOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0.0,

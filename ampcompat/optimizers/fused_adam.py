@@ -14,9 +14,7 @@ from ampcompat.optimizers._rules import adam_, of_moments
 from ampcompat.optimizers._working import math_dtype
 
 if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-
-    from ampcompat._types import ParamGroup
+    from ampcompat._types import ParamGroup, Params
 
 
 class FusedAdam(FusedOptimizer):
@@ -54,7 +52,7 @@ class FusedAdam(FusedOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),

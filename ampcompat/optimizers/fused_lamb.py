@@ -12,9 +12,7 @@ from ampcompat.optimizers._layerwise import grad_norm, lamb_
 from ampcompat.optimizers._rules import of_moments
 
 if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-
-    from ampcompat._types import ParamGroup
+    from ampcompat._types import ParamGroup, Params
 
 
 class FusedLAMB(FusedOptimizer):
@@ -44,7 +42,7 @@ class FusedLAMB(FusedOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),

@@ -13,9 +13,9 @@ from ampcompat.optimizers._base import Scaling, evaluated
 from ampcompat.optimizers.fused_lamb import FusedLAMB
 
 if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT, StateDict
+    from torch.optim.optimizer import StateDict
 
-    from ampcompat._types import ParamGroup
+    from ampcompat._types import ParamGroup, Params
 
 _TENSORS = {"lr": torch.float32, "step": torch.int32}
 
@@ -48,7 +48,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-3,
         step: int = 0,
         bias_correction: bool = True,

@@ -12,9 +12,9 @@ from ampcompat.optimizers._layerwise import NOT_YET, novograd_
 from ampcompat.optimizers._rules import of_moments
 
 if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT, StateDict
+    from torch.optim.optimizer import StateDict
 
-    from ampcompat._types import ParamGroup
+    from ampcompat._types import ParamGroup, Params
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -45,7 +45,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),

@@ -12,9 +12,7 @@ from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._rules import Hyper, sgd_
 
 if TYPE_CHECKING:
-    from torch.optim.optimizer import ParamsT
-
-    from ampcompat._types import ParamGroup
+    from ampcompat._types import ParamGroup, Params
 
 
 class FusedSGD(FusedOptimizer):
@@ -53,7 +51,7 @@ class FusedSGD(FusedOptimizer):
 
     def __init__(
         self,
-        params: ParamsT,
+        params: Params,
         lr: Any = required,
         momentum: float = 0.0,
         dampening: float = 0.0,
