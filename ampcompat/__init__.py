@@ -5,9 +5,22 @@ not initialise CUDA; every change to torch is made by ``amp.initialize`` (or by 
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ampcompat import RNN as RNN
+    from ampcompat import amp as amp
+    from ampcompat import contrib as contrib
+    from ampcompat import fp16_utils as fp16_utils
+    from ampcompat import fused_dense as fused_dense
+    from ampcompat import mlp as mlp
+    from ampcompat import multi_tensor_apply as multi_tensor_apply
+    from ampcompat import normalization as normalization
+    from ampcompat import optimizers as optimizers
+    from ampcompat import parallel as parallel
+    from ampcompat import pyprof as pyprof
+    from ampcompat import reparameterization as reparameterization
+    from ampcompat import transformer as transformer
     from ampcompat.alias import install_as_apex, uninstall_as_apex
 
 __version__ = "0.1.0"
@@ -33,7 +46,7 @@ _FUNCTIONS = ("install_as_apex", "uninstall_as_apex")
 __all__ = ["__version__", "install_as_apex", "uninstall_as_apex", *_SUBMODULES]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _SUBMODULES:
         try:
             return importlib.import_module(f"{__name__}.{name}")

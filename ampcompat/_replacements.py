@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import FrameType
-from typing import Any, Final, NoReturn
+from types import FrameType, ModuleType
+from typing import Final, NoReturn
 
 from ampcompat._state import state
 
@@ -59,7 +59,7 @@ def refuse(package: str, name: str) -> NoReturn:
     raise AttributeError(message)
 
 
-def supply(package: str, name: str, submodules: tuple[str, ...]) -> Any:
+def supply(package: str, name: str, submodules: tuple[str, ...]) -> ModuleType:
     """The submodule ``name`` when it is supplied, else :func:`refuse`."""
     if name in submodules:
         return importlib.import_module(f"{package}.{name}")

@@ -92,7 +92,7 @@ class ModelIndex:
     """
 
     live: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
-    ddp: weakref.WeakSet[Any] | None = None
+    ddp: weakref.WeakSet[torch.nn.parallel.DistributedDataParallel] | None = None
 
 
 @dataclass(eq=False)
@@ -144,7 +144,7 @@ class State:
     casts: CastState = field(default_factory=CastState)
     rules: Rules | None = None
     functions: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
-    observers: list[Any] = field(default_factory=list)
+    observers: list[object] = field(default_factory=list)
 
     def reset(self) -> None:
         """Undo every change to torch and forget everything; live models and optimizers keep what they carry."""

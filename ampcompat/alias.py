@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
 
 import ampcompat
 from ampcompat._replacements import advice, covers, is_import
@@ -118,11 +118,12 @@ class AliasLoader(Loader):
             for name in [name for name in sys.modules if _below(name, home)]:
                 sys.modules.setdefault(alias + name[len(home) :], sys.modules[name])
 
-    def get_code(self, fullname: str) -> Any:
+    def get_code(self, fullname: str) -> CodeType | None:
         """Code of the module, for ``python -m apex.parallel.multiproc``."""
         found = importlib.util.find_spec(self.home)
-        loader: Any = found.loader if found else None
-        return loader.get_code(self.home) if loader else None
+        read = getattr(found.loader if found else None, "get_code", None)
+        code: CodeType | None = read(self.home) if read else None
+        return code
 
 
 def _below(name: str, root: str) -> bool:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.scaler import LossScaler
+
+if TYPE_CHECKING:
+    from ampcompat.amp.properties import Optimizer
 
 __all__ = ["StepHandle", "StepRecord", "on_step"]
 
@@ -37,7 +40,23 @@ class StepRecord:
     clean_passes: int
 
 
-def on_step(callback: Any) -> StepHandle:
+#: Scale and clean passes; on their way, where they are on a device.
+_Numbers: TypeAlias = "_torch.HostCopy | tuple[float, float]"
+
+
+class _Writer(Protocol):
+    def add_scalar(self, tag: str, value: float, step: int, /) -> object: ...
+
+
+class _Logger(Protocol):
+    def log_metrics(self, metrics: dict[str, float], /, *, step: int) -> object: ...
+
+
+class _Run(Protocol):
+    def log(self, values: dict[str, float], /) -> object: ...
+
+
+def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
     """Call ``callback`` with a :class:`StepRecord` after each optimizer step, until the handle's ``remove()``.
 
     apex had nothing like it. May be called before ``amp.initialize`` or after; any number of callbacks, in the order in
@@ -96,7 +115,7 @@ class _Underway:
     step: int
     loss_id: int
     skipped: bool | None
-    numbers: _torch.HostCopy | tuple[float, float]  # scale and clean passes
+    numbers: _Numbers
     flags: list[_torch.HostCopy]  # each begins with the overflow flag, where ``skipped`` is None
 
     def arrived(self) -> bool:
@@ -117,20 +136,22 @@ class _Watcher:
         self._steps = 0
         self._underway: deque[_Underway] = deque()
         # Of each optimizer, the scalers of its blocks since the last step, with what was copied at their ends.
-        self._blocks: weakref.WeakKeyDictionary[Any, dict[LossScaler, Any]] = weakref.WeakKeyDictionary()
+        self._blocks: weakref.WeakKeyDictionary[Optimizer, dict[LossScaler, _Numbers | None]] = (
+            weakref.WeakKeyDictionary()
+        )
 
-    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Any) -> None:
+    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         for optimizer in optimizers:
             self._blocks.setdefault(optimizer, {})[scaler] = None
 
-    def on_gradients(self, scaler: LossScaler, optimizers: Any) -> None:
+    def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         if _torch.is_capturing():  # a replay runs no Python
             return
         numbers = _numbers(scaler)
         for optimizer in optimizers:
             self._blocks.setdefault(optimizer, {})[scaler] = numbers
 
-    def on_step(self, optimizer: Any, skipped: bool | None) -> None:
+    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         if _torch.is_capturing():
             return
         self._steps += 1
@@ -147,8 +168,8 @@ class _Watcher:
             self._callback(self._underway.popleft().read())
 
 
-def _numbers(scaler: LossScaler) -> _torch.HostCopy | tuple[float, float]:
-    """Scale and clean passes; on their way, where they are on a device. No host sync."""
+def _numbers(scaler: LossScaler) -> _Numbers:
+    """The numbers of ``scaler`` as they are now. No host sync."""
     scale, passes = scaler._scale, scaler._growth_tracker
     if scale is None or passes is None:  # nothing was scaled yet, or it is a static 1
         return scaler.get_scale(), scaler._unskipped
@@ -176,7 +197,7 @@ def _named(record: StepRecord) -> dict[str, float]:
     return {prefix + name: value for name, value in numbers.items()}
 
 
-def _add_scalars(writer: Any) -> Callable[[StepRecord], None]:
+def _add_scalars(writer: _Writer) -> Callable[[StepRecord], None]:
     def write(record: StepRecord) -> None:
         for name, value in _named(record).items():
             writer.add_scalar(name, value, record.step)
@@ -184,10 +205,10 @@ def _add_scalars(writer: Any) -> Callable[[StepRecord], None]:
     return write
 
 
-def _log_metrics(logger: Any) -> Callable[[StepRecord], None]:
+def _log_metrics(logger: _Logger) -> Callable[[StepRecord], object]:
     return lambda record: logger.log_metrics(_named(record), step=record.step)
 
 
-def _log(run: Any) -> Callable[[StepRecord], None]:
+def _log(run: _Run) -> Callable[[StepRecord], object]:
     # Without a step of its own: wandb counts calls, and the script's own calls would be dropped.
     return lambda record: run.log({**_named(record), "amp/step": record.step})

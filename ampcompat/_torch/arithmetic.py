@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -56,12 +56,12 @@ class HostCopy:
 
     def __init__(self, values: list[torch.Tensor]) -> None:
         device = values[0].device
-        self._event: Any = None
+        self._event: torch.Event | None = None
         if is_capturing():  # a replay runs no Python: nobody could read what it copies
             self._host = torch.zeros(len(values), device="cpu")
             return
-        streams: Any = None if device.type == "cpu" else getattr(torch, device.type, None)
-        if hasattr(streams, "Event") and hasattr(streams, "current_stream"):
+        streams = getattr(torch, device.type, object())
+        if device.type != "cpu" and hasattr(streams, "Event") and hasattr(streams, "current_stream"):
             self._host = torch.stack(values).to("cpu", non_blocking=True)  # pinned memory, by torch's own choice
             self._event = streams.Event()
             self._event.record(streams.current_stream(device))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final
+from typing import Final
 
 import torch
 from packaging.version import Version
+from torch.autograd.function import BackwardCFunction
 
-from ampcompat._torch.patch import replace
+from ampcompat._torch.patch import Wrap, replace
 from ampcompat._torch.version import TORCH
 
 #: Whether a cast made under ``no_grad`` may be handed to code that needs its gradient (torch before 2.7 did).
@@ -31,22 +32,19 @@ def accelerator() -> str:
     return "cpu"
 
 
-def patch_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack) -> None:
+def patch_engine(wrap: Wrap, undo: ExitStack) -> None:
     """Wrap the one function through which ``backward`` and ``autograd.grad`` enter the engine."""
-    owner: Any = torch.autograd
-    replace(owner, "_engine_run_backward", wrap(owner._engine_run_backward), undo)
+    name = "_engine_run_backward"
+    replace(torch.autograd, name, wrap(vars(torch.autograd)[name]), undo)
 
 
-def patch_function_bodies(
-    record: Callable[[Any], None], wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
-) -> None:
+def patch_function_bodies(record: Callable[[BackwardCFunction], None], wrap: Wrap, undo: ExitStack) -> None:
     """Call ``record`` on the context of every ``autograd.Function`` forward and wrap its backward."""
-    owner: Any = torch.autograd.function.BackwardCFunction
 
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: BackwardCFunction, *args: object, **kwargs: object) -> None:
         record(self)
 
     for name in ("apply", "apply_boxed"):
-        if name in owner.__dict__:
-            replace(owner, name, wrap(owner.__dict__[name]), undo)
-    replace(owner, "__init__", __init__, undo)
+        if name in vars(BackwardCFunction):
+            replace(BackwardCFunction, name, wrap(vars(BackwardCFunction)[name]), undo)
+    replace(BackwardCFunction, "__init__", __init__, undo)

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
+R = TypeVar("R")
 
 
 def in_fake_mode() -> bool:
@@ -18,9 +19,10 @@ def in_fake_mode() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
-def run_uncompiled(function: Callable[..., Any], *args: Any) -> Any:
+def run_uncompiled(function: Callable[..., R], *args: object) -> R:
     """``function(*args)``, which a compiler that traces the caller does not look into."""
-    return torch.compiler.disable(function)(*args)  # type: ignore[no-untyped-call]
+    result: R = torch.compiler.disable(function)(*args)  # type: ignore[no-untyped-call]
+    return result
 
 
 def eager(function: F) -> F:
@@ -39,7 +41,7 @@ def eager_itself(function: F) -> F:
 
 def _skipped(function: F, with_callees: bool) -> F:
     function._torchdynamo_disable = True  # type: ignore[attr-defined] # not inlined into a caller
-    hooks: Any = torch._C._dynamo.eval_frame
+    hooks = torch._C._dynamo.eval_frame
     if hasattr(hooks, "set_code_exec_strategy"):  # nor compiled as a frame of its own
         actions = hooks._FrameAction
         callees = actions.SKIP if with_callees else actions.DEFAULT
@@ -49,14 +51,14 @@ def _skipped(function: F, with_callees: bool) -> F:
     return function
 
 
-def run_untraced(function: Callable[..., Any], *args: Any) -> Any:
+def run_untraced(function: Callable[..., R], *args: object) -> R:
     """``function(*args)``, which neither ``torch.jit.trace`` nor ``make_fx`` records as a part of the caller."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
         with disable_proxy_modes_tracing():
             return function(*args)
-    tracing: Any = torch._C._get_tracing_state()
+    tracing: torch._C.TracingState | None = torch._C._get_tracing_state()
     if tracing is None:
         return function(*args)
     try:

@@ -6,9 +6,12 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode
 
 # Device types with an autocast key of their own. A torch that does not know a key yet leaves that device type out.
 _AUTOCAST_KEYS: Final = {
@@ -68,13 +71,13 @@ def ops_with_kernel(key: str) -> frozenset[str]:
     return frozenset(torch._C._dispatch_get_registrations_for_dispatch_key(key))
 
 
-def keys_excluded(key: str) -> Callable[[], AbstractContextManager[Any]]:
+def keys_excluded(key: str) -> Callable[[], AbstractContextManager[object]]:
     """A factory of regions in which the dispatcher passes over ``key`` (in this thread), as native kernels do."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
     return functools.partial(torch._C._ExcludeDispatchKeyGuard, keys)
 
 
-def composite(op: torch._ops.OpOverload) -> Callable[..., Any]:
+def composite(op: torch._ops.OpOverload) -> Callable[..., object]:
     """The kernel of ``op`` that is made of other ops, below every rule for ``op`` itself."""
     key = "CompositeImplicitAutograd"
     if not has_kernel(op, key):
@@ -82,7 +85,7 @@ def composite(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
 
 
-def register_kernels(kernels: Mapping[torch._ops.OpOverload, Callable[..., Any]], key: str, undo: ExitStack) -> None:
+def register_kernels(kernels: Mapping[torch._ops.OpOverload, Callable[..., object]], key: str, undo: ExitStack) -> None:
     """Make each of ``kernels`` the one for its op at the dispatch key named ``key``, until ``undo`` runs."""
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     undo.callback(library._destroy)
@@ -108,14 +111,14 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def innermost_dispatch_mode() -> Any:
+def innermost_dispatch_mode() -> TorchDispatchMode | None:
     """The dispatch mode that sees ops first, or None."""
     from torch.utils import _python_dispatch
 
     return _python_dispatch._get_current_dispatch_mode()
 
 
-def flop_formula(op: Any) -> Callable[..., int] | None:
+def flop_formula(op: torch._ops.OpOverload) -> Callable[..., int] | None:
     """The formula of torch's flop counter for ``op`` (on tensors, with ``out_val=``); None where it counts nothing."""
     from torch.utils.flop_counter import flop_registry
 

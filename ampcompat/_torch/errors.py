@@ -106,7 +106,7 @@ def note_cure(error: BaseException, module: str = "") -> None:
     """Append to an error of torch's own that mixed precision provokes what cures it, once.
 
     Args:
-        error: Any exception; it stays the same object.
+        error: An exception; it stays the same object.
         module: Qualified name of the module it was raised in, if known.
     """
     cure = None if "ampcompat: " in f"{error}{getattr(error, '__notes__', '')}" else cure_of(error, module)

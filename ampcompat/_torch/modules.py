@@ -11,11 +11,15 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
+
+from ampcompat._torch.patch import replace
 
 
 def register_state_dict_hooks(
     module: Any, after_save: Callable[..., None], before_load: Callable[..., None], after_load: Callable[..., None]
-) -> list[Any]:
+) -> list[RemovableHandle]:
     """Hook saving and loading of ``module``'s own tensors; hooks survive deepcopy and pickle. Returns their handles."""
     return [
         module._register_state_dict_hook(after_save),
@@ -24,21 +28,19 @@ def register_state_dict_hooks(
     ]
 
 
-def patch_ddp_constructor(after: Callable[[Any, bool], None], undo: ExitStack) -> None:
+def patch_ddp_constructor(after: Callable[[DistributedDataParallel, bool], None], undo: ExitStack) -> None:
     """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made."""
-    owner: Any = torch.nn.parallel.DistributedDataParallel
-    original = owner.__init__
+    original: Callable[..., None] = DistributedDataParallel.__init__
 
     @functools.wraps(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: DistributedDataParallel, *args: object, **kwargs: object) -> None:
         original(self, *args, **kwargs)
         after(self, bool(kwargs.get("init_sync", True)))
 
-    undo.callback(setattr, owner, "__init__", original)
-    owner.__init__ = __init__
+    replace(DistributedDataParallel, "__init__", __init__, undo)
 
 
-class AnyDeviceDDP(torch.nn.parallel.DistributedDataParallel):
+class AnyDeviceDDP(DistributedDataParallel):
     """torch's, with synchronised batch norm off CUDA too: torch has no kernels for it there; ours needs none."""
 
     def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
@@ -47,13 +49,13 @@ class AnyDeviceDDP(torch.nn.parallel.DistributedDataParallel):
 
 def buffers_keyword() -> str:
     """Name DDP's keyword for the broadcast of buffers in forward."""
-    known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    known = inspect.signature(DistributedDataParallel).parameters
     return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
 
 def parallel_wrapper(model: torch.nn.Module) -> str | None:
     """Name the data-parallel wrapper that ``model`` is, if it is one."""
-    wrappers = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+    wrappers = (DistributedDataParallel, torch.nn.DataParallel)
     if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
         return type(model).__name__
     return None
@@ -147,7 +149,7 @@ def is_scripting() -> bool:
     return bool(torch._jit_internal.is_scripting())
 
 
-def is_zero(optimizer: Any) -> bool:
+def is_zero(optimizer: object) -> bool:
     """Whether ``optimizer`` is one. Imports nothing: ``torch.distributed.optim`` takes its time."""
     home = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return home is not None and isinstance(optimizer, home.ZeroRedundancyOptimizer)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from types import FunctionType
+from typing import TypeAlias
+
+#: Makes of a function what is called in its place.
+Wrap: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
 
 
-def replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
+def replace(owner: object, name: str, value: object, undo: ExitStack) -> None:
     """Set ``owner.name``; its undo is on ``undo`` first, so that an interrupt between the two leaves nothing behind."""
     if name in vars(owner):
         undo.callback(setattr, owner, name, vars(owner)[name])
@@ -18,14 +21,12 @@ def replace(owner: Any, name: str, value: Any, undo: ExitStack) -> None:
     setattr(owner, name, value)
 
 
-def _delete(owner: Any, name: str) -> None:
+def _delete(owner: object, name: str) -> None:
     if name in vars(owner):
         delattr(owner, name)
 
 
-def wrap_everywhere(
-    owner: Any, function: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo: ExitStack
-) -> None:
+def wrap_everywhere(owner: object, function: Callable[..., object], wrap: Wrap, undo: ExitStack) -> None:
     """Have ``wrap(original)`` run wherever ``function`` is called, by code that imported it earlier too.
 
     A function written in Python keeps its identity: its body is exchanged for one that calls ``wrap(original)``, which
@@ -38,18 +39,18 @@ def wrap_everywhere(
         wrap: Gets the original and returns what is called in its place, with the same arguments.
         undo: Takes it back.
     """
-    if not isinstance(function, types.FunctionType) or function.__closure__ or isinstance(owner, type):
-        replace(owner, function.__name__, wrap(function), undo)
+    if not isinstance(function, FunctionType) or function.__closure__ or isinstance(owner, type):
+        replace(owner, getattr(function, "__name__", ""), wrap(function), undo)
         return
     code, hook = function.__code__, f"_ampcompat_{function.__name__}"
-    original = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+    original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__
     takes = inspect.getfullargspec(function)
     rest, options = [f"*{takes.varargs}"] if takes.varargs else [], [f"**{takes.varkw}"] if takes.varkw else []
     star = ["*"] if takes.kwonlyargs and not rest else []
     given = takes.args if rest else [f"{name}={name}" for name in takes.args]  # by name, where it can be
     named = [f"{name}={name}" for name in takes.kwonlyargs]
-    made: dict[str, Any] = {}
+    made: dict[str, FunctionType] = {}
     # exec, since nothing else makes a body with given parameters. Their defaults belong to the function.
     exec(
         f"def body({', '.join([*takes.args, *rest, *star, *takes.kwonlyargs, *options])}):"

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 #: What gloo's threads take at most to drop what they hold.
 SECONDS = 0.3
@@ -39,12 +38,12 @@ def wait_at_end() -> None:
 
 
 def _wrap(module: ModuleType) -> None:
-    destroy: Callable[..., Any] | None = getattr(module, "destroy_process_group", None)
+    destroy: Callable[..., object] | None = getattr(module, "destroy_process_group", None)
     if destroy is None or hasattr(destroy, "_amp_waits"):
         return
 
     @functools.wraps(destroy)
-    def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
+    def destroy_process_group(*args: object, **kwargs: object) -> object:
         wait_at_end()
         return destroy(*args, **kwargs)
 
@@ -86,5 +85,5 @@ class _Loader(Loader):
             module.__spec__.loader = self._loader
         _wrap(module)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._loader, name)

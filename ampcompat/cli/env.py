@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
 
 from ampcompat.cli._emit import emit
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add ``env`` to the command line."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         "env",
         help="print versions, devices and settings, for a bug report",
         description="Print versions, devices with their fast half dtypes, which apex is installed, and AMPCOMPAT_*.",

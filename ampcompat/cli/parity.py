@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from ampcompat import __version__
 from ampcompat.cli import run as run_command
@@ -51,9 +50,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return run_command.split(argv, TAKES_VALUE)
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add ``parity`` to the command line."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         "parity",
         help="run a script at every opt_level and compare the losses",
         usage="ampcompat parity [options] (script.py | -m module | -c code) [args ...]",

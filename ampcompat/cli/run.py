@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ampcompat._log import rank
 from ampcompat.cli import _gloo, _script
@@ -40,9 +40,9 @@ def split(argv: Sequence[str], takes_value: Sequence[str] = TAKES_VALUE) -> tupl
     return list(argv[:at]), target[1:] if target[:1] == ["--"] else target
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add ``run`` to the command line."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         "run",
         help="run a script that imports apex, unchanged",
         usage="ampcompat run [options] (script.py | -m module | -c code | -) [args ...]",

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections import Counter
 from dataclasses import asdict
-from typing import Any
 
 from ampcompat.cli._emit import emit, painted
 
@@ -14,9 +13,9 @@ EPILOG = "exit status: 0 every check passed, 1 one failed, 2 bad usage. Worth ad
 COLOURS = {"ok": "green", "FAIL": "red", "skip": "yellow"}
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add ``test`` to the command line."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         "test",
         help="check in some seconds that amp works on this machine",
         description="Check amp on each device: dtypes of ops, a small training at each level against float32, resume,"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from ampcompat import _torch
 from ampcompat.explain.places import Places
 from ampcompat.explain.probe import Event, Probe
 from ampcompat.explain.tensors import is_finite
+
+if TYPE_CHECKING:
+    from ampcompat.explain.record import Record
 
 #: Blocks that are watched before giving up.
 BLOCKS = 50
@@ -58,7 +61,7 @@ class LiveProbe:
             self.stop()
         return event
 
-    def look_at_gradients(self, records: Iterable[Any]) -> Event | None:
+    def look_at_gradients(self, records: Iterable[Record]) -> Event | None:
         """The origin of gradients that came into a model and are not finite."""
         if self.probe is None:
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from ampcompat.explain.replay import Finding
 from ampcompat.explain.tensors import LARGEST
 from ampcompat.explain.words import Message, cure_fields
 
+if TYPE_CHECKING:
+    from ampcompat.amp.scaler import LossScaler
+
 _NOT_RUN_AGAIN = (
     "No forward of an initialized model could be run again: compiled models, DataParallel replicas and models with"
     " SyncBatchNorm on several ranks cannot. Start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on"
@@ -22,7 +25,7 @@ _NOT_RUN_AGAIN = (
 )
 
 
-def fault(finding: Finding, scaler: Any, what: str, step: int, made: bool) -> Message:
+def fault(finding: Finding, scaler: LossScaler, what: str, step: int, made: bool) -> Message:
     """Say what happened, where, how large, and what to do.
 
     Args:
@@ -64,7 +67,7 @@ def fault(finding: Finding, scaler: Any, what: str, step: int, made: bool) -> Me
     return Message("fault", f"{what or 'The loss or a gradient is not finite'}.", fields, data)
 
 
-def _line(line: str) -> dict[str, Any]:
+def _line(line: str) -> dict[str, object]:
     found = re.fullmatch(r"(.*?):(\d+)(?:: (.*))?", line)
     if found is None:
         return {"file": None, "line": None, "source": None}
@@ -89,7 +92,7 @@ def _has_other_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _setting(scaler: Any, made: bool) -> Setting:
+def _setting(scaler: LossScaler, made: bool) -> Setting:
     latest = state.session
     level = "" if latest is None else latest.policy.opt_level
     half = ""

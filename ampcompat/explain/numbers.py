@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ampcompat.explain.tensors import HALVES
 from ampcompat.explain.words import Message, cure_fields
+
+if TYPE_CHECKING:
+    from ampcompat._types import ParamGroup
+    from ampcompat.amp.properties import Optimizer
 
 #: Read by schedulers, or compared in Python: no tensor meets them.
 _NEVER_IN_HALF = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
@@ -71,7 +75,7 @@ class Unheld:
         return [first, MASTERS]
 
 
-def unheld(optimizer: Any) -> list[Unheld]:
+def unheld(optimizer: Optimizer) -> list[Unheld]:
     """Every number in the groups of ``optimizer`` that its half parameters' dtype rounds to 0, 1 or inf.
 
     Fused optimizers, torch's and apex's, compute in float32 whatever they step. A learning rate that a scheduler moves
@@ -91,7 +95,7 @@ def unheld(optimizer: Any) -> list[Unheld]:
     return found
 
 
-def _numbers(group: Mapping[str, Any], optimizer: str) -> Iterator[tuple[str, float]]:
+def _numbers(group: ParamGroup, optimizer: str) -> Iterator[tuple[str, float]]:
     for name, value in group.items():
         if name in _NEVER_IN_HALF or name.startswith("tolerance") or (name == "lr" and "initial_lr" in group):
             continue
@@ -105,7 +109,7 @@ def _numbers(group: Mapping[str, Any], optimizer: str) -> Iterator[tuple[str, fl
         yield "1 - lr * weight_decay", 1 - rate * decay
 
 
-def optimizer_name(optimizer: Any) -> str:
+def optimizer_name(optimizer: object) -> str:
     """The class that steps: that of the optimizer inside, for a wrapper such as LARC."""
     return type(getattr(optimizer, "optim", optimizer)).__name__
 
@@ -127,7 +131,7 @@ def numbers_message(found: list[Unheld]) -> Message:
         {"group": one.group, "name": one.name, "value": one.value, "becomes": one.becomes, "dtype": _dtype(one.dtype)}
         for one in found
     ]
-    data = {"optimizer": first.optimizer, "numbers": numbers, "cures": [*cures, MASTERS]}
+    data: dict[str, object] = {"optimizer": first.optimizer, "numbers": numbers, "cures": [*cures, MASTERS]}
     return Message("numbers", head, [*fields, *cure_fields([*cures, MASTERS])], data)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,11 @@ from ampcompat.explain.record import BufferWatch, Record
 from ampcompat.explain.replay import Finding, replay, runs_alone
 from ampcompat.explain.tensors import is_finite, tensors_in
 from ampcompat.explain.words import Message
+
+if TYPE_CHECKING:
+    from ampcompat.amp.amp_model import Args, Kwargs
+    from ampcompat.amp.properties import Optimizer
+    from ampcompat.amp.scaler import LossScaler
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
 MOST_RECORDS, OLDEST = 16, 3
@@ -34,7 +40,7 @@ class Steps:
         ranges: Of the batches of the step to come, which is the first that may be made.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.seen = self.made = 0
         self.watched, self.versions = weights.all_finite(optimizer), weights.versions(optimizer)
         self.faulty = False
@@ -50,18 +56,18 @@ class Autopsy:
 
     def __init__(self, options: Options) -> None:
         self.options, self.left = options, options.limit
-        self.steps: weakref.WeakKeyDictionary[Any, Steps] = weakref.WeakKeyDictionary()
+        self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.records: deque[Record] = deque(maxlen=MOST_RECORDS)
         self.watches: weakref.WeakKeyDictionary[torch.nn.Module, BufferWatch] = weakref.WeakKeyDictionary()
         self.depth: list[Record | None] = []
         self.block: tuple[int, ...] = ()
-        self.scaler: Any = None
-        self.told: set[tuple[Any, ...]] = set()
+        self.scaler: LossScaler | None = None
+        self.told: set[tuple[object, ...]] = set()
         self.lost = False  # weights, by a step
         self.live = LiveProbe()
 
     # -- events ------------------------------------------------------------------------------------------------------
-    def on_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def on_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
         """Keep references to what the outermost forward gets."""
         self.live.stop()
         outermost = not any(self.depth)
@@ -72,7 +78,7 @@ class Autopsy:
             self.watches[model] = BufferWatch(model)
         self.depth.append(Record(model, args, kwargs, self.watches[model]))
 
-    def on_output(self, model: torch.nn.Module, output: Any) -> None:
+    def on_output(self, model: torch.nn.Module, output: object) -> None:
         """Have the gradients of the outermost forward's outputs noted when they come."""
         record = self.depth.pop() if self.depth else None
         if record is None:
@@ -85,7 +91,7 @@ class Autopsy:
         self.records.append(record)
         self.live.start(outputs)
 
-    def _noter(self, record: Record, index: int) -> Any:
+    def _noter(self, record: Record, index: int) -> Callable[[torch.Tensor], None]:
         def note(grad: torch.Tensor) -> None:
             if self.left > 0:
                 record.grads[index] = grad
@@ -94,7 +100,7 @@ class Autopsy:
 
         return note
 
-    def on_scale_loss(self, loss: torch.Tensor, scaler: Any, optimizers: Any) -> None:
+    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """A static scale never skips: look at the loss itself. One host sync, at static scales only.
 
         Another at the first block of an optimizer, and where something other than a step has written its weights: the
@@ -118,7 +124,7 @@ class Autopsy:
             records = [r for r in self.records if not r.owners]
             self._explain(records, scaler, "The loss is not finite", step, backward=False)
 
-    def on_gradients(self, scaler: Any, optimizers: Any) -> None:
+    def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """The same for gradients: one host sync a block, at static scales only."""
         self.block = ()
         if self.left <= 0:
@@ -143,7 +149,7 @@ class Autopsy:
         self.live.stop()
         hide_tools(error.__traceback__)
 
-    def on_step(self, optimizer: Any, skipped: bool | None) -> None:
+    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Explain a skipped step, or one that left a weight not finite; forget the forwards of any other.
 
         One host sync, and another where only the device knows whether it skipped.
@@ -160,7 +166,7 @@ class Autopsy:
         steps.made, steps.faulty = steps.made if skipped else steps.seen, False
         self._forget(optimizer)
 
-    def _made(self, optimizer: Any, steps: Steps) -> None:
+    def _made(self, optimizer: Optimizer, steps: Steps) -> None:
         """Look at what a step wrote (one host sync a device), and at its numbers the first time."""
         written = None
         if steps.watched and not weights.all_finite(optimizer):
@@ -179,20 +185,20 @@ class Autopsy:
             self._emit(weights.written_message(written, steps.seen))
             self._count()
 
-    def _steps(self, optimizer: Any) -> Steps:
+    def _steps(self, optimizer: Optimizer) -> Steps:
         if optimizer not in self.steps:
             self.steps[optimizer] = Steps(optimizer)
         return self.steps[optimizer]
 
-    def _fault(self, optimizers: Any) -> None:
+    def _fault(self, optimizers: Sequence[Optimizer]) -> None:
         for one in optimizers:
             self._steps(one).faulty = True
 
     # -- what is kept ------------------------------------------------------------------------------------------------
-    def _of(self, optimizer: Any) -> list[Record]:
+    def _of(self, optimizer: Optimizer) -> list[Record]:
         return [r for r in self.records if id(optimizer) in r.owners]
 
-    def _forget(self, optimizer: Any) -> None:
+    def _forget(self, optimizer: Optimizer) -> None:
         kept = []
         for record in self.records:
             had = bool(record.owners)
@@ -203,7 +209,7 @@ class Autopsy:
         self.records = deque(kept, MOST_RECORDS) if self.left > 0 else deque(maxlen=MOST_RECORDS)
 
     # -- explaining --------------------------------------------------------------------------------------------------
-    def _explain(self, records: list[Record], scaler: Any, what: str, step: int, backward: bool = True) -> None:
+    def _explain(self, records: list[Record], scaler: LossScaler, what: str, step: int, backward: bool = True) -> None:
         if self.left <= 0:
             return
         findings = []
@@ -228,12 +234,12 @@ class Autopsy:
             if not findings and self.options.stop:
                 self._count()  # more is not to be had
 
-    def _is_new(self, key: tuple[Any, ...]) -> bool:
+    def _is_new(self, key: tuple[object, ...]) -> bool:
         new = key not in self.told
         self.told.add(key)
         return new
 
-    def _tell(self, finding: Finding, scaler: Any, what: str, step: int, record: Record | None = None) -> None:
+    def _tell(self, finding: Finding, scaler: LossScaler, what: str, step: int, record: Record | None = None) -> None:
         event = finding.event
         if event is None or (event.op == "parameter" and self.lost) or not self._is_new(event.key):
             return  # the step that lost a weight was told, or the fault that came before it

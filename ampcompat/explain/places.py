@@ -7,17 +7,20 @@ import os
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _KEY = "ampcompat place"
+
+R = TypeVar("R")
 
 
 class Place(NamedTuple):
@@ -52,7 +55,7 @@ class Places(TorchFunctionMode):
         self.names, self.bottom = names, bottom
         self.modules: list[tuple[str, str]] = []
         self.function = ""
-        self.handles: list[Any] = []
+        self.handles: list[RemovableHandle] = []
 
     def __enter__(self) -> Places:
         self.handles = [
@@ -62,21 +65,25 @@ class Places(TorchFunctionMode):
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         for handle in self.handles:
             handle.remove()
 
-    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+    def _enter_module(self, module: torch.nn.Module, args: object) -> None:
         self.modules.append((self.names.get(id(module), ""), type(module).__name__))
 
-    def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _leave_module(self, module: torch.nn.Module, args: object, output: object) -> None:
         if self.modules:
             self.modules.pop()
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: Callable[..., R],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> R:
         before, self.function = self.function, getattr(func, "__name__", "")
         try:
             result = func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +27,11 @@ from ampcompat.explain.tensors import (
     tensors_in,
     zeros,
 )
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from ampcompat.amp.amp_model import Args, Kwargs
 
 _CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "clamp_min", "detach", "maximum", "copy_")
 
@@ -86,7 +91,7 @@ class Event:
         return self.dtype in HALVES and self.value < float("inf")
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[object, ...]:
         """Return a key that two events of the same fault share."""
         return self.op, self.place, self.backward
 
@@ -118,7 +123,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = [self.origins[storage(t)] for t in bad if storage(t) in self.origins]
         return min(found, key=self.events.index, default=None)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         outputs = [t for t in tensors_in(result) if readable(t)]
@@ -128,7 +135,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._examine(func, args, kwargs, inputs, out)
         return result
 
-    def _examine(self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: torch.Tensor) -> None:
+    def _examine(
+        self, func: OpOverload, args: Args, kwargs: Kwargs, inputs: list[torch.Tensor], out: torch.Tensor
+    ) -> None:
         name = func.overloadpacket.__name__
         written = any(t is out for t in inputs)
         view = not written and any(storage(t) == storage(out) for t in inputs)
@@ -181,7 +190,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return event
 
     def _in_float32(
-        self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: torch.Tensor, written: bool
+        self, func: OpOverload, args: Args, kwargs: Kwargs, inputs: list[torch.Tensor], out: torch.Tensor, written: bool
     ) -> float:
         """The largest magnitude of the same op in float32; of its input for a cast."""
         if out.dtype not in HALVES:

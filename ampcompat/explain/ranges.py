@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.nn.modules import module as hooks
@@ -53,7 +52,12 @@ class Row:
             self.smallest = min(self.smallest, float(kept.amin()))
 
     @property
-    def data(self) -> dict[str, Any]:
+    def least(self) -> float:
+        """The smallest magnitude that is not 0; 0 where all are."""
+        return self.smallest if self.smallest < float("inf") else 0.0
+
+    @property
+    def data(self) -> dict[str, object]:
         """The row as plain data; the shares are of 1."""
         return {
             "module": self.module,
@@ -61,7 +65,7 @@ class Row:
             "pass": self.direction,
             "dtype": str(self.dtype).removeprefix("torch."),
             "largest": self.largest,
-            "smallest": self.smallest if self.smallest < float("inf") else 0.0,
+            "smallest": self.least,
             "zeros": self.zeros / self.count,
             "infs": self.infs / self.count,
             "nans": self.nans / self.count,
@@ -82,7 +86,7 @@ class Ranges:
         name, kind = self.names.get(id(module), "?"), type(module).__name__
         self.rows.setdefault((name, direction, tensor.dtype), Row(name, kind, direction, tensor.dtype)).see(tensor)
 
-    def after_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def after_forward(self, module: torch.nn.Module, args: object, output: object) -> None:
         """Look at what ``module`` returned, and at its gradients when they come."""
         for tensor in tensors_in(output):
             self.see(module, tensor, "forward")
@@ -115,16 +119,15 @@ def measure(record: Record) -> Ranges | None:
 
 def ranges_message(ranges: Ranges, model: str, step: int, scale: float) -> Message:
     """The table."""
-    rows = [row.data for row in ranges.rows.values()]
     cells = [["module", "type", "pass", "dtype", "largest", "smallest", "zeros", "inf", "nan"]]
-    for row in rows:
-        sizes = [f"{row['largest']:.3g}", f"{row['smallest']:.3g}"]
-        shares = [_percent(row[name]) for name in ("zeros", "infs", "nans")]
-        cells.append([row["module"] or "(model)", row["type"], row["pass"], row["dtype"], *sizes, *shares])
+    for row in ranges.rows.values():
+        dtype, sizes = str(row.dtype).removeprefix("torch."), [f"{row.largest:.3g}", f"{row.least:.3g}"]
+        shares = [_percent(count / row.count) for count in (row.zeros, row.infs, row.nans)]
+        cells.append([row.module or "(model)", row.kind, row.direction, dtype, *sizes, *shares])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     head = f"ranges of {model} in the batch of step {step}, run again (loss scale {scale:g})."
-    data = {"model": model, "step": step, "scale": scale, "rows": rows}
+    data = {"model": model, "step": step, "scale": scale, "rows": [row.data for row in ranges.rows.values()]}
     return Message("ranges", "\n".join([head, *(f"  {line}" for line in lines)]), [], data)
 
 

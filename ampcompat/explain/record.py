@@ -6,17 +6,30 @@ import contextlib
 import random
 import sys
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ampcompat.explain.tensors import tensors_in
 
+if TYPE_CHECKING:
+    from ampcompat.amp.amp_model import Args, Kwargs
+    from ampcompat.amp.scaler import LossScaler
+
 #: Buffers that a forward writes are copied at each forward, up to so many bytes a model.
 MOST_BUFFER_BYTES = 32 * 2**20
 #: Forwards from which it is learned what generators a model draws from.
 LEARNING = 3
+
+
+class RandomState(NamedTuple):
+    """Hold the states of the generators that a forward may draw from; Python's and numpy's are None where not read."""
+
+    python: tuple[object, ...] | None
+    numpy: Sequence[object] | None
+    cpu: torch.Tensor
+    cuda: list[tuple[torch.device, torch.Tensor]]
 
 
 class Record:
@@ -31,7 +44,7 @@ class Record:
         age: Steps since.
     """
 
-    def __init__(self, model: torch.nn.Module, args: Any, kwargs: Any, buffers: BufferWatch) -> None:
+    def __init__(self, model: torch.nn.Module, args: Args, kwargs: Kwargs, buffers: BufferWatch) -> None:
         self.model = weakref.ref(model)
         self.args, self.kwargs = args, kwargs
         self.versions = _versions((args, kwargs))
@@ -40,7 +53,7 @@ class Record:
         self.buffers = buffers.save()
         self.grads: list[torch.Tensor | None] = []
         self.owners: set[int] = set()
-        self.scaler: Any = None
+        self.scaler: LossScaler | None = None
         self.scale: torch.Tensor | None = None
         self.age = 0
 
@@ -101,17 +114,16 @@ class BufferWatch:
         return saved
 
 
-def _versions(value: Any) -> list[int]:
+def _versions(value: object) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors_in(value)]
 
 
-def _differ(before: Any, after: Any) -> bool:
+def _differ(before: Sequence[object] | None, after: Sequence[object] | None) -> bool:
     """Whether two states of one generator differ; numpy's hold an array."""
-    if before is None:
+    if before is None or after is None:
         return False
-    return [list(part) if hasattr(part, "__len__") else part for part in before] != [
-        list(part) if hasattr(part, "__len__") else part for part in after
-    ]
+    one, other = ([list(p) if isinstance(p, Iterable) else p for p in state] for state in (before, after))
+    return one != other
 
 
 def _cuda_devices(model: torch.nn.Module) -> list[torch.device]:
@@ -120,10 +132,10 @@ def _cuda_devices(model: torch.nn.Module) -> list[torch.device]:
     return list({p.device for p in model.parameters() if p.device.type == "cuda"})
 
 
-def random_state(devices: list[torch.device], draws: tuple[bool, ...] = (True, True)) -> tuple[Any, ...]:
+def random_state(devices: list[torch.device], draws: tuple[bool, ...] = (True, True)) -> RandomState:
     """The state of every generator that a forward may draw from (Python's and numpy's if ``draws``). No host sync."""
     numpy = sys.modules.get("numpy")
-    return (
+    return RandomState(
         random.getstate() if draws[0] else None,
         numpy.random.get_state() if draws[1] and numpy is not None else None,
         torch.get_rng_state(),
@@ -131,7 +143,7 @@ def random_state(devices: list[torch.device], draws: tuple[bool, ...] = (True, T
     )
 
 
-def set_random_state(state: tuple[Any, ...]) -> None:
+def set_random_state(state: RandomState) -> None:
     """Put back what :func:`random_state` read."""
     python, numpy, cpu, cuda = state
     if python is not None:
@@ -149,7 +161,7 @@ def as_it_was(record: Record, model: torch.nn.Module) -> Iterator[None]:
 
     The buffers inside are copies: a backward of the run that is still to come may need the originals unwritten.
     """
-    outside = random_state([device for device, _ in record.random[3]])
+    outside = random_state([device for device, _ in record.random.cuda])
     values = {id(buffer): value for buffer, value in record.buffers}
     copies: dict[int, torch.Tensor] = {}
     homes = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,9 @@ from ampcompat.explain.places import Places
 from ampcompat.explain.probe import Event, Probe
 from ampcompat.explain.record import Record, as_it_was
 from ampcompat.explain.tensors import is_finite, map_tensors, tensors_in
+
+if TYPE_CHECKING:
+    from ampcompat.amp.amp_model import Args, Kwargs
 
 
 @dataclass
@@ -71,7 +74,7 @@ def replay(record: Record, backward: bool) -> Finding | None:
 
 
 @contextlib.contextmanager
-def run_again(record: Record, model: torch.nn.Module) -> Iterator[tuple[Any, Any, list[torch.Tensor]]]:
+def run_again(record: Record, model: torch.nn.Module) -> Iterator[tuple[Args, Kwargs, list[torch.Tensor]]]:
     """Inside: everything as at the recorded forward, unobserved, grad on. Afterwards: as outside, bitwise.
 
     Yields copies of the arguments, positional and by keyword, and those leaves among them that want gradients.
@@ -130,7 +133,7 @@ def _caveat(record: Record) -> str:
     return ""
 
 
-def runs_alone(model: Any) -> bool:
+def runs_alone(model: torch.nn.Module) -> bool:
     """Whether ``model`` can be run again by one process: synchronised batch norms wait for the others."""
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return not (distributed and any(isinstance(m, torch.nn.SyncBatchNorm) for m in model.modules()))

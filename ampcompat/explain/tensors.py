@@ -13,7 +13,7 @@ LARGEST, LEAST = 65504.0, 2.0**-24
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Every tensor in nested lists, tuples, mappings and dataclasses, in a fixed order."""
     if isinstance(value, torch.Tensor):
         yield value
@@ -28,13 +28,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(getattr(value, field.name, None))
 
 
-def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """``value`` with ``change`` applied to every tensor in lists, tuples and dicts."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, (list, tuple)):
         items = [map_tensors(item, change) for item in value]
-        make: Callable[[Any], Any] = getattr(type(value), "_make", type(value))
+        make = getattr(type(value), "_make", type(value))
         return make(items)
     if type(value) is dict:
         return {key: map_tensors(item, change) for key, item in value.items()}

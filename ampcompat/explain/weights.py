@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +15,10 @@ from ampcompat.explain.cure import BFLOAT16
 from ampcompat.explain.numbers import MASTERS, Unheld, optimizer_name, unheld
 from ampcompat.explain.tensors import HALVES, LARGEST, is_finite, largest, readable
 from ampcompat.explain.words import Message, cure_fields
+
+if TYPE_CHECKING:
+    from ampcompat._types import ParamGroup
+    from ampcompat.amp.properties import Optimizer
 
 
 @dataclass
@@ -51,7 +55,7 @@ class Written:
         return f"{entry}{name} ({dtype}): {self.bad[0]} of {self.bad[1]} elements are not finite"
 
 
-def all_finite(optimizer: Any) -> bool:
+def all_finite(optimizer: Optimizer) -> bool:
     """Whether all weights that ``optimizer`` steps, the halves of masters too, and all its state are finite.
 
     Reads the device: one host sync each.
@@ -70,13 +74,13 @@ def all_finite(optimizer: Any) -> bool:
     return all(bool(torch.stack(found).all()) for found in flags.values())
 
 
-def versions(optimizer: Any) -> list[int]:
+def versions(optimizer: Optimizer) -> list[int]:
     """Numbers that change when anything writes a weight that ``optimizer`` steps. Runs no op."""
     masters = [(param, master_of(param)) for group in optimizer.param_groups for param in group["params"]]
     return [param._version + (0 if master is None else master.half._version) for param, master in masters]
 
 
-def first_written(optimizer: Any) -> Written | None:
+def first_written(optimizer: Optimizer) -> Written | None:
     """The first weight, or state where all weights are finite, that is not, and why."""
     for group, param in _params(optimizer):
         if not is_finite(param):
@@ -91,7 +95,7 @@ def first_written(optimizer: Any) -> Written | None:
     return None
 
 
-def _blame(optimizer: Any, group: int, param: torch.Tensor) -> Written:
+def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> Written:
     """Why a step of ``optimizer`` may have written ``param`` as it is."""
     lost = ~torch.isfinite(param.detach())
     found = Written(optimizer_name(optimizer), group, name_of(param), "", param.dtype, (int(lost.sum()), param.numel()))
@@ -120,7 +124,7 @@ def _blame(optimizer: Any, group: int, param: torch.Tensor) -> Written:
     return found
 
 
-def _half_of_master(optimizer: Any, group: int, master: Master) -> Written:
+def _half_of_master(optimizer: Optimizer, group: int, master: Master) -> Written:
     """Why the half weight is not finite although its master is."""
     half, dtype = master.half, str(master.half.dtype).removeprefix("torch.")
     lost = int((~torch.isfinite(half.detach())).sum())
@@ -129,7 +133,7 @@ def _half_of_master(optimizer: Any, group: int, master: Master) -> Written:
     return Written(optimizer_name(optimizer), group, name, "", half.dtype, (lost, half.numel()), [why], cures)
 
 
-def _state_written(optimizer: Any, group: int, param: torch.Tensor, name: str, tensor: torch.Tensor) -> Written:
+def _state_written(optimizer: Optimizer, group: int, param: torch.Tensor, name: str, tensor: torch.Tensor) -> Written:
     lost = int((~torch.isfinite(tensor)).sum())
     dtype = str(tensor.dtype).removeprefix("torch.")
     found = Written(optimizer_name(optimizer), group, name_of(param), name, tensor.dtype, (lost, tensor.numel()))
@@ -187,21 +191,21 @@ def _whole(tensor: torch.Tensor) -> bool:
     return not _torch.is_sharded(tensor) and readable(tensor)
 
 
-def _params(optimizer: Any) -> Iterator[tuple[int, torch.Tensor]]:
+def _params(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if _whole(param):
                 yield index, param
 
 
-def _state(optimizer: Any, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def _state(optimizer: Optimizer, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     held = optimizer.state.get(param)
     for name, value in held.items() if isinstance(held, dict) else ():
         if isinstance(value, torch.Tensor) and _whole(value) and value.numel():
             yield str(name), value
 
 
-def _zeros(optimizer: Any, param: torch.Tensor, lost: torch.Tensor) -> str:
+def _zeros(optimizer: Optimizer, param: torch.Tensor, lost: torch.Tensor) -> str:
     """Which state is zero where ``param`` is lost."""
     count = int(lost.sum())
     for name, tensor in _state(optimizer, param):
@@ -211,5 +215,5 @@ def _zeros(optimizer: Any, param: torch.Tensor, lost: torch.Tensor) -> str:
     return ""
 
 
-def _rate(options: Any) -> str:
+def _rate(options: ParamGroup) -> str:
     return f"lr={float(options['lr']):g}" if "lr" in options else "its learning rate is not known"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from ampcompat._log import rank, say
 
@@ -24,7 +23,7 @@ class Message:
     kind: str
     head: str
     fields: list[tuple[str, str]] = field(default_factory=list)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, object] = field(default_factory=dict)
 
     def text(self) -> str:
         """The lines that people read."""
@@ -47,7 +46,7 @@ def cure_fields(cures: list[str]) -> list[tuple[str, str]]:
     return [("or" if index else "cure", cure) for index, cure in enumerate(cures)]
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

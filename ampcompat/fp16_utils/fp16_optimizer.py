@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,11 @@ from torch.optim import Optimizer
 from ampcompat._log import say
 from ampcompat.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
 from ampcompat.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
+    from ampcompat._types import ParamGroup, ParamState
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -61,7 +66,7 @@ class FP16_Optimizer:
         for group in init_optimizer.param_groups:
             self._take(group)
 
-    def _take(self, group: dict[str, Any]) -> None:
+    def _take(self, group: ParamGroup) -> None:
         trainable = [p for p in group["params"] if p.requires_grad]
         halves = [p for p in trainable if p.dtype in HALVES]
         masters: list[Tensor] = [nn.Parameter(p.detach().clone().float()) for p in halves]
@@ -74,7 +79,7 @@ class FP16_Optimizer:
         self.fp32_from_fp16_groups.append(masters)
         self.fp32_from_fp32_groups.append([p for p in trainable if p.dtype is torch.float32])
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group of half or float32 parameters; halves get masters."""
         self.optimizer.add_param_group(param_group)
         self._take(self.optimizer.param_groups[-1])
@@ -130,7 +135,7 @@ class FP16_Optimizer:
             return None
         return [[p.grad for p in g["params"]] for g in self.optimizer.param_groups]
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Step the masters and copy them to the model, or skip after an overflow.
 
         With ``closure`` (which must call this object's ``backward``), backward is done again at a lower scale until
@@ -148,7 +153,7 @@ class FP16_Optimizer:
         master_params_to_model_params(*self._pairs())
         return result
 
-    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
+    def _step_with_closure(self, closure: Callable[[], object]) -> object:
         def evaluate() -> Any:
             # A second call within a step: the optimizer moved the masters, and the model must see where.
             if not self.first_closure_call_this_step:
@@ -174,7 +179,7 @@ class FP16_Optimizer:
         finally:
             self.first_closure_call_this_step = True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Apex's keys; ``loss_scaler`` is a dict of numbers, so that ``torch.load(weights_only=True)`` reads it."""
         return {
             "loss_scaler": dict(vars(self.loss_scaler)),
@@ -186,7 +191,7 @@ class FP16_Optimizer:
         }
 
     @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Restore what :meth:`state_dict` gave; a checkpoint of apex, with a scaler object in it, loads as well."""
         saved = [p for g in state_dict["fp32_from_fp16"] for p in g]
         masters = self._pairs()[1]
@@ -215,19 +220,19 @@ class FP16_Optimizer:
         self.loss_scaler.cur_scale = float(value)
 
     @property
-    def state(self) -> Any:
+    def state(self) -> ParamState:
         """State of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: ParamState) -> None:
         self.optimizer.state = value
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         """Groups of the wrapped optimizer, holding the masters."""
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
+    def param_groups(self, value: list[ParamGroup]) -> None:
         self.optimizer.param_groups = value

@@ -125,6 +125,6 @@ def master_params_to_model_params(
         model.copy_(master)
 
 
-def to_python_float(t: Any) -> float:
+def to_python_float(t: Tensor | Sequence[float]) -> float:
     """The number in ``t``, a one-element tensor or a sequence (waits for the device)."""
     return float(t.item() if hasattr(t, "item") else t[0])

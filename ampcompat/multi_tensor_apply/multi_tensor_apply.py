@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
+
+R = TypeVar("R")
 
 
 class MultiTensorApply:
@@ -31,10 +33,10 @@ class MultiTensorApply:
 
     def __call__(
         self,
-        op: Callable[..., Any],
+        op: Callable[..., R],
         noop_flag_buffer: Tensor,
         tensor_lists: Sequence[Sequence[Tensor]],
-        *args: Any,
-    ) -> Any:
+        *args: object,
+    ) -> R:
         """Return what ``op`` returns."""
         return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)

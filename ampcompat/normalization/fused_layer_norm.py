@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -34,7 +32,21 @@ __all__ = [
 ]
 
 
-class FusedLayerNorm(torch.nn.LayerNorm):
+class _Fused(torch.nn.Module):
+    """Take apex's arguments for a norm of torch's, which comes next in the order of base classes."""
+
+    def __init__(
+        self,
+        normalized_shape: Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(as_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
+        self.memory_efficient = memory_efficient
+
+
+class FusedLayerNorm(_Fused, torch.nn.LayerNorm):
     """``torch.nn.LayerNorm`` that answers in the dtype of its input, whatever the dtype of its parameters.
 
     Args:
@@ -44,16 +56,6 @@ class FusedLayerNorm(torch.nn.LayerNorm):
         memory_efficient: Accepted and without effect: torch chooses what it saves for backward.
     """
 
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(as_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
-
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input`` of shape ``(*, *normalized_shape)``; same shape and dtype come back."""
         if not self.elementwise_affine:
@@ -61,23 +63,13 @@ class FusedLayerNorm(torch.nn.LayerNorm):
         return fused_layer_norm_affine(input, self.weight, self.bias, self.normalized_shape, self.eps)
 
 
-class FusedRMSNorm(torch.nn.RMSNorm):
+class FusedRMSNorm(_Fused, torch.nn.RMSNorm):
     """``torch.nn.RMSNorm`` with apex's default ``eps``, answering in the dtype of its input.
 
     Arguments are those of :class:`FusedLayerNorm`; there is a ``weight`` and no ``bias``.
     """
 
     eps: float
-
-    def __init__(
-        self,
-        normalized_shape: Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(as_shape(normalized_shape), eps=eps, elementwise_affine=elementwise_affine)
-        self.memory_efficient = memory_efficient
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input`` of shape ``(*, *normalized_shape)``; same shape and dtype come back."""
@@ -86,7 +78,7 @@ class FusedRMSNorm(torch.nn.RMSNorm):
         return fused_rms_norm_affine(input, self.weight, self.normalized_shape, self.eps)
 
 
-def _affine_only(name: str, options: dict[str, Any]) -> None:
+def _affine_only(name: str, options: dict[str, object]) -> None:
     if not options.pop("elementwise_affine", True):
         raise RuntimeError(
             f"elementwise_affine=False - {name} does not support it: its result has the weight's dtype - "
@@ -100,7 +92,7 @@ class MixedFusedLayerNorm(FusedLayerNorm):
     """:class:`FusedLayerNorm` that answers in the dtype of its weight; always affine (``RuntimeError`` otherwise)."""
 
     def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
     ) -> None:
         _affine_only("MixedFusedLayerNorm", kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient)
@@ -114,7 +106,7 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     """:class:`FusedRMSNorm` that answers in the dtype of its weight; always affine (``RuntimeError`` otherwise)."""
 
     def __init__(
-        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: Any
+        self, normalized_shape: Shape, eps: float = 1e-5, *, memory_efficient: bool = False, **kwargs: object
     ) -> None:
         _affine_only("MixedFusedRMSNorm", kwargs)
         super().__init__(normalized_shape, eps, True, memory_efficient)

@@ -4,7 +4,7 @@ All are ``torch.optim.Optimizer`` subclasses with apex's signatures, defaults an
 opt_level. ``FP16_Optimizer``, which lived here until 2019, is imported when it is asked for.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ampcompat.optimizers.fused_adagrad import FusedAdagrad
 from ampcompat.optimizers.fused_adam import FusedAdam
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "FP16_Optimizer":
         from ampcompat.optimizers.fp16_optimizer import FP16_Optimizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from ampcompat import _torch
 from ampcompat.optimizers._rules import Hyper, Tensors, usable
 from ampcompat.optimizers._steps import StepCounts
 from ampcompat.optimizers._working import WorkingCopies, math_dtype
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
+    from ampcompat._types import ParamGroup
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _counts_steps: ClassVar[bool] = True
     _rule_unscales: ClassVar[bool] = False
 
-    def __init__(self, params: Any, defaults: dict[str, Any], set_grad_none: bool, amsgrad: bool = False) -> None:
+    def __init__(self, params: Any, set_grad_none: bool, amsgrad: bool = False, **defaults: object) -> None:
         if amsgrad:
             raise RuntimeError(
                 f"{type(self).__name__} does not support the AMSGrad variant (amsgrad=True): leave the argument out, "
@@ -109,7 +116,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether the weight decay is added to the update instead of to the gradient."""
         return False
 
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _names(self, group: ParamGroup) -> tuple[str, ...]:
         """Name the state that params of ``group`` need."""
         return self._state_names
 
@@ -118,7 +125,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         of_master = name == "master_param" or self._keeps_master(param)
         return math_dtype(param.dtype) if of_master or name in self._state_of_layers else param.dtype
 
-    def _new_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
+    def _new_state(self, name: str, param: Tensor, group: ParamGroup) -> Tensor:
         """Return state of a param before its first step: zeros."""
         return torch.zeros_like(param, dtype=self._state_dtype(name, param))
 
@@ -126,7 +133,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return whether a float32 master of ``param`` is kept in ``state[param]["master_param"]``."""
         return False
 
-    def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
+    def _update(self, group: ParamGroup, bucket: Bucket) -> None:
         """Apply the rule to a bucket."""
         raise NotImplementedError
 
@@ -136,7 +143,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # --- step ---------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Update the params.
 
         Args:
@@ -179,14 +186,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _count_step(self, found_inf: Tensor | None) -> None:
         self._steps.advance(self.param_groups, found_inf, self.capturable)
 
-    def _step_of(self, group: dict[str, Any], device: torch.device) -> int | Tensor:
+    def _step_of(self, group: ParamGroup, device: torch.device) -> int | Tensor:
         return self._steps.of(group, device)
 
     def _scaling(self) -> Scaling:
         # Set and deleted around a step; torch's GradScaler takes a standing None for a scale to multiply by.
         return Scaling.of(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
 
-    def _buckets(self, group: dict[str, Any], scaling: Scaling) -> Iterator[tuple[Bucket, WorkingCopies]]:
+    def _buckets(self, group: ParamGroup, scaling: Scaling) -> Iterator[tuple[Bucket, WorkingCopies]]:
         names = self._names(group)
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for param in group["params"]:
@@ -249,12 +256,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Clear the gradients: to None if ``set_to_none``; left out, as ``set_grad_none`` of the constructor says."""
         super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what torch's does, with exact step counts: a host synchronisation if the device counts them."""
         self._steps.settle()
         return super().state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load as torch's does, but keep float32 state of half params, where torch rounds it to their dtype."""
         super().load_state_dict(state_dict)
         keys = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -266,20 +273,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             self._load_group(group)
 
-    def _load_group(self, group: dict[str, Any]) -> None:
+    def _load_group(self, group: ParamGroup) -> None:
         if "step" in group:  # a tensor in checkpoints of apex's FusedAdam(capturable=True)
             group["step"] = int(group["step"])
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self._steps.settle()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._kept}}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self._steps = StepCounts()
         super().__setstate__(state)
 
 
-def evaluated(closure: Callable[[], Any] | None) -> Any:
+def evaluated(closure: Callable[[], R] | None) -> R | None:
     """Return what ``closure`` returns, called with gradients enabled; None without one."""
     if closure is None:
         return None

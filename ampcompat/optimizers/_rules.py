@@ -8,14 +8,17 @@ host: each coefficient is replaced by the one that changes nothing, and the grad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ampcompat import _torch
+
+if TYPE_CHECKING:
+    from ampcompat._types import ParamGroup
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
@@ -45,7 +48,7 @@ class Hyper:
     found_inf: Tensor | None = None
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], **more: Any) -> Hyper:
+    def of(cls, group: ParamGroup, **more: object) -> Hyper:
         """Take the hyperparameters of a param group; ``more`` wins."""
         return cls(**{**{name: group[name] for name in _NAMES if name in group}, **more})
 
@@ -67,6 +70,13 @@ class Hyper:
     def decayed_update(self, update: Tensors, params: Tensors) -> Tensors:
         """Add the weight decay to ``update``, where it belongs there."""
         return decayed(update, params, self.weight_decay) if self.decoupled else update
+
+
+def of_moments(
+    lr: float | Tensor, bias_correction: bool, betas: tuple[float, float], eps: float, weight_decay: float
+) -> dict[str, object]:
+    """Name the hyperparameters that Adam, LAMB and NovoGrad share, in the order of apex's param groups."""
+    return {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps, "weight_decay": weight_decay}
 
 
 _NAMES = frozenset(field.name for field in fields(Hyper))

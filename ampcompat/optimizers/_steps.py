@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ampcompat import _torch
 
+if TYPE_CHECKING:
+    from ampcompat._types import ParamGroup
+
 
 @dataclass
 class _Count:
     """The count of one group: ``value`` (0-dim float32) is exact, ``shown`` is what ``group["step"]`` was set to."""
 
-    group: dict[str, Any]
+    group: ParamGroup
     value: Tensor
     shown: int
 
@@ -39,7 +42,7 @@ class StepCounts:
         self._counts: dict[int, _Count] = {}
         self._report: tuple[_torch.HostCopy, list[tuple[_Count, int]]] | None = None
 
-    def advance(self, groups: list[dict[str, Any]], found_inf: Tensor | None, on_device: bool) -> None:
+    def advance(self, groups: list[ParamGroup], found_inf: Tensor | None, on_device: bool) -> None:
         """Count a step of each group that has params.
 
         Args:
@@ -76,7 +79,7 @@ class StepCounts:
         if counts and skipped is None:
             self._ask()
 
-    def of(self, group: dict[str, Any], device: torch.device) -> int | Tensor:
+    def of(self, group: ParamGroup, device: torch.device) -> int | Tensor:
         """The step of ``group`` that is under way, for an update rule: an int, or 0-dim float32 on ``device``."""
         count = self._counts.get(id(group))
         if count is not None:

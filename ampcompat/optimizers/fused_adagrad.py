@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._rules import adagrad_
+
+if TYPE_CHECKING:
+    from ampcompat._types import ParamGroup, Params
 
 
 class FusedAdagrad(FusedOptimizer):
@@ -33,7 +36,7 @@ class FusedAdagrad(FusedOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         lr: float | Tensor = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
@@ -41,11 +44,11 @@ class FusedAdagrad(FusedOptimizer):
         adagrad_w_mode: bool = False,
     ) -> None:
         self.adagrad_w_mode = 1 if adagrad_w_mode else 0
-        super().__init__(params, {"lr": lr, "eps": eps, "weight_decay": weight_decay}, set_grad_none)
+        super().__init__(params, set_grad_none, lr=lr, eps=eps, weight_decay=weight_decay)
 
     @property
     def _decoupled(self) -> bool:
         return bool(self.adagrad_w_mode)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
+    def _update(self, group: ParamGroup, bucket: Bucket) -> None:
         adagrad_(bucket.params, bucket.grads, bucket.state["sum"], bucket.hyper)

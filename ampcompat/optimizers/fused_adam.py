@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._layerwise import clipped, grad_norm
-from ampcompat.optimizers._rules import adam_
+from ampcompat.optimizers._rules import adam_, of_moments
 from ampcompat.optimizers._working import math_dtype
+
+if TYPE_CHECKING:
+    from ampcompat._types import ParamGroup, Params
 
 
 class FusedAdam(FusedOptimizer):
@@ -49,7 +52,7 @@ class FusedAdam(FusedOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -71,22 +74,16 @@ class FusedAdam(FusedOptimizer):
         self.master_weights = master_weights
         self.max_grad_norm = max_grad_norm
         self.eps_inside_sqrt = eps_inside_sqrt
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults, set_grad_none, amsgrad)
+        shared = of_moments(lr, bias_correction, betas, eps, weight_decay)
+        super().__init__(params, set_grad_none, amsgrad, **shared)
 
     def step(
         self,
-        closure: Callable[[], Any] | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
+        closure: Callable[[], object] | None = None,
+        grads: object = None,
+        output_params: object = None,
+        scale: object = None,
+        grad_norms: object = None,
     ) -> Any:
         """Update the params; see :meth:`FusedOptimizer.step`.
 
@@ -112,7 +109,7 @@ class FusedAdam(FusedOptimizer):
     def _keeps_master(self, param: Tensor) -> bool:
         return self.master_weights and param.dtype != math_dtype(param.dtype)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
+    def _update(self, group: ParamGroup, bucket: Bucket) -> None:
         if self.max_grad_norm > 0:
             norm = grad_norm(group["params"], bucket.grad_scale)
             bucket.make_usable()

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ampcompat.optimizers._base import Bucket, FusedOptimizer, Scaling
 from ampcompat.optimizers._layerwise import grad_norm, lamb_
+from ampcompat.optimizers._rules import of_moments
+
+if TYPE_CHECKING:
+    from ampcompat._types import ParamGroup, Params
 
 
 class FusedLAMB(FusedOptimizer):
@@ -18,12 +22,7 @@ class FusedLAMB(FusedOptimizer):
 
     Args:
         params: Params or groups.
-        lr: Learning rate.
-        bias_correction: Correct the moments for their start at zero.
-        betas: Decay of the first and of the second moment.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        amsgrad: Not supported, as in apex.
+        lr, bias_correction, betas, eps, weight_decay, amsgrad: As of :class:`~ampcompat.optimizers.FusedAdam`.
         adam_w_mode: Decoupled weight decay; False adds it to the gradient (L2).
         grad_averaging: Weigh the gradient by ``1 - betas[0]`` in the first moment.
         set_grad_none: ``zero_grad()`` sets gradients to None.
@@ -43,7 +42,7 @@ class FusedLAMB(FusedOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -58,16 +57,10 @@ class FusedLAMB(FusedOptimizer):
     ) -> None:
         self.adam_w_mode = 1 if adam_w_mode else 0
         self.use_nvlamb = use_nvlamb
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, defaults, set_grad_none, amsgrad)
+        shared = of_moments(lr, bias_correction, betas, eps, weight_decay)
+        super().__init__(
+            params, set_grad_none, amsgrad, **shared, grad_averaging=grad_averaging, max_grad_norm=max_grad_norm
+        )
 
     @property
     def _decoupled(self) -> bool:
@@ -77,7 +70,7 @@ class FusedLAMB(FusedOptimizer):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         self._global_grad_norm = grad_norm(params, scaling.grad_scale)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
+    def _update(self, group: ParamGroup, bucket: Bucket) -> None:
         lamb_(
             bucket.params,
             bucket.grads,

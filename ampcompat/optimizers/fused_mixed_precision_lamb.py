@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,6 +11,11 @@ from torch import Tensor
 from ampcompat import _torch
 from ampcompat.optimizers._base import Scaling, evaluated
 from ampcompat.optimizers.fused_lamb import FusedLAMB
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
+    from ampcompat._types import ParamGroup, Params
 
 _TENSORS = {"lr": torch.float32, "step": torch.int32}
 
@@ -24,13 +29,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     Args:
         params: Params or groups.
-        lr: Learning rate.
         step: Steps made before.
-        bias_correction: Correct the moments for their start at zero.
-        betas: Decay of the first and of the second moment.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        amsgrad: Not supported, as in apex.
+        lr, bias_correction, betas, eps, weight_decay, amsgrad: As of :class:`~ampcompat.optimizers.FusedAdam`.
         adam_w_mode: Decoupled weight decay; False adds it to the gradient (L2).
         grad_averaging: Weigh the gradient by ``1 - betas[0]`` in the first moment.
         max_grad_norm: Clip the gradients of all groups together to this norm; None or 0 does not.
@@ -48,7 +48,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         lr: float | Tensor = 1e-3,
         step: int = 0,
         bias_correction: bool = True,
@@ -88,7 +88,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         ]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None, grad_scaler: torch.amp.GradScaler | None = None) -> Any:
         """Update the params; see :meth:`FusedOptimizer.step`.
 
         Args:
@@ -116,11 +116,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             step = group["step"]
             step.add_(1 if found_inf is None else (found_inf == 0).to(step.device, step.dtype, non_blocking=True))
 
-    def _step_of(self, group: dict[str, Any], device: torch.device) -> int | Tensor:
+    def _step_of(self, group: ParamGroup, device: torch.device) -> int | Tensor:
         step: Tensor = group["step"].to(device, torch.float32, non_blocking=True)
         return step.reshape(())
 
-    def _hold_as_tensors(self, group: dict[str, Any]) -> None:
+    def _hold_as_tensors(self, group: ParamGroup) -> None:
         device = group["params"][0].device if group["params"] else torch.device("cpu")
         for name, dtype in _TENSORS.items():
             value = group[name]
@@ -129,7 +129,7 @@ class FusedMixedPrecisionLamb(FusedLAMB):
             else:  # made on the device: a copy from the host would be a host sync
                 group[name] = torch.full((1,) if name == "step" else (), value, dtype=dtype, device=device)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group, with a learning rate and a step of its own, which start at the constructor's."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -139,11 +139,11 @@ class FusedMixedPrecisionLamb(FusedLAMB):
                 group[name] = group[name].clone()
         self._hold_as_tensors(group)
 
-    def _load_group(self, group: dict[str, Any]) -> None:
+    def _load_group(self, group: ParamGroup) -> None:
         group.setdefault("step", self._first_step)
         self._hold_as_tensors(group)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return what torch's does, with copies of the tensors in the groups; no host synchronisation."""
         saved = super().state_dict()
         for group in saved["param_groups"]:

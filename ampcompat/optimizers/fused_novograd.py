@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._layerwise import NOT_YET, novograd_
+from ampcompat.optimizers._rules import of_moments
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
+    from ampcompat._types import ParamGroup, Params
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -18,12 +24,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     Args:
         params: Params or groups.
-        lr: Learning rate.
-        bias_correction: Correct the moments for their start at zero.
-        betas: Decay of the first and of the second moment.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        amsgrad: Not supported, as in apex.
+        lr, bias_correction, betas, eps, weight_decay, amsgrad: As of :class:`~ampcompat.optimizers.FusedAdam`.
         reg_inside_moment: Add the weight decay to the normalised gradient, inside the momentum.
         grad_averaging: Weigh the gradient by ``1 - betas[0]`` in the first moment.
         norm_type: 2 for the L2 norm of each layer's gradient, 0 for its largest magnitude.
@@ -44,7 +45,7 @@ class FusedNovoGrad(FusedOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         lr: float | Tensor = 1e-3,
         bias_correction: bool = True,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -60,29 +61,28 @@ class FusedNovoGrad(FusedOptimizer):
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad only supports l2/inf norm, not norm_type={norm_type!r}: pass 2 or 0.")
         self.moment_mode = 0 if reg_inside_moment else 1
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-        }
-        super().__init__(params, defaults, set_grad_none, amsgrad)
+        shared = of_moments(lr, bias_correction, betas, eps, weight_decay)
+        super().__init__(
+            params,
+            set_grad_none,
+            amsgrad,
+            **shared,
+            grad_averaging=grad_averaging,
+            norm_type=norm_type,
+            init_zero=init_zero,
+        )
 
     @property
     def _decoupled(self) -> bool:
         return self.moment_mode == 1
 
-    def _new_state(self, name: str, param: Tensor, group: dict[str, Any]) -> Tensor:
+    def _new_state(self, name: str, param: Tensor, group: ParamGroup) -> Tensor:
         if name not in self._state_of_layers:
             return super()._new_state(name, param, group)
         start = 0.0 if group["init_zero"] else NOT_YET
         return torch.full((), start, dtype=self._state_dtype(name, param), device=param.device)
 
-    def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
+    def _update(self, group: ParamGroup, bucket: Bucket) -> None:
         novograd_(
             bucket.params,
             bucket.grads,
@@ -92,7 +92,7 @@ class FusedNovoGrad(FusedOptimizer):
             norm_type=group["norm_type"],
         )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load as :meth:`FusedOptimizer.load_state_dict` does; checkpoints of apex, with norms in the groups, too."""
         super().load_state_dict(state_dict)
         for group in self.param_groups:

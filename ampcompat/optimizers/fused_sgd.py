@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import required
 
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._rules import Hyper, sgd_
+
+if TYPE_CHECKING:
+    from ampcompat._types import ParamGroup, Params
 
 
 class FusedSGD(FusedOptimizer):
@@ -48,7 +51,7 @@ class FusedSGD(FusedOptimizer):
 
     def __init__(
         self,
-        params: Any,
+        params: Params,
         lr: Any = required,
         momentum: float = 0.0,
         dampening: float = 0.0,
@@ -73,28 +76,29 @@ class FusedSGD(FusedOptimizer):
         self.materialize_master_grads = materialize_master_grads
         self.most_recent_scale = 1.0
         self.scale_set_by_backward = False
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
-        super().__init__(params, defaults, set_grad_none)
+        super().__init__(
+            params,
+            set_grad_none,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+        )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Decline with dampening: which step is a param's first is then known to the host alone."""
         return not any(group["momentum"] and group["dampening"] for group in self.param_groups)
 
-    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    def _names(self, group: ParamGroup) -> tuple[str, ...]:
         return self._state_names if group["momentum"] else ()
 
     @property
     def _decoupled(self) -> bool:
         return self.wd_after_momentum
 
-    def _update(self, group: dict[str, Any], bucket: Bucket) -> None:
+    def _update(self, group: ParamGroup, bucket: Bucket) -> None:
         if not group["momentum"] or not group["dampening"]:
             self._apply(bucket, range(len(bucket.params)), bucket.hyper)
             return

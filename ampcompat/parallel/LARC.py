@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ampcompat.optimizers._base import evaluated, sparse_gradient
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import StateDict
+
+    from ampcompat._types import ParamGroup, ParamState
 
 
 class LARC(torch.optim.Optimizer):
@@ -56,7 +61,7 @@ class LARC(torch.optim.Optimizer):
         self.eps = eps
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], object] | None = None) -> Any:
         """Scale the gradients and step the wrapped optimizer.
 
         Args:
@@ -101,21 +106,21 @@ class LARC(torch.optim.Optimizer):
     # --- all else is the wrapped optimizer's --------------------------------------------------------------------------
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[ParamGroup]:
         """Return the groups of the wrapped optimizer."""
         return self.optim.param_groups
 
     @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
+    def param_groups(self, value: list[ParamGroup]) -> None:
         self.optim.param_groups = value
 
     @property
-    def state(self) -> Any:
+    def state(self) -> ParamState:
         """Return the state of the wrapped optimizer."""
         return self.optim.state
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: ParamState) -> None:
         self.optim.state = value
 
     @property
@@ -139,23 +144,23 @@ class LARC(torch.optim.Optimizer):
         else:
             self.optim.zero_grad(set_to_none=set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group to the wrapped optimizer."""
         self.optim.add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """Return the wrapped optimizer's, which it may be loaded into."""
         return self.optim.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: StateDict) -> None:
         """Load into the wrapped optimizer."""
         self.optim.load_state_dict(state_dict)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         kept = ("optim", "trust_coefficient", "clip", "eps")
         return {name: self.__dict__[name] for name in kept}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ def require_process_group(who: str) -> None:
 
 @torch.no_grad()
 def flat_dist_call(
-    tensors: Iterable[Tensor], call: Callable[..., Any], extra_args: tuple[Any, ...] | None = None
+    tensors: Iterable[Tensor], call: Callable[..., object], extra_args: tuple[object, ...] | None = None
 ) -> None:
     """Do a collective on many tensors, with one call a dtype and device, in place; a sum becomes the mean.
 
@@ -52,7 +52,7 @@ def flat_dist_call(
 class _Reduction:
     """Communication hook: apex's arithmetic around one all-reduce a bucket."""
 
-    def __init__(self, group: Any, always_fp32: bool, average: bool, predivide: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, always_fp32: bool, average: bool, predivide: float) -> None:
         self.group, self.always_fp32, self.predivide = group, always_fp32, predivide
         self.after = predivide / dist.get_world_size(group) if average else 1.0
 
@@ -103,14 +103,14 @@ class DistributedDataParallel(_torch.AnyDeviceDDP):
     def __init__(
         self,
         module: nn.Module,
-        message_size: int | list[Any] = 10_000_000,
+        message_size: int | list[int] | list[torch.device] = 10_000_000,
         delay_allreduce: bool = False,
         shared_param: bool | None = None,
         allreduce_trigger_params: list[Tensor] | None = None,
         retain_allreduce_buffers: bool = False,
         allreduce_always_fp32: bool = False,
         num_allreduce_streams: int = 1,
-        allreduce_communicators: Any = None,
+        allreduce_communicators: object = None,
         gradient_average: bool = True,
         gradient_predivide_factor: float = 1.0,
         gradient_average_split_factor: float | None = None,
@@ -168,7 +168,7 @@ class DistributedDataParallel(_torch.AnyDeviceDDP):
         self.require_backward_grad_sync = False
 
 
-def _annotated(reduction: _Reduction) -> Any:
+def _annotated(reduction: _Reduction) -> Callable[..., object]:
     # torch inspects __qualname__ and the annotations of a hook, as objects: a plain function, annotated by hand.
     def hook(state, bucket):  # type: ignore[no-untyped-def]
         return reduction(state, bucket)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -13,18 +13,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ampcompat.parallel.distributed import require_process_group
 
 
+class _Context(Protocol):
+    group: dist.ProcessGroup | None
+
+
 class _SumOverProcesses(torch.autograd.Function):
     """All-reduce whose gradient is the all-reduced gradient."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, group: Any) -> Tensor:
+    def forward(ctx: _Context, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         total = value.clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].clone()
         dist.all_reduce(total, group=ctx.group)
         return total, None
@@ -53,7 +57,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: Any = None,
+        process_group: dist.ProcessGroup | None = None,
         channel_last: bool = False,
         fuse_relu: bool = False,
     ) -> None:
@@ -102,7 +106,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self.running_var.lerp_(variance.to(self.running_var.dtype), factor)
 
 
-def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_last: bool = False) -> nn.Module:
+def convert_syncbn_model(
+    module: nn.Module, process_group: dist.ProcessGroup | None = None, channel_last: bool = False
+) -> nn.Module:
     """Make every batch norm in ``module`` a :class:`SyncBatchNorm`, before or after ``amp.initialize``.
 
     The modules stay the same objects and change their class, so that optimizers made before go on working, and hooks
@@ -120,7 +126,7 @@ def convert_syncbn_model(module: nn.Module, process_group: Any = None, channel_l
     return module
 
 
-def create_syncbn_process_group(group_size: int) -> Any:
+def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     """Split the world into groups of ``group_size`` consecutive ranks; returns this process's, None for size 0.
 
     Every process must call it.
@@ -138,7 +144,7 @@ def create_syncbn_process_group(group_size: int) -> Any:
             f"group_size={group_size} in a world of {world} - groups must divide the world evenly - "
             "pass a divisor of the number of processes."
         )
-    mine = None
+    mine: dist.ProcessGroup | None = None
     for start in range(0, world, group_size):
         group = dist.new_group(list(range(start, start + group_size)))
         if start <= rank < start + group_size:

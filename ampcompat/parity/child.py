@@ -11,10 +11,13 @@ import os
 import random
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TextIO
 
-from ampcompat.parity.record import Step, step_line, to_line
+from ampcompat.parity.record import End, Step, step_line, to_line
+
+if TYPE_CHECKING:
+    from ampcompat.parity.recorder import Recorder
 
 
 class EnoughSteps(SystemExit):
@@ -32,8 +35,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     at = words.index("--")  # argparse would take a target's "-m" for an option of its own
     args, target = parser.parse_args(words[:at]), words[at + 1 :]
 
-    import torch
-
     from ampcompat.alias import install_as_apex
     from ampcompat.amp.observers import observers
     from ampcompat.cli import _script
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from ampcompat.parity.skips import Skips
 
     children = _watch_for_children()
-    _seed(torch, args.seed)
+    _seed(args.seed)
     install_as_apex(force=True)  # an installed apex would record nothing
     _script.hand_alias_to_children()
     with open(args.record, "a", encoding="utf-8") as file:
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
         finally:
             if os.getpid() == writer.process:
-                _write(file, to_line("end", {**_ending(error), **_seen(recorder), "children": bool(children())}))
+                _write(file, to_line("end", {**_ending(error), **_seen(recorder), "children": children()}))
 
 
 class _Writer:
@@ -88,14 +89,16 @@ def _write(file: TextIO, line: str) -> None:
     file.flush()
 
 
-def _seed(torch: Any, seed: int) -> None:
+def _seed(seed: int) -> None:
+    import torch
+
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def _ending(error: BaseException | None) -> dict[str, Any]:
+def _ending(error: BaseException | None) -> End:
     """How the script ended: the error in one line, or an exit status that is not zero."""
     if isinstance(error, SystemExit):
         code = error.code
@@ -105,7 +108,7 @@ def _ending(error: BaseException | None) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]}
 
 
-def _seen(recorder: Any) -> dict[str, Any]:
+def _seen(recorder: Recorder) -> End:
     """How far the script came in its use of amp."""
     from ampcompat._state import state
 
@@ -117,16 +120,16 @@ def _seen(recorder: Any) -> dict[str, Any]:
     }
 
 
-def _watch_for_children() -> Any:
+def _watch_for_children() -> Callable[[], bool]:
     """A function that tells whether this process has started others since now."""
     started: list[str] = []
 
-    def hook(event: str, _args: Any) -> None:
+    def hook(event: str, _args: object) -> None:
         if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", "os.spawn"):
             started.append(event)
 
     sys.addaudithook(hook)
-    return lambda: started or any(name.startswith("multiprocessing.popen_") for name in sys.modules)
+    return lambda: bool(started) or any(name.startswith("multiprocessing.popen_") for name in sys.modules)
 
 
 if __name__ == "__main__":

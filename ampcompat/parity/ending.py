@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from typing import Any
 
-from ampcompat.parity.record import Run
+from ampcompat.parity.record import End, Run
 
 
-def describe(run: Run, wanted: int, timeout: float, code: int | None, notes: Mapping[str, Any]) -> tuple[str, str]:
+def describe(run: Run, wanted: int, timeout: float, code: int | None, notes: Mapping[str, End]) -> tuple[str, str]:
     """Ending and message of ``run``.
 
     Args:
@@ -17,10 +16,10 @@ def describe(run: Run, wanted: int, timeout: float, code: int | None, notes: Map
         wanted: Steps asked for.
         timeout: Seconds without a step that were allowed.
         code: Exit status of the process; None if it had to be ended.
-        notes: What the record holds beside steps, and what was noticed from outside.
+        notes: What the record holds beside steps, and what was noticed from outside, by kind; empty but for the end.
     """
     made = len(run.steps)
-    end = notes.get("end", {})
+    end = notes.get("end", End())
     if made >= wanted:
         return "complete", "" if any(step.losses for step in run.steps) else _NO_LOSS
     if "interrupted" in notes:
@@ -42,7 +41,7 @@ _CHILDREN = (
 )
 
 
-def _without_steps(end: Mapping[str, Any], notes: Mapping[str, Any]) -> str:
+def _without_steps(end: End, notes: Mapping[str, End]) -> str:
     """Why a script that ran to its end made no step."""
     if "forked" in notes:
         return f"no step was made in the script's own process{_CHILDREN}"

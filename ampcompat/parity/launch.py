@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from ampcompat.parity.ending import describe
 from ampcompat.parity.levels import Level
-from ampcompat.parity.record import Run, Step, read_line, read_step
+from ampcompat.parity.record import End, Run, Step, read_line, read_step
 
 POLL_SECONDS = 0.05
 #: What a script may take to leave after its last step, and after being told to.
@@ -55,23 +55,23 @@ def run_level(
     run = Run(level, log=str(folder / f"{name}.log"))
     record = folder / f"{name}.jsonl"
     record.write_text("")
-    notes: dict[str, Any] = {}
+    notes: dict[str, End] = {}
     code: int | None = None
     with _started(level, options, record, Path(str(run.log)), skips) as process, record.open(encoding="utf-8") as lines:
         try:
             code = _follow(process, lines, options, run, notes, on_step)
         except KeyboardInterrupt:
-            notes["interrupted"] = True
+            notes["interrupted"] = {}
     run.ending, run.message = describe(run, options.steps, options.timeout, code, notes)
     return run
 
 
 def _follow(
     process: subprocess.Popen[bytes],
-    lines: Any,
+    lines: TextIO,
     options: Options,
     run: Run,
-    notes: dict[str, Any],
+    notes: dict[str, End],
     on_step: Callable[[Step], None],
 ) -> int | None:
     """Read the record until the process ends or must be ended; its exit status, None if it is still there."""
@@ -95,7 +95,7 @@ def _follow(
             if waited > GRACE_SECONDS:
                 return None
         elif options.timeout and waited > options.timeout and "ready" in notes:
-            notes["stalled"] = True
+            notes["stalled"] = {}
             return None
         time.sleep(POLL_SECONDS)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -17,6 +17,9 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from PIL import Image
 
 from ampcompat.parity.compare import Result, Tolerance, first_not_finite
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 #: Okabe and Ito's colours, which the colour-blind can tell apart; O0 is black, a level keeps its colour in each dtype.
 COLOURS = {"O0": "#000000", "O1": "#0072B2", "O2": "#D55E00", "O3": "#009E73", "O4": "#56B4E9", "O5": "#E69F00"}
@@ -32,9 +35,9 @@ def save_picture(path: Path, results: Sequence[Result], tolerance: Tolerance, ti
     width = 6.0 if len(optimizers) == 1 else 3.6 * len(optimizers)
     figure = Figure(figsize=(width, 5.6), layout="constrained", dpi=150)
     canvas = FigureCanvasAgg(figure)
-    grid: Any = figure.subplots(3, len(optimizers), sharex=True, squeeze=False, height_ratios=[1.3, 1.1, 0.8])
+    grid = figure.subplots(3, len(optimizers), sharex=True, squeeze=False, height_ratios=[1.3, 1.1, 0.8])
     for column, optimizer in enumerate(optimizers):
-        panels = grid[:, column]
+        panels = list(grid[:, column])
         lost = [result for result in results if first_not_finite(result.run)]
         if lost:  # leave room for the rows of marks
             panels[0].margins(y=0.05 + 0.06 * len(lost))
@@ -54,7 +57,7 @@ def save_picture(path: Path, results: Sequence[Result], tolerance: Tolerance, ti
     Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(128).save(path, optimize=True)
 
 
-def _draw(panels: Sequence[Any], result: Result, optimizer: int, row: int) -> None:
+def _draw(panels: Sequence[Axes], result: Result, optimizer: int, row: int) -> None:
     """Draw one level's curves; steps without a finite loss are marked in the row numbered ``row`` from above."""
     level = result.run.level
     style: dict[str, Any] = {
@@ -70,19 +73,18 @@ def _draw(panels: Sequence[Any], result: Result, optimizer: int, row: int) -> No
     label = f"{level.name} (not finite from {lost[0]})" if lost else level.name
     panels[0].plot(numbers, [_finite(step.loss) for _, step in steps], label=label, **style)
     # Along the upper edge, a row per level: a curve that ends, or was never there, is seen to be lost.
-    place = {"transform": panels[0].get_xaxis_transform(), "clip_on": False, "zorder": 6}
+    place: dict[str, Any] = {"transform": panels[0].get_xaxis_transform(), "clip_on": False, "zorder": 6}
     panels[0].scatter(lost, [0.97 - 0.045 * row] * len(lost), marker="v", s=12, color=style["color"], **place)
     panels[2].plot(numbers, [_finite(step.scale) for _, step in steps], **style)
-    skips = [(step.step, _finite(step.scale)) for _, step in steps if step.skipped]
-    panels[2].scatter(
-        *zip(*skips, strict=True) if skips else ([], []), marker="x", s=22, color=style["color"], zorder=6
-    )
+    skips = [step for _, step in steps if step.skipped]
+    scales = [_finite(step.scale) for step in skips]
+    panels[2].scatter([step.step for step in skips], scales, marker="x", s=22, color=style["color"], zorder=6)
     if result.deviation:
         values = [deviations[i] if i < len(deviations) else None for i, _ in steps]
         panels[1].plot(numbers, [_on_log_axis(value) for value in values], **style)
 
 
-def _finish(panels: Sequence[Any], results: Sequence[Result], optimizer: int, tolerance: Tolerance) -> None:
+def _finish(panels: Sequence[Axes], results: Sequence[Result], optimizer: int, tolerance: Tolerance) -> None:
     """Scales, ticks and grids of one column."""
     losses, deviation, scale = panels
     known = [s.loss for r in results[:1] for s in r.run.steps if s.optimizer == optimizer and s.loss is not None]
@@ -94,7 +96,7 @@ def _finish(panels: Sequence[Any], results: Sequence[Result], optimizer: int, to
     deviation.set_ylim(min(marks) / 2, max(marks) * 2)
     if tolerance.rtol:
         deviation.axhline(tolerance.rtol, color="0.45", linewidth=0.8, linestyle=":", zorder=1)
-        place = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (0, 2)}
+        place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points", "xytext": (0, 2)}
         deviation.annotate(
             f"rtol {tolerance.rtol:g}", (0.01, tolerance.rtol), fontsize=FONT - 1.5, color="0.3", **place
         )
@@ -115,7 +117,7 @@ def _finish(panels: Sequence[Any], results: Sequence[Result], optimizer: int, to
         panel.tick_params(labelsize=FONT - 1)
 
 
-def _legend(figure: Any, losses: Any, scale: Any, results: Sequence[Result], title: str) -> None:
+def _legend(figure: Figure, losses: Axes, scale: Axes, results: Sequence[Result], title: str) -> None:
     """One column per level where there are two dtypes, else one row; the title above, where it takes its own room."""
     handles, labels = losses.get_legend_handles_labels()
     two_dtypes = len({result.run.level.dtype for result in results} - {None}) > 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 
 from ampcompat.parity.levels import Level
 
@@ -57,7 +58,25 @@ class Run:
     log: str | None = None
 
 
-def plain(value: Any) -> Any:
+class End(TypedDict, total=False):
+    """Tell how the script ended, and how far it came in its use of amp; no other line holds any of it.
+
+    Attributes:
+        error: What ended it, in one line; None at a normal end.
+        initialized: Whether it called ``initialize``.
+        enabled: Whether that was enabled.
+        blocks: ``scale_loss`` blocks.
+        children: Whether it started other processes.
+    """
+
+    error: str | None
+    initialized: bool
+    enabled: bool
+    blocks: int
+    children: bool
+
+
+def plain(value: object) -> object:
     """``value`` with non-finite floats as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
@@ -66,9 +85,9 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, list) else value
 
 
-def to_line(kind: str, content: dict[str, Any]) -> str:
+def to_line(kind: str, content: Mapping[str, object]) -> str:
     """One line of a record file."""
-    return json.dumps({"kind": kind, **plain(content)}) + "\n"
+    return json.dumps(plain({"kind": kind, **content})) + "\n"
 
 
 def step_line(step: Step) -> str:
@@ -76,7 +95,7 @@ def step_line(step: Step) -> str:
     return to_line("step", asdict(step))
 
 
-def read_line(line: str) -> tuple[str, dict[str, Any]]:
+def read_line(line: str) -> tuple[str, Any]:
     """Kind and content of a line that :func:`to_line` made."""
     content = json.loads(line)
     return content.pop("kind"), content
@@ -88,5 +107,5 @@ def read_step(content: dict[str, Any]) -> Step:
     return Step(**{**content, **numbers, "losses": [float(loss) for loss in content["losses"]]})
 
 
-def _number(value: Any) -> float | None:
+def _number(value: str | float | None) -> float | None:
     return None if value is None else float(value)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +14,10 @@ from ampcompat.amp.autocast import OFF, switched
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.parity.memory import cuda_in_use, peak_memory
 from ampcompat.parity.record import Step
+
+if TYPE_CHECKING:
+    from ampcompat.amp.properties import Optimizer
+    from ampcompat.amp.scaler import LossScaler
 
 
 @dataclass
@@ -37,13 +41,13 @@ class Recorder:
 
     def __init__(self, on_record: Callable[[Step], None]) -> None:
         self._on_record = on_record
-        self._pending: weakref.WeakKeyDictionary[Any, _Pending] = weakref.WeakKeyDictionary()
-        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._pending: weakref.WeakKeyDictionary[Optimizer, _Pending] = weakref.WeakKeyDictionary()
+        self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.blocks = self.steps = 0
         self._last_step: float | None = None
         self._own_time = 0.0
 
-    def on_scale_loss(self, loss: torch.Tensor, scaler: Any, optimizers: Any) -> None:
+    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Note loss and scale for the optimizers of the block."""
         begin = _now()
         self.blocks += 1
@@ -56,7 +60,7 @@ class Recorder:
             pending.scale = scale if pending.scale is None else min(scale, pending.scale)
         self._own_time += _now() - begin
 
-    def on_gradients(self, scaler: Any, optimizers: Any) -> None:
+    def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Note the norm of what has accumulated."""
         begin = _now()
         with switched(OFF):
@@ -64,7 +68,7 @@ class Recorder:
                 self._pending.setdefault(optimizer, _Pending([])).grad_norm = _grad_norm(optimizer)
         self._own_time += _now() - begin
 
-    def on_step(self, optimizer: Any, skipped: bool | None) -> None:
+    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Record the step."""
         begin = _now()
         self.steps += 1
@@ -85,7 +89,7 @@ class Recorder:
         self._last_step, self._own_time = _now(), 0.0
 
 
-def _grad_norm(optimizer: Any) -> float | None:
+def _grad_norm(optimizer: Optimizer) -> float | None:
     """2-norm over all gradients of ``optimizer``, in float32; None without any. One host sync per device."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for group in optimizer.param_groups:

@@ -7,16 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ampcompat.parity.compare import Result, skipped_steps
-from ampcompat.parity.record import plain
+from ampcompat.parity.record import Step, plain
 from ampcompat.parity.table import peak_memory, seconds_per_step, skipped
 
 COLUMNS = ("level", "step", "optimizer", "loss", "deviation", "scale", "grad_norm", "skipped", "seconds", "memory")
 
 
-def save_json(path: Path, results: Sequence[Result], settings: Mapping[str, Any]) -> None:
+def save_json(path: Path, results: Sequence[Result], settings: Mapping[str, object]) -> None:
     """Write settings, summaries and steps; non-finite numbers are the strings "nan", "inf" and "-inf"."""
     levels = [_summary(result) for result in results]
     content = plain({**settings, "passed": passed(results), "levels": levels})
@@ -39,7 +38,7 @@ def save_csv(path: Path, results: Sequence[Result]) -> None:
                 rows.writerow([known[column] for column in COLUMNS])
 
 
-def _summary(result: Result) -> dict[str, Any]:
+def _summary(result: Result) -> dict[str, object]:
     run, deviation = result.run, result.deviation
     return {
         "level": run.level.name,
@@ -62,7 +61,7 @@ def _summary(result: Result) -> dict[str, Any]:
     }
 
 
-def _steps(result: Result) -> list[tuple[Any, float | None]]:
+def _steps(result: Result) -> list[tuple[Step, float | None]]:
     """Each step with its deviation, None beyond what could be compared."""
     values = result.deviation.by_step if result.deviation else []
     return [(step, values[i] if i < len(values) else None) for i, step in enumerate(result.run.steps)]

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ampcompat.amp.stash import Gradients
 from ampcompat.parity.recorder import Recorder
+
+if TYPE_CHECKING:
+    from ampcompat.amp.properties import Optimizer
+    from ampcompat.amp.scaler import LossScaler
+
+R = TypeVar("R")
 
 
 class Skips:
@@ -28,7 +34,7 @@ class Skips:
     def __init__(self, recorder: Recorder, steps: Collection[int]) -> None:
         self._recorder, self._steps = recorder, frozenset(steps)
 
-    def on_scale_loss(self, loss: torch.Tensor, scaler: Any, optimizers: Any) -> None:
+    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Any]) -> None:
         """Take hold of the optimizers' ``step``, which comes after their first block."""
         for optimizer in optimizers:
             if getattr(optimizer.step, "_amp_skips", None) is not self:
@@ -36,7 +42,7 @@ class Skips:
                 step._amp_skips = self  # type: ignore[attr-defined]
                 optimizer.step = types.MethodType(step, optimizer)
 
-    def _before(self, optimizer: Any) -> None:
+    def _before(self, optimizer: Optimizer) -> None:
         """Note an overflow where the step that begins is one to skip."""
         stash = getattr(optimizer, "_amp_stash", None)
         if stash is not None and self._recorder.steps + 1 in self._steps:
@@ -44,9 +50,9 @@ class Skips:
             stash.gradients = Gradients.LOST  # skipped on the host, by an optimizer that would on the device too
 
 
-def _wrapped(step: Callable[..., Any], before: Callable[[Any], None]) -> Callable[..., Any]:
+def _wrapped(step: Callable[..., R], before: Callable[[Optimizer], None]) -> Callable[..., R]:
     @functools.wraps(getattr(step, "__func__", step))
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(self: Optimizer, *args: object, **kwargs: object) -> R:
         before(self)
         return step(*args, **kwargs)
 

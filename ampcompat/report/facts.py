@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 from ampcompat._state import state
 from ampcompat.report.devices import slow_halves
 from ampcompat.report.history import History, peak_bytes
 from ampcompat.report.models import Models
+from ampcompat.report.schema import (
+    Cast,
+    Counted,
+    Counts,
+    Facts,
+    ModuleFlops,
+    OddProduct,
+    Own,
+    ProcessRow,
+    Provenance,
+    Reason,
+    Results,
+    Setting,
+    WideProduct,
+)
 from ampcompat.report.trace import OpTrace, dtype_name, is_half, odd_dimensions
+
+if TYPE_CHECKING:
+    from ampcompat.amp.session import Session
 
 #: Below this share of the FLOPs in half, the headline says float32.
 MOSTLY = 0.5
 #: Modules named with each reason.
 SHOWN = 3
 
+P = TypeVar("P", WideProduct, OddProduct)
 
-def collect(trace: OpTrace, history: History, models: Models, traced_steps: int) -> dict[str, Any]:
+
+def collect(trace: OpTrace, history: History, models: Models, traced_steps: int) -> Counted:
     """Return what one process counted, as JSON-able data that :func:`merged` adds up. Reads the device."""
     latest = state.session
     points = history.read()
@@ -59,55 +80,81 @@ def collect(trace: OpTrace, history: History, models: Models, traced_steps: int)
     }
 
 
-def merged(facts: list[dict[str, Any]]) -> dict[str, Any]:
+def merged(facts: list[Own]) -> Own:
     """The facts of several processes as one: counts added up, everything else of the first that was initialized."""
     lead = next((one for one in facts if one["setting"]["initialized"]), facts[0])
-    found = dict(lead)
-    for name in ("traced_steps", "steps", "blocks", "skipped"):
-        found[name] = sum(one[name] for one in facts)
-    for name in ("ops", "flops"):
-        found[name] = {
-            direction: dict(sum((Counter(one[name][direction]) for one in facts), Counter[str]()).most_common())
-            for direction in lead[name]
-        }
-    found["casts"] = _added(facts, "casts", ("count", "bytes"))
-    for name in ("would_repay", "odd_products"):
-        found[name] = _added(facts, name, ("flops",))
     modules: dict[str, Counter[str]] = {}
     for one in facts:
         for entry in one["modules"]:
             modules.setdefault(entry["module"], Counter()).update(entry["flops"])
-    found["modules"] = _ordered(modules)
-    found["whole_steps"] = all(one["whole_steps"] for one in facts)
-    sums = ("forward_results", "forward_results_in_float32")
-    found["memory"] = {**lead["memory"], **{key: sum(one["memory"][key] for one in facts) for key in sums}}
-    return found
+    made = [one["memory"] for one in facts]
+    return {
+        **lead,
+        "traced_steps": sum(one["traced_steps"] for one in facts),
+        "steps": sum(one["steps"] for one in facts),
+        "blocks": sum(one["blocks"] for one in facts),
+        "skipped": sum(one["skipped"] for one in facts),
+        "ops": {direction: _added(one["ops"][direction] for one in facts) for direction in lead["ops"]},
+        "flops": {direction: _added(one["flops"][direction] for one in facts) for direction in lead["flops"]},
+        "casts": _added_casts(row for one in facts for row in one["casts"]),
+        "would_repay": _added_products(row for one in facts for row in one["would_repay"]),
+        "odd_products": _added_products(row for one in facts for row in one["odd_products"]),
+        "modules": _ordered(modules),
+        "whole_steps": all(one["whole_steps"] for one in facts),
+        "memory": {
+            **lead["memory"],
+            "forward_results": sum(one["forward_results"] for one in made),
+            "forward_results_in_float32": sum(one["forward_results_in_float32"] for one in made),
+        },
+    }
 
 
-def _added(facts: list[dict[str, Any]], name: str, counts: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Rows of the list ``name``, those alike in all but ``counts`` added up, the largest first."""
-    rows: dict[str, dict[str, Any]] = {}
-    for row in (row for one in facts for row in one[name]):
-        key = repr([value for column, value in row.items() if column not in counts])
-        if key in rows:
-            rows[key] = {**row, **{column: rows[key][column] + row[column] for column in counts}}
-        else:
-            rows[key] = row
-    return sorted(rows.values(), key=lambda row: -row[counts[0]])
+def _added(counts: Iterable[Counts]) -> Counts:
+    """Counts by dtype added up, the largest first."""
+    return dict(sum(map(Counter, counts), Counter[str]()).most_common())
 
 
-def completed(facts: dict[str, Any]) -> dict[str, Any]:
-    """``facts`` with what follows from its counts, and the sentences."""
-    facts["half_flops_share"] = half_share(facts)
-    facts["why_float32"] = why_float32(facts)
+def _added_casts(rows: Iterable[Cast]) -> list[Cast]:
+    """Casts with those between the same dtypes added up, the most frequent first."""
+    found: dict[tuple[str, str], Cast] = {}
+    for row in rows:
+        pair = row["from"], row["to"]
+        before = found.get(pair, {**row, "count": 0, "bytes": 0})
+        found[pair] = {**row, "count": before["count"] + row["count"], "bytes": before["bytes"] + row["bytes"]}
+    return sorted(found.values(), key=lambda row: -row["count"])
+
+
+def _added_products(rows: Iterable[P]) -> list[P]:
+    """Products with those alike added up, the largest first."""
+    found: dict[str, P] = {}
+    for row in rows:
+        alike = repr({**row, "flops": 0})
+        found[alike] = {**row, "flops": row["flops"] + (found[alike]["flops"] if alike in found else 0)}
+    return sorted(found.values(), key=lambda row: -row["flops"])
+
+
+def completed(
+    own: Own, provenance: Provenance, ending: str, processes: list[ProcessRow], of_processes: list[str]
+) -> Facts:
+    """Add to ``own`` what is known of the run, what follows from its counts, and the sentences."""
+    facts: Facts = {
+        **provenance,
+        "ending": ending,
+        **own,
+        "processes": processes,
+        "of_processes": of_processes,
+        "half_flops_share": half_share(own),
+        "why_float32": why_float32(own),
+        "sentences": [],
+    }
     facts["sentences"] = sentences(facts)
     return facts
 
 
-def why_float32(facts: dict[str, Any]) -> list[dict[str, Any]]:
+def why_float32(facts: Counted) -> list[Reason]:
     """Why forward products were not half: each reason with its share of the forward FLOPs and its modules."""
     total = sum(facts["flops"]["forward"].values()) + sum(facts["flops"]["no grad"].values())
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, Reason] = {}
     for row in facts["would_repay"] if facts["setting"]["half"] else ():
         entry = found.setdefault(row["reason"], {"reason": row["reason"], "share": 0.0, "modules": []})
         entry["share"] += row["flops"] / max(total, 1)
@@ -116,11 +163,11 @@ def why_float32(facts: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda entry: -entry["share"])
 
 
-def sentences(facts: dict[str, Any]) -> list[str]:
+def sentences(facts: Facts) -> list[str]:
     """Sum up in sentences; the first says whether half precision is on, or that the script crashed."""
     share, found = facts["half_flops_share"], []
     half = facts["setting"]["half"]
-    if facts.get("ending"):
+    if facts["ending"]:
         found.append(facts["ending"])
     if not any(is_half(dtype) for counts in facts["ops"].values() for dtype in counts):
         found.append(f"Nothing ran in half precision: {_why_nothing(facts)}")
@@ -144,14 +191,14 @@ def sentences(facts: dict[str, Any]) -> list[str]:
             f"{len(facts['odd_products'])} half products have dimensions that are no multiple of 8: GPUs pad them, or"
             " leave the tensor cores idle."
         )
-    return [*found, *facts.get("of_processes", [])]
+    return [*found, *facts["of_processes"]]
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _why(entry: dict[str, Any]) -> str:
+def _why(entry: Reason) -> str:
     """As in "60.0 % kept in float32 (head, tail)"."""
     modules = entry["modules"]
     more = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
@@ -159,11 +206,11 @@ def _why(entry: dict[str, Any]) -> str:
     return f"{_percent(entry['share'])} {reason} ({', '.join(modules[:SHOWN])}{more})"
 
 
-def _slow(latest: Any, devices: list[str]) -> list[str]:
+def _slow(latest: Session, devices: list[str]) -> list[str]:
     return [text for text in (slow_halves(one, latest.half) for one in devices) if text and _setting(latest)["half"]]
 
 
-def _why_nothing(facts: dict[str, Any]) -> str:
+def _why_nothing(facts: Facts) -> str:
     setting = facts["setting"]
     if not setting["initialized"]:
         if facts["children_counted"]:
@@ -178,43 +225,45 @@ def _why_nothing(facts: dict[str, Any]) -> str:
     return "what runs is not what amp.initialize was given: pass it the model that is called, and leave its casts on."
 
 
-def _setting(latest: Any) -> dict[str, Any]:
-    half = latest is not None and latest.enabled and (latest.policy.half or latest.policy.casts.enabled)
+def _setting(latest: Session | None) -> Setting:
+    if latest is None:
+        return {"initialized": False, "enabled": False, "opt_level": None, "half": ""}
+    half = latest.enabled and (latest.policy.half or latest.policy.casts.enabled)
     return {
-        "initialized": latest is not None,
-        "enabled": latest is not None and latest.enabled,
-        "opt_level": None if latest is None else latest.policy.opt_level,
+        "initialized": True,
+        "enabled": latest.enabled,
+        "opt_level": latest.policy.opt_level,
         "half": dtype_name(latest.half) if half else "",
     }
 
 
-def _by_direction(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {"forward": {}, "backward": {}, "no grad": {}}
+def _by_direction(counts: Counter[tuple[str, str]]) -> dict[str, Counts]:
+    found: dict[str, Counts] = {"forward": {}, "backward": {}, "no grad": {}}
     for (direction, dtype), count in counts.most_common():
         found[direction][dtype] = count
     return found
 
 
-def half_share(facts: dict[str, Any]) -> float | None:
+def half_share(facts: Counted) -> float | None:
     """Share of the FLOPs in half; None where there are none."""
-    flops = sum((Counter(counts) for counts in facts["flops"].values()), Counter[str]())
+    flops = _added(facts["flops"].values())
     total = sum(flops.values())
     return sum(count for dtype, count in flops.items() if is_half(dtype)) / total if total else None
 
 
-def _modules(trace: OpTrace) -> list[dict[str, Any]]:
+def _modules(trace: OpTrace) -> list[ModuleFlops]:
     by_module: dict[str, Counter[str]] = {}
     for (module, dtype), flops in trace.module_flops.items():
         by_module.setdefault(module, Counter())[dtype] += flops
     return _ordered(by_module)
 
 
-def _ordered(modules: dict[str, Counter[str]]) -> list[dict[str, Any]]:
+def _ordered(modules: dict[str, Counter[str]]) -> list[ModuleFlops]:
     ordered = sorted(modules.items(), key=lambda item: -sum(item[1].values()))
     return [{"module": module, "flops": dict(flops)} for module, flops in ordered]
 
 
-def _results(trace: OpTrace) -> dict[str, int]:
+def _results(trace: OpTrace) -> Results:
     wide = sum((2 if is_half(dtype) else 1) * size for dtype, size in trace.results.items())
     now = sum(trace.results.values()) + trace.cast_results
     return {"forward_results": now, "forward_results_in_float32": wide}

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from ampcompat.amp.properties import Optimizer
+    from ampcompat.amp.scaler import LossScaler
+    from ampcompat.report import schema
 
 #: Steps kept; beyond, every second one is dropped (skipped ones stay).
 MOST_POINTS = 2000
@@ -15,7 +20,7 @@ class Point(NamedTuple):
 
     step: int
     skipped: bool | None
-    scales: tuple[Any, ...]
+    scales: tuple[float | torch.Tensor, ...]
 
 
 class History:
@@ -24,15 +29,15 @@ class History:
     def __init__(self) -> None:
         self.points: list[Point] = []
         self.steps = self.blocks = self.skips = 0
-        self._first: dict[int, Any] = {}  # scales before their first block, by loss_id
+        self._first: dict[int, float | torch.Tensor] = {}  # scales before their first block, by loss_id
 
-    def block(self, scaler: Any) -> None:
+    def block(self, scaler: LossScaler | None) -> None:
         """A block of ``scaler`` was entered."""
         self.blocks += 1
         if scaler is not None and scaler.loss_id not in self._first:
             self._first[scaler.loss_id] = _copy_of(scaler)
 
-    def step(self, optimizer: Any, skipped: bool | None) -> None:
+    def step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """One step of ``optimizer`` was made or skipped."""
         self.steps += 1
         self.skips += bool(skipped)
@@ -41,9 +46,9 @@ class History:
         if len(self.points) > MOST_POINTS:
             self.points = [p for i, p in enumerate(self.points) if i % 2 or p.skipped]
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[schema.Point]:
         """The points as plain numbers. Reads the device."""
-        found: list[dict[str, Any]] = []
+        found: list[schema.Point] = []
         for point in self.points:
             scales = [float(scale) for scale in point.scales]
             before = found[-1]["scales"] if found else [float(self._first.get(i, now)) for i, now in enumerate(scales)]
@@ -54,7 +59,7 @@ class History:
         return found
 
 
-def _copy_of(scaler: Any) -> Any:
+def _copy_of(scaler: LossScaler) -> float | torch.Tensor:
     scale = scaler._scale
     if scale is None:
         return float(scaler._init_scale)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from html import escape
-from typing import Any
 
 from ampcompat.report import processes, svg
+from ampcompat.report.schema import Counts, Facts
 from ampcompat.report.text import bytes_text, half_share, memory_rows, parameter_rows, repay_rows, run_rows, unit
 
 _STYLE = """
@@ -31,7 +31,7 @@ _STYLE = """
 """
 
 
-def render(facts: dict[str, Any]) -> str:
+def render(facts: Facts) -> str:
     """The whole page, with the data in it."""
     data = json.dumps(facts).replace("<", "\\u003c")
     return (
@@ -42,12 +42,12 @@ def render(facts: dict[str, Any]) -> str:
     )
 
 
-def fragment(facts: dict[str, Any]) -> str:
+def fragment(facts: Facts) -> str:
     """The same as a part of another page, whose own looks it leaves alone."""
     return f'<style>{_STYLE}</style><div class="receipt">{_body(facts)}</div>'
 
 
-def _body(facts: dict[str, Any]) -> str:
+def _body(facts: Facts) -> str:
     setting = facts["setting"]
     steps, each = unit(facts)
     lead, *others = facts["sentences"]
@@ -102,7 +102,7 @@ def _body(facts: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def _per_step(counts: dict[str, int], steps: int) -> dict[str, float]:
+def _per_step(counts: Counts, steps: int) -> dict[str, float]:
     return {dtype: count / steps for dtype, count in counts.items()}
 
 

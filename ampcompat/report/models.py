@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ampcompat._state import state
 from ampcompat.amp.masters import masters_of
+from ampcompat.report.schema import Held, Parameters
 from ampcompat.report.trace import dtype_name
 
 
@@ -13,9 +12,9 @@ class Models:
     """Parameters by module, their devices, and the memory of weights and masters, as last looked at."""
 
     def __init__(self) -> None:
-        self.parameters: list[dict[str, Any]] = []
+        self.parameters: list[Parameters] = []
         self.devices: list[str] = []
-        self.memory = {"weights": 0, "weights_in_float32": 0, "masters": 0}
+        self.memory: Held = {"weights": 0, "weights_in_float32": 0, "masters": 0}
 
     def look(self) -> None:
         """Note the models that live now, if any do. No host sync."""
@@ -39,5 +38,6 @@ class Models:
                 seen.update(map(id, own))
                 for dtype in sorted({dtype_name(p.dtype) for p in own}):
                     count = sum(p.numel() for p in own if dtype_name(p.dtype) == dtype)
-                    entry = {"module": name, "type": type(module).__name__, "dtype": dtype, "count": count}
-                    self.parameters.append(entry)
+                    self.parameters.append(
+                        {"module": name, "type": type(module).__name__, "dtype": dtype, "count": count}
+                    )

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
+
+from ampcompat.report.schema import Facts, Own, ProcessRow
 
 #: Names the folder, for the processes that inherit it.
 VARIABLE = "AMPCOMPAT_RECEIPT"
@@ -40,7 +41,7 @@ def wait_for_ranks(folder: str) -> None:
         time.sleep(0.05)
 
 
-def leave(folder: str, facts: dict[str, Any]) -> None:
+def leave(folder: str, facts: Own) -> None:
     """Write the facts of this process, in one piece, in the place of earlier ones."""
     write(Path(folder, f"{os.getpid()}.json"), json.dumps(facts))
 
@@ -52,11 +53,11 @@ def write(path: Path, content: str) -> None:
     partial.replace(path)
 
 
-def left(folder: str | None) -> list[dict[str, Any]]:
+def left(folder: str | None) -> list[Own]:
     """The facts that were left in ``folder``, by rank."""
     if folder is None:
         return []
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
+    found: list[Own] = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
     return sorted(found, key=lambda facts: (facts["process"]["rank"], facts["process"]["pid"]))
 
 
@@ -66,21 +67,21 @@ def at_exit(action: Callable[[], None]) -> None:
     util.Finalize(None, action, exitpriority=0)
 
 
-def table_rows(facts: dict[str, Any]) -> list[list[str]]:
+def table_rows(facts: Facts) -> list[list[str]]:
     """A row for each process that trained, where there are several."""
     rows = []
     for one in facts["processes"]:
         share = "" if one["half_flops_share"] is None else f"{100 * one['half_flops_share']:.1f} %"
         ended = one["error"] or ("" if one["ended"] else "did not end by itself")
-        counts = [str(one[name]) for name in ("traced_steps", "steps", "skipped")]
-        rows.append([str(one["rank"]), str(one["pid"]), share, *counts, ended])
+        counts = (one["traced_steps"], one["steps"], one["skipped"])
+        rows.append([str(one["rank"]), str(one["pid"]), share, *map(str, counts), ended])
     return rows
 
 
 COLUMNS = ["rank", "process", "in half", "traced", "steps", "skipped", "ending"]
 
 
-def sentences(processes: list[dict[str, Any]]) -> list[str]:
+def sentences(processes: list[ProcessRow]) -> list[str]:
     """Which processes the receipt adds up, and which left less than they should have."""
     found = []
     for one in processes:

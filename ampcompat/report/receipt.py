@@ -9,7 +9,7 @@ import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,7 +22,12 @@ from ampcompat.report import html, processes, text
 from ampcompat.report.facts import collect, completed, half_share, merged
 from ampcompat.report.history import History
 from ampcompat.report.models import Models
+from ampcompat.report.schema import Facts, Own, ProcessRow, Provenance
 from ampcompat.report.trace import OpTrace
+
+if TYPE_CHECKING:
+    from ampcompat.amp.properties import Optimizer
+    from ampcompat.amp.scaler import LossScaler
 
 
 class Receipt:
@@ -83,12 +88,12 @@ class Receipt:
             self._leave()
             processes.at_exit(self._leave_at_exit)
 
-    def on_scale_loss(self, loss: Any, scaler: Any, optimizers: Any) -> None:
+    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler | None, optimizers: object) -> None:
         """Count blocks."""
         self._heed_fork()
         self._history.block(scaler)
 
-    def on_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+    def on_forward(self, model: torch.nn.Module, args: object, kwargs: object) -> None:
         """Look at the models before the first op runs in them."""
         self._heed_fork()
         if not self._models.parameters:
@@ -98,7 +103,7 @@ class Receipt:
         """Leave no frame of the trace in the traceback."""
         hide_tools(error.__traceback__)
 
-    def on_step(self, optimizer: Any, skipped: bool | None) -> None:
+    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Note the scale; stop counting ops after enough steps of the optimizer that stepped first."""
         self._heed_fork()
         self._history.step(optimizer, skipped)
@@ -146,27 +151,29 @@ class Receipt:
         self._leave()
 
     # -- what was seen -----------------------------------------------------------------------------------------------
-    def _own(self) -> dict[str, Any]:
+    def _own(self) -> Own:
         """The facts of this process alone."""
         self._models.look()
-        process = {
-            "pid": self._process,
-            "rank": self._rank,
-            "world": self._world,
-            "ended": self._ended or not self._child,
-            "error": None if self._error is None or not self._child else ": ".join(self._error),
+        return {
+            **collect(self._trace, self._history, self._models, self._traced),
+            "whole_steps": self._traced >= self._steps,
+            "process": {
+                "pid": self._process,
+                "rank": self._rank,
+                "world": self._world,
+                "ended": self._ended or not self._child,
+                "error": None if self._error is None or not self._child else ": ".join(self._error),
+            },
         }
-        found = collect(self._trace, self._history, self._models, self._traced)
-        return {**found, "whole_steps": self._traced >= self._steps, "process": process}
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """Everything as plain data, as in the JSON file. Reads the device."""
         own = self._own()
         others = [one for one in processes.left(self._folder) if one["process"]["pid"] != self._process]
         trained = [one for one in (own, *others) if one["setting"]["initialized"]] or [own]
         facts = merged(trained)
-        facts["processes"] = [_row(one) for one in trained] if others else []
-        facts["of_processes"] = processes.sentences(facts["processes"])
+        rows = [_row(one) for one in trained] if others else []
+        remarks = processes.sentences(rows)
         lead = facts["process"]
         if lead["world"] > len(trained):
             missing = f"{lead['world'] - len(trained)} of {lead['world']} ranks are not in this receipt"
@@ -174,10 +181,10 @@ class Receipt:
             if self._folder is None:
                 one = f"it counts one process, of rank {lead['rank']}."
                 why = f"{one} `ampcompat run --receipt` adds up the ranks of a machine."
-            facts["of_processes"].append(f"{missing}: {why}")
-        return completed({**self._provenance(), "ending": self._ending(facts["steps"]), **facts})
+            remarks.append(f"{missing}: {why}")
+        return completed(facts, self._provenance(), self._ending(facts["steps"]), rows, remarks)
 
-    def _provenance(self) -> dict[str, Any]:
+    def _provenance(self) -> Provenance:
         return {
             "script": self._argv[0] if self._argv else "",
             "arguments": self._argv[1:],
@@ -225,7 +232,12 @@ class Receipt:
         processes.write(target, content)
 
 
-def _row(facts: dict[str, Any]) -> dict[str, Any]:
+def _row(facts: Own) -> ProcessRow:
     """One process of several."""
-    counts = {name: facts[name] for name in ("traced_steps", "steps", "skipped")}
-    return {**facts["process"], "half_flops_share": half_share(facts), **counts}
+    return {
+        **facts["process"],
+        "half_flops_share": half_share(facts),
+        "traced_steps": facts["traced_steps"],
+        "steps": facts["steps"],
+        "skipped": facts["skipped"],
+    }

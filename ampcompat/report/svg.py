@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import Any
 
+from ampcompat.report.schema import Point
 from ampcompat.report.text import flops_text
 from ampcompat.report.trace import is_half
 
@@ -17,7 +17,7 @@ def _kind(dtype: str) -> str:
     return "half" if is_half(dtype) else "wide" if dtype == "float32" else "other"
 
 
-def bars(rows: Sequence[tuple[str, dict[str, float]]], note: Any = flops_text) -> str:
+def bars(rows: Sequence[tuple[str, dict[str, float]]], note: Callable[[float], str] = flops_text) -> str:
     """Horizontal bars, stacked by dtype.
 
     Args:
@@ -42,7 +42,7 @@ def bars(rows: Sequence[tuple[str, dict[str, float]]], note: Any = flops_text) -
     return "".join([*out, "</svg>"])
 
 
-def scale_history(points: Sequence[dict[str, Any]]) -> str:
+def scale_history(points: Sequence[Point]) -> str:
     """The loss scales over the steps, on a log axis; skipped steps are marked."""
     top, height, left, right = 10, 180, 70, WIDTH - 20
     scales = [scale for point in points for scale in point["scales"] if scale > 0]

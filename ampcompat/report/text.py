@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ampcompat.report import processes
+from ampcompat.report.schema import Counts, Facts
 from ampcompat.report.trace import is_half
 
 #: Rows shown of long tables; the JSON has all.
 TOP = 10
 
 
-def unit(facts: dict[str, Any]) -> tuple[int, str]:
+def unit(facts: Facts) -> tuple[int, str]:
     """Return the divisor of counts and its unit: a step, if whole steps were traced and nothing else."""
     return (facts["traced_steps"], "a step") if facts["whole_steps"] else (1, "in all")
 
 
-def traced(facts: dict[str, Any]) -> str:
+def traced(facts: Facts) -> str:
     """Of what the ops are."""
     steps, several = facts["traced_steps"], len(facts["processes"]) > 1
     if facts["whole_steps"]:
@@ -26,7 +25,7 @@ def traced(facts: dict[str, Any]) -> str:
     return f"the script, {steps} whole steps among them"
 
 
-def run_rows(facts: dict[str, Any]) -> list[list[str]]:
+def run_rows(facts: Facts) -> list[list[str]]:
     """Say what was run, when, and on which machine."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
     return [
@@ -36,7 +35,7 @@ def run_rows(facts: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def render(facts: dict[str, Any]) -> str:
+def render(facts: Facts) -> str:
     """Sentences, then tables."""
     setting = facts["setting"]
     steps, each = unit(facts)
@@ -98,12 +97,12 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> str:
     return "\n".join([title, *(f"  {line}".rstrip() for line in lines)])
 
 
-def half_share(flops: dict[str, int]) -> float:
+def half_share(flops: Counts) -> float:
     """Share of ``flops`` (by dtype) in half."""
     return sum(n for dtype, n in flops.items() if is_half(dtype)) / max(sum(flops.values()), 1)
 
 
-def parameter_rows(facts: dict[str, Any]) -> list[list[str]]:
+def parameter_rows(facts: Facts) -> list[list[str]]:
     """Parameters by dtype."""
     rows = []
     for dtype in sorted({p["dtype"] for p in facts["parameters"]}):
@@ -112,7 +111,7 @@ def parameter_rows(facts: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def repay_rows(facts: dict[str, Any]) -> list[list[str]]:
+def repay_rows(facts: Facts) -> list[list[str]]:
     """Float32 products, largest first, and why they are not half."""
     steps, _ = unit(facts)
     return [
@@ -121,11 +120,11 @@ def repay_rows(facts: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-def memory_rows(facts: dict[str, Any]) -> list[list[str]]:
+def memory_rows(facts: Facts) -> list[list[str]]:
     """Memory now and as it would be in float32."""
     memory = facts["memory"]
     steps, each = unit(facts)
-    now, wide = (memory[key] / steps for key in ("forward_results", "forward_results_in_float32"))
+    now, wide = memory["forward_results"] / steps, memory["forward_results_in_float32"] / steps
     rows = [
         ["weights and buffers", bytes_text(memory["weights"]), bytes_text(memory["weights_in_float32"])],
         ["master weights", bytes_text(memory["masters"]), bytes_text(0)],

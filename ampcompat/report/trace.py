@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
 from ampcompat._state import state
@@ -18,6 +20,11 @@ from ampcompat.amp.keep_fp32 import BorderPolicy
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.rules import Rule, make_kernel
 from ampcompat.explain.tensors import HALVES, readable, tensors_in
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+    from ampcompat.amp.amp_model import Args, Kwargs
 
 #: Multiplications of these dimensions run on tensor cores without padding.
 MULTIPLE = 8
@@ -82,16 +89,16 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.cast_bytes: Counter[tuple[str, str]] = Counter()
         self.results: Counter[str] = Counter()
         self.cast_results = 0
-        self.handles: list[Any] = []
+        self.handles: list[RemovableHandle] = []
         self.modules: list[Called] = []
         self.names: dict[int, str] = {}
         self.running = False
 
     def forget(self) -> None:
         """Begin the counts anew."""
-        counters: tuple[Counter[Any], ...] = (self.ops, self.flops, self.module_flops, self.products, self.calls)
-        for counter in (*counters, self.casts, self.cast_bytes, self.results):
-            counter.clear()
+        for counts in vars(self).values():
+            if isinstance(counts, Counter):
+                counts.clear()
         self.cast_results = 0
 
     def start(self) -> None:
@@ -106,13 +113,13 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def stop(self) -> bool:
         """Stop counting, unless a mode that was entered inside of this one is still in force; says whether it did."""
         if self.running and _torch.innermost_dispatch_mode() is self:
-            self.__exit__(None, None, None)
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             for handle in self.handles:
                 handle.remove()
             self.running = False
         return not self.running
 
-    def _enter_module(self, module: torch.nn.Module, args: Any) -> None:
+    def _enter_module(self, module: torch.nn.Module, args: object) -> None:
         if id(module) not in self.names:
             models = list(state.models.live)
             for model in models:
@@ -126,25 +133,27 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kept = around.kept or isinstance(module.__dict__.get("_amp_policy"), BorderPolicy)
         self.modules.append(Called(self.names[id(module)], given, kept))
 
-    def _leave_module(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _leave_module(self, module: torch.nn.Module, args: object, output: object) -> None:
         if self.modules:
             self.modules.pop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not func.is_view:
             self._count(func, args, kwargs, result)
         return result
 
-    def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+    def _count(self, func: OpOverload, args: Args, kwargs: Kwargs, result: object) -> None:
         outputs = [t for t in tensors_in(result) if readable(t)]
         inputs = [t for t in tensors_in((args, kwargs)) if readable(t)]
         name = func.overloadpacket.__name__
         backward = _torch.current_node() is not None
         direction = "backward" if backward else "forward" if torch.is_grad_enabled() else "no grad"
         if name == "_foreach_copy_":  # masters and their gradients
-            for target, source in zip(args[0], args[1], strict=True):
+            for target, source in zip(tensors_in(args[0]), tensors_in(args[1]), strict=True):
                 self._count_cast(source, target, direction)
             return
         if not inputs or not outputs:  # made from nothing, as weights and noise are; or no float result
@@ -172,7 +181,14 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.cast_results += target.numel() * target.element_size()
 
     def _count_product(
-        self, func: Any, formula: Any, args: Any, kwargs: Any, result: Any, inputs: list[torch.Tensor], direction: str
+        self,
+        func: OpOverload,
+        formula: Callable[..., int],
+        args: Args,
+        kwargs: Kwargs,
+        result: object,
+        inputs: list[torch.Tensor],
+        direction: str,
     ) -> None:
         dtype = dtype_name(inputs[0].dtype)
         flops = formula(*args, **kwargs, out_val=result)

@@ -6,7 +6,6 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -148,7 +147,12 @@ def batch(device: torch.device, size: int = 32) -> tuple[torch.Tensor, torch.Ten
     return images.to(device), kinds.to(device)
 
 
-def step(model: torch.nn.Module, optimizer: Any, data: tuple[torch.Tensor, torch.Tensor], factor: float = 1.0) -> float:
+def step(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    data: tuple[torch.Tensor, torch.Tensor],
+    factor: float = 1.0,
+) -> float:
     """One step under amp; the loss times ``factor`` is what is scaled."""
     optimizer.zero_grad()
     loss = F.cross_entropy(model(data[0]), data[1]).float() * factor
@@ -197,15 +201,15 @@ def check_training(device: torch.device, level: OptLevel) -> str:
     return f"loss {losses[0]:.2f} to {losses[-1]:.3f}, within {apart:.2%} of float32"
 
 
-def _check_dtypes(model: Any, optimizer: Any, level: OptLevel) -> None:
+def _check_dtypes(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, level: OptLevel) -> None:
     """The weights, the batch norm and the masters have the dtypes of the level's table."""
     half = HALVES.get(level)
     weights = half if level in ("O2", "O3", "O5") and half is not None else torch.float32
     norm = half if level == "O3" and half is not None else torch.float32
     stepped = half if level == "O3" and half is not None else torch.float32
     for what, dtype, wanted in (
-        ("weights are", model[0].weight.dtype, weights),
-        ("batch norm is", model[1].weight.dtype, norm),
+        ("weights are", model[0].get_parameter("weight").dtype, weights),
+        ("batch norm is", model[1].get_parameter("weight").dtype, norm),
         ("the optimizer steps", next(amp.master_params(optimizer)).dtype, stepped),
     ):
         if dtype != wanted:

@@ -9,16 +9,25 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from ampcompat import __version__
 from ampcompat.alias import real_apex
+
+if TYPE_CHECKING:
+    import torch
 
 #: Packages that amp works with, or that its tools need.
 PACKAGES = ("numpy", "transformers", "timm", "pytorch-lightning", "triton", "libcst", "matplotlib", "pytest")
 
 
-def environment() -> dict[str, Any]:
+#: Facts by name, or by name and that of what they are about.
+Facts: TypeAlias = dict[str, str | dict[str, str]]
+#: What stands between the two.
+_BETWEEN = {"devices": ": ", "variables": "=", "packages": " "}
+
+
+def environment() -> Facts:
     """Versions, devices and settings, as plain data; imports torch and asks its devices what they are."""
     return {
         "ampcompat": __version__,
@@ -30,20 +39,19 @@ def environment() -> dict[str, Any]:
     }
 
 
-def text(facts: dict[str, Any]) -> str:
+def text(facts: Facts) -> str:
     """``facts``, a line each."""
     rows: list[tuple[str, str]] = []
     for name, value in facts.items():
-        if name in ("devices", "variables", "packages"):
-            between = ": " if name == "devices" else "=" if name == "variables" else " "
-            lines = [f"{key}{between}{one}" for key, one in value.items()]
+        if isinstance(value, dict):
+            lines = [f"{key}{_BETWEEN[name]}{one}" for key, one in value.items()]
             rows += zip([name, *[""] * len(lines)], lines or ["none"], strict=False)
         else:
-            rows.append((name, str(value)))
+            rows.append((name, value))
     return "\n".join(f"{name:<10} {value}" for name, value in rows)
 
 
-def _torch_facts() -> dict[str, Any]:
+def _torch_facts() -> Facts:
     try:
         import torch
     except Exception as problem:  # whatever is wrong with it, the rest is worth reporting
@@ -82,7 +90,7 @@ def describe_device(name: str) -> str:
         halves = _halves((half, half not in slow) for half in (torch.float16, torch.bfloat16))
         return f"{_processor()}, {torch.get_num_threads()} threads; {halves}"
     if device.type == "cuda":
-        found: Any = torch.cuda.get_device_properties(device)
+        found = torch.cuda.get_device_properties(device)
         if torch.version.hip:
             return f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
         least = ((torch.float16, (7, 0)), (torch.bfloat16, (8, 0)))
@@ -91,7 +99,7 @@ def describe_device(name: str) -> str:
     return "which half dtypes are fast here is not known"
 
 
-def _halves(fast: Iterable[tuple[Any, bool]]) -> str:
+def _halves(fast: Iterable[tuple[torch.dtype, bool]]) -> str:
     return ", ".join(f"{str(half).removeprefix('torch.')} {'fast' if is_fast else 'slow'}" for half, is_fast in fast)
 
 

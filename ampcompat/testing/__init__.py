@@ -5,7 +5,7 @@ pytest imports this package at its start, for the plugin: torch is only imported
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ampcompat.testing.parity import assert_opt_level_parity
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["assert_opt_level_parity"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "assert_opt_level_parity":
         from ampcompat.testing.parity import assert_opt_level_parity
 

@@ -6,7 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import SupportsFloat
 
 import torch
 
@@ -23,7 +23,7 @@ __all__ = ["assert_opt_level_parity"]
 
 
 def assert_opt_level_parity(
-    train: Callable[[str], Iterable[Any] | None],
+    train: Callable[[str], Iterable[SupportsFloat] | None],
     levels: Sequence[str] = ("O1", "O2"),
     rtol: float = 1e-2,
     atol: float = 0.0,
@@ -88,7 +88,7 @@ def _failed(losses: list[float], reference: list[float], result: Deviation) -> b
 
 
 def _losses(
-    train: Callable[[str], Iterable[Any] | None], level: str, seed: int, skips: tuple[int, ...] = ()
+    train: Callable[[str], Iterable[SupportsFloat] | None], level: str, seed: int, skips: tuple[int, ...] = ()
 ) -> tuple[list[float], tuple[int, ...]]:
     """The losses of one level, from the seed and a torch that amp has not touched, and the steps that it skipped.
 

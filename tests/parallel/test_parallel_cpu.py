@@ -1,12 +1,10 @@
 """Two gloo processes run one function; each check compares with the whole batch in a single process."""
 
-import socket
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from two_processes import run_on_two_processes
 
 from ampcompat.parallel import (
     LARC,
@@ -138,25 +136,9 @@ CHECKS = [
 ]
 
 
-def worker(rank, port):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        for check in CHECKS:
-            check(rank)
-    finally:
-        # torch joins gloo's threads with the GIL held, which they need for the last Python objects that they drop.
-        time.sleep(0.2)
-        dist.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_two_processes():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    # Forked: a process that imports torch anew takes longer than the checks.
-    torch.multiprocessing.start_processes(worker, (port,), nprocs=2, start_method="fork")
+    run_on_two_processes(CHECKS)
 
 
 @pytest.mark.parametrize("make", [lambda: DistributedDataParallel(model()), lambda: Reducer(model())])

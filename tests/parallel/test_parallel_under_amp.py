@@ -1,7 +1,6 @@
 """apex's parallel package around initialized models, on two gloo processes; one process on all the data is the rule."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -11,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from two_processes import run_on_two_processes
 
 from ampcompat import amp
-from ampcompat._state import state
 from ampcompat.optimizers import FusedAdam
 from ampcompat.parallel import LARC, DistributedDataParallel, ReduceOp, Reducer, SyncBatchNorm, convert_syncbn_model
 from ampcompat.parallel.distributed import flat_dist_call
@@ -172,26 +171,9 @@ CHECKS = [
 ]
 
 
-def worker(rank, port):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        for check in CHECKS:
-            check(rank)
-            state.reset()
-    finally:
-        # torch joins gloo's threads with the GIL held, which they need for the last Python objects that they drop.
-        time.sleep(0.2)
-        dist.destroy_process_group()
-
-
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_two_processes():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    # Forked: a process that imports torch anew takes longer than the checks.
-    torch.multiprocessing.start_processes(worker, (port,), nprocs=2, start_method="fork")
+    run_on_two_processes(CHECKS)
 
 
 def test_unused_keywords_are_said_once_on_rank_0(capsys):

@@ -2,6 +2,7 @@
 
 import torch
 
+import ampcompat
 from ampcompat import amp
 
 net = torch.nn.Linear(2, 2)
@@ -17,3 +18,5 @@ amp.initialize(net, sgd, num_losses="2")  # error
 model, optimizer = amp.initialize(net, sgd)
 model.no_such_thing(2)  # error
 optimizer.no_such_thing()  # error
+ampcompat.optimizers.FusedAdam(net)  # error
+ampcompat.RNN.LSTM(2, 2)  # error

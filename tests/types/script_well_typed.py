@@ -1,10 +1,16 @@
 """A user's script as a type checker sees it; never run. mypy and pyright must find nothing here."""
 
+from typing import Any
+
 import torch
 from typing_extensions import assert_type
 
+import ampcompat
 from ampcompat import amp
 from ampcompat.amp.frontend import OptLevel
+from ampcompat.contrib.optimizers import FusedSGD
+from ampcompat.optimizers import FusedAdam, FusedLAMB
+from ampcompat.parallel import LARC
 from ampcompat.scale_log import StepHandle, StepRecord
 
 
@@ -49,3 +55,12 @@ handle = amp.on_step(show)
 assert_type(handle, StepHandle)
 handle.remove()
 assert_type(amp.step_was_skipped(optimizer), bool)
+
+fused = FusedAdam([{"params": net.head.parameters(), "lr": 0.1}, {"params": other.parameters()}], lr=1e-3)
+assert_type(amp.initialize(net, fused), tuple[Net, FusedAdam])
+assert_type(ampcompat.optimizers.FusedLAMB(net.parameters()), FusedLAMB)
+assert_type(FusedSGD(net.parameters(), lr=0.1).param_groups[0]["lr"] * 2.0, Any)
+assert_type(ampcompat.parallel.LARC(sgd), LARC)
+fused.step(lambda: torch.ones(()))
+for name, share in amp.report().facts()["memory"].items():
+    print(name, share)

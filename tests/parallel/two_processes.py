@@ -1,0 +1,30 @@
+"""Checks on two gloo processes."""
+
+import socket
+import time
+
+import torch
+import torch.distributed as dist
+
+from ampcompat._state import state
+
+
+def run_on_two_processes(checks):
+    """Call each of ``checks`` with the rank in two processes, forked: torch takes long to import."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    torch.multiprocessing.start_processes(_run, (port, checks), nprocs=2, start_method="fork")
+
+
+def _run(rank, port, checks):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    try:
+        for check in checks:
+            check(rank)
+            state.reset()
+    finally:
+        # torch joins gloo's threads with the GIL held, which they need for the last Python objects that they drop.
+        time.sleep(0.2)
+        dist.destroy_process_group()
