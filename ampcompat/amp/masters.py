@@ -99,6 +99,12 @@ class Master:
         index = state.masters.by_tensor
         index[id(self.half)] = index[id(self.value)] = self
 
+    def move_in(self, module: torch.nn.Module, name: str) -> None:
+        """Know ``module`` as one that holds ``half``, as ``name``."""
+        if not any(home.module() is module and home.name == name for home in self.homes):
+            tensors: Any = module._parameters if name in module._parameters else module._buffers
+            self.homes.append(Home(tensors, name, weakref.ref(module)))
+
     def retire(self) -> None:
         """Leave ``half``, which is float32 again, without a master; optimizers may still hold ``value``."""
         state.masters.by_tensor.pop(id(self.half), None)
@@ -266,11 +272,7 @@ class Master:
         half, value = copy.deepcopy(self.half, memo), copy.deepcopy(self.value, memo)
         if not _torch.has_storage(half):
             return self  # a compiler's stand-in for the module, which is never stepped
-        clone = memo[id(self)] = Master(half, value, adopt=True)
-        for home in self.homes:  # the copied module itself is empty yet
-            module, tensors = memo.get(id(home.module())), memo.get(id(home.tensors))
-            if module is not None and tensors is not None:
-                clone.homes.append(Home(tensors, home.name, weakref.ref(module)))
+        clone = memo[id(self)] = Master(half, value, adopt=True)  # its homes are found by ``masters_of``
         return clone
 
     def __reduce__(self) -> Any:
@@ -305,7 +307,11 @@ def masters_of(model: torch.nn.Module) -> list[Master]:
     index = state.masters
     found = index.by_model.get(model)
     if found is None or found[0] != index.generation:
-        unique = {id(m): m for module in model.modules() for m in module.__dict__.get("_amp_masters", {}).values()}
+        unique: dict[int, Master] = {}
+        for module in model.modules():
+            for name, master in module.__dict__.get("_amp_masters", {}).items():
+                unique[id(master)] = master
+                master.move_in(module, name)  # those of a copied or unpickled model have no homes yet
         found = index.by_model[model] = (index.generation, list(unique.values()))
     return found[1]
 
@@ -320,18 +326,15 @@ def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
     """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
     held = masters_in(module)
-    tensors: Any = module._parameters if name in module._parameters else module._buffers
-    half: torch.Tensor | None = tensors.get(name)
+    half = module._parameters.get(name, module._buffers.get(name))
     if half is None:
         raise RuntimeError(f"{type(module).__name__} has no tensor {name!r}.")
     if name not in held or held[name].half is not half:
         found = master_of(half)
         held[name] = Master(half, value, adopt) if found is None else found
         state.masters.generation += 1
-    master = held[name]
-    if not master.homes or not any(home.module() is module for home in master.homes):
-        master.homes.append(Home(tensors, name, weakref.ref(module)))
-    return master
+    held[name].move_in(module, name)
+    return held[name]
 
 
 def drop_master(master: Master) -> None:
@@ -372,6 +375,7 @@ def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
         if (m.half._version, m.value._version, m.half.data_ptr()) != m.seen
         or m.handed_out is not None
         or m.rounds
+        or len(m.homes) > 1
         or (m.homes and m.homes[0].tensors.get(m.homes[0].name) is not m.half)
     ]
     for master in suspects:
@@ -384,11 +388,11 @@ def _follow_replacement(master: Master) -> None:
 
     ``functional_call`` puts plain tensors there for the time of a forward: these are left alone.
     """
-    if not master.homes:
-        return
-    tensors, name, module = master.homes[0]
-    now, owner = tensors.get(name), module()
-    if owner is None or now is None or now is master.half:
+    for tensors, name, module in master.homes:
+        now, owner = tensors.get(name), module()
+        if owner is not None and now is not None and now is not master.half:
+            break
+    else:
         return
     if isinstance(master.half, torch.nn.Parameter) and not isinstance(now, torch.nn.Parameter):
         return

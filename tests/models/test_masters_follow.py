@@ -1,6 +1,7 @@
 """Who writes a half weight or its master, and that the other side follows: DESIGN's invariant, bitwise."""
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -149,6 +150,17 @@ def test_a_write_late_in_training_reaches_the_master_when_saved_if_not_before(wr
     masters_agree(model, optimizer)
 
 
+def test_a_zero_has_the_sign_of_its_master():
+    """Else the two sides differ in their bits for ever, and every forward would compare them."""
+    model, _ = initialized()
+    with torch.no_grad():
+        model.head.weight.zero_()
+        model(batch())
+        model.head.weight.neg_()
+    model(batch())
+    assert torch.equal(model.head.weight.signbit(), head_master(model).signbit())
+
+
 def test_replacement_says_so_and_trains_the_new_parameter():
     model, optimizer = initialized()
     new = nn.Parameter(torch.zeros(2, 8))
@@ -161,6 +173,34 @@ def test_replacement_says_so_and_trains_the_new_parameter():
     train(model, optimizer, 2)
     assert not torch.equal(new, before)
     masters_agree(model, optimizer)
+
+
+def test_what_is_saved_right_after_a_replacement_is_the_new_parameter():
+    model, _ = initialized()
+    model.head.weight = nn.Parameter(torch.full((2, 8), 0.25).half())
+    assert torch.equal(model.state_dict()["head.weight"], torch.full((2, 8), 0.25))
+    model.head.load_state_dict({"weight": torch.full((2, 8), 1 / 3), "bias": torch.zeros(2)})
+    assert torch.equal(model.state_dict()["head.weight"], torch.full((2, 8), 1 / 3))
+
+
+@pytest.mark.parametrize("way", ["trained", "copied", "pickled"])
+@pytest.mark.parametrize("name", ["encoder", "decoder"])
+@pytest.mark.filterwarnings("ignore:Parameter 'weight' of a Linear was replaced")
+def test_either_name_of_a_tied_weight_can_be_replaced(name, way):
+    model, optimizer = initialized(kind=Tied)
+    if way != "trained":
+        model = copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))
+    new = nn.Parameter(torch.rand(4, 4) / 8)
+    want = new.detach().clone()
+    getattr(model, name).weight = new
+    model(batch())
+    assert model.encoder.weight is model.decoder.weight is new
+    assert new.dtype == torch.float16
+    assert torch.equal(model.state_dict()["encoder.weight"], want)
+    masters_agree(model)
+    if way == "trained":
+        train(model, optimizer)
+        assert not torch.equal(model.state_dict()["encoder.weight"], want)
 
 
 def test_replacement_by_another_shape_says_that_it_is_not_trained():
@@ -221,6 +261,16 @@ def test_sync_masters_catches_a_late_write_that_no_counter_shows():
     assert amp.sync_masters(model) == 0
 
 
+def test_sync_masters_brings_half_buffers_up_to_date_too():
+    torch.manual_seed(0)
+    model = amp.initialize(Net(), opt_level="O2", keep_batchnorm_fp32=False, verbosity=0)
+    saved = model.state_dict()["body.1.running_mean"]
+    amp.sync_masters(model)  # settles what was handed out
+    model.body[1].running_mean.data.fill_(0.5)
+    assert amp.sync_masters(model) == 0  # parameters that were written
+    assert torch.equal(saved, torch.full_like(saved, 0.5))
+
+
 # -- writers of the master ---------------------------------------------------------------------------------------------
 WAYS = [(how, steps) for how in ("copy_", "data", "state_dict", "state_dict data") for steps in (0, 1, 10)]
 # Past amp.master_params a .data write is found by value, which is looked at in the first steps only.
@@ -279,6 +329,19 @@ def test_a_handed_out_state_dict_does_not_spoil_a_graph():
         scaled.backward()
     optimizer.step()
     masters_agree(model, optimizer)
+
+
+def test_a_write_through_it_does():
+    """As in plain torch: the graph would go backward with weights that its forward has not seen."""
+    model, optimizer = initialized()
+    loss = model(batch().requires_grad_()).pow(2).mean()
+    model.state_dict()["body.0.weight"].mul_(0.5)
+    model(batch())
+    with (
+        pytest.raises(RuntimeError, match="modified by an inplace operation"),
+        amp.scale_loss(loss, optimizer) as scaled,
+    ):
+        scaled.backward()
 
 
 # -- load_state_dict ---------------------------------------------------------------------------------------------------
