@@ -284,6 +284,7 @@ def test_helpers_of_apex_that_scripts_import():
     from ampcompat.amp import compat, utils, wrap
 
     half, wide = torch.ones(2).half(), torch.ones(2)
+    assert compat.variable_is_tensor()
     assert compat.is_tensor_like(wide)
     assert not compat.is_tensor_like([wide])
     assert compat.scalar_python_val(torch.tensor(3)) == 3
