@@ -251,7 +251,7 @@ def plain_sam(seeds):
 
 
 def amp_sam(model, optimizer, seed, bad=(), delay=False):
-    """One step; ``bad``: which of its two backward passes overflow; ``delay``: the first leaves its gradients scaled."""
+    """One step; ``bad``: which of its two backward passes overflow; ``delay``: the first leaves gradients scaled."""
     count = 0
 
     def closure():
