@@ -529,6 +529,17 @@ def test_checkpoint_recomputes_with_the_casts_of_the_forward(reentrant):
     assert product() == HALF
 
 
+# -- models without tensors ----------------------------------------
+def test_a_model_without_tensors_casts_where_the_others_are():
+    class Nothing(nn.Module):
+        def forward(self, x):
+            return torch.mm(x, x)
+
+    assert initialize(Nothing(), opt_level="O1", verbosity=0)(torch.ones(2, 2)).dtype == HALF
+    at("O1")
+    assert initialize(Nothing(), opt_level="O1", verbosity=0)(torch.ones(2, 2)).dtype == HALF
+
+
 # -- WGAN-GP ------------------------------------------------------------------------------------------------------
 def test_gradient_penalty_trains_and_is_close_to_float32():
     def penalty(level):

@@ -196,9 +196,10 @@ def test_a_teacher_loaded_again_and_again_before_training_is_not_warned_of():
             train(model, optimizer, step)
 
 
-def test_an_average_over_parameters_that_do_not_move_yet_is_not_warned_of():
+@pytest.mark.parametrize("lr", [0.0, 0.02])
+def test_a_copy_that_keeps_up_with_small_steps_or_none_is_not_warned_of(lr):
     """Warm-up from a learning rate of zero."""
-    model, optimizer = initialized("O2", lr=0.0)
+    model, optimizer = initialized("O2", lr)
     ema = copy.deepcopy(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -204,29 +204,41 @@ def run_in_copies(mutants: list[Mutant], arguments: list[str], results: Path) ->
         shutil.copytree(ROOT, copied, ignore=shutil.ignore_patterns(".*", "build", "dist", "__pycache__"))
         command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-q", "-p", "no:cacheprovider", *arguments]
 
-        def test() -> subprocess.CompletedProcess[str]:
+        def test() -> tuple[str, str]:
+            """Return how the tests end, and what they print."""
             environment = {**os.environ, "PYTHONPATH": str(copied), "PYTHONDONTWRITEBYTECODE": "1"}
-            return subprocess.run(command, cwd=copied, env=environment, stdout=subprocess.PIPE, text=True)
+            with Path(folder, "out").open("w+", encoding="utf-8") as out:
+                child = subprocess.Popen(command, cwd=copied, env=environment, stdout=out, start_new_session=True)
+                try:
+                    status = child.wait(timeout=limit)
+                    end = {0: "survived", 1: "killed"}.get(status, "crash")
+                except subprocess.TimeoutExpired:
+                    end = "timeout"
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                out.seek(0)
+                return end, out.read()
 
-        control = test()
-        if control.returncode:
-            print(control.stdout)
+        limit, begin = 600.0, time.perf_counter()
+        end, out = test()
+        if end != "survived":
+            print(out)
             return 1
+        limit = 20 + 4 * (time.perf_counter() - begin)
         for mutant in mutants:
             file, begin = copied / mutant.file, time.perf_counter()
             source = file.read_text(encoding="utf-8")
             file.write_text(changed(source, mutant), encoding="utf-8")
-            run = test()
+            end, out = test()
             file.write_text(source, encoding="utf-8")
-            failed = [line.split()[1] for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+            failed = [line.split()[1] for line in out.splitlines() if line.startswith(("FAILED ", "ERROR "))]
             line = {
-                "mutant": str(mutant), "end": {0: "survived", 1: "killed"}.get(run.returncode, "crash"), "slow": False,
-                "killer": failed[0] if failed else "", "tests": 0, "all": 0, "copy": True,
-                "seconds": round(time.perf_counter() - begin, 1),
+                "mutant": str(mutant), "end": end, "killer": failed[0] if failed else "", "slow": False, "tests": 0,
+                "all": 0, "seconds": round(time.perf_counter() - begin, 1),
             }  # fmt: skip
-            print(line["end"], mutant, line["killer"], flush=True)
-            with results.open("a", encoding="utf-8") as out:
-                out.write(json.dumps(line) + "\n")
+            print(end, mutant, line["killer"], flush=True)
+            with results.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line) + "\n")
     return 0
 
 
