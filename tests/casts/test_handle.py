@@ -1,5 +1,7 @@
 """``amp.init`` and its handle: the API of before 2019 trains too."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -203,3 +205,9 @@ def test_a_second_init_is_a_new_beginning():
     handle = amp.init(loss_scale=64.0)
     assert amp._amp_state.handle is handle
     assert amp._amp_state.loss_scalers[0].loss_scale() == 64.0
+
+
+def test_a_copy_of_a_wrapped_optimizer():
+    optimizer = amp.init().wrap_optimizer(torch.optim.SGD(net().parameters(), lr=0.125))
+    for copied in (copy.copy(optimizer), copy.deepcopy(optimizer)):
+        assert copied.param_groups[0]["lr"] == 0.125

@@ -242,6 +242,27 @@ def test_a_third_party_function_is_wrapped_where_it_lives_and_given_back():
     assert module.op is original
 
 
+def test_static_methods_and_autograd_functions_that_are_registered():
+    class Ops:
+        @staticmethod
+        def op(x):
+            return x.dtype
+
+    class Copy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+    amp.register_half_function(Ops, "op")
+    amp.register_float_function(library(Copy=Copy), "Copy")
+    begin()
+    assert Ops.op(ones()) == Ops().op(ones()) == HALF
+    assert Copy.apply(ones(HALF)).dtype == FLOAT
+    amp._amp_state.handle._deactivate()
+    assert Ops.op(ones()) == Ops().op(ones()) == FLOAT
+    assert Copy.apply(ones(HALF)).dtype == HALF
+
+
 def test_registering_while_casts_are_on_takes_effect_at_once():
     module = library(op=lambda x: x.dtype)
     begin()

@@ -93,11 +93,22 @@ def test_initialize_inside_an_autocast_region_is_ambient_after_it():
     assert product() == HALF
 
 
-def test_deactivate_ends_everything():
+def test_a_region_around_initialize_puts_its_own_casts_back_until_the_next_block():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model, optimizer = at("O1")
+    # Python had looked its __exit__ up at its entry.
+    with scale_loss(model(torch.randn(2, 4)).float().sum(), optimizer) as scaled:
+        assert product() == HALF
+        scaled.backward()
+    assert product() == HALF
+
+
+def test_deactivate_ends_everything(torch_state):
+    before = torch_state()
     model, _ = at("O1")
-    before = torch.autograd._engine_run_backward
+    assert torch_state() != before
     _amp_state.handle._deactivate()
-    assert torch.autograd._engine_run_backward is not before
+    assert torch_state() == before
     assert product() == FLOAT
     model(torch.randn(2, 4))
     assert model.seen == [FLOAT]
@@ -451,6 +462,37 @@ def test_a_users_region_decides_for_the_forward_inside(level):
     assert product() == (HALF if level == "O1" else FLOAT)
 
 
+def test_a_region_is_over_at_its_last_exit():
+    model, _ = at("O1")
+    at("O0")  # outside of a region the forward casts, and nothing else does
+    outer, again = torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False)
+    with outer as region:
+        assert region is outer
+        with again:
+            model(torch.randn(2, 4))
+        model(torch.randn(2, 4))
+    model(torch.randn(2, 4))
+    for region in (again, outer):  # the same objects once more
+        with region:
+            model(torch.randn(2, 4))
+        model(torch.randn(2, 4))
+    assert model.seen == [FLOAT, torch.bfloat16, HALF, FLOAT, HALF, torch.bfloat16, HALF]
+
+
+def test_a_region_that_was_entered_before_initialize_and_left_after_it():
+    region = torch.autocast("cpu", dtype=torch.bfloat16)
+    region.__enter__()
+    model, _ = at("O1")
+    region.__exit__(None, None, None)
+    assert product() == HALF
+    at("O0")
+    model(torch.randn(2, 4))
+    with region:
+        model(torch.randn(2, 4))
+    model(torch.randn(2, 4))
+    assert model.seen == [HALF, torch.bfloat16, HALF]
+
+
 def test_a_region_inside_forward():
     class Inside(Probe):
         def forward(self, x):
@@ -485,6 +527,17 @@ def test_checkpoint_recomputes_with_the_casts_of_the_forward(reentrant):
         scaled.backward()
     assert model.seen == [HALF, HALF]
     assert product() == HALF
+
+
+# -- models without tensors ----------------------------------------
+def test_a_model_without_tensors_casts_where_the_others_are():
+    class Nothing(nn.Module):
+        def forward(self, x):
+            return torch.mm(x, x)
+
+    assert initialize(Nothing(), opt_level="O1", verbosity=0)(torch.ones(2, 2)).dtype == HALF
+    at("O1")
+    assert initialize(Nothing(), opt_level="O1", verbosity=0)(torch.ones(2, 2)).dtype == HALF
 
 
 # -- WGAN-GP ------------------------------------------------------------------------------------------------------

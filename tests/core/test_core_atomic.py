@@ -78,10 +78,32 @@ def test_a_failure_beside_a_running_model_leaves_its_casts(level, first, monkeyp
 
     before = seen()
     model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with monkeypatch.context() as patch:
         patch.setattr(frontend, "_show", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+            amp.initialize(model, sgd, opt_level=level, verbosity=0)
     assert seen() == before
     backward(running, running_sgd)
     running_sgd.step()
+
+
+@pytest.mark.parametrize("first", ["O1", "O2", "disabled"])
+def test_a_failure_leaves_an_optimizer_to_the_call_that_it_belonged_to(first, monkeypatch):
+    other, model = net(1), net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    amp.initialize(model, sgd, enabled=first != "disabled", opt_level="O1" if first == "disabled" else first)
+    amp.initialize(other, opt_level="O2", verbosity=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(frontend, "_show", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            amp.initialize(model, sgd, opt_level="O3", verbosity=0)
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    loss = model(torch.ones(3, 6)).sum()
+    with amp.scale_loss(loss, sgd) as scaled:
+        assert (scaled is loss) is (first == "disabled")
+    if first != "disabled":
+        with pytest.raises(RuntimeError, match=f"at {first}, not O3"):
+            amp.initialize(model, opt_level="O3", verbosity=0)

@@ -103,6 +103,39 @@ def test_what_the_last_block_did_not_reach_is_kept():
     assert same(masters(optimizer), masters(twin_optimizer))
 
 
+def test_what_the_last_block_did_not_reach_can_be_cleared_in_the_model():
+    model, optimizer = start("O2", loss_scale=2.0**10)
+    before = masters(optimizer)
+    backward(model, optimizer)
+    summed = [p.grad + 1.0 for p in amp.master_params(optimizer)]
+    with amp.scale_loss(model.b.bias.float().sum(), optimizer) as scaled:
+        scaled.backward()
+    *others, bias = amp.master_params(optimizer)
+    assert torch.equal(bias.grad, summed[-1])
+    assert torch.equal(model.b.bias.grad, torch.full((3,), 2.0**10).half())  # of this block alone
+    for half, master in zip((model.a.weight, model.a.bias), others, strict=False):
+        assert torch.equal(half.grad, (master.grad * 2.0**10).half())  # of all blocks
+        half.grad = None
+    optimizer.step()
+    moved = [not torch.equal(old, new) for old, new in zip(before, masters(optimizer), strict=True)]
+    assert moved[:2] == [False, False]
+    assert all(moved[2:])
+
+
+def test_a_block_of_another_optimizer_does_not_bring_back_what_was_cleared():
+    """A GAN: the generator's loss gives the discriminator gradients, whose own were cleared in the model."""
+    models = [net(0), net(1)]
+    models, optimizers = amp.initialize(models, [sgd(m) for m in models], opt_level="O2", verbosity=0)
+    before = masters(optimizers[0])
+    backward(models[0], optimizers[0])
+    models[0].zero_grad()
+    with amp.scale_loss(loss_of(models[0]) + loss_of(models[1]), optimizers[1]) as scaled:
+        scaled.backward()
+    optimizers[0].step()
+    assert same(masters(optimizers[0])[:2], before[:2])
+    assert same(masters(optimizers[0])[-2:], before[-2:])
+
+
 @pytest.mark.parametrize("again", [True, False])
 def test_a_new_optimizer_does_not_start_with_the_last_gradients_of_another(again):
     """A second stage, with ``model.zero_grad()`` at the head of its loop."""

@@ -250,14 +250,15 @@ def plain_sam(seeds):
     return [p.detach() for p in model.parameters()]
 
 
-def amp_sam(model, optimizer, seed, bad=()):
-    """One step; ``bad``: which of its two backward passes overflow."""
+def amp_sam(model, optimizer, seed, bad=(), delay=False):
+    """One step; ``bad``: which of its two backward passes overflow; ``delay``: the first leaves gradients scaled."""
     count = 0
 
     def closure():
         nonlocal count
         loss = loss_of(model, seed)
-        with amp.scale_loss(loss * (INF if count in bad else 1.0), optimizer) as scaled:
+        loss = loss * (INF if count in bad else 1.0)
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay and not count) as scaled:
             scaled.backward()
         count += 1
         return loss
@@ -296,6 +297,33 @@ def test_its_overflows_skip_the_whole_step(level, bad):
     for ours, theirs in zip(masters(optimizer), want, strict=True):
         # One batch-norm forward more, whose statistics training does not read.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("bad", [(), (0,), (1,)])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_it_does_not_see_gradients_that_were_left_scaled(level, bad):
+    (model, optimizer), (twin, twin_optimizer) = start(level, sam), start(level, sam, model=net())
+    for seed in range(2):
+        amp_sam(model, optimizer, seed, bad if seed else (), delay=True)
+        amp_sam(twin, twin_optimizer, seed, bad if seed else ())
+    assert amp.step_was_skipped(optimizer) is bool(bad)
+    assert same(masters(optimizer), masters(twin_optimizer))
+
+
+class CountingSAM(SAM):
+    """Counts its steps in its groups, before it asks."""
+
+    def first_step(self, zero_grad=False):
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+        super().first_step(zero_grad)
+
+
+def test_what_it_counts_in_its_groups_goes_back_with_a_skipped_step():
+    model, optimizer = start("O2", lambda m: CountingSAM(m.parameters(), lr=0.02))
+    for seed, bad in enumerate([(), (1,), ()]):
+        amp_sam(model, optimizer, seed, bad)
+    assert [group["steps"] for group in optimizer.param_groups] == [2]
 
 
 def test_a_thousand_blocks_before_a_step_keep_few_flags_and_lose_none(capsys):

@@ -284,6 +284,8 @@ def test_helpers_of_apex_that_scripts_import():
     from ampcompat.amp import compat, utils, wrap
 
     half, wide = torch.ones(2).half(), torch.ones(2)
+    assert compat.variable_is_tensor()
+    assert not amp.rnn_compat.has_old_rnns()
     assert compat.is_tensor_like(wide)
     assert not compat.is_tensor_like([wide])
     assert compat.scalar_python_val(torch.tensor(3)) == 3
@@ -297,6 +299,62 @@ def test_helpers_of_apex_that_scripts_import():
     assert wrap.make_promote_wrapper(lambda a, b: (a.dtype, b.dtype))(half, wide) == (torch.float32,) * 2
     handle._deactivate()
     assert wrap.make_cast_wrapper(torch.clone, utils.maybe_half, handle)(wide).dtype == torch.float32
+
+
+def test_a_level_fills_properties_as_under_apex():
+    for name in ("O0", "O1", "O2", "O3"):
+        level = amp.frontend.opt_levels[name]
+        found = level(amp.frontend.Properties())
+        assert (found.enabled, found.opt_level) == (True, name)
+        assert type(level) is getattr(amp.frontend, name)
+    assert found.master_weights is False
+    found.loss_scale = "128.0"
+    assert found.loss_scale == found.options["loss_scale"] == 128.0
+    with pytest.raises(RuntimeError, match="patch_torch_functions=True at O3 - only O1"):
+        found.patch_torch_functions = True
+
+
+def test_a_name_that_there_is_not():
+    with pytest.raises(AttributeError, match=r"module 'ampcompat.amp' has no attribute 'initialise'"):
+        amp.initialise  # noqa: B018
+    assert not hasattr(amp, "initialise")
+
+
+def test_state_dict_into_a_dict_of_the_callers():
+    start("O1")
+    mine = {"epoch": 3}
+    assert amp.state_dict(mine) is mine
+    assert mine == {"epoch": 3, "loss_scaler0": {"loss_scale": 2.0**16, "unskipped": 0}}
+    assert amp.state_dict(destination=None) == {"loss_scaler0": mine["loss_scaler0"]}
+
+
+def test_load_state_dict_where_there_is_nothing_to_restore(capsys):
+    amp.load_state_dict({})
+    assert capsys.readouterr().out == ""
+    model, optimizer = make()
+    amp.initialize(model, optimizer, enabled=False)
+    amp.load_state_dict({})
+    with pytest.warns(UserWarning, match=r"after amp.initialize\(enabled=False\): nothing to restore"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
+    assert amp.state_dict() == {}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
+def test_a_step_at_scale_one_was_not_skipped(level):
+    model, optimizer = start(level, loss_scale=1.0)
+    train(model, optimizer, 1)
+    assert amp.step_was_skipped(optimizer) is False
+
+
+def test_gradients_unscaled_by_hand():
+    scaler = amp.scaler.LossScaler(8.0)
+    grads = [torch.full((2,), 16.0), torch.full((3,), 4.0)]
+    scaler.unscale_(grads)
+    assert [g.tolist() for g in grads] == [[2.0, 2.0], [0.5, 0.5, 0.5]]
+    dynamic = amp.scaler.LossScaler()
+    dynamic.unscale_([torch.tensor([float("inf")])])
+    assert dynamic.update_scale()
+    assert dynamic.loss_scale() == 2.0**15
 
 
 def test_version_stays_a_string_when_its_module_is_imported():

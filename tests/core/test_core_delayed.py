@@ -300,3 +300,52 @@ def test_a_block_that_raises_keeps_unscaled_gradients_and_says_that_it_lost_pend
     assert_close(level, grads(optimizer), summed(level, 1))
     backward(model, optimizer, 4)
     assert_close(level, grads(optimizer), summed(level, 1, 4))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_where_the_step_cannot_unscale_what_is_pending_it_is_lost_and_nothing_moves(level, monkeypatch, capsys):
+    model, optimizer = start(level)
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    backward(model, optimizer, 1, delay_unscale=True)
+
+    def fail(*args):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ampcompat.amp.block.unscale", fail)
+        with pytest.raises(MemoryError):
+            optimizer.step()
+    assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert same(before, [p.detach() for p in amp.master_params(optimizer)])
+    assert "the next step is skipped" in capsys.readouterr().out
+    backward(model, optimizer, 1)
+    assert_close(level, grads(optimizer), summed(level, 1))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_is_entered_and_dropped_leaves_what_was_there(level):
+    model, optimizer = start(level, loss_scale=2.0**12)
+    backward(model, optimizer, 1)
+    amp.scale_loss(loss_of(model, 2), optimizer).__enter__().backward()
+    backward(model, optimizer, 3)
+    assert_close(level, grads(optimizer), summed(level, 1, 3))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_interrupt_in_a_block_leaves_unscaled_gradients_as_they_were(level):
+    model, optimizer = start(level)
+    backward(model, optimizer, 1)
+    before = grads(optimizer)
+
+    def stop(_):
+        raise KeyboardInterrupt
+
+    hook = model.a.weight.register_post_accumulate_grad_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        backward(model, optimizer, 2)
+    hook.remove()
+    assert same(before, grads(optimizer))
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)

@@ -71,6 +71,20 @@ def test_zero_grad_ends_a_delay():
     assert same(grads(optimizer), single("O2", 2))
 
 
+@pytest.mark.parametrize("loss_scale", [1.0, 8.0])
+def test_where_no_half_param_is_trained_float32_ones_get_their_gradients(loss_scale):
+    """Batch norm alone is trained, at O2."""
+    found = []
+    for frozen in (False, True):
+        model, optimizer = start("O2", loss_scale=loss_scale)
+        for param in (*model.a.parameters(), *model.b.parameters()) if frozen else ():
+            param.requires_grad_(False)
+        backward(model, optimizer)
+        found.append([p.grad for p in model.bn.parameters()])
+        optimizer.step()
+    assert same(*found)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_overflow_is_found_in_the_new_gradients_alone(level):
     scaler_of = lambda: amp._amp_state.loss_scalers[0]  # noqa: E731
@@ -174,6 +188,8 @@ def test_gradients_that_are_windows_into_a_bucket(level):
         assert all(torch.isfinite(g).all() for g in grads(optimizer))
     else:
         assert same(grads(optimizer), want)
+    if level == "O1":  # the sum is in the bucket, which DDP reduces next
+        assert all(param.grad.data_ptr() == window[1:].data_ptr() for param, window in bucket.items())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])

@@ -83,3 +83,13 @@ def test_a_refused_call_leaves_the_state_alone(monkeypatch):
         assert param.dtype == torch.float32
         assert optimizer.state[param] is before
         assert before["exp_avg"].dtype == torch.float32
+
+
+def test_state_that_belongs_to_no_param_stays_as_it_is():
+    model = net()
+    optimizer = adam(model)
+    optimizer.state["run"] = {"name": "first"}
+    optimizer.state[model[0].weight] = "frozen"
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert optimizer.state["run"] == {"name": "first"}
+    assert optimizer.state[next(iter(amp.master_params(optimizer)))] == "frozen"

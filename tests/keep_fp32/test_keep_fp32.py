@@ -268,6 +268,20 @@ def test_what_cannot_be_kept_is_refused_before_anything_changes():
     assert all(torch.equal(v, before[k]) and v.dtype == torch.float32 for k, v in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_module_cannot_be_kept():
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Tanh()))
+    with pytest.raises(ValueError, match="keeps '1', a ScriptModule - it runs as it was scripted"):
+        amp.initialize(model, opt_level="O1", keep_fp32="1", verbosity=0)
+
+
+@pytest.mark.parametrize(("layers", "end"), [(20, ", 8, 9; "), (22, ", 6, 7 and 2 more; ")])
+def test_at_most_twenty_modules_are_named(layers, end):
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(layers)])
+    with pytest.raises(ValueError, match=f"modules are named 0, 1, 10, 11, .*{end}"):
+        amp.initialize(model, opt_level="O2", keep_fp32="head", verbosity=0)
+
+
 def test_a_failed_call_takes_its_borders_back(monkeypatch):
     from ampcompat.amp import optimizer as amp_optimizer
 

@@ -185,6 +185,31 @@ def test_averaged_model(level, make):
 
 
 # -- what is no average: nothing may be said ---------------------------------------------------------------------------
+def test_a_teacher_loaded_again_and_again_before_training_is_not_warned_of():
+    model, optimizer = initialized("O2")
+    teacher = copy.deepcopy(model)
+    for _ in range(20):
+        teacher.load_state_dict(model.state_dict())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            train(model, optimizer, step)
+
+
+@pytest.mark.parametrize("lr", [0.0, 0.02])
+def test_a_copy_that_keeps_up_with_small_steps_or_none_is_not_warned_of(lr):
+    """Warm-up from a learning rate of zero."""
+    model, optimizer = initialized("O2", lr)
+    ema = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(20):
+            train(model, optimizer, step)
+            with torch.no_grad():
+                for average, value in zip(ema.parameters(), model.parameters(), strict=True):
+                    average.copy_(value)
+
+
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_teachers_targets_and_float32_averages_are_not_warned_of(level):
     model, optimizer = initialized(level)

@@ -27,6 +27,7 @@ from nets import (
 from torch import nn
 
 from ampcompat import amp
+from ampcompat.amp.observers import observers
 
 
 def made(kind=Net, level="O2", seed=0, **kwargs):
@@ -246,3 +247,41 @@ def test_a_model_and_its_optimizer_saved_whole_in_one_file_go_on_together(level)
         assert torch.equal(one, other)
     for one, other in zip(again.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_class_that_is_derived_from_the_models_own_is_registered_as_ever():
+    from nets import Registered
+
+    model, _ = made(RegisteredChild)
+    known = list(Registered.registry)
+
+    class Grandchild(type(model), key="grandchild"):
+        pass
+
+    assert Registered.registry == [*known, Grandchild]
+    Registered.registry.remove(Grandchild)
+
+
+def test_an_object_of_the_models_class_that_a_script_makes_is_plain():
+    model, _ = made()
+    other = type(model)()
+    assert other(batch()).dtype == other.head.weight.dtype == torch.float32
+    replica = other._replicate_for_data_parallel()
+    assert "_amp_stamp" not in vars(replica)
+
+
+def test_a_forward_that_was_taken_from_the_instance_before_amp_was_left():
+    model, optimizer = made(Routed)
+    forward = model.forward
+    assert forward(batch()).dtype == torch.float32
+    amp.initialize(model, optimizer, enabled=False)
+    assert model.head.weight.dtype == torch.float32
+    assert torch.equal(forward(batch()), model(batch()))
+
+
+def test_copies_that_are_gone_are_looked_at_no_more():
+    model, optimizer = made()
+    for _ in range(5):
+        copy.deepcopy(model)
+    train(model, optimizer, 1)
+    assert observers() == []

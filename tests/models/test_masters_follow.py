@@ -176,11 +176,15 @@ def test_replacement_says_so_and_trains_the_new_parameter():
 
 
 def test_what_is_saved_right_after_a_replacement_is_the_new_parameter():
-    model, _ = initialized()
+    model, optimizer = initialized(lr=1e-3)
     model.head.weight = nn.Parameter(torch.full((2, 8), 0.25).half())
     assert torch.equal(model.state_dict()["head.weight"], torch.full((2, 8), 0.25))
     model.head.load_state_dict({"weight": torch.full((2, 8), 1 / 3), "bias": torch.zeros(2)})
     assert torch.equal(model.state_dict()["head.weight"], torch.full((2, 8), 1 / 3))
+    with pytest.warns(UserWarning, match="'weight' of a Linear was replaced"):
+        train(model, optimizer, 2)
+    masters_agree(model, optimizer)
+    assert 0 < (model.state_dict()["head.weight"] - 1 / 3).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("way", ["trained", "copied", "pickled"])
@@ -201,6 +205,22 @@ def test_either_name_of_a_tied_weight_can_be_replaced(name, way):
     if way == "trained":
         train(model, optimizer)
         assert not torch.equal(model.state_dict()["encoder.weight"], want)
+
+
+@pytest.mark.parametrize("name", ["left", "right"])
+@pytest.mark.filterwarnings("ignore:Parameter '(left|right)' of a Twice was replaced")
+def test_either_name_in_one_module_too(name):
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left = self.right = nn.Parameter(torch.eye(4))
+
+        def forward(self, x):
+            return x @ self.left @ self.right
+
+    model, _ = initialized(kind=Twice)
+    setattr(model, name, nn.Parameter(2 * torch.eye(4)))
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 4.0))
 
 
 def test_replacement_by_another_shape_says_that_it_is_not_trained():
@@ -408,6 +428,27 @@ def test_loading_its_own_state_dict_changes_no_bit():
 
 
 # -- dtype and device --------------------------------------------------------------------------------------------------
+def test_gradients_go_along_when_the_dtype_is_put_right():
+    model, optimizer = initialized()
+    with amp.scale_loss(model(batch()).pow(2).mean() * 1e-3, optimizer) as scaled:
+        scaled.backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    model.float()
+    with pytest.warns(UserWarning, match="the dtype of the model is amp's business"):
+        model(batch())
+    assert [p.grad.dtype for p in model.parameters()] == [p.dtype for p in model.parameters()]
+    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), want, strict=True))
+
+
+def test_a_parameter_that_was_taken_away_is_not_loaded():
+    model, optimizer = initialized()
+    model.head.bias = None
+    incoming = {name: value for name, value in Net_state(7).items() if name != "head.bias"}
+    model.load_state_dict(incoming)
+    assert torch.equal(model.state_dict()["head.weight"], incoming["head.weight"])
+    assert model(batch()).isfinite().all()
+
+
 @pytest.mark.parametrize("move", [nn.Module.float, nn.Module.double, lambda m: m.to(torch.float32), nn.Module.bfloat16])
 def test_changing_the_models_dtype_is_put_right_loudly(move):
     model, optimizer = initialized(kind=Tied)

@@ -2,6 +2,7 @@
 
     python -m tests.mutation map [PYTEST ARGUMENTS]    # which test runs which line: once, in pieces if you like
     python -m tests.mutation run [--count 240] [--seed 18] [--part 1/4]
+    python -m tests.mutation copy --mutant TEXT PYTEST ARGUMENTS
     python -m tests.mutation report
 
 A process imports torch and collects the tests once. For each mutant it forks a child, puts the changed code into the
@@ -9,7 +10,9 @@ functions, and runs the tests that cover the line, the quick and specific first,
 default tests then meet the slow ones that are in the map: these say what the default run gave up. A test that kills is
 run once without the mutant too: if it fails, it is no evidence.
 
-Children that tests start do not see the mutant: what only they notice counts as survived.
+Children that tests start do not see the mutant, and nor does torch's compiler: what only they notice counts as
+survived. ``copy`` changes a copy of the repository instead, and runs the tests that it is told to in a new process. It
+costs seconds, and is for a few mutants: those whose line contains TEXT, as ``report`` prints them.
 """
 
 import argparse
@@ -18,8 +21,11 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,7 +34,7 @@ from types import FunctionType
 import coverage
 import pytest
 
-from tests.mutation.mutants import Mutant, codes, sample
+from tests.mutation.mutants import Mutant, changed, codes, every, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 CORE = ROOT / "ampcompat" / "amp"
@@ -191,14 +197,61 @@ class Covering:
         return (0.005 + self.seconds[name]) * self.breadth[name]
 
 
+def run_in_copies(mutants: list[Mutant], arguments: list[str], results: Path) -> int:
+    """Run pytest on a copy of the repository for each of ``mutants``, and once without; returns the exit status."""
+    with tempfile.TemporaryDirectory() as folder:
+        copied = Path(folder, "copy")
+        shutil.copytree(ROOT, copied, ignore=shutil.ignore_patterns(".*", "build", "dist", "__pycache__"))
+        command = [sys.executable, "-m", "pytest", "-x", "-n", "0", "-q", "-p", "no:cacheprovider", *arguments]
+
+        def test() -> tuple[str, str]:
+            """Return how the tests end, and what they print."""
+            environment = {**os.environ, "PYTHONPATH": str(copied), "PYTHONDONTWRITEBYTECODE": "1"}
+            with Path(folder, "out").open("w+", encoding="utf-8") as out:
+                child = subprocess.Popen(command, cwd=copied, env=environment, stdout=out, start_new_session=True)
+                try:
+                    status = child.wait(timeout=limit)
+                    end = {0: "survived", 1: "killed"}.get(status, "crash")
+                except subprocess.TimeoutExpired:
+                    end = "timeout"
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                out.seek(0)
+                return end, out.read()
+
+        limit, begin = 600.0, time.perf_counter()
+        end, out = test()
+        if end != "survived":
+            print(out)
+            return 1
+        limit = 20 + 4 * (time.perf_counter() - begin)
+        for mutant in mutants:
+            file, begin = copied / mutant.file, time.perf_counter()
+            source = file.read_text(encoding="utf-8")
+            file.write_text(changed(source, mutant), encoding="utf-8")
+            end, out = test()
+            file.write_text(source, encoding="utf-8")
+            failed = [line.split()[1] for line in out.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+            line = {
+                "mutant": str(mutant), "end": end, "killer": failed[0] if failed else "", "slow": False, "tests": 0,
+                "all": 0, "seconds": round(time.perf_counter() - begin, 1),
+            }  # fmt: skip
+            print(end, mutant, line["killer"], flush=True)
+            with results.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(line) + "\n")
+    return 0
+
+
 def main() -> int:
     """Run one of the commands."""
     parser = argparse.ArgumentParser("python -m tests.mutation", description=__doc__.split("\n")[0])
-    parser.add_argument("command", choices=["map", "run", "report"])
+    parser.add_argument("command", choices=["map", "run", "copy", "report"])
     parser.add_argument("--count", type=int, default=240)
     parser.add_argument("--seed", type=int, default=18)
     parser.add_argument("--part", default="1/1", help="2/4: the second quarter of the mutants")
     parser.add_argument("--budget", type=float, default=30, help="seconds of tests for one mutant")
+    parser.add_argument("--mutant", action="append", default=[], help="a part of the mutant's line; several times")
+    parser.add_argument("--again", action="store_true", help="run those that survived, with the tests of new maps")
     parser.add_argument("--work", type=Path, default=WORK)
     options, rest = parser.parse_known_args()
     options.work.mkdir(parents=True, exist_ok=True)
@@ -212,18 +265,29 @@ def main() -> int:
         plugin.cover.stop()
         plugin.write(options.work / f"map-{os.getpid()}.json")
         return 0
+    if options.command == "copy":
+        named = [m for m in every(CORE, ROOT) if any(text in str(m) for text in options.mutant)]
+        return run_in_copies(named, rest, options.work / "results-copy.jsonl")
     part, parts = map(int, options.part.split("/"))
     mutants = sample(CORE, ROOT, options.count, options.seed)[part - 1 :: parts]
     results = options.work / f"results-{part}-{parts}.jsonl"
-    known = {json.loads(line)["mutant"] for line in results.read_text().splitlines()} if results.exists() else set()
+    known = [m for m, line in latest([results]).items() if not (options.again and line["end"] == "survived")]
     covering = Covering(sorted(options.work.glob("map-*.json")))
     plugin = RunMutants([m for m in mutants if str(m) not in known], covering, results, options.budget)
     return pytest.main([*common, "-m", "not gpu and not integrations", *rest], plugins=[plugin])
 
 
+def latest(files: Iterable[Path]) -> dict[str, dict[str, object]]:
+    """Return the last result of each mutant."""
+    lines = [json.loads(line) for file in files if file.exists() for line in file.read_text("utf-8").splitlines()]
+    return {line["mutant"]: line for line in lines}
+
+
 def report(folder: Path) -> int:
     """Print the figures and the survivors."""
-    lines = [json.loads(line) for file in sorted(folder.glob("results-*.jsonl")) for line in file.open()]
+    found = latest(sorted(folder.glob("results-[0-9]*.jsonl")))
+    found |= {mutant: line for mutant, line in latest([folder / "results-copy.jsonl"]).items() if mutant in found}
+    lines = list(found.values())
     ends = collections.Counter(("slow: " if line["slow"] else "") + line["end"] for line in lines)
     print(f"{len(lines)} mutants:", ", ".join(f"{count} {end}" for end, count in sorted(ends.items())))
     for line in sorted(lines, key=lambda line: line["mutant"]):

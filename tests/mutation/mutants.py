@@ -23,7 +23,7 @@ class Mutant:
 
     Attributes:
         file: the path from the root of the repository.
-        line: where the statement begins that is changed.
+        line: where the statement, or lambda, begins that is changed.
         node: the number of the node in ``ast.walk``'s order.
         kind: which change, a name in ``changes``.
         function: the innermost function around it.
@@ -122,7 +122,7 @@ def mutants_of(path: Path, file: str) -> list[Mutant]:
     numbers = {node: number for number, node in enumerate(ast.walk(tree))}
     found: list[Mutant] = []
 
-    def visit(node: ast.AST, function: str | None, statement: ast.stmt | None) -> None:
+    def visit(node: ast.AST, function: str | None, statement: ast.stmt | ast.Lambda | None) -> None:
         if isinstance(node, ast.stmt):
             statement = node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -130,7 +130,7 @@ def mutants_of(path: Path, file: str) -> list[Mutant]:
                 visit(child, node.name, None)
             return
         if isinstance(node, ast.Lambda):
-            visit(node.body, function or "<lambda>", statement)
+            visit(node.body, function or "<lambda>", node)
             return
         if function is not None and statement is not None:
             for kind in changes(node):
@@ -148,13 +148,23 @@ def mutants_of(path: Path, file: str) -> list[Mutant]:
     return found
 
 
+def every(folder: Path, root: Path) -> list[Mutant]:
+    """Return every mutant of the package in ``folder``."""
+    return [m for path in sorted(folder.glob("*.py")) for m in mutants_of(path, path.relative_to(root).as_posix())]
+
+
 def sample(folder: Path, root: Path, count: int, seed: int) -> list[Mutant]:
     """Return ``count`` mutants of the package in ``folder``, one a line at most, the same ones for the same seed."""
-    every = [m for path in sorted(folder.glob("*.py")) for m in mutants_of(path, path.relative_to(root).as_posix())]
-    random.Random(seed).shuffle(every)
-    a_line = {(m.file, m.line): m for m in reversed(every)}
-    order = {mutant: at for at, mutant in enumerate(every)}
+    found = every(folder, root)
+    random.Random(seed).shuffle(found)
+    a_line = {(m.file, m.line): m for m in reversed(found)}
+    order = {mutant: at for at, mutant in enumerate(found)}
     return sorted(sorted(a_line.values(), key=order.__getitem__)[:count], key=lambda m: (m.file, m.line))
+
+
+def changed(source: str, mutant: Mutant) -> str:
+    """Return ``source``, of the mutant's file, with its change; comments and layout are lost."""
+    return ast.unparse(apply(ast.parse(source), mutant.node, mutant.kind))
 
 
 def codes(path: Path, mutant: Mutant) -> dict[tuple[str, int], CodeType]:
@@ -162,17 +172,17 @@ def codes(path: Path, mutant: Mutant) -> dict[tuple[str, int], CodeType]:
     source = path.read_text(encoding="utf-8")
     before = compile(source, str(path), "exec", dont_inherit=True)
     after = compile(apply(ast.parse(source), mutant.node, mutant.kind), str(path), "exec", dont_inherit=True)
-    changed: dict[tuple[str, int], CodeType] = {}
+    found: dict[tuple[str, int], CodeType] = {}
 
     def compare(old: CodeType, new: CodeType) -> None:
         if old == new:
             return
-        changed[new.co_name, new.co_firstlineno] = new
+        found[new.co_name, new.co_firstlineno] = new
         inside = {(c.co_name, c.co_firstlineno): c for c in new.co_consts if isinstance(c, CodeType)}
         for code in old.co_consts:
             if isinstance(code, CodeType) and (code.co_name, code.co_firstlineno) in inside:
                 compare(code, inside[code.co_name, code.co_firstlineno])
 
     compare(before, after)
-    changed.pop(("<module>", before.co_firstlineno), None)
-    return changed
+    found.pop(("<module>", before.co_firstlineno), None)
+    return found

@@ -388,3 +388,17 @@ def test_stochastic_weight_averaging(level, loose):
     for a, b in zip(got.parameters(), want.parameters(), strict=True):
         torch.testing.assert_close(a.detach().float(), b.detach(), rtol=loose, atol=loose)
     assert error(got).item() == pytest.approx(error(want).item(), rel=max(1e-6, 10 * loose))
+
+
+def test_what_was_wrapped_steps_as_ever_once_it_has_left_amp():
+    model = Net()
+    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=1.0))
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    amp.initialize(model, optimizer, enabled=False)
+    inner = optimizer._base_optimizer
+    for step in (optimizer.step, inner.step):
+        want = [p.detach() - 1.0 for p in model.parameters()]
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        step()
+        assert all(torch.equal(p, other) for p, other in zip(model.parameters(), want, strict=True))
