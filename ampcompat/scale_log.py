@@ -6,16 +6,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat.amp.properties import Optimizer
 from ampcompat.amp.scaler import LossScaler
-
-if TYPE_CHECKING:
-    from ampcompat.amp.properties import Optimizer
 
 __all__ = ["StepHandle", "StepRecord", "on_step"]
 

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 import torch
 
 from ampcompat import _torch
 from ampcompat.explain.places import Places
 from ampcompat.explain.probe import Event, Probe
+from ampcompat.explain.record import Record
 from ampcompat.explain.tensors import is_finite
-
-if TYPE_CHECKING:
-    from ampcompat.explain.record import Record
 
 #: Blocks that are watched before giving up.
 BLOCKS = 50

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
 
 import torch
 
 from ampcompat._state import state
+from ampcompat.amp.scaler import LossScaler
 from ampcompat.explain.cure import Setting, cures
 from ampcompat.explain.probe import GIVEN, Event
 from ampcompat.explain.replay import Finding
 from ampcompat.explain.tensors import LARGEST
 from ampcompat.explain.words import Message, cure_fields
-
-if TYPE_CHECKING:
-    from ampcompat.amp.scaler import LossScaler
 
 _NOT_RUN_AGAIN = (
     "No forward of an initialized model could be run again: compiled models, DataParallel replicas and models with"

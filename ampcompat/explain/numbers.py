@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from ampcompat._types import ParamGroup
+from ampcompat.amp.properties import Optimizer
 from ampcompat.explain.tensors import HALVES
 from ampcompat.explain.words import Message, cure_fields
-
-if TYPE_CHECKING:
-    from ampcompat._types import ParamGroup
-    from ampcompat.amp.properties import Optimizer
 
 #: Read by schedulers, or compared in Python: no tensor meets them.
 _NEVER_IN_HALF = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")

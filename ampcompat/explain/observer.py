@@ -5,11 +5,13 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.optimizer import step_was_skipped
+from ampcompat.amp.properties import Optimizer
+from ampcompat.amp.scaler import LossScaler
 from ampcompat.explain import message, numbers, ranges, weights
 from ampcompat.explain.frames import hide_tools
 from ampcompat.explain.live import LiveProbe
@@ -18,11 +20,6 @@ from ampcompat.explain.record import BufferWatch, Record
 from ampcompat.explain.replay import Finding, replay, runs_alone
 from ampcompat.explain.tensors import is_finite, tensors_in
 from ampcompat.explain.words import Message
-
-if TYPE_CHECKING:
-    from ampcompat.amp.amp_model import Args, Kwargs
-    from ampcompat.amp.properties import Optimizer
-    from ampcompat.amp.scaler import LossScaler
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
 MOST_RECORDS, OLDEST = 16, 3

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
+from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.explain.places import Place, Places
 from ampcompat.explain.tensors import (
     HALVES,
@@ -27,11 +28,6 @@ from ampcompat.explain.tensors import (
     tensors_in,
     zeros,
 )
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
-
-    from ampcompat.amp.amp_model import Args, Kwargs
 
 _CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "clamp_min", "detach", "maximum", "copy_")
 

@@ -7,15 +7,13 @@ import random
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
+from ampcompat.amp.amp_model import Args, Kwargs
+from ampcompat.amp.scaler import LossScaler
 from ampcompat.explain.tensors import tensors_in
-
-if TYPE_CHECKING:
-    from ampcompat.amp.amp_model import Args, Kwargs
-    from ampcompat.amp.scaler import LossScaler
 
 #: Buffers that a forward writes are copied at each forward, up to so many bytes a model.
 MOST_BUFFER_BYTES = 32 * 2**20

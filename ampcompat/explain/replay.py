@@ -6,18 +6,15 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.observers import observers
 from ampcompat.explain.places import Places
 from ampcompat.explain.probe import Event, Probe
 from ampcompat.explain.record import Record, as_it_was
 from ampcompat.explain.tensors import is_finite, map_tensors, tensors_in
-
-if TYPE_CHECKING:
-    from ampcompat.amp.amp_model import Args, Kwargs
 
 
 @dataclass

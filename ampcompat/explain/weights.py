@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat._types import ParamGroup
 from ampcompat.amp.masters import Master, master_of
+from ampcompat.amp.properties import Optimizer
 from ampcompat.explain.cure import BFLOAT16
 from ampcompat.explain.numbers import MASTERS, Unheld, optimizer_name, unheld
 from ampcompat.explain.tensors import HALVES, LARGEST, is_finite, largest, readable
 from ampcompat.explain.words import Message, cure_fields
-
-if TYPE_CHECKING:
-    from ampcompat._types import ParamGroup
-    from ampcompat.amp.properties import Optimizer
 
 
 @dataclass

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import StateDict
 
 from ampcompat._log import say
+from ampcompat._types import ParamGroup, ParamState
 from ampcompat.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
 from ampcompat.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import StateDict
-
-    from ampcompat._types import ParamGroup, ParamState
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from ampcompat import _torch
+from ampcompat._types import ParamGroup
 from ampcompat.optimizers._rules import Hyper, Tensors, usable
 from ampcompat.optimizers._steps import StepCounts
 from ampcompat.optimizers._working import WorkingCopies, math_dtype
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import StateDict
-
-    from ampcompat._types import ParamGroup
 
 R = TypeVar("R")
 

@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ampcompat import _torch
-
-if TYPE_CHECKING:
-    from ampcompat._types import ParamGroup
+from ampcompat._types import ParamGroup
 
 Tensors = tuple[Tensor, ...] | list[Tensor]
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ampcompat import _torch
-
-if TYPE_CHECKING:
-    from ampcompat._types import ParamGroup
+from ampcompat._types import ParamGroup
 
 
 @dataclass

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from ampcompat._types import ParamGroup, Params
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._rules import adagrad_
-
-if TYPE_CHECKING:
-    from ampcompat._types import ParamGroup, Params
 
 
 class FusedAdagrad(FusedOptimizer):

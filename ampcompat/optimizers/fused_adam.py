@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ampcompat._types import ParamGroup, Params
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._layerwise import clipped, grad_norm
 from ampcompat.optimizers._rules import adam_, of_moments
 from ampcompat.optimizers._working import math_dtype
-
-if TYPE_CHECKING:
-    from ampcompat._types import ParamGroup, Params
 
 
 class FusedAdam(FusedOptimizer):

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ampcompat._types import ParamGroup, Params
 from ampcompat.optimizers._base import Bucket, FusedOptimizer, Scaling
 from ampcompat.optimizers._layerwise import grad_norm, lamb_
 from ampcompat.optimizers._rules import of_moments
-
-if TYPE_CHECKING:
-    from ampcompat._types import ParamGroup, Params
 
 
 class FusedLAMB(FusedOptimizer):

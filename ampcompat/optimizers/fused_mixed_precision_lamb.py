@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
 from ampcompat import _torch
+from ampcompat._types import ParamGroup, Params
 from ampcompat.optimizers._base import Scaling, evaluated
 from ampcompat.optimizers.fused_lamb import FusedLAMB
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import StateDict
-
-    from ampcompat._types import ParamGroup, Params
 
 _TENSORS = {"lr": torch.float32, "step": torch.int32}
 

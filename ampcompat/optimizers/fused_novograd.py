@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
+from ampcompat._types import ParamGroup, Params
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._layerwise import NOT_YET, novograd_
 from ampcompat.optimizers._rules import of_moments
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import StateDict
-
-    from ampcompat._types import ParamGroup, Params
 
 
 class FusedNovoGrad(FusedOptimizer):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim.optimizer import required
 
+from ampcompat._types import ParamGroup, Params
 from ampcompat.optimizers._base import Bucket, FusedOptimizer
 from ampcompat.optimizers._rules import Hyper, sgd_
-
-if TYPE_CHECKING:
-    from ampcompat._types import ParamGroup, Params
 
 
 class FusedSGD(FusedOptimizer):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import StateDict
 
+from ampcompat._types import ParamGroup, ParamState
 from ampcompat.optimizers._base import evaluated, sparse_gradient
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import StateDict
-
-    from ampcompat._types import ParamGroup, ParamState
 
 
 class LARC(torch.optim.Optimizer):

@@ -8,18 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from PIL import Image
 
 from ampcompat.parity.compare import Result, Tolerance, first_not_finite
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 #: Okabe and Ito's colours, which the colour-blind can tell apart; O0 is black, a level keeps its colour in each dtype.
 COLOURS = {"O0": "#000000", "O1": "#0072B2", "O2": "#D55E00", "O3": "#009E73", "O4": "#56B4E9", "O5": "#E69F00"}

@@ -6,18 +6,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from ampcompat.amp.autocast import OFF, switched
 from ampcompat.amp.optimizer import step_was_skipped
+from ampcompat.amp.properties import Optimizer
+from ampcompat.amp.scaler import LossScaler
 from ampcompat.parity.memory import cuda_in_use, peak_memory
 from ampcompat.parity.record import Step
-
-if TYPE_CHECKING:
-    from ampcompat.amp.properties import Optimizer
-    from ampcompat.amp.scaler import LossScaler
 
 
 @dataclass

@@ -9,16 +9,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
+from ampcompat.amp.properties import Optimizer
+from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.stash import Gradients
 from ampcompat.parity.recorder import Recorder
-
-if TYPE_CHECKING:
-    from ampcompat.amp.properties import Optimizer
-    from ampcompat.amp.scaler import LossScaler
 
 R = TypeVar("R")
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from ampcompat._state import state
+from ampcompat.amp.session import Session
 from ampcompat.report.devices import slow_halves
 from ampcompat.report.history import History, peak_bytes
 from ampcompat.report.models import Models
@@ -26,9 +27,6 @@ from ampcompat.report.schema import (
     WideProduct,
 )
 from ampcompat.report.trace import OpTrace, dtype_name, is_half, odd_dimensions
-
-if TYPE_CHECKING:
-    from ampcompat.amp.session import Session
 
 #: Below this share of the FLOPs in half, the headline says float32.
 MOSTLY = 0.5

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-if TYPE_CHECKING:
-    from ampcompat.amp.properties import Optimizer
-    from ampcompat.amp.scaler import LossScaler
-    from ampcompat.report import schema
+from ampcompat.amp.properties import Optimizer
+from ampcompat.amp.scaler import LossScaler
+from ampcompat.report import schema
 
 #: Steps kept; beyond, every second one is dropped (skipped ones stay).
 MOST_POINTS = 2000

@@ -9,7 +9,6 @@ import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +16,8 @@ from ampcompat import __version__
 from ampcompat._log import rank
 from ampcompat._state import state
 from ampcompat.amp.observers import observers
+from ampcompat.amp.properties import Optimizer
+from ampcompat.amp.scaler import LossScaler
 from ampcompat.explain.frames import hide_tools
 from ampcompat.report import html, processes, text
 from ampcompat.report.facts import collect, completed, half_share, merged
@@ -24,10 +25,6 @@ from ampcompat.report.history import History
 from ampcompat.report.models import Models
 from ampcompat.report.schema import Facts, Own, ProcessRow, Provenance
 from ampcompat.report.trace import OpTrace
-
-if TYPE_CHECKING:
-    from ampcompat.amp.properties import Optimizer
-    from ampcompat.amp.scaler import LossScaler
 
 
 class Receipt:

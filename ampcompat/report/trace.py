@@ -6,25 +6,22 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch._ops import OpOverload
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.functions import make_wrapper
 from ampcompat.amp.keep_fp32 import BorderPolicy
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.rules import Rule, make_kernel
 from ampcompat.explain.tensors import HALVES, readable, tensors_in
-
-if TYPE_CHECKING:
-    from torch._ops import OpOverload
-
-    from ampcompat.amp.amp_model import Args, Kwargs
 
 #: Multiplications of these dimensions run on tensor cores without padding.
 MULTIPLE = 8
