@@ -61,7 +61,10 @@ def init(
     installed().allow_banned = allow_banned
     device_types = device_types_of(state.models.live) & set(_torch.autocast_device_types()) | {_torch.accelerator()}
     cover(device_types)
-    made.cast_inside(state.models.live)
+    for policy in [model.__dict__["_amp_policy"] for model in state.models.live]:
+        if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
+            made.casting.append(policy)
+            policy.casts = policy.casts._replace(enabled=True)
     set_ambient(made.policy.casts, device_types)
     handle = AmpHandle(made)
     if initialized is None:

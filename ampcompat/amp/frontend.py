@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import operator
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -17,6 +18,7 @@ from ampcompat._state import state
 from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
 from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp.amp_model import ModelPolicy
+from ampcompat.amp.autocast import OFF, set_ambient
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.observers import notify
@@ -35,6 +37,10 @@ __all__ += ["state_dict"]
 OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 _Models = TypeVar("_Models", bound=torch.nn.Module | Sequence[torch.nn.Module])
 _Given = TypeVar("_Given", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
+
+
+#: What a model's policy and that of its optimizer have in common.
+_FIT = operator.attrgetter("opt_level", "casts", "half", "master_weights")
 
 
 class _Options(TypedDict, total=False):
@@ -183,7 +189,8 @@ def _take_over(
     """
     enabled, options, policy = session.enabled, session.properties.options, session.policy
     under = [*modules, *[one for one in optimizers if "_amp_stash" in vars(one)]]
-    undo.callback(session.undo_casts, state.casts.ambient, state.casts.device_types)
+    undo.callback(set_ambient, state.casts.ambient or OFF, state.casts.device_types)
+    undo.callback(session.end_casts)
     for model in modules:
         undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
     for one in optimizers:
@@ -232,7 +239,7 @@ def _refuse_to_leave(models: list[torch.nn.Module], given: list[Optimizer], poli
     def left() -> Iterator[Optimizer]:
         going = {id(param) for model in models for param in model.parameters()}
         for one in list(state.optimizers.live):
-            if not any(one is other for other in given) and not one._amp_stash.session.policy.alike(policy):
+            if not any(one is other for other in given) and _FIT(one._amp_stash.session.policy) != _FIT(policy):
                 one._amp_stash.look_up(one)
                 if not going.isdisjoint(map(id, one._amp_stash.leaves())):
                     yield one

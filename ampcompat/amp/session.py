@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ class Session:
         policy: How its models run.
         enabled: False for a call with ``enabled=False``, which owns nothing.
         by_init: Whether ``amp.init`` made it, which knows no models.
-        lent: Policies of other calls that cast functions because this one does.
+        casting: Its policy, and those of other calls that cast functions because this one does.
     """
 
     def __init__(
@@ -41,7 +40,6 @@ class Session:
         self.properties, self.half, self.scalers, self.by_init = properties, half, scalers or [], by_init
         options = properties.options
         self.enabled = bool(options["enabled"])
-        self.lent: list[ModelPolicy] = []
         cast_type = options["cast_model_type"] or None
         weights = cast_type if cast_type in HALF_DTYPES else None
         self.policy = ModelPolicy(
@@ -52,6 +50,7 @@ class Session:
             half=weights,
             master_weights=bool(options["master_weights"]) and weights is not None,
         )
+        self.casting = [self.policy]
 
     def replace_scalers(self, scalers: Any) -> None:
         """Follow ``amp._amp_state.loss_scalers = [...]``."""
@@ -63,11 +62,10 @@ class Session:
             )
         self.scalers = found
 
-    def begin_casts(self, models: Iterable[torch.nn.Module] = ()) -> None:
-        """Make this call's casts the ambient ones, on the devices of every live model and of ``models``."""
+    def begin_casts(self) -> None:
+        """Make this call's casts the ambient ones, on the devices of every live model."""
         ddp.install()
-        models = {*state.models.live, *models}
-        held = device_types_of(models)
+        held = device_types_of(state.models.live)
         known = held & set(_torch.autocast_device_types())
         if self.policy.casts.enabled:
             for device_type in held - known:
@@ -82,26 +80,11 @@ class Session:
             cpu_convolution.acquire()
         set_ambient(self.policy.casts, known)
 
-    def cast_inside(self, models: Iterable[torch.nn.Module]) -> None:
-        """Have the forwards of ``models`` cast functions too, into their own half dtype, whatever their level."""
-        for model in models:
-            policy: ModelPolicy | None = model.__dict__.get("_amp_policy")
-            if policy is not None and not policy.casts.enabled:
-                self.lent.append(policy)
-                policy.casts = policy.casts._replace(enabled=True)
-
     def end_casts(self) -> None:
         """Take this call's casts back (``handle._deactivate()``); with the last of them go all patches of torch."""
-        for policy in (self.policy, *self.lent):
+        for policy in self.casting:
             policy.casts = policy.casts._replace(enabled=False)
         release_casts()
-
-    def undo_casts(self, ambient: Casts | None, device_types: Iterable[str]) -> None:
-        """Undo :meth:`begin_casts`, done whole or in part, back to ``ambient`` on ``device_types``."""
-        self.policy.casts = self.policy.casts._replace(enabled=False)
-        if ambient is None:
-            release_casts()
-        set_ambient(ambient or OFF, device_types)
 
 
 def release_casts() -> None:
