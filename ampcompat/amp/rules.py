@@ -207,9 +207,8 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
     """
     if name in _CELLS and rule is Rule.HALF:
         return _cell_kernel(op, device_type)
-    call: Callable[..., object] = (
-        functools.partial(_softmax, op) if _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax") else op
-    )
+    softmax = _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax")
+    call: Callable[..., object] = functools.partial(_softmax, op) if softmax else op
     below, target = _torch.keys_excluded(key), _target(name, rule, device_type)
 
     def kernel(*args: object, **kwargs: object) -> object:
@@ -245,10 +244,7 @@ def _softmax(op: torch._ops.OpOverload, x: torch.Tensor, dim: int, half_to_float
 
 
 def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., object]:
-    """Cast input and states of a recurrent cell; its inner ``linear`` casts the weights.
-
-    An unrolled cell casts the same weights at every step, and only native kernels reach autocast's weight cache.
-    """
+    """Cast input and states of a recurrent cell; its inner ``linear`` casts the weights, through autocast's cache."""
     inner = _torch.composite(op)
 
     def kernel(x: torch.Tensor, hidden: Any, *weights: object) -> object:
@@ -263,14 +259,8 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     """Make what chooses the dtype to cast arguments to (None: leave them) of these; float32 needs no choice."""
 
     def dtypes(args: tuple[object, ...]) -> set[torch.dtype]:
-        found, pending = set(), list(args)
-        for a in pending:
-            if isinstance(a, torch.Tensor):
-                if a.dtype in CASTABLE and a.device.type == device_type:
-                    found.add(a.dtype)
-            elif isinstance(a, (list, tuple)):
-                pending.extend(a)
-        return found
+        tensors = tensors_in(args, objects=False)
+        return {t.dtype for t in tensors if t.dtype in CASTABLE and t.device.type == device_type}
 
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
@@ -301,8 +291,7 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
 def cast_arguments(rule: Rule, args: Any, kwargs: Any) -> tuple[str | None, Any, Any]:
     """Cast a call's floating tensors, nested ones too but not ``out``, where casts are on for their device.
 
-    Returns:
-        The device type of the first floating tensor whose casts are on, or None, and the arguments.
+    Returns also the device type of the first floating tensor whose casts are on, or None.
     """
     device_types, casting, out = installed().plans, [], kwargs.get("out")
     widest = None
@@ -332,34 +321,20 @@ def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
 
 def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
     """Cast the arguments of the functions in :data:`PYTHON`, and of those that users added and no op stands for."""
+
+    def casting(function: Callable[..., object], rule: Rule) -> Callable[..., object]:
+        @functools.wraps(function)
+        def cast(*args: object, **kwargs: object) -> object:
+            _, args, kwargs = cast_arguments(rule, args, kwargs)
+            return function(*args, **kwargs)
+
+        return cast
+
     for name, rule in table.items():
         edited = SHIPPED.get(name) is not rule
         found = _python_function(name) if name in PYTHON or (edited and not _overloads(name, True)) else None
         if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
-            _torch.wrap_everywhere(*found, functools.partial(_casting, rule), undo)
-
-
-def _casting(rule: Rule, function: Callable[..., object]) -> Callable[..., object]:
-    device_types = installed().plans
-
-    def widen(a: object) -> object:
-        if not isinstance(a, torch.Tensor) or a.dtype not in HALVES or a.device.type not in device_types:
-            return a
-        return a.float() if torch.is_autocast_enabled(a.device.type) else a
-
-    @functools.wraps(function)
-    def in_float(
-        *args: object, **kwargs: object
-    ) -> object:  # as below, for the functions we ship, whose arguments are flat
-        given = [widen(a) for a in args]
-        return function(*given, **{name: a if name == "out" else widen(a) for name, a in kwargs.items()})
-
-    @functools.wraps(function)
-    def cast(*args: object, **kwargs: object) -> object:
-        _, args, kwargs = cast_arguments(rule, args, kwargs)
-        return function(*args, **kwargs)
-
-    return in_float if rule is Rule.FLOAT and function.__name__ in PYTHON else cast
+            _torch.wrap_everywhere(*found, functools.partial(casting, rule=rule), undo)
 
 
 # -- In force ----------------------------------------------------------------------------------------------------------
@@ -370,17 +345,18 @@ def acquire(device_types: Iterable[str]) -> None:
     a list holds an entry of the wrong kind (TypeError).
     """
     rules, table = installed(), rules_by_name()
-    wanted = dict.fromkeys([*rules.plans, *device_types])
+    wanted, plans = [*rules.plans, *device_types], dict[str, Plan]()
     if rules.plans and table != rules.table:
         release()
-    missing = [(d, key) for d in wanted if d not in rules.plans and (key := _torch.autocast_key(d))]
-    if not missing:
-        return
     with ExitStack() as undo:
-        plans = {device_type: planned(device_type, key, table) for device_type, key in missing}
-        for device_type, key in missing:
-            plan = plans[device_type].items()
-            _torch.register_kernels({op: make_kernel(op, *rule, device_type, key) for op, rule in plan}, key, undo)
+        for device_type in wanted:
+            key = _torch.autocast_key(device_type)
+            if key and device_type not in rules.plans and device_type not in plans:
+                plan = plans[device_type] = planned(device_type, key, table)
+                kernels = {op: make_kernel(op, *rule, device_type, key) for op, rule in plan.items()}
+                _torch.register_kernels(kernels, key, undo)
+        if not plans:
+            return
         if not rules.plans:
             _wrap_functions(table, undo)
             state.undo.callback(release)
@@ -402,10 +378,6 @@ def bind_compiled_code(lines: Iterable[str], undo: ExitStack) -> None:
 
     torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a plain
     process's cache, would ignore them, and ours would serve a plain program.
-
-    Args:
-        lines: One for each thing that compiled code takes over, in any order.
-        undo: Takes the way back to plain torch.
     """
     digest = hashlib.sha256("\n".join([__version__, *sorted(lines)]).encode()).hexdigest()[:16]
     undo.callback(_torch.forget_compiled_graphs)

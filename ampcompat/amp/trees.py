@@ -22,15 +22,8 @@ def cast_tree(value: T, dtype: torch.dtype) -> T:
     """Cast every floating tensor in ``value`` to ``dtype``; objects with a ``.to`` method (batches) cast themselves.
 
     Reproduces what apex did to the inputs and outputs of an O2 model (``apex/amp/_initialize.py: applier``), for
-    dataclasses and mappings of any kind too.
-
-    Args:
-        value: Anything.
-        dtype: Floating dtype.
-
-    Returns:
-        The same structure; what needs no cast is returned itself, containers included, so that a forward that writes
-        into its argument writes into the caller's.
+    dataclasses and mappings of any kind too. What needs no cast is returned itself, containers included, so that a
+    forward that writes into its argument writes into the caller's.
     """
 
     def cast(leaf: Any) -> object:
@@ -43,27 +36,16 @@ def cast_tree(value: T, dtype: torch.dtype) -> T:
 
 def tensors_in(value: object, objects: bool = True) -> list[torch.Tensor]:
     """List the tensors in ``value``, in order; see :func:`map_tree`. Objects with ``.to`` are not looked into."""
-    found: list[torch.Tensor] = []
-
-    def collect(leaf: object) -> object:
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        return leaf
-
-    _map(value, collect, objects)
-    return found
+    found: list[Any] = []
+    _map(value, lambda leaf: found.append(leaf) or leaf, objects)  # type: ignore[func-returns-value]
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 def map_tree(value: T, function: Callable[[Any], object], objects: bool = True) -> T:
     """Replace every tensor in ``value``, and every object that has ``.to``, by ``function`` of it.
 
-    Args:
-        value: Anything.
-        function: Gets a tensor or an object with ``.to`` and returns its replacement, or the same object.
-        objects: Whether to follow dataclasses and objects with ``.to``. A method's own ``self`` may be one.
-
-    Returns:
-        The same structure; a container in which nothing changes is returned itself, never a copy.
+    A container in which nothing changes is returned itself, never a copy. Without ``objects``, dataclasses and objects
+    with ``.to`` are left alone: a method's own ``self`` may be one.
     """
     changed: T = _map(value, function, objects)[0]
     return changed
