@@ -35,23 +35,14 @@ _IS_THERE = functools.partial(operator.is_not, None)
 
 @dataclass(eq=False)
 class ModelPolicy:
-    """How the forward of a model runs, as one ``initialize`` call decided. Shared by copies; plain data when pickled.
-
-    Attributes:
-        opt_level: The level that the call asked for.
-        casts: Function casts inside the forward.
-        input_dtype: Floating inputs are cast to it (O0, O2, O3), or None.
-        output_dtype: Floating outputs are cast to it, or None.
-        half: The half dtype that the model's weights were cast to, or None where they stay float32.
-        master_weights: Whether half weights have float32 masters.
-    """
+    """How a model's forward runs, as one ``initialize`` call decided. Shared by copies; plain data when pickled."""
 
     opt_level: str
-    casts: Casts
-    input_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-    half: torch.dtype | None
-    master_weights: bool
+    casts: Casts  # function casts inside the forward
+    input_dtype: torch.dtype | None  # floating inputs are cast to it (O0, O2, O3)
+    output_dtype: torch.dtype | None  # floating outputs are cast to it
+    half: torch.dtype | None  # the weights were cast to it; None where they stay float32
+    master_weights: bool  # whether half weights have float32 masters
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         return self
@@ -88,21 +79,22 @@ class ModelPolicy:
         return output
 
     def _run_casting(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        stamp: tuple[Casts | None, str] | None = model.__dict__.get("_amp_stamp")
+        stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
         room, casts = state.casts, self.casts
         if casts.enabled and room.patches is None:  # unpickled in a process that has called no initialize
             _torch.run_uncompiled(cover, [_device_type(model)])
+            return _torch.run_uncompiled(self._run_casting, model, forward, args, kwargs)
         if stamp is not None:
-            given, device_type = stamp
+            casts, device_type = stamp
         elif not casts.enabled and room.found is None:
             return forward(*args, **kwargs)  # nobody casts functions: nothing to switch off
         else:
             device_type = _device_type(model)
-            in_region = not room.thread.disabled and room.thread.regions.get(device_type)
-            given = None if in_region else OFF if room.thread.disabled else casts
-        if given is None:  # for a region of the user's to decide, or the module that a replica stands for
-            return forward(*args, **kwargs)
-        with switched(given, device_type):
+            if room.thread.disabled:
+                casts = OFF
+            elif room.thread.regions.get(device_type):
+                return forward(*args, **kwargs)  # in a region of the user's, who decides
+        with switched(casts, device_type):
             return forward(*args, **kwargs)
 
     def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:
@@ -134,7 +126,7 @@ class ModelPolicy:
         with torch.autocast(first, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
             return self._in_graph(others, forward, args, kwargs)
 
-    def stamp(self, model: torch.nn.Module) -> tuple[Casts | None, str]:
+    def stamp(self, model: torch.nn.Module) -> tuple[Casts, str]:
         """The casts and device type of a DataParallel replica, for its own thread."""
         device_type = _device_type(model)
         casts = OFF if state.casts.thread.disabled else self.casts
@@ -296,21 +288,17 @@ def rebuild(cls: type[torch.nn.Module], build: Any, args: tuple[Any, ...]) -> to
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return a plain copy of ``model``: its own class, float32 weights, nothing of amp left on it.
 
-    For export (``torch.export``, ``torch.fx``, ``torch.jit``, ONNX), for saving a whole model that loads where
-    ampcompat is not installed, and for evaluation in float32. ``model`` itself is not changed and goes on training.
-    apex had no such call.
+    For export, for saving a whole model that loads where ampcompat is not installed, and for evaluation in float32.
+    ``model`` itself is not changed and goes on training. apex had no such call.
 
     Args:
-        model: A model given to ``amp.initialize``, or any module around or inside one. DDP, DataParallel and
-            ``torch.compile`` around it are taken off.
+        model: A model given to ``amp.initialize``, or any module around or inside one; TypeError if it is none. DDP,
+            DataParallel and ``torch.compile`` around it are taken off.
 
     Returns:
         A deep copy whose half weights are float32 again: the masters' values where there are masters (bitwise what
         ``model.state_dict()`` says), the widened half ones at O3. Casts that O1 has put in force for code outside
         models apply to it as to any code: run it under ``amp.disable_casts()`` for pure float32.
-
-    Raises:
-        TypeError: ``model`` is not a module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"amp.unwrap got {type(model).__name__} - it takes a model - pass the module.")
