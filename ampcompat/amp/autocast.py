@@ -145,18 +145,13 @@ def disable_casts() -> switched:
 # -- the ambience ------------------------------------------------------------------------------------------------------
 def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
     """Make ``casts`` the ambient casts of this thread, on every device type in ``device_types`` and no other."""
-    room = state.casts
-    wanted = tuple(sorted(set(device_types)))
+    room, wanted = state.casts, tuple(sorted(set(device_types)))
     if room.found is None and casts.enabled:
-        room.found = save(_torch.autocast_device_types())
+        room.found = save(types := _torch.autocast_device_types())
         if _torch.autocast_nesting():  # outside the user's regions it is as torch begins
-            defaults = {"cpu": torch.bfloat16, "xla": torch.bfloat16}
-            room.found = Saved(
-                tuple((d, False, defaults.get(d, torch.float16)) for d, _, _ in room.found.devices), True
-            )
-    for device_type in room.device_types:
-        if device_type not in wanted:
-            torch.set_autocast_enabled(device_type, False)
+            begin = {"cpu": torch.bfloat16, "xla": torch.bfloat16}
+            room.found = Saved(tuple((d, False, begin.get(d, torch.float16)) for d in types), cache=True)
+    _switch_off(set(room.device_types).difference(wanted))
     room.ambient, room.device_types = casts if casts.enabled else None, wanted
     room.owner = threading.get_ident()
     assert_ambience()
@@ -180,16 +175,13 @@ def assert_ambience() -> None:
     torch.set_autocast_cache_enabled(room.found.cache and room.ambient is None)
 
 
-def _in_forked_child() -> None:
-    """Switch casts off in a forked worker (DataLoader), which inherits this thread's but works beside the model."""
-    room = state.casts
-    if room.ambient is not None:
-        for device_type in room.device_types:
-            torch.set_autocast_enabled(device_type, False)
+def _switch_off(device_types: Iterable[str]) -> None:
+    for device_type in device_types:
+        torch.set_autocast_enabled(device_type, False)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)
+if hasattr(os, "register_at_fork"):  # a forked worker (DataLoader) inherits this thread's casts, but works beside it
+    os.register_at_fork(after_in_child=lambda: _switch_off(state.casts.device_types if state.casts.ambient else ()))
 
 
 # -- what casting needs of torch ---------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["O0", "O1", "O2", "O3", "OptLevel", "Properties", "initialize", "load_state_dict", "opt_levels"]
 __all__ += ["state_dict"]
 
+Modules = list[torch.nn.Module]
 #: The levels, for annotations: a checker refuses any other string.
 OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 _Models = TypeVar("_Models", bound=torch.nn.Module | Sequence[torch.nn.Module])
@@ -141,7 +142,7 @@ def initialize(
             f"amp.initialize got {enabled!r} as its third argument, which is enabled - it must be True or False - pass"
             f" the level by name: amp.initialize(model, optimizer, opt_level={enabled!r})."
         )
-    kept: list[torch.nn.Module] = []
+    kept: Modules = []
     if enabled:
         given = (cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale)
         options, half = properties.read_properties(opt_level, dict(zip(properties.OPTIONS, given, strict=True)))
@@ -176,13 +177,7 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _take_over(
-    session: Session,
-    modules: list[torch.nn.Module],
-    optimizers: list[Optimizer],
-    kept: list[torch.nn.Module],
-    undo: ExitStack,
-) -> None:
+def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], kept: Modules, undo: ExitStack) -> None:
     """Change everything that a call changes; each change puts its own undo on ``undo``.
 
     A session that is not enabled takes models and optimizers out of amp, and leaves alone what is not under it.
@@ -229,7 +224,7 @@ def _take_over(
         release_casts()  # ambient casts stay while other models need them for their losses
 
 
-def _refuse_to_leave(models: list[torch.nn.Module], given: list[Optimizer], policy: ModelPolicy) -> None:
+def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolicy) -> None:
     """Refuse to change a model's level without an optimizer under amp that holds its tensors.
 
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled

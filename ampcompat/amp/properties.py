@@ -54,12 +54,7 @@ def _is_positive(value: object) -> bool:
 
 
 def checked_option(name: str, value: object) -> Any:
-    """Return the override ``name=value`` in its canonical type, whatever the level; None overrides nothing.
-
-    Raises:
-        TypeError: ``cast_model_type`` is not a dtype.
-        ValueError: A flag or a loss scale cannot be read.
-    """
+    """Return the override ``name=value`` in its canonical type, or raise an error; None overrides nothing."""
     error: type[Exception] = ValueError
     rule = "True, False, 'True', 'False' or None - pass one of these"
     if value is None:
@@ -163,14 +158,7 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     """Read the options of a call: those of its level, overridden by keywords and by the environment.
 
     ``AMPCOMPAT_OPT_LEVEL`` and ``AMPCOMPAT_DTYPE`` change a script from outside, and a message says so. A keyword that
-    the level from outside does not allow is dropped.
-
-    Returns:
-        The properties, and the half dtype in force (float16 unless bfloat16 was asked for).
-
-    Raises:
-        RuntimeError: Unknown level, or a keyword that the level does not allow.
-        TypeError, ValueError: A keyword's value cannot be read.
+    the level from outside does not allow is dropped. Returns also the half dtype in force.
     """
     outside = os.environ.get("AMPCOMPAT_OPT_LEVEL") or None
     level = outside or opt_level
@@ -298,34 +286,23 @@ class Optimizer(Protocol):
     _opt_called: bool  # LR schedulers ask it whether there was a step
     grad_scale: torch.Tensor | None  # both as torch.amp.GradScaler lends them
     found_inf: torch.Tensor
-
-    @property
-    def state(self) -> MutableMapping[Any, Any]: ...  # noqa: D102
-
-    def step(self, *args: Any, **kwargs: Any) -> object: ...  # noqa: D102
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> object: ...  # noqa: D102
-
-    def add_param_group(self, *args: Any, **kwargs: Any) -> object: ...  # noqa: D102
+    state: MutableMapping[Any, Any]
+    step: Callable[..., object]
+    zero_grad: Callable[..., object]
+    add_param_group: Callable[..., object]
 
 
 def is_optimizer(value: object) -> bool:
     """Whether ``value`` is an optimizer, or has what amp needs of one."""
-    if isinstance(value, type):
-        return False
     names = ("param_groups", "state", "step", "zero_grad", "add_param_group")
-    return isinstance(value, torch.optim.Optimizer) or all(hasattr(value, name) for name in names)
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
 def inner_optimizers(optimizer: object) -> list[Any]:
     """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
-    found: dict[int, torch.optim.Optimizer] = {}
-    to_do: list[object] = [optimizer]
-    while to_do:
-        for held in getattr(to_do.pop(), "__dict__", {}).values():
+    found: list[object] = [optimizer]
+    for one in found:  # grows meanwhile
+        for held in getattr(one, "__dict__", {}).values():
             several = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
-            for one in several:
-                if isinstance(one, torch.optim.Optimizer) and one is not optimizer and id(one) not in found:
-                    found[id(one)] = one
-                    to_do.append(one)
-    return list(found.values())
+            found += [x for x in several if isinstance(x, torch.optim.Optimizer) and not any(x is y for y in found)]
+    return found[1:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -11,46 +12,35 @@ from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp import cpu_convolution, ddp
 from ampcompat.amp.amp_model import ModelPolicy, device_types_of
-from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, uncover
+from ampcompat.amp.autocast import Casts, cover, set_ambient, uncover
 from ampcompat.amp.properties import HALF_DTYPES, Properties
 from ampcompat.amp.scaler import LossScaler
 
 
+@dataclass(eq=False)
 class Session:
-    """One call of ``initialize``; models lead to its policy, optimizers to it.
+    """One call of ``initialize`` (or of ``amp.init``, which knows no models); optimizers lead to it."""
 
-    Attributes:
-        properties: Its options.
-        half: Its half dtype.
-        scalers: One loss scaler per ``num_losses``.
-        policy: How its models run.
-        enabled: False for a call with ``enabled=False``, which owns nothing.
-        by_init: Whether ``amp.init`` made it, which knows no models.
-        casting: Its policy, and those of other calls that cast functions because this one does.
-    """
+    properties: Properties
+    half: torch.dtype = torch.float16
+    outputs: InitVar[torch.dtype | None] = None
+    scalers: list[LossScaler] = field(default_factory=list)  # one per ``num_losses``
+    by_init: bool = False
 
-    def __init__(
-        self,
-        properties: Properties,
-        half: torch.dtype = torch.float16,
-        outputs: torch.dtype | None = None,
-        scalers: list[LossScaler] | None = None,
-        by_init: bool = False,
-    ) -> None:
-        self.properties, self.half, self.scalers, self.by_init = properties, half, scalers or [], by_init
-        options = properties.options
-        self.enabled = bool(options["enabled"])
+    def __post_init__(self, outputs: torch.dtype | None) -> None:
+        options = self.properties.options
+        self.enabled = bool(options["enabled"])  # else it owns nothing
         cast_type = options["cast_model_type"] or None
         weights = cast_type if cast_type in HALF_DTYPES else None
-        self.policy = ModelPolicy(
+        self.policy = ModelPolicy(  # how its models run
             opt_level=options["opt_level"],
-            casts=Casts(True, half) if options["patch_torch_functions"] else OFF._replace(dtype=half),
+            casts=Casts(bool(options["patch_torch_functions"]), self.half),
             input_dtype=cast_type,
             output_dtype=outputs or (torch.float32 if cast_type is not None else None),
             half=weights,
             master_weights=bool(options["master_weights"]) and weights is not None,
         )
-        self.casting = [self.policy]
+        self.casting = [self.policy]  # and those of other calls that cast functions because this one does
 
     def replace_scalers(self, scalers: Any) -> None:
         """Follow ``amp._amp_state.loss_scalers = [...]``."""

@@ -14,9 +14,8 @@ arguments (in place: in that of the left side), ``SEQUENCE_CASTS`` in the widest
 * a name removed and added nowhere runs in the dtype it is given;
 * a name on no list from the start follows native autocast.
 
-In-place forms follow from the lists: those of float32 ops (``exp_``) refuse a half left side, which cannot hold the
-result; those of half ops (``addmm_``) cast the other arguments to the dtype of the left side.
-:mod:`ampcompat.amp.rules` maps the names to the ops that torch dispatches.
+In-place forms follow: those of float32 ops (``exp_``) refuse a half left side, which cannot hold the result; those of
+half ops (``addmm_``) cast to the dtype of the left side. :mod:`ampcompat.amp.rules` maps names to torch's ops.
 """
 
 from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_overrides
