@@ -17,7 +17,6 @@ from ampcompat.amp.functions import (
 )
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.properties import read_properties
-from ampcompat.amp.rules import installed
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
@@ -55,7 +54,7 @@ def init(
     if initialized is not None:
         half = initialized.half
     made = Session(properties, half, scalers=[LossScaler(properties.loss_scale)], by_init=True)
-    installed().allow_banned = allow_banned
+    state.rules.allow_banned = allow_banned
     device_types = device_types_of(state.models.live) & set(_torch.autocast_device_types()) | {_torch.accelerator()}
     cover(device_types)
     for policy in [model.__dict__["_amp_policy"] for model in state.models.live]:

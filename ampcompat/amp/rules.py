@@ -15,7 +15,6 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
@@ -46,23 +45,6 @@ class Rule(Enum):
 
 
 Plan = dict[torch._ops.OpOverload, tuple[str, Rule]]
-
-
-@dataclass
-class Rules:
-    """Hold what is installed, and its undo."""
-
-    table: dict[str, Rule] = field(default_factory=dict)  # by public name, as last read from the lists
-    plans: dict[str, Plan] = field(default_factory=dict)  # by device type
-    undo: ExitStack = field(default_factory=ExitStack)
-    allow_banned: bool = False  # amp.init(allow_banned=True): banned ops run in float32
-
-
-def installed() -> Rules:
-    """Return the rules that are on the dispatcher now."""
-    if state.rules is None:
-        state.rules = Rules()
-    return state.rules
 
 
 # -- From lists to names -----------------------------------------------------------------------------------------------
@@ -272,7 +254,7 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
         return dtype if dtype.is_floating_point else None
 
     def banned(args: tuple[object, ...]) -> torch.dtype | None:
-        if not installed().allow_banned and not dtypes(args).isdisjoint(HALVES):
+        if not state.rules.allow_banned and not dtypes(args).isdisjoint(HALVES):
             raise NotImplementedError(message)
         return torch.float32
 
@@ -293,7 +275,7 @@ def cast_arguments(rule: Rule, args: Any, kwargs: Any) -> tuple[str | None, Any,
 
     Returns also the device type of the first floating tensor whose casts are on, or None.
     """
-    device_types, casting, out = installed().plans, [], kwargs.get("out")
+    device_types, casting, out = state.rules.plans, [], kwargs.get("out")
     widest = None
     if rule is Rule.PROMOTE:
         dtypes = [t.dtype for t in tensors_in((args, kwargs), objects=False) if t.is_floating_point()]
@@ -344,7 +326,7 @@ def acquire(device_types: Iterable[str]) -> None:
     A device type that this torch cannot autocast is passed over. Nothing is installed if any registration fails, or if
     a list holds an entry of the wrong kind (TypeError).
     """
-    rules, table = installed(), rules_by_name()
+    rules, table = state.rules, rules_by_name()
     wanted, plans = [*rules.plans, *device_types], dict[str, Plan]()
     if rules.plans and table != rules.table:
         release()
@@ -368,9 +350,8 @@ def acquire(device_types: Iterable[str]) -> None:
 
 def release() -> None:
     """Uninstall all rules. Idempotent."""
-    rules = installed()
-    rules.plans.clear()
-    rules.undo.close()
+    state.rules.plans.clear()
+    state.rules.undo.close()
 
 
 def bind_compiled_code(lines: Iterable[str], undo: ExitStack) -> None:
