@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, Final
@@ -35,6 +36,25 @@ def patch_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], undo:
     """Wrap the one function through which ``backward`` and ``autograd.grad`` enter the engine."""
     owner: Any = torch.autograd
     replace(owner, "_engine_run_backward", wrap(owner._engine_run_backward), undo)
+
+
+def patch_autocast_regions(changed: Callable[[str, int, bool], None], undo: ExitStack) -> None:
+    """Call ``changed(device type, 1 or -1, whether its dtype changed)`` after each way into a region and out of it."""
+    owner: Any = torch.amp.autocast_mode.autocast
+
+    def counting(original: Callable[..., object], change: int) -> Callable[..., object]:
+        @functools.wraps(original)
+        def wrapper(self: Any, *exc: object) -> object:
+            before = torch.get_autocast_dtype(self.device)
+            result = original(self, *exc)
+            if not torch._jit_internal.is_scripting():
+                changed(self.device, change, torch.get_autocast_dtype(self.device) != before)
+            return result
+
+        return wrapper
+
+    replace(owner, "__enter__", counting(owner.__enter__, 1), undo)
+    replace(owner, "__exit__", counting(owner.__exit__, -1), undo)
 
 
 def patch_function_bodies(

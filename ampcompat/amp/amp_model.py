@@ -128,23 +128,17 @@ class ModelPolicy:
 
     def stamp(self, model: torch.nn.Module) -> tuple[Casts, str]:
         """The casts and device type of a DataParallel replica, for its own thread."""
-        device_type = _device_type(model)
-        casts = OFF if state.casts.thread.disabled else self.casts
-        if not state.casts.thread.disabled and state.casts.thread.regions.get(device_type):
-            # A user's region: hand on its dtype too, which torch does not.
-            casts = Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-        return casts, device_type
+        device_type, thread = _device_type(model), state.casts.thread
+        if thread.disabled or not thread.regions.get(device_type):
+            return OFF if thread.disabled else self.casts, device_type
+        # A user's region: hand on its dtype too, which torch does not.
+        return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)), device_type
 
 
 def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
     """Add to torch's own error what cures it, where mixed precision provokes it."""
     if state.observers:
         notify("on_failure", error)
-    names = {id(module): name for name, module in model.named_modules()}
-    inside, trace = "", error.__traceback__
-    while trace is not None:
-        inside = names.get(id(trace.tb_frame.f_locals.get("self")), inside)
-        trace = trace.tb_next
     for module in model.modules() if isinstance(error, RuntimeError) else ():
         half, _ = module.__dict__.get("_amp_half", (None, None))
         held = [(name, t) for name, t in module._parameters.items() if t is not None and t.is_floating_point()]
@@ -157,10 +151,9 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
                 f" functional_call values cast to {half}, leave out model.float(), or use opt_level='O1' (D33).",
             )
             break
-    _torch.note_cure(error, inside)
+    _torch.note_cure(error, _torch.raised_in(error, model))
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
 def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
     """Device types that hold parameters or buffers of ``models``."""
     return {t.device.type for model in models for t in (*model.parameters(), *model.buffers())}
@@ -186,7 +179,6 @@ def _device_type(model: torch.nn.Module) -> str:
     return device_type
 
 
-# -- the dynamic subclass ----------------------------------------------------------------------------------------------
 class AmpModel:
     """Marker base of the dynamic subclasses."""
 
@@ -208,9 +200,7 @@ class InstanceForward:
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the instance's forward under the model's policy."""
         policy: ModelPolicy | None = getattr(self.model, "_amp_policy", None)
-        if policy is None:
-            return self.inner(*args, **kwargs)
-        return policy.run(self.model, self.inner, args, kwargs)
+        return policy.run(self.model, self.inner, args, kwargs) if policy else self.inner(*args, **kwargs)
 
 
 def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
@@ -284,7 +274,6 @@ def rebuild(cls: type[torch.nn.Module], build: Any, args: tuple[Any, ...]) -> to
     return model
 
 
-# -- a plain copy ------------------------------------------------------------------------------------------------------
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return a plain copy of ``model``: its own class, float32 weights, nothing of amp left on it.
 
