@@ -73,15 +73,13 @@ def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
 
 
 def report(steps: int = 3) -> Receipt:
-    """Observe what runs from here on, and in which dtype: the precision receipt.
+    """Observe what runs from here on, and in which dtype, and return the precision receipt.
 
-    apex had nothing like it; see :func:`ampcompat.report.report` for what it observes and what it costs.
+    It takes ``print(receipt)``, ``receipt.write("receipt.html")`` (or .json, .txt) and ``receipt.facts()``. apex had
+    nothing like it; see :func:`ampcompat.report.report` for what it observes and what it costs.
 
     Args:
         steps: Optimizer steps whose ops are counted; ValueError unless a positive integer.
-
-    Returns:
-        The receipt: ``print(receipt)``, ``receipt.write("receipt.html")`` (or .json, .txt), ``receipt.facts()``.
     """
     from ampcompat import report as reports
 

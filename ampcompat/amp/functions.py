@@ -63,10 +63,9 @@ def _wrap_class(cls: type, rule: Rule) -> tuple[str, Any]:
 
 def _register(module: object, name: str, rule: Rule) -> None:
     if not isinstance(name, str) or not hasattr(module, name):
-        shown = getattr(module, "__name__", type(module).__name__)
         raise ValueError(
-            f"No function named {name!r} in module {shown} - it must exist when it is registered - check the spelling,"
-            " and pass the function's name as a string."
+            f"No function named {name!r} in module {getattr(module, '__name__', type(module).__name__)} - it must exist"
+            " when it is registered - check the spelling, and pass the function's name as a string."
         )
     state.functions[id(module), name] = module, name, rule
     if state.casts.patches is not None:

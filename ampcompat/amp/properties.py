@@ -170,8 +170,7 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
         )
     dtype_name = os.environ.get("AMPCOMPAT_DTYPE") or None
     if dtype_name not in (None, *_DTYPE_NAMES):
-        names = sorted(_DTYPE_NAMES)
-        raise ValueError(f"AMPCOMPAT_DTYPE={dtype_name!r} - it must be one of {names} - set one of these.")
+        raise ValueError(f"AMPCOMPAT_DTYPE={dtype_name!r} - it must be one of {[*_DTYPE_NAMES]} - set one of these.")
     dtype = _DTYPE_NAMES.get(dtype_name or "")
     half = dtype or (torch.bfloat16 if level in ("O4", "O5") else torch.float16)
     options = dict(LEVELS[level])
@@ -304,5 +303,7 @@ def inner_optimizers(optimizer: object) -> list[Any]:
     for one in found:  # grows meanwhile
         for held in getattr(one, "__dict__", {}).values():
             several = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
-            found += [x for x in several if isinstance(x, torch.optim.Optimizer) and not any(x is y for y in found)]
+            for inner in several:
+                if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in found):
+                    found.append(inner)
     return found[1:]

@@ -99,10 +99,8 @@ def _rebuild(value: Any, items: list[object]) -> object:
                 object.__setattr__(clone, field.name, item)
         return clone
     pairs = dict(zip(value, items, strict=True))
-    if kind is dict:
-        return pairs
-    if not isinstance(value, dict):
-        return kind(pairs)
+    if kind is dict or not isinstance(value, dict):
+        return pairs if kind is dict else kind(pairs)
     clone = copy.copy(value)  # OrderedDict, defaultdict, transformers' ModelOutput: keep type and attributes
     for key, item in pairs.items():
         clone[key] = item

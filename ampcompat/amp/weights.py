@@ -44,9 +44,8 @@ def cast_weights(
     tensors get float32 masters: now where some optimizer holds them (``trained``, by id), else when needed.
     """
     modules = {id(m): m for model in models for m in model.modules()}.values()
-    for module in modules:
-        if "_amp_half" in module.__dict__:
-            hook_new(module, *module.__dict__["_amp_half"])
+    for module in [one for one in modules if "_amp_half" in one.__dict__]:
+        hook_new(module, *module.__dict__["_amp_half"])
     for module in modules:
         before = module.__dict__.get("_amp_half")
         norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
@@ -99,7 +98,6 @@ def _put_data_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor 
         master.settle()
 
 
-# -- saving and loading ------------------------------------------------------------------------------------------------
 def hook(module: torch.nn.Module, half: torch.dtype | None, master_weights: bool) -> None:
     """Hook saving and loading of ``module``'s own tensors; None takes the hooks off."""
     if half is None:
@@ -167,15 +165,12 @@ def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
         average.writes, average.version = 0, param._version  # what was loaded is no average in half
     for name, master in module.__dict__.get("_amp_masters", {}).items():
         now = module._parameters.get(name, module._buffers.get(name))
-        if now is None:
-            continue
-        if now is not master.half:  # load_state_dict(assign=True)
+        if now is not None and now is not master.half:  # load_state_dict(assign=True)
             rebind(master, now)
-        elif master.value._version != master.seen[1]:
+        elif now is not None and master.value._version != master.seen[1]:
             master.push()
 
 
-# -- averages ----------------------------------------------------------------------------------------------------------
 #: Writes before the look, elements looked at, and the least share of the way that a copy which follows has come.
 _WRITES, _SAMPLE, _FOLLOWS = 8, 256, 0.75
 
@@ -184,10 +179,9 @@ class HalfAverage:
     """Notices an average of weights that is kept in half, where it cannot move.
 
     ``ema = copy.deepcopy(model)`` and then ``e.mul_(.9999).add_(p, alpha=.0001)`` over ``parameters()`` rounds to half
-    at every update at O2 and O3: steps below half a unit in the last place vanish, as they did under apex. The module
-    that holds a model's largest half weight carries such an object; that of a deepcopy knows the original's weight and
-    looks once, after several writes by others than amp: a copy that has stayed far behind its original then is such an
-    average; a teacher that is frozen, or copied whole from time to time, is not.
+    at every update at O2 and O3, as under apex. The module that holds a model's largest half weight carries such an
+    object; that of a deepcopy knows the original's weight and looks once, after several writes by others than amp: a
+    copy far behind its original is such an average; a teacher that is frozen, or copied whole at times, is not.
     """
 
     def __init__(self, param: torch.Tensor, original: torch.Tensor | None = None) -> None:
