@@ -215,7 +215,7 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
     if enabled or under:
         values["handle"] = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
     _show(session, values, undo)
-    if not enabled:
+    if modules and not enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
 
 
