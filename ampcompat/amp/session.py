@@ -17,7 +17,7 @@ from ampcompat.amp.properties import HALF_DTYPES, Properties
 from ampcompat.amp.scaler import LossScaler
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Session:
     """One call of ``initialize`` (or of ``amp.init``, which knows no models); optimizers lead to it."""
 

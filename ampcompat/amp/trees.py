@@ -30,8 +30,7 @@ def cast_tree(value: T, dtype: torch.dtype) -> T:
         keep = isinstance(leaf, torch.Tensor) and (leaf.dtype == dtype or not leaf.is_floating_point())
         return leaf if keep else leaf.to(dtype)
 
-    changed: T = _map(value, cast, True)[0]
-    return changed
+    return _map(value, cast, True)[0]
 
 
 def tensors_in(value: object, objects: bool = True) -> list[torch.Tensor]:
@@ -47,11 +46,10 @@ def map_tree(value: T, function: Callable[[Any], object], objects: bool = True) 
     A container in which nothing changes is returned itself, never a copy. Without ``objects``, dataclasses and objects
     with ``.to`` are left alone: a method's own ``self`` may be one.
     """
-    changed: T = _map(value, function, objects)[0]
-    return changed
+    return _map(value, function, objects)[0]
 
 
-def _map(value: Any, function: Callable[[Any], object], objects: bool) -> tuple[Any, bool]:
+def _map(value: T, function: Callable[[Any], Any], objects: bool) -> tuple[T, bool]:
     """As :func:`map_tree`; says whether anything changed: torch 2.4 compiles ``is`` of two lists as ``==``."""
     parts: Any
     if isinstance(value, (list, tuple)):
@@ -84,10 +82,11 @@ def _map(value: Any, function: Callable[[Any], object], objects: bool) -> tuple[
         items.append(item)
     if not changed:
         return value, False
-    return tuple(items) if type(value) is tuple else _rebuild(value, items), True  # spares a forward's arguments a call
+    made: Any = tuple(items) if type(value) is tuple else _rebuild(value, items)  # spares a forward's arguments a call
+    return made, True
 
 
-def _rebuild(value: Any, items: list[object]) -> object:
+def _rebuild(value: Any, items: list[object]) -> Any:
     """Make a container like ``value`` of ``items``, which are its own in their order, some replaced."""
     kind: Any = type(value)
     if isinstance(value, (list, tuple)):  # _make: namedtuples, PackedSequence among them
