@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ampcompat.amp.autocast import Casts, Saved
     from ampcompat.amp.masters import Master
     from ampcompat.amp.properties import Optimizer
-    from ampcompat.amp.rules import Rule, Rules
+    from ampcompat.amp.rules import Plan, Rule
     from ampcompat.amp.session import Session
 
 
@@ -62,6 +62,23 @@ class CastState:
     functions: ExitStack = field(default_factory=ExitStack)
     cpu_convolution: ExitStack | None = None
     thread: ThreadCasts = field(default_factory=ThreadCasts)
+
+
+@dataclass(eq=False)
+class OpRules:
+    """The op rules that are on the dispatcher (see :mod:`ampcompat.amp.rules`).
+
+    Attributes:
+        table: The rules by public name, as last read from the lists.
+        plans: What is registered, by device type.
+        undo: Undo of the registrations and wrappers.
+        allow_banned: ``amp.init(allow_banned=True)``: banned ops run in float32.
+    """
+
+    table: dict[str, Rule] = field(default_factory=dict)
+    plans: dict[str, Plan] = field(default_factory=dict)
+    undo: ExitStack = field(default_factory=ExitStack)
+    allow_banned: bool = False
 
 
 @dataclass(eq=False)
@@ -142,7 +159,7 @@ class State:
     optimizers: OptimizerIndex = field(default_factory=OptimizerIndex)
     masters: MasterIndex = field(default_factory=MasterIndex)
     casts: CastState = field(default_factory=CastState)
-    rules: Rules | None = None
+    rules: OpRules = field(default_factory=OpRules)
     functions: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
     observers: list[object] = field(default_factory=list)
 

@@ -34,6 +34,7 @@ from ampcompat._torch.autograd import (
     CACHES_WEIGHTS_ACROSS_GRAD_MODES,
     accelerator,
     autocast_nesting,
+    patch_autocast_regions,
     patch_engine,
     patch_function_bodies,
 )
@@ -63,14 +64,13 @@ from ampcompat._torch.dispatcher import (
     ops_with_kernel,
     register_kernels,
 )
-from ampcompat._torch.errors import add_note, cure_of, note_cure
+from ampcompat._torch.errors import add_note, cure_of, note_cure, raised_in
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
     bits,
     buffers_keyword,
     fingerprint,
     has_storage,
-    is_scripting,
     is_sharded,
     is_uninitialized,
     is_zero,
@@ -136,7 +136,6 @@ __all__ = [
     "in_fake_mode",
     "innermost_dispatch_mode",
     "is_capturing",
-    "is_scripting",
     "is_sharded",
     "is_uninitialized",
     "is_window",
@@ -148,9 +147,11 @@ __all__ = [
     "owns_memory_alone",
     "parallel_wrapper",
     "params_by_rank",
+    "patch_autocast_regions",
     "patch_ddp_constructor",
     "patch_engine",
     "patch_function_bodies",
+    "raised_in",
     "register_kernels",
     "register_state_dict_hooks",
     "replace",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final
@@ -36,6 +37,25 @@ def patch_engine(wrap: Wrap, undo: ExitStack) -> None:
     """Wrap the one function through which ``backward`` and ``autograd.grad`` enter the engine."""
     name = "_engine_run_backward"
     replace(torch.autograd, name, wrap(vars(torch.autograd)[name]), undo)
+
+
+def patch_autocast_regions(changed: Callable[[str, int, bool], None], undo: ExitStack) -> None:
+    """Call ``changed(device type, 1 or -1, whether its dtype changed)`` after each way into a region and out of it."""
+    owner = torch.amp.autocast_mode.autocast
+
+    def counting(original: Callable[..., object], change: int) -> Callable[..., object]:
+        @functools.wraps(original)
+        def wrapper(self: torch.amp.autocast_mode.autocast, *exc: object) -> object:
+            before = torch.get_autocast_dtype(self.device)
+            result = original(self, *exc)
+            if not torch._jit_internal.is_scripting():
+                changed(self.device, change, torch.get_autocast_dtype(self.device) != before)
+            return result
+
+        return wrapper
+
+    replace(owner, "__enter__", counting(owner.__enter__, 1), undo)
+    replace(owner, "__exit__", counting(owner.__exit__, -1), undo)
 
 
 def patch_function_bodies(record: Callable[[BackwardCFunction], None], wrap: Wrap, undo: ExitStack) -> None:

@@ -9,6 +9,8 @@ import re
 import sys
 from typing import Final
 
+import torch
+
 _HALF = r"(?:c10::|torch\.|torch\.cuda\.)?(?:BFloat16|Half|b?float16)"
 
 _TOO_LARGE = (
@@ -112,6 +114,16 @@ def note_cure(error: BaseException, module: str = "") -> None:
     cure = None if "ampcompat: " in f"{error}{getattr(error, '__notes__', '')}" else cure_of(error, module)
     if cure is not None:
         add_note(error, f"ampcompat: {cure}.")
+
+
+def raised_in(error: BaseException, model: torch.nn.Module) -> str:
+    """Name the innermost module of ``model`` in whose method ``error`` was raised; "" where it was in none."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        found = names.get(id(trace.tb_frame.f_locals.get("self")), found)
+        trace = trace.tb_next
+    return found
 
 
 def add_note(error: BaseException, note: str) -> None:

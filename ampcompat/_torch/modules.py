@@ -144,11 +144,6 @@ def owns_memory_alone(tensor: torch.Tensor) -> bool:
     return dense and not shared and _holders(storage) == _holders(alone)
 
 
-def is_scripting() -> bool:
-    """Whether this code is being compiled by TorchScript."""
-    return bool(torch._jit_internal.is_scripting())
-
-
 def is_zero(optimizer: object) -> bool:
     """Whether ``optimizer`` is one. Imports nothing: ``torch.distributed.optim`` takes its time."""
     home = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")

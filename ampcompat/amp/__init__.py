@@ -15,20 +15,13 @@ from ampcompat.amp import _amp_state as _amp_state_module  # noqa: F401 - see ab
 from ampcompat.amp import _initialize, compat, lists, rnn_compat, utils, wrap  # noqa: F401
 from ampcompat.amp.__version__ import __version__
 from ampcompat.amp._amp_state import _amp_state, master_params
-from ampcompat.amp.amp import (
-    float_function,
-    half_function,
-    init,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
+from ampcompat.amp.amp import float_function, half_function, init, promote_function
 from ampcompat.amp.amp_model import unwrap
 from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.block import scale_loss
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.frontend import initialize
+from ampcompat.amp.functions import register_float_function, register_half_function, register_promote_function
 from ampcompat.amp.masters import sync_masters
 from ampcompat.amp.optimizer import step_was_skipped
 
@@ -47,16 +40,13 @@ __all__ += ["step_was_skipped", "sync_masters", "unwrap"]
 def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False, ranges: bool = False) -> None:
     """Explain lost steps from here on: the op, its module and line, and the cure, in one message each on stderr.
 
-    apex had nothing like it; see :func:`ampcompat.explain.explain_overflows` for what it observes and what it costs.
+    apex had nothing like it; :func:`ampcompat.explain.explain_overflows` says what it observes and what it costs.
 
     Args:
-        limit: How many different faults to explain; the same fault is explained once.
+        limit: How many different faults to explain, each once; ValueError unless a positive integer.
         stop: End the script after the last of them.
         json: Write each as one JSON object on a line.
         ranges: Write the ranges of every layer, forward and backward, of the first step that is made and of each fault.
-
-    Raises:
-        ValueError: ``limit`` is not a positive integer.
     """
     from ampcompat import explain  # it builds on this package
 
@@ -71,14 +61,11 @@ def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
 
     Args:
         callback: A function of one record; or an object to log to: a TensorBoard ``SummaryWriter``, or anything with
-            ``log_metrics(dict, step=...)`` or ``log(dict)``.
+            ``log_metrics(dict, step=...)`` or ``log(dict)``. TypeError if it is none of these.
 
     Returns:
         The handle: ``remove()`` ends it, ``flush()`` waits for records still on their way from the device; it is a
         context manager too.
-
-    Raises:
-        TypeError: ``callback`` is none of these.
     """
     from ampcompat import scale_log
 
@@ -86,18 +73,13 @@ def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
 
 
 def report(steps: int = 3) -> Receipt:
-    """Observe what runs from here on, and in which dtype: the precision receipt.
+    """Observe what runs from here on, and in which dtype, and return the precision receipt.
 
-    apex had nothing like it; see :func:`ampcompat.report.report` for what it observes and what it costs.
+    It takes ``print(receipt)``, ``receipt.write("receipt.html")`` (or .json, .txt) and ``receipt.facts()``. apex had
+    nothing like it; see :func:`ampcompat.report.report` for what it observes and what it costs.
 
     Args:
-        steps: Optimizer steps whose ops are counted.
-
-    Returns:
-        The receipt: ``print(receipt)``, ``receipt.write("receipt.html")`` (or .json, .txt), ``receipt.facts()``.
-
-    Raises:
-        ValueError: ``steps`` is not a positive integer.
+        steps: Optimizer steps whose ops are counted; ValueError unless a positive integer.
     """
     from ampcompat import report as reports
 

@@ -53,24 +53,20 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """Iterate over the parameters that ``optimizer`` steps (``apex/amp/_amp_state.py: master_params``).
 
     Args:
-        optimizer: An optimizer; it need not have been given to ``initialize``.
+        optimizer: An optimizer, given to ``initialize`` or not; TypeError if it has no ``param_groups``.
 
     Returns:
         An iterator over tensors, float32 masters where the model's weights are half (but those that another rank has,
         of a ``ZeroRedundancyOptimizer``), in the order of ``optimizer.param_groups``. Right after a ``scale_loss``
         block their gradients are unscaled float32: clip these.
-
-    Raises:
-        TypeError: ``optimizer`` has no ``param_groups``.
     """
     if not hasattr(optimizer, "param_groups"):
-        got = type(optimizer).__name__
         raise TypeError(
-            f"master_params got {got} - it takes an optimizer - pass the optimizer that amp.initialize returned."
+            f"master_params got {type(optimizer).__name__} - it takes an optimizer - pass the optimizer that"
+            " amp.initialize returned."
         )
-    stash = getattr(optimizer, "_amp_stash", None)
-    if stash is not None:
+    sharded: dict[int, torch.Tensor] = {}  # other optimizers' groups hold masters
+    if (stash := getattr(optimizer, "_amp_stash", None)) is not None:
         stash.hand_out_masters(optimizer)
-        sharded = {id(master.half): master.value for master in stash.masters}  # other optimizers' groups hold masters
-        return (sharded.get(id(param), param) for group in optimizer.param_groups for param in group["params"])
-    return (param for group in optimizer.param_groups for param in group["params"])
+        sharded = {id(master.half): master.value for master in stash.masters}
+    return (sharded.get(id(param), param) for group in optimizer.param_groups for param in group["params"])

@@ -17,7 +17,6 @@ from ampcompat.amp.functions import (
 )
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.properties import read_properties
-from ampcompat.amp.rules import installed
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
@@ -39,16 +38,13 @@ def init(
 
     Args:
         enabled: False returns a handle that does nothing.
-        loss_scale: Scale of ``handle.scale_loss``.
+        loss_scale: Scale of ``handle.scale_loss``; ValueError if it cannot be read.
         enable_caching: Accepted; casts outside a model's forward are not cached.
         verbose: Accepted.
         allow_banned: Let ``binary_cross_entropy`` take half arguments, in float32, instead of refusing.
 
     Returns:
         The handle: ``scale_loss``, ``wrap_optimizer``, ``is_active``, ``_deactivate``, ...
-
-    Raises:
-        ValueError: ``loss_scale`` cannot be read.
     """
     if not enabled:
         _amp_state.handle = nothing = NoOpHandle()
@@ -58,10 +54,13 @@ def init(
     if initialized is not None:
         half = initialized.half
     made = Session(properties, half, scalers=[LossScaler(properties.loss_scale)], by_init=True)
-    installed().allow_banned = allow_banned
+    state.rules.allow_banned = allow_banned
     device_types = device_types_of(state.models.live) & set(_torch.autocast_device_types()) | {_torch.accelerator()}
     cover(device_types)
-    made.cast_inside(state.models.live)
+    for policy in [model.__dict__["_amp_policy"] for model in state.models.live]:
+        if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
+            made.casting.append(policy)
+            policy.casts = policy.casts._replace(enabled=True)
     set_ambient(made.policy.casts, device_types)
     handle = AmpHandle(made)
     if initialized is None:

@@ -35,31 +35,17 @@ _IS_THERE = functools.partial(operator.is_not, None)
 
 @dataclass(eq=False)
 class ModelPolicy:
-    """How the forward of a model runs, as one ``initialize`` call decided. Shared by copies; plain data when pickled.
-
-    Attributes:
-        opt_level: The level that the call asked for.
-        casts: Function casts inside the forward.
-        input_dtype: Floating inputs are cast to it (O0, O2, O3), or None.
-        output_dtype: Floating outputs are cast to it, or None.
-        half: The half dtype that the model's weights were cast to, or None where they stay float32.
-        master_weights: Whether half weights have float32 masters.
-    """
+    """How a model's forward runs, as one ``initialize`` call decided. Shared by copies; plain data when pickled."""
 
     opt_level: str
-    casts: Casts
-    input_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
-    half: torch.dtype | None
-    master_weights: bool
+    casts: Casts  # function casts inside the forward
+    input_dtype: torch.dtype | None  # floating inputs are cast to it (O0, O2, O3)
+    output_dtype: torch.dtype | None  # floating outputs are cast to it
+    half: torch.dtype | None  # the weights were cast to it; None where they stay float32
+    master_weights: bool  # whether half weights have float32 masters
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         return self
-
-    def alike(self, other: ModelPolicy) -> bool:
-        """Whether an optimizer of a model under this policy fits a model under ``other``."""
-        mine, its = (self.opt_level, self.casts, self.half), (other.opt_level, other.casts, other.half)
-        return (*mine, self.master_weights) == (*its, other.master_weights)
 
     def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """``forward(*args, **kwargs)`` of ``model`` under this policy."""
@@ -93,15 +79,13 @@ class ModelPolicy:
         return output
 
     def _run_casting(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        stamp: tuple[Casts | None, str] | None = model.__dict__.get("_amp_stamp")
+        stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
         room, casts = state.casts, self.casts
         if casts.enabled and room.patches is None:  # unpickled in a process that has called no initialize
-            return _torch.run_uncompiled(self._run_covered, model, forward, args, kwargs)
+            _torch.run_uncompiled(cover, [_device_type(model)])
+            return _torch.run_uncompiled(self._run_casting, model, forward, args, kwargs)
         if stamp is not None:
-            stamped, device_type = stamp
-            if stamped is None:
-                return forward(*args, **kwargs)
-            casts = stamped
+            casts, device_type = stamp
         elif not casts.enabled and room.found is None:
             return forward(*args, **kwargs)  # nobody casts functions: nothing to switch off
         else:
@@ -112,10 +96,6 @@ class ModelPolicy:
                 return forward(*args, **kwargs)  # in a region of the user's, who decides
         with switched(casts, device_type):
             return forward(*args, **kwargs)
-
-    def _run_covered(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        cover([_device_type(model)])
-        return self._run_casting(model, forward, args, kwargs)
 
     def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         # Leave out what dynamo cannot trace: checks of masters (the step makes them) and the thread's state. A user's
@@ -146,51 +126,37 @@ class ModelPolicy:
         with torch.autocast(first, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
             return self._in_graph(others, forward, args, kwargs)
 
-    def stamp(self, model: torch.nn.Module) -> tuple[Casts | None, str]:
+    def stamp(self, model: torch.nn.Module) -> tuple[Casts, str]:
         """The casts and device type of a DataParallel replica, for its own thread."""
-        device_type = _device_type(model)
-        casts = OFF if state.casts.thread.disabled else self.casts
-        if not state.casts.thread.disabled and state.casts.thread.regions.get(device_type):
-            # A user's region: hand on its dtype too, which torch does not.
-            casts = Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-        return casts, device_type
+        device_type, thread = _device_type(model), state.casts.thread
+        if thread.disabled or not thread.regions.get(device_type):
+            return OFF if thread.disabled else self.casts, device_type
+        # A user's region: hand on its dtype too, which torch does not.
+        return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)), device_type
 
 
 def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
     """Add to torch's own error what cures it, where mixed precision provokes it."""
     if state.observers:
         notify("on_failure", error)
-    names = {id(module): name for name, module in model.named_modules()}
-    inside, trace = "", error.__traceback__
-    while trace is not None:
-        inside = names.get(id(trace.tb_frame.f_locals.get("self")), inside)
-        trace = trace.tb_next
-    if isinstance(error, RuntimeError):
-        _explain_float32_weights(model, error)
-    _torch.note_cure(error, inside)
-
-
-def _explain_float32_weights(model: torch.nn.Module, error: RuntimeError) -> None:
-    """Add a note to torch's own error where a half model has float32 weights (``functional_call``)."""
-    for module in model.modules():
+    for module in model.modules() if isinstance(error, RuntimeError) else ():
         half, _ = module.__dict__.get("_amp_half", (None, None))
-        for name, tensor in module._parameters.items():
-            if half is not None and tensor is not None and tensor.is_floating_point() and tensor.dtype != half:
-                _torch.add_note(
-                    error,
-                    f"ampcompat: {name!r} of a {type(module).__name__} is {tensor.dtype} in this forward, in a model"
-                    f" that amp.initialize cast to {half} - the forward of a half model needs half weights - pass"
-                    f" functional_call values cast to {half}, leave out model.float(), or use opt_level='O1' (D33).",
-                )
-                return
+        held = [(name, t) for name, t in module._parameters.items() if t is not None and t.is_floating_point()]
+        name, tensor = next(((name, t) for name, t in held if half not in (None, t.dtype)), ("", None))
+        if tensor is not None:  # given by functional_call
+            _torch.add_note(
+                error,
+                f"ampcompat: {name!r} of a {type(module).__name__} is {tensor.dtype} in this forward, in a model that"
+                f" amp.initialize cast to {half} - the forward of a half model needs half weights - pass"
+                f" functional_call values cast to {half}, leave out model.float(), or use opt_level='O1' (D33).",
+            )
+            break
+    _torch.note_cure(error, _torch.raised_in(error, model))
 
 
-# -- devices -----------------------------------------------------------------------------------------------------------
 def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
     """Device types that hold parameters or buffers of ``models``."""
-    modules = {module for model in models for module in model.modules()}
-    tensors = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None)
-    return {t.device.type for t in tensors}
+    return {t.device.type for model in models for t in (*model.parameters(), *model.buffers())}
 
 
 def _device_type(model: torch.nn.Module) -> str:
@@ -213,7 +179,6 @@ def _device_type(model: torch.nn.Module) -> str:
     return device_type
 
 
-# -- the dynamic subclass ----------------------------------------------------------------------------------------------
 class AmpModel:
     """Marker base of the dynamic subclasses."""
 
@@ -235,47 +200,38 @@ class InstanceForward:
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the instance's forward under the model's policy."""
         policy: ModelPolicy | None = getattr(self.model, "_amp_policy", None)
-        if policy is None:
-            return self.inner(*args, **kwargs)
-        return policy.run(self.model, self.inner, args, kwargs)
+        return policy.run(self.model, self.inner, args, kwargs) if policy else self.inner(*args, **kwargs)
 
 
 def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
-    """Make ``model`` run under ``policy``, or as a plain module of its own class again."""
+    """Make ``model`` run under ``policy``, or with None as a plain module of its own class again."""
+    own = model.__dict__.get("forward")
     if policy is None:
-        detach(model)
+        if isinstance(model, AmpModel):
+            if isinstance(own, InstanceForward):
+                object.__setattr__(model, "forward", own.inner)
+            model.__dict__.pop("_amp_policy", None)
+            model.__class__ = type(model).__mro__[2]
+        for module in model.modules():
+            module.__dict__.pop("_amp_average", None)
+        state.models.live.discard(model)
         return
     if not isinstance(model, AmpModel):
         model.__class__ = amp_class(type(model))
     object.__setattr__(model, "_amp_policy", policy)
-    own = model.__dict__.get("forward")
     if own is not None and not isinstance(own, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own))
     watch_averages(model)
     state.models.live.add(model)
 
 
-def detach(model: torch.nn.Module) -> None:
-    """Make ``model`` a plain module of its own class again."""
-    if isinstance(model, AmpModel):
-        own = model.__dict__.get("forward")
-        if isinstance(own, InstanceForward):
-            object.__setattr__(model, "forward", own.inner)
-        model.__dict__.pop("_amp_policy", None)
-        model.__class__ = type(model).__mro__[2]
-    for module in model.modules():
-        module.__dict__.pop("_amp_average", None)
-    state.models.live.discard(model)
-
-
-def amp_class(cls: type[torch.nn.Module]) -> type[torch.nn.Module]:
+def amp_class(cls: Any) -> Any:
     """The dynamic subclass of ``cls``, made once per class."""
     # Past the user's metaclass, as below.
-    made = [one for one in type.__subclasses__(cls) if one.__dict__.get("_amp_of") is cls]
-    return made[0] if made else _make_class(cls)
+    for known in type.__subclasses__(cls):
+        if known.__dict__.get("_amp_of") is cls:
+            return known
 
-
-def _make_class(cls: Any) -> Any:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: object, **kwargs: object) -> object:
         policy = self._amp_policy
@@ -300,15 +256,9 @@ def _make_class(cls: Any) -> Any:
             replica.__dict__["_amp_stamp"] = self._amp_policy.stamp(self)
         return replica
 
-    body = {
-        "__doc__": cls.__doc__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "_amp_of": cls,
-        "forward": forward,
-        "__reduce_ex__": __reduce_ex__,
-        "_replicate_for_data_parallel": _replicate_for_data_parallel,
-    }
+    body = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+    body |= {"_amp_of": cls, "forward": forward, "__reduce_ex__": __reduce_ex__}
+    body["_replicate_for_data_parallel"] = _replicate_for_data_parallel
     # Past the user's metaclass, which may count or rename classes; what it set on the class is inherited. An abstract
     # class keeps caches of its own, which only ABCMeta makes.
     base = abc.ABCMeta if isinstance(cls, abc.ABCMeta) else type
@@ -324,37 +274,27 @@ def rebuild(cls: type[torch.nn.Module], build: Any, args: tuple[Any, ...]) -> to
     return model
 
 
-# -- a plain copy ------------------------------------------------------------------------------------------------------
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return a plain copy of ``model``: its own class, float32 weights, nothing of amp left on it.
 
-    For export (``torch.export``, ``torch.fx``, ``torch.jit``, ONNX), for saving a whole model that loads where
-    ampcompat is not installed, and for evaluation in float32. ``model`` itself is not changed and goes on training.
-    apex had no such call.
+    For export, for saving a whole model that loads where ampcompat is not installed, and for evaluation in float32.
+    ``model`` itself is not changed and goes on training. apex had no such call.
 
     Args:
-        model: A model given to ``amp.initialize``, or any module around or inside one. DDP, DataParallel and
-            ``torch.compile`` around it are taken off.
+        model: A model given to ``amp.initialize``, or any module around or inside one; TypeError if it is none. DDP,
+            DataParallel and ``torch.compile`` around it are taken off.
 
     Returns:
         A deep copy whose half weights are float32 again: the masters' values where there are masters (bitwise what
         ``model.state_dict()`` says), the widened half ones at O3. Casts that O1 has put in force for code outside
         models apply to it as to any code: run it under ``amp.disable_casts()`` for pure float32.
-
-    Raises:
-        TypeError: ``model`` is not a module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"amp.unwrap got {type(model).__name__} - it takes a model - pass the module.")
-    while True:
-        inner = _torch.uncompiled(model)
-        if _torch.parallel_wrapper(inner) and isinstance(inner.module, torch.nn.Module):
-            inner = inner.module
-        if inner is model:
-            break
-        model = inner
+    while _torch.parallel_wrapper(model := _torch.uncompiled(model)):
+        model = model.get_submodule("module")
     plain = copy.deepcopy(model)
     cast_weights([plain], None, ExitStack())
     for module in plain.modules():
-        detach(module)
+        set_policy(module, None)
     return plain

@@ -142,21 +142,15 @@ def disable_casts() -> switched:
     return switched(OFF, disable=True)
 
 
-# -- the ambience ------------------------------------------------------------------------------------------------------
 def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
     """Make ``casts`` the ambient casts of this thread, on every device type in ``device_types`` and no other."""
-    room = state.casts
-    wanted = tuple(sorted(set(device_types)))
+    room, wanted = state.casts, tuple(sorted(set(device_types)))
     if room.found is None and casts.enabled:
-        room.found = save(_torch.autocast_device_types())
+        room.found = save(types := _torch.autocast_device_types())
         if _torch.autocast_nesting():  # outside the user's regions it is as torch begins
-            defaults = {"cpu": torch.bfloat16, "xla": torch.bfloat16}
-            room.found = Saved(
-                tuple((d, False, defaults.get(d, torch.float16)) for d, _, _ in room.found.devices), True
-            )
-    for device_type in room.device_types:
-        if device_type not in wanted:
-            torch.set_autocast_enabled(device_type, False)
+            begin = {"cpu": torch.bfloat16, "xla": torch.bfloat16}
+            room.found = Saved(tuple((d, False, begin.get(d, torch.float16)) for d in types), cache=True)
+    _switch_off(set(room.device_types).difference(wanted))
     room.ambient, room.device_types = casts if casts.enabled else None, wanted
     room.owner = threading.get_ident()
     assert_ambience()
@@ -180,19 +174,15 @@ def assert_ambience() -> None:
     torch.set_autocast_cache_enabled(room.found.cache and room.ambient is None)
 
 
-def _in_forked_child() -> None:
-    """Switch casts off in a forked worker (DataLoader), which inherits this thread's but works beside the model."""
-    room = state.casts
-    if room.ambient is not None:
-        for device_type in room.device_types:
-            torch.set_autocast_enabled(device_type, False)
+def _switch_off(device_types: Iterable[str]) -> None:
+    for device_type in device_types:
+        torch.set_autocast_enabled(device_type, False)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_forked_child)
+if hasattr(os, "register_at_fork"):  # a forked worker (DataLoader) inherits this thread's casts, but works beside it
+    os.register_at_fork(after_in_child=lambda: _switch_off(state.casts.device_types if state.casts.ambient else ()))
 
 
-# -- what casting needs of torch ---------------------------------------------------------------------------------------
 def cover(device_types: Iterable[str]) -> None:
     """Install everything that casting needs on ``device_types``: patches, op rules, registered functions."""
     device_types = list(device_types)
@@ -201,7 +191,7 @@ def cover(device_types: Iterable[str]) -> None:
         with ExitStack() as undo:
             _torch.patch_engine(_engine, undo)
             _torch.patch_function_bodies(_record_forward, _body, undo)
-            _patch_regions(undo)
+            _torch.patch_autocast_regions(_region, undo)
             room.patches = undo.pop_all()
         state.undo.callback(uncover)
     rules.acquire(device_types)
@@ -254,27 +244,10 @@ def _body(original: Callable[..., object]) -> Callable[..., object]:
     return apply
 
 
-def _patch_regions(undo: ExitStack) -> None:
-    """Count the user's ``torch.autocast`` regions per device type and thread.
-
-    The cache is cleared where a region changes the dtype: it is keyed by weight alone.
-    """
-    region: Any = torch.amp.autocast_mode.autocast
-
-    def counting(original: Callable[..., object], change: int) -> Callable[..., object]:
-        @functools.wraps(original)
-        def wrapper(self: Any, *exc: object) -> object:
-            before = torch.get_autocast_dtype(self.device)
-            result = original(self, *exc)
-            if not _torch.is_scripting():
-                regions = state.casts.thread.regions
-                regions[self.device] = max(0, regions.get(self.device, 0) + change)  # it may have begun unpatched
-                if torch.get_autocast_dtype(self.device) != before:
-                    torch.clear_autocast_cache()
-                assert_ambience()
-            return result
-
-        return wrapper
-
-    _torch.replace(region, "__enter__", counting(region.__enter__, 1), undo)
-    _torch.replace(region, "__exit__", counting(region.__exit__, -1), undo)
+def _region(device_type: str, change: int, other_dtype: bool) -> None:
+    """Count the user's ``torch.autocast`` regions; the cache is keyed by weight alone, whatever the dtype."""
+    regions = state.casts.thread.regions
+    regions[device_type] = max(0, regions.get(device_type, 0) + change)  # it may have begun unpatched
+    if other_dtype:
+        torch.clear_autocast_cache()
+    assert_ambience()

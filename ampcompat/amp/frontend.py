@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import operator
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
 
@@ -16,30 +18,22 @@ from ampcompat._state import state
 from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
 from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp.amp_model import ModelPolicy
+from ampcompat.amp.autocast import OFF, set_ambient
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Optimizer, Properties
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.session import DISABLED, Session, release_casts
+from ampcompat.amp.session import Session, release_casts
 from ampcompat.amp.weights import cast_weights
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = [
-    "O0",
-    "O1",
-    "O2",
-    "O3",
-    "OptLevel",
-    "Properties",
-    "initialize",
-    "load_state_dict",
-    "opt_levels",
-    "state_dict",
-]
+__all__ = ["O0", "O1", "O2", "O3", "OptLevel", "Properties", "initialize", "load_state_dict", "opt_levels"]
+__all__ += ["state_dict"]
 
+Modules = list[torch.nn.Module]
 #: The levels, for annotations: a checker refuses any other string.
 OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 _Models = TypeVar("_Models", bound=torch.nn.Module | Sequence[torch.nn.Module])
@@ -111,9 +105,9 @@ def initialize(
     Args:
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
         optimizers: An optimizer, a list of them (possibly empty), or None.
-        enabled: False leaves the objects as plain PyTorch has them, and makes every later call on them a no-op. Objects
-            that an earlier call had put under amp are taken out of it: float32 weights with the masters' values, and an
-            optimizer that steps them. (apex left the casts in place and stopped scaling.)
+        enabled: False makes every later call on the objects a no-op. What an earlier call had put under amp is taken
+            out of it: float32 weights with the masters' values, and an optimizer that steps them. (apex left the casts
+            in place and stopped scaling.)
         opt_level: ``"O0"`` to ``"O3"`` as in apex, ``"O4"`` (O1 in bfloat16) or ``"O5"`` (O2 in bfloat16).
         cast_model_type: Dtype of weights and inputs; False for no cast.
         patch_torch_functions: Cast functions by lists (O1's own).
@@ -126,9 +120,8 @@ def initialize(
         min_loss_scale: Floor of dynamic scales; None means 2^-24.
         max_loss_scale: Cap of dynamic scales, the initial one (2^16) included.
         keep_fp32: Modules that compute in float32 at any level: a module, a module type, a shell pattern over qualified
-            names or class names (``"decoder.*.wo"``), or a list of these. Their inputs are cast to float32; at O2 and
-            O3 their weights stay float32 and their outputs go back to half. ``AMPCOMPAT_KEEP_FP32`` adds patterns,
-            separated by commas.
+            names or class names (``"decoder.*.wo"``), or a list of these. At O2 and O3 their weights stay float32 and
+            their outputs go back to half. ``AMPCOMPAT_KEEP_FP32`` adds patterns, separated by commas.
 
     Returns:
         ``models`` and ``optimizers``, as given; with ``optimizers=None`` the models alone.
@@ -144,59 +137,50 @@ def initialize(
             f"amp.initialize got {enabled!r} as its third argument, which is enabled - it must be True or False - pass"
             f" the level by name: amp.initialize(model, optimizer, opt_level={enabled!r})."
         )
-    if not enabled:
-        _disable(models, optimizers)
-        return models if optimizers is None else (models, optimizers)
-    overrides = {
-        "cast_model_type": cast_model_type,
-        "patch_torch_functions": patch_torch_functions,
-        "keep_batchnorm_fp32": keep_batchnorm_fp32,
-        "master_weights": master_weights,
-        "loss_scale": loss_scale,
-    }
-    options, half = properties.read_properties(opt_level, overrides)
-    properties.check_scaling(num_losses, min_loss_scale, max_loss_scale)
-    properties.check_outputs(cast_model_outputs)
-    loudness = properties.check_verbosity(verbosity)
-    model_list, optimizer_list = properties.as_models(models), properties.as_optimizers(optimizers)
-    properties.check_unsharded(model_list, options)
-    if any(_torch.is_zero(one) or properties.inner_optimizers(one) for one in optimizer_list):
-        nested.check(optimizer_list, options)
-    bare = [_torch.uncompiled(model) for model in model_list]
-    kept: list[torch.nn.Module] = []
-    if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
-        kept = keep_fp32_.select(bare, keep_fp32)
-    scalers = [
-        LossScaler(options.loss_scale, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale, loss_id=loss_id)
-        for loss_id in range(num_losses)
-    ]
-    session = Session(options, half, cast_model_outputs, scalers)
-    modules = [model for model in bare if not isinstance(model, torch.jit.ScriptModule)]
-    _refuse_scripted_parts(modules, session.policy)
+    kept: Modules = []
+    if enabled:
+        given = (cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale)
+        options, half = properties.read_properties(opt_level, dict(zip(properties.OPTIONS, given, strict=True)))
+        properties.check_keywords(num_losses, min_loss_scale, max_loss_scale, cast_model_outputs, verbosity)
+        found = properties.as_models(models, options)
+        modules = [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
+        optimizer_list = properties.as_optimizers(optimizers)
+        if any(_torch.is_zero(one) or properties.inner_optimizers(one) for one in optimizer_list):
+            nested.check(optimizer_list, options)
+        if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
+            kept = keep_fp32_.select(found, keep_fp32)
+        make = functools.partial(LossScaler, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
+        scalers = [make(options.loss_scale, loss_id=loss_id) for loss_id in range(num_losses)]
+        session = Session(options, half, cast_model_outputs, scalers)
+    else:
+        several = models if isinstance(models, (list, tuple)) else [models]
+        roots = [_torch.uncompiled(model) for model in several if isinstance(model, torch.nn.Module)]
+        modules = list({m: None for root in roots for m in root.modules() if m in state.models.live})
+        optimizer_list, session = properties.as_optimizers(optimizers), Session(Properties())
     _refuse_to_leave(modules, optimizer_list, session.policy)
-    if loudness > 0:
+    if enabled and verbosity > 0:
         _describe(options)
-    if len(modules) < len(model_list):
+    if enabled and len(modules) < len(found):
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
     with ExitStack() as undo:
         _take_over(session, modules, optimizer_list, kept, undo)
         undo.pop_all()
-    state.view["verbosity"] = loudness
-    if state.observers:
-        notify("on_initialize")
+    if enabled:
+        state.view["verbosity"] = int(verbosity)
+        if state.observers:
+            notify("on_initialize")
     return models if optimizers is None else (models, optimizers)
 
 
-def _take_over(
-    session: Session,
-    modules: list[torch.nn.Module],
-    optimizers: list[Optimizer],
-    kept: list[torch.nn.Module],
-    undo: ExitStack,
-) -> None:
-    """Change everything that a call changes; each change puts its own undo on ``undo``."""
-    options, policy = session.properties.options, session.policy
-    undo.callback(session.undo_casts, state.casts.ambient, state.casts.device_types)
+def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], kept: Modules, undo: ExitStack) -> None:
+    """Change everything that a call changes; each change puts its own undo on ``undo``.
+
+    A session that is not enabled takes models and optimizers out of amp, and leaves alone what is not under it.
+    """
+    enabled, options, policy = session.enabled, session.properties.options, session.policy
+    under = [*modules, *[one for one in optimizers if "_amp_stash" in vars(one)]]
+    undo.callback(set_ambient, state.casts.ambient or OFF, state.casts.device_types)
+    undo.callback(session.end_casts)
     for model in modules:
         undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
     for one in optimizers:
@@ -214,66 +198,44 @@ def _take_over(
     if kept or [m for model in modules for m in model.modules() if "_amp_policy" in vars(m)]:
         keep_fp32_.build_borders(modules, kept, policy, undo)
     for model in modules:
-        amp_model.set_policy(model, policy)
+        amp_model.set_policy(model, policy if enabled else None)
     for one in optimizers:
         optimizer.remember(one, undo)
-        optimizer.attach(one, session)
-    session.begin_casts()
-    handle = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
-    if state.loaded_scalers is not None:
-        checkpoint.apply_loaded(session.scalers, undo)
-    _show(session, {"opt_properties": session.properties, "loss_scalers": session.scalers, "handle": handle}, undo)
-
-
-def _disable(models: object, optimizers: object) -> None:
-    """Take models, and models within them, and optimizers out of amp; what is not under amp is left alone."""
-    options = Properties()
-    given = models if isinstance(models, (list, tuple)) else [models]
-    roots = [_torch.uncompiled(model) for model in given if isinstance(model, torch.nn.Module)]
-    optimizer_list = properties.as_optimizers(optimizers)
-    under = list({id(m): m for root in roots for m in root.modules() if m in state.models.live}.values())
-    with_stash = [one for one in optimizer_list if "_amp_stash" in vars(one)]
-    _refuse_to_leave(under, optimizer_list, DISABLED.policy)
-    with ExitStack() as undo:
-        for one in with_stash:
-            if "optim" in vars(one):
-                nested.gather(one)
-        if under:
-            keep_fp32_.build_borders(under, [], DISABLED.policy, undo)
-            cast_weights(under, None, undo)
-        for model in under:
-            undo.callback(amp_model.set_policy, model, model.__dict__["_amp_policy"])
-            amp_model.detach(model)
-        for one in optimizer_list:
-            optimizer.remember(one, undo)
-            if one in with_stash:
-                optimizer.detach(one)
-            state.optimizers.disabled.add(one)
-        values: dict[str, object] = {"opt_properties": options, "loss_scalers": []}
-        if under or with_stash:
-            values["handle"] = NoOpHandle()
-        _show(Session(options), values, undo)
-        undo.pop_all()
-    if under:
+        if enabled:
+            optimizer.attach(one, session)
+            continue
+        if "_amp_stash" in vars(one):
+            optimizer.detach(one)
+        state.optimizers.disabled.add(one)
+    values: dict[str, object] = {"opt_properties": session.properties, "loss_scalers": session.scalers}
+    if enabled:
+        session.begin_casts()
+        if state.loaded_scalers is not None:
+            checkpoint.apply_loaded(session.scalers, undo)
+    if enabled or under:
+        values["handle"] = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
+    _show(session, values, undo)
+    if modules and not enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
 
 
-def _refuse_to_leave(models: Iterable[torch.nn.Module], given: list[Optimizer], policy: ModelPolicy) -> None:
+def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolicy) -> None:
     """Refuse to change a model's level without an optimizer under amp that holds its tensors.
 
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
     loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
     """
 
-    def left() -> Iterable[Any]:
+    def left() -> Iterator[Optimizer]:
+        fit = operator.attrgetter("opt_level", "casts", "half", "master_weights")
         going = {id(param) for model in models for param in model.parameters()}
         for one in list(state.optimizers.live):
-            if not any(one is other for other in given) and not one._amp_stash.session.policy.alike(policy):
+            if not any(one is other for other in given) and fit(one._amp_stash.session.policy) != fit(policy):
                 one._amp_stash.look_up(one)
                 if not going.isdisjoint(map(id, one._amp_stash.leaves())):
                     yield one
 
-    if any(True for _ in left()):
+    if next(left(), None) is not None:
         gc.collect()  # an optimizer that is not used any more is part of a cycle: its methods are bound to it
         for one in left():
             before, after = one._amp_stash.session.properties.opt_level, policy.opt_level or "out of amp"
@@ -284,29 +246,11 @@ def _refuse_to_leave(models: Iterable[torch.nn.Module], given: list[Optimizer], 
             )
 
 
-def _refuse_scripted_parts(models: Iterable[torch.nn.Module], policy: ModelPolicy) -> None:
-    """Refuse to cast a ScriptModule inside a model: its parameters and hooks belong to TorchScript."""
-    for name, part in [named for model in models for named in model.named_modules()]:
-        if policy.half is not None and isinstance(part, torch.jit.ScriptModule):
-            raise RuntimeError(
-                f"amp.initialize got a model with the scripted submodule {name!r} at opt_level={policy.opt_level!r} -"
-                " the weights of a ScriptModule cannot be cast in place - script it after amp.initialize, or use"
-                " opt_level='O1'."
-            )
-
-
 def _show(session: Session, values: dict[str, object], undo: ExitStack) -> None:
     """Make ``session`` the one that the module-level views show."""
-    before, latest = dict(state.view), state.session
-
-    def show_again() -> None:
-        state.view.clear()
-        state.view.update(before)
-        state.session = latest
-
-    undo.callback(show_again)
-    state.view.update(values)
-    state.session = session
+    for name, value in (("view", {**state.view, **values}), ("session", session)):
+        undo.callback(setattr, state, name, getattr(state, name))
+        setattr(state, name, value)
 
 
 def _describe(properties: Properties) -> None:

@@ -25,16 +25,9 @@ _C = types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperT
 def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     """Wrap ``function`` so that its floating tensor arguments are cast, while casts are on for their device.
 
-    Inner ops of a Python function still follow the lists; for a function of torch's own the user's word beats the list:
-    ``register_float_function(torch, "matmul")`` multiplies in float32.
-
-    Args:
-        function: Anything callable: a Python function, a C builtin, ``Function.apply``, a static or abstract method.
-        rule: HALF, FLOAT or PROMOTE.
-        overrule: Whether inner ops run as they are given even where ``function`` is not torch's own.
-
-    Returns:
-        A plain function, so that it binds as a method.
+    Inner ops of a Python function still follow the lists; for a function of torch's own, and with ``overrule``, the
+    user's word beats the list: ``register_float_function(torch, "matmul")`` multiplies in float32. Takes
+    any callable; returned is a plain function, so that it binds as a method.
     """
     overrule = overrule or _is_torch_op(function)
 
@@ -70,10 +63,9 @@ def _wrap_class(cls: type, rule: Rule) -> tuple[str, Any]:
 
 def _register(module: object, name: str, rule: Rule) -> None:
     if not isinstance(name, str) or not hasattr(module, name):
-        shown = getattr(module, "__name__", type(module).__name__)
         raise ValueError(
-            f"No function named {name!r} in module {shown} - it must exist when it is registered - check the spelling,"
-            " and pass the function's name as a string."
+            f"No function named {name!r} in module {getattr(module, '__name__', type(module).__name__)} - it must exist"
+            " when it is registered - check the spelling, and pass the function's name as a string."
         )
     state.functions[id(module), name] = module, name, rule
     if state.casts.patches is not None:
@@ -86,40 +78,27 @@ def register_half_function(module: object, name: str) -> None:
     Args:
         module: Module, class or namespace object that holds the function.
         name: Its attribute name. A class found there keeps its identity: a module's ``forward`` is wrapped, an
-            ``autograd.Function``'s ``apply``, any other class's ``__call__``.
-
-    Raises:
-        ValueError: ``module`` has no such attribute.
+            ``autograd.Function``'s ``apply``, any other class's ``__call__``. ValueError if there is none.
     """
     _register(module, name, Rule.HALF)
 
 
 def register_float_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to float32 while casts are on.
-
-    As in apex (``apex/amp/amp.py: register_float_function``).
+    """Have ``module.name`` cast its arguments to float32 while casts are on, as apex did (``apex/amp/amp.py``).
 
     Args:
         module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute.
+        name: Its attribute name; see :func:`register_half_function` for classes. ValueError if there is none.
     """
     _register(module, name, Rule.FLOAT)
 
 
 def register_promote_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
-
-    As in apex (``apex/amp/amp.py: register_promote_function``).
+    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on (``apex/amp/amp.py``).
 
     Args:
         module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute.
+        name: Its attribute name; see :func:`register_half_function` for classes. ValueError if there is none.
     """
     _register(module, name, Rule.PROMOTE)
 
@@ -144,30 +123,25 @@ def deactivate() -> None:
     state.casts.functions.close()
 
 
-def _decorated(function: F, rule: Rule) -> F:
-    made: Any = function
+def _decorated(function: Any, rule: Rule) -> Any:
     if isinstance(function, (staticmethod, classmethod)):
-        made = type(function)(make_wrapper(function.__func__, rule))
-    elif isinstance(function, type):
+        return type(function)(make_wrapper(function.__func__, rule))
+    if isinstance(function, type):
         setattr(function, *_wrap_class(function, rule))
-    else:
-        made = make_wrapper(function, rule)
-    return cast(F, made)
+        return function
+    return make_wrapper(function, rule)
 
 
 def half_function(fn: F) -> F:
     """Decorate ``fn`` to get its floating tensor arguments in half while casts are on.
 
-    Works on Python functions, C builtins, ``Function.apply``, methods of every kind and classes, before or after any
-    ``initialize`` (``apex/amp/amp.py: half_function``).
+    Works before and after any ``initialize`` (``apex/amp/amp.py: half_function``).
 
     Args:
-        fn: The function or class.
-
-    Returns:
-        A function in its place, or the class itself.
+        fn: A Python function, C builtin, ``Function.apply``, method of any kind or class; returned is a function in its
+            place, or the class itself.
     """
-    return _decorated(fn, Rule.HALF)
+    return cast(F, _decorated(fn, Rule.HALF))
 
 
 def float_function(fn: F) -> F:
@@ -176,7 +150,7 @@ def float_function(fn: F) -> F:
     Args:
         fn: What :func:`half_function` takes; what that returns is returned.
     """
-    return _decorated(fn, Rule.FLOAT)
+    return cast(F, _decorated(fn, Rule.FLOAT))
 
 
 def promote_function(fn: F) -> F:
@@ -185,4 +159,4 @@ def promote_function(fn: F) -> F:
     Args:
         fn: What :func:`half_function` takes; what that returns is returned.
     """
-    return _decorated(fn, Rule.PROMOTE)
+    return cast(F, _decorated(fn, Rule.PROMOTE))

@@ -76,11 +76,7 @@ class OptimWrapper:
         return getattr(self._optimizer, name)
 
     def scale_loss(self, loss: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Open a ``scale_loss`` block for this optimizer.
-
-        Raises:
-            RuntimeError: More blocks since the last step than ``num_loss``.
-        """
+        """Open a ``scale_loss`` block for this optimizer; RuntimeError after more than ``num_loss`` since the step."""
         if self._next >= self._num_loss and self._amp_handle._session.enabled:
             raise RuntimeError(
                 f"scale_loss was called {self._next + 1} times before a step - wrap_optimizer(num_loss="

@@ -19,7 +19,7 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import amp_model
 from ampcompat.amp.amp_model import Args, Forward, Kwargs, ModelPolicy
-from ampcompat.amp.autocast import OFF, Casts
+from ampcompat.amp.autocast import OFF
 from ampcompat.amp.masters import own_tensors
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.trees import cast_tree, tensors_in
@@ -29,12 +29,7 @@ Names = dict[torch.nn.Module, str]
 
 
 class BorderPolicy(ModelPolicy):
-    """How a kept module runs.
-
-    Args:
-        opt_level: The level of the model around it.
-        outside: The half dtype that its outputs are cast to, or None where they stay float32.
-    """
+    """How a kept module runs in a model at ``opt_level``; ``outside`` is the half dtype of its outputs, if any."""
 
     def __init__(self, opt_level: str, outside: torch.dtype | None) -> None:
         super().__init__(opt_level, OFF, torch.float32, outside, None, False)
@@ -54,21 +49,13 @@ class BorderPolicy(ModelPolicy):
             return output
         return cast_tree(output, self.output_dtype)
 
-    def stamp(self, model: torch.nn.Module) -> tuple[Casts | None, str]:
-        """Let a replica decide as its module does."""
-        return None, ""
-
 
 def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Module]:
     """List the modules that ``keep_fp32`` and ``AMPCOMPAT_KEEP_FP32`` name, the outermost ones only.
 
-    Modules that share a tensor with a kept one are kept as well, with a message: a tied weight has one dtype.
-
-    Raises:
-        TypeError: Something is no module, module type or pattern.
-        ValueError: A module is not in the models, nothing matches, or what matches cannot be kept. For a pattern of the
-            environment that no model matches, the first ``scale_loss`` raises it: a script may initialize its models
-            one by one.
+    Modules that share a tensor with a kept one are kept as well, with a message: a tied weight has one dtype. Raises a
+    TypeError for what is no module, type or pattern, and a ValueError where nothing matches or a module cannot be kept;
+    for a pattern of the environment the first ``scale_loss`` does: a script may initialize its models one by one.
     """
     several = isinstance(keep_fp32, (list, tuple, set, frozenset))
     wanted = [] if keep_fp32 is None else list(keep_fp32) if several else [keep_fp32]
@@ -76,22 +63,15 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
     names = {module: name for model in reversed(models) for name, module in model.named_modules()}
     found: Names = {}
     for one in wanted:
-        matches = _matches(one, names)
+        found.update(matches := _matches(one, names))
         if not matches:
-            raise ValueError(
-                f"keep_fp32={_show(one)} - it matches no module of the model - modules are named {_list(names)};"
-                " patterns are shell patterns over these names or over class names."
-            )
-        found.update(matches)
+            raise ValueError(f"keep_fp32={_show(one)} - it matches no module of the model - {_hint(names)}")
     for pattern in patterns:
-        matches = _matches(pattern, names)
-        if matches:
-            say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} keeps {_list(matches)} in float32.")
-        else:
-            say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} matches no module of this model, which has {_list(names)}.")
-            if not any(isinstance(one, Unmatched) for one in state.observers):
-                state.observers.append(Unmatched(patterns))
-        found.update(matches)
+        found.update(matches := _matches(pattern, names))
+        missed = f"matches no module of this model, which has {_list(names)}"
+        say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} {f'keeps {_list(matches)} in float32' if matches else missed}.")
+        if not matches and not any(isinstance(one, Unmatched) for one in state.observers):
+            state.observers.append(Unmatched(patterns))
     kept = _with_tied(_forwarding(found), names)
     for module in kept:
         _check(module, models, names)
@@ -106,13 +86,13 @@ class Unmatched:
         self.patterns = patterns
 
     def on_scale_loss(self, *_: object) -> None:
-        """Look at all models, once; every later block is none of ours where each pattern has a match."""
+        """Look at all models, once."""
         names = {module: name for model in state.models.live for name, module in model.named_modules()}
         for pattern in self.patterns:
             if not _matches(pattern, names):
                 raise ValueError(
-                    f"AMPCOMPAT_KEEP_FP32 (--keep-fp32): {pattern!r} - it matches no module of any model - modules are"
-                    f" named {_list(names)}; patterns are shell patterns over these names or over class names."
+                    f"AMPCOMPAT_KEEP_FP32 (--keep-fp32): {pattern!r} - it matches no module of any model"
+                    f" - {_hint(names)}"
                 )
         state.observers[:] = [one for one in state.observers if one is not self]
 
@@ -154,19 +134,19 @@ def _with_tied(kept: dict[torch.nn.Module, None], names: Names) -> dict[torch.nn
 
 def _check(module: torch.nn.Module, models: list[torch.nn.Module], names: Names) -> None:
     name, inside = names[module], set(module.modules())
-    if any(model in inside for model in models):
+    parents = [one for one in names if isinstance(one, torch.nn.MultiheadAttention) and module in set(one.children())]
+    if not inside.isdisjoint(models):
         raise ValueError(
             f"keep_fp32 keeps a whole model ({type(module).__name__}) - it keeps modules inside of one - initialize"
             " this model with opt_level='O0', or name modules in it."
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as it was scripted - script it later.")
-    for parent, path in names.items():
-        if isinstance(parent, torch.nn.MultiheadAttention) and module in list(parent.children()):
-            raise ValueError(
-                f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without"
-                f" calling them - keep the whole of {path!r}."
-            )
+    if parents:
+        raise ValueError(
+            f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without calling"
+            f" them - keep the whole of {names[parents[0]]!r}."
+        )
 
 
 def build_borders(
@@ -197,6 +177,10 @@ def _pass(module: torch.nn.Module, args: object) -> None:
 
 def _show(one: object) -> str:
     return type(one).__name__ if isinstance(one, torch.nn.Module) else repr(one)
+
+
+def _hint(names: Names) -> str:
+    return f"modules are named {_list(names)}; patterns are shell patterns over these names or over class names."
 
 
 def _list(names: Names) -> str:

@@ -5,6 +5,7 @@ apex kept the same in ``apex/amp/frontend.py``: ``Properties`` and the classes `
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping
@@ -22,9 +23,9 @@ if TYPE_CHECKING:
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-_OPTIONS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+OPTIONS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
 LEVELS: Mapping[str, Mapping[str, object]] = {
-    level: dict(zip(_OPTIONS, values, strict=True))
+    level: dict(zip(OPTIONS, values, strict=True))
     for level, values in {
         "O0": (torch.float32, False, None, False, 1.0),
         "O1": (None, True, None, None, "dynamic"),
@@ -48,55 +49,59 @@ _DTYPE_NAMES: Mapping[str, torch.dtype] = {
 }
 
 
-def checked_level(level: object) -> str:
-    """Return ``level`` if it names an optimization level, else raise a RuntimeError, as apex did."""
-    if isinstance(level, str) and level in LEVELS:
-        return level
-    hint = " Its prefix is the letter O (as in Optimization), not a zero." if str(level).startswith("0") else ""
-    raise RuntimeError(
-        f"Unexpected optimization level {level!r} - options are 'O0', 'O1', 'O2', 'O3' (and 'O4', 'O5' for bfloat16)."
-        f"{hint} Pass one of these as opt_level."
-    )
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def checked_option(name: str, value: object) -> Any:
-    """Return the override ``name=value`` in its canonical type, whatever the level.
-
-    Raises:
-        TypeError: ``cast_model_type`` is not a dtype.
-        ValueError: A flag or a loss scale cannot be read.
-    """
+    """Return the override ``name=value`` in its canonical type, or raise an error; None overrides nothing."""
+    error: type[Exception] = ValueError
+    rule = "True, False, 'True', 'False' or None - pass one of these"
     if value is None:
         return None
     if name == "cast_model_type":
         if value is False or (isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)):
             return value
-        raise TypeError(
-            f"{name}={value!r} - it must be torch.float16, torch.bfloat16, torch.float32, False (no cast) or None"
-            " - pass the dtype object itself."
-        )
-    if name == "loss_scale":
+        error, rule = TypeError, "torch.float16, torch.bfloat16, torch.float32, False (no cast) or None"
+        rule += " - pass the dtype object itself"
+    elif name == "loss_scale":
         if value == "dynamic":
             return value
-        try:
-            scale = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
-            scale = math.nan
-        if _is_positive(scale):
-            return scale
-        raise ValueError(
-            f"loss_scale={value!r} - it must be 'dynamic' or a positive number (or such a number as a string)"
-            " - pass loss_scale='dynamic' if unsure."
-        )
-    if isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):
+            if not isinstance(value, bool) and _is_positive(scale := float(value)):  # type: ignore[arg-type]
+                return scale
+        rule = "'dynamic' or a positive number (or such a number as a string) - pass loss_scale='dynamic' if unsure"
+    elif isinstance(value, bool):
         return value
-    if value in ("True", "False"):
+    elif value in ("True", "False"):
         return value == "True"
-    raise ValueError(f"{name}={value!r} - it must be True, False, 'True', 'False' or None - pass one of these.")
+    raise error(f"{name}={value!r} - it must be {rule}.")
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+def check_keywords(
+    num_losses: object, min_loss_scale: object, max_loss_scale: Any, cast_model_outputs: object, verbosity: object
+) -> None:
+    """Check the keywords of ``initialize`` that are no options of a level."""
+    low: Any = max_loss_scale if min_loss_scale is None else min_loss_scale
+    counted = isinstance(num_losses, int) and not isinstance(num_losses, bool) and num_losses > 0
+    floating = isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
+    outputs = "a floating torch.dtype or None - pass torch.float32 for instance"
+    power, quiet = "a positive number - pass a power of two", "an integer - pass 0 for silence, 1 for apex's messages"
+    checks: tuple[tuple[bool, type[Exception], str, object, str], ...] = (
+        (counted, ValueError, "num_losses", num_losses, "a positive integer - pass how many losses you scale"),
+        (_is_positive(max_loss_scale), ValueError, "max_loss_scale", max_loss_scale, power),
+        (_is_positive(low), ValueError, "min_loss_scale", low, power),
+        (floating or cast_model_outputs is None, TypeError, "cast_model_outputs", cast_model_outputs, outputs),
+        (isinstance(verbosity, int), TypeError, "verbosity", verbosity, quiet),  # scripts pass False, too
+    )
+    for fits, error, name, value, rule in checks:
+        if not fits:
+            raise error(f"{name}={value!r} - it must be {rule}.")
+    if low > max_loss_scale:
+        raise ValueError(
+            f"min_loss_scale={low!r} with max_loss_scale={max_loss_scale!r} - the minimum must not exceed the maximum"
+            " - swap or drop one (D28)."
+        )
 
 
 #: Why O1 and O4, which cast around functions and leave the weights in float32, do not take an option.
@@ -109,13 +114,12 @@ _NOT_AT_O1: Mapping[str, str] = {
 
 def refusal(level: str, name: str, value: object) -> str | None:
     """Say why ``level`` does not allow ``name=value``, or None where it does; apex allowed and refused the same."""
-    if level in ("O1", "O4"):
-        no_cast = name == "cast_model_type" and value in (False, torch.float32)
-        reason = None if value is None or no_cast else _NOT_AT_O1.get(name)
-    elif name == "patch_torch_functions" and value:
-        reason = "only O1 (O4) inserts casts around functions - select opt_level='O1' instead."
+    no_cast = name == "cast_model_type" and value in (False, torch.float32)
+    if level not in ("O1", "O4"):
+        patches = "only O1 (O4) inserts casts around functions - select opt_level='O1' instead."
+        reason = patches if name == "patch_torch_functions" and value else None
     else:
-        reason = None
+        reason = None if value is None or no_cast else _NOT_AT_O1.get(name)
     return reason and f"{name}={value!r} at {level} - {reason}"
 
 
@@ -126,7 +130,7 @@ class Properties:
     """
 
     def __init__(self) -> None:
-        self.__dict__["options"] = {"enabled": False, **dict.fromkeys(("opt_level", *_OPTIONS))}
+        self.__dict__["options"] = {"enabled": False, **dict.fromkeys(("opt_level", *OPTIONS))}
 
     def _update_options_dict(self, new_options: Mapping[str, object]) -> None:
         unknown = sorted(set(new_options) - set(self.options))
@@ -140,7 +144,7 @@ class Properties:
         raise AttributeError(f"'{type(self).__name__}' object has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in _OPTIONS:
+        if name in OPTIONS:
             value = checked_option(name, value)
             if reason := refusal(self.options["opt_level"] or "O0", name, value):
                 raise RuntimeError(reason)
@@ -154,21 +158,19 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     """Read the options of a call: those of its level, overridden by keywords and by the environment.
 
     ``AMPCOMPAT_OPT_LEVEL`` and ``AMPCOMPAT_DTYPE`` change a script from outside, and a message says so. A keyword that
-    the level from outside does not allow is dropped.
-
-    Returns:
-        The properties, and the half dtype in force (float16 unless bfloat16 was asked for).
-
-    Raises:
-        RuntimeError: Unknown level, or a keyword that the level does not allow.
-        TypeError, ValueError: A keyword's value cannot be read.
+    the level from outside does not allow is dropped. Returns also the half dtype in force.
     """
     outside = os.environ.get("AMPCOMPAT_OPT_LEVEL") or None
-    level = checked_level(outside or opt_level)
+    level = outside or opt_level
+    if not isinstance(level, str) or level not in LEVELS:
+        hint = " Its prefix is the letter O (as in Optimization), not a zero." if str(level).startswith("0") else ""
+        raise RuntimeError(
+            f"Unexpected optimization level {level!r} - options are 'O0', 'O1', 'O2', 'O3' (and 'O4', 'O5' for"
+            f" bfloat16).{hint} Pass one of these as opt_level."
+        )
     dtype_name = os.environ.get("AMPCOMPAT_DTYPE") or None
     if dtype_name not in (None, *_DTYPE_NAMES):
-        names = sorted(_DTYPE_NAMES)
-        raise ValueError(f"AMPCOMPAT_DTYPE={dtype_name!r} - it must be one of {names} - set one of these.")
+        raise ValueError(f"AMPCOMPAT_DTYPE={dtype_name!r} - it must be one of {[*_DTYPE_NAMES]} - set one of these.")
     dtype = _DTYPE_NAMES.get(dtype_name or "")
     half = dtype or (torch.bfloat16 if level in ("O4", "O5") else torch.float16)
     options = dict(LEVELS[level])
@@ -178,11 +180,10 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
         checked = checked_option(name, value)
         if checked is None:
             continue
-        reason = refusal(level, name, checked)
-        if reason and outside:
-            say(f"AMPCOMPAT_OPT_LEVEL={outside}: the script's {name}={value!r} is not for this level and is dropped.")
-            continue
-        if reason:
+        if reason := refusal(level, name, checked):
+            if outside:
+                say(f"AMPCOMPAT_OPT_LEVEL={level}: the script's {name}={value!r} is not for this level and is dropped.")
+                continue
             warn_or_err(reason)
         if name == "cast_model_type" and checked in HALF_DTYPES:
             checked = half = dtype or checked
@@ -198,21 +199,55 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     return properties, half
 
 
-def as_models(models: object) -> list[torch.nn.Module]:
-    """Return ``models`` as a list, each checked to be a module that may be initialized now."""
+def as_models(models: object, options: Properties) -> list[torch.nn.Module]:
+    """Return ``models`` as a list, each out of ``torch.compile`` and checked to be fit for ``options``."""
     wanted = "a model - models must be a torch.nn.Module, or a list or tuple of them - pass the module itself."
-    found = _as_list(models, lambda one: isinstance(one, torch.nn.Module), wanted)
+    given = _as_list(models, lambda one: isinstance(one, torch.nn.Module), wanted)
+    found = [_torch.uncompiled(model) for model in given]
+    half = options.cast_model_type in HALF_DTYPES
     for model in found:
         if wrapper := _torch.parallel_wrapper(model):
             raise RuntimeError(
                 f"amp.initialize got a model already wrapped in {wrapper} - amp casts weights, and the wrapper has"
                 " taken note of them - call amp.initialize first and wrap what it returns."
             )
-        for module in model.modules():
+        for path, module in model.named_modules():
+            if half and isinstance(module, torch.jit.ScriptModule) and not isinstance(model, torch.jit.ScriptModule):
+                raise RuntimeError(
+                    f"amp.initialize got a model with the scripted submodule {path!r} at opt_level="
+                    f"{options.opt_level!r} - the weights of a ScriptModule cannot be cast in place - script it after"
+                    " amp.initialize, or use opt_level='O1'."
+                )
             for name, param in module._parameters.items():
-                if param is not None:
-                    _check_weight(module, f"parameter {name!r} of a {type(module).__name__}", param)
+                if param is not None and (trouble := _unfit(module, param, half)):
+                    name = f"parameter {name!r} of a {type(module).__name__}"
+                    raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble.format(name)}")
     return found
+
+
+def _unfit(module: torch.nn.Module, param: torch.Tensor, half: bool) -> str | None:
+    """Say why amp cannot train ``param``, or cannot cast it where weights become ``half``; ``{}`` is its name."""
+    if _torch.is_uninitialized(param):
+        return "uninitialized {} - its shape must be known - run one forward pass first."
+    if param.device.type == "meta":
+        return (
+            "{} on the meta device - masters and loss scales need values - move it with to_empty(device=...), load its"
+            " weights, and call amp.initialize then."
+        )
+    if param.is_inference():
+        return "{} made under torch.inference_mode - it cannot be trained - make the model outside of it."
+    if half and type(param) is not torch.nn.Parameter and _torch.is_sharded(param):
+        return (
+            "{} is sharded by fully_shard - amp keeps no float32 masters of shards - use opt_level='O1' (O4 for"
+            " bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
+        )
+    cast_before = param.dtype == module.__dict__.get("_amp_half", (None,))[0]
+    if param.dtype in HALF_DTYPES and not cast_before and not state.view["allow_incoming_model_not_fp32"]:
+        return (
+            f"{{}} is {param.dtype} already - amp casts the model itself and needs its float32 weights - do not call"
+            " .half() or .bfloat16() on it (amp._amp_state.allow_incoming_model_not_fp32 = True lifts this check)."
+        )
+    return None
 
 
 def _as_list(given: object, fits: Callable[[object], bool], wanted: str) -> list[Any]:
@@ -222,43 +257,6 @@ def _as_list(given: object, fits: Callable[[object], bool], wanted: str) -> list
             shown = f"the class {one.__name__}" if isinstance(one, type) else f"an object of type {type(one).__name__}"
             raise TypeError(f"amp.initialize got {shown} as {wanted}")
     return found
-
-
-def _check_weight(module: torch.nn.Module, name: str, param: torch.Tensor) -> None:
-    if _torch.is_uninitialized(param):
-        trouble = f"uninitialized {name} - its shape must be known - run one forward pass first."
-    elif param.device.type == "meta":
-        trouble = (
-            f"{name} on the meta device - masters and loss scales need values - move it with to_empty(device=...),"
-            " load its weights, and call amp.initialize then."
-        )
-    elif param.is_inference():
-        trouble = f"{name} made under torch.inference_mode - it cannot be trained - make the model outside of it."
-    elif (
-        param.dtype in HALF_DTYPES
-        and param.dtype != module.__dict__.get("_amp_half", (None,))[0]
-        and not state.view["allow_incoming_model_not_fp32"]
-    ):
-        trouble = (
-            f"{name} is {param.dtype} already - amp casts the model itself and needs its float32 weights - do not call"
-            " .half() or .bfloat16() on it (amp._amp_state.allow_incoming_model_not_fp32 = True lifts this check)."
-        )
-    else:
-        return
-    raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble}")
-
-
-def check_unsharded(models: list[torch.nn.Module], properties: Properties) -> None:
-    """Refuse to cast weights of which this rank holds a part (``fully_shard``)."""
-    if properties.cast_model_type not in HALF_DTYPES:
-        return
-    for name, param in [pair for model in models for pair in model.named_parameters()]:
-        if type(param) is not torch.nn.Parameter and _torch.is_sharded(param):
-            raise RuntimeError(
-                f"amp.initialize got a model sharded by fully_shard (its parameter {name!r} is a DTensor) at opt_level="
-                f"{properties.opt_level!r} - amp keeps no float32 masters of shards - use opt_level='O1' (O4 for"
-                " bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
-            )
 
 
 def as_optimizers(optimizers: object) -> list[Optimizer]:
@@ -287,66 +285,25 @@ class Optimizer(Protocol):
     _opt_called: bool  # LR schedulers ask it whether there was a step
     grad_scale: torch.Tensor | None  # both as torch.amp.GradScaler lends them
     found_inf: torch.Tensor
-
-    @property
-    def state(self) -> MutableMapping[Any, Any]: ...  # noqa: D102
-
-    def step(self, *args: Any, **kwargs: Any) -> object: ...  # noqa: D102
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> object: ...  # noqa: D102
-
-    def add_param_group(self, *args: Any, **kwargs: Any) -> object: ...  # noqa: D102
+    state: MutableMapping[Any, Any]
+    step: Callable[..., object]
+    zero_grad: Callable[..., object]
+    add_param_group: Callable[..., object]
 
 
 def is_optimizer(value: object) -> bool:
     """Whether ``value`` is an optimizer, or has what amp needs of one."""
-    if isinstance(value, type):
-        return False
     names = ("param_groups", "state", "step", "zero_grad", "add_param_group")
-    return isinstance(value, torch.optim.Optimizer) or all(hasattr(value, name) for name in names)
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
 
 
 def inner_optimizers(optimizer: object) -> list[Any]:
     """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
-    found: dict[int, torch.optim.Optimizer] = {}
-    to_do: list[object] = [optimizer]
-    while to_do:
-        for held in getattr(to_do.pop(), "__dict__", {}).values():
+    found: list[object] = [optimizer]
+    for one in found:  # grows meanwhile
+        for held in getattr(one, "__dict__", {}).values():
             several = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
-            for one in several:
-                if isinstance(one, torch.optim.Optimizer) and one is not optimizer and id(one) not in found:
-                    found[id(one)] = one
-                    to_do.append(one)
-    return list(found.values())
-
-
-def check_verbosity(verbosity: object) -> int:
-    """Check the ``verbosity`` keyword of ``initialize``; scripts pass False, too."""
-    if not isinstance(verbosity, int):
-        raise TypeError(f"verbosity={verbosity!r} - it must be an integer - pass 0 for silence, 1 for apex's messages.")
-    return int(verbosity)
-
-
-def check_scaling(num_losses: object, min_loss_scale: float | None, max_loss_scale: float) -> None:
-    """Check the scaler keywords of ``initialize``."""
-    if not isinstance(num_losses, int) or isinstance(num_losses, bool) or num_losses < 1:
-        raise ValueError(f"num_losses={num_losses!r} - it must be a positive integer - pass how many losses you scale.")
-    low = max_loss_scale if min_loss_scale is None else min_loss_scale
-    for name, value in (("max_loss_scale", max_loss_scale), ("min_loss_scale", low)):
-        if not _is_positive(value):
-            raise ValueError(f"{name}={value!r} - it must be a positive number - pass a power of two.")
-    if low > max_loss_scale:
-        raise ValueError(
-            f"min_loss_scale={min_loss_scale!r} with max_loss_scale={max_loss_scale!r} - the minimum must not exceed"
-            " the maximum - swap or drop one (D28)."
-        )
-
-
-def check_outputs(cast_model_outputs: object) -> None:
-    """Check the ``cast_model_outputs`` keyword of ``initialize``."""
-    floating = isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
-    if cast_model_outputs is not None and not floating:
-        raise TypeError(
-            f"cast_model_outputs={cast_model_outputs!r} - it must be a floating torch.dtype or None - pass"
-            " torch.float32 for instance."
-        )
+            for inner in several:
+                if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in found):
+                    found.append(inner)
+    return found[1:]

@@ -15,7 +15,6 @@ import functools
 import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Final
 
@@ -46,23 +45,6 @@ class Rule(Enum):
 
 
 Plan = dict[torch._ops.OpOverload, tuple[str, Rule]]
-
-
-@dataclass
-class Rules:
-    """Hold what is installed, and its undo."""
-
-    table: dict[str, Rule] = field(default_factory=dict)  # by public name, as last read from the lists
-    plans: dict[str, Plan] = field(default_factory=dict)  # by device type
-    undo: ExitStack = field(default_factory=ExitStack)
-    allow_banned: bool = False  # amp.init(allow_banned=True): banned ops run in float32
-
-
-def installed() -> Rules:
-    """Return the rules that are on the dispatcher now."""
-    if state.rules is None:
-        state.rules = Rules()
-    return state.rules
 
 
 # -- From lists to names -----------------------------------------------------------------------------------------------
@@ -207,9 +189,8 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
     """
     if name in _CELLS and rule is Rule.HALF:
         return _cell_kernel(op, device_type)
-    call: Callable[..., object] = (
-        functools.partial(_softmax, op) if _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax") else op
-    )
+    softmax = _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax")
+    call: Callable[..., object] = functools.partial(_softmax, op) if softmax else op
     below, target = _torch.keys_excluded(key), _target(name, rule, device_type)
 
     def kernel(*args: object, **kwargs: object) -> object:
@@ -245,10 +226,7 @@ def _softmax(op: torch._ops.OpOverload, x: torch.Tensor, dim: int, half_to_float
 
 
 def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., object]:
-    """Cast input and states of a recurrent cell; its inner ``linear`` casts the weights.
-
-    An unrolled cell casts the same weights at every step, and only native kernels reach autocast's weight cache.
-    """
+    """Cast input and states of a recurrent cell; its inner ``linear`` casts the weights, through autocast's cache."""
     inner = _torch.composite(op)
 
     def kernel(x: torch.Tensor, hidden: Any, *weights: object) -> object:
@@ -263,14 +241,8 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     """Make what chooses the dtype to cast arguments to (None: leave them) of these; float32 needs no choice."""
 
     def dtypes(args: tuple[object, ...]) -> set[torch.dtype]:
-        found, pending = set(), list(args)
-        for a in pending:
-            if isinstance(a, torch.Tensor):
-                if a.dtype in CASTABLE and a.device.type == device_type:
-                    found.add(a.dtype)
-            elif isinstance(a, (list, tuple)):
-                pending.extend(a)
-        return found
+        tensors = tensors_in(args, objects=False)
+        return {t.dtype for t in tensors if t.dtype in CASTABLE and t.device.type == device_type}
 
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
@@ -282,7 +254,7 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
         return dtype if dtype.is_floating_point else None
 
     def banned(args: tuple[object, ...]) -> torch.dtype | None:
-        if not installed().allow_banned and not dtypes(args).isdisjoint(HALVES):
+        if not state.rules.allow_banned and not dtypes(args).isdisjoint(HALVES):
             raise NotImplementedError(message)
         return torch.float32
 
@@ -301,10 +273,9 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
 def cast_arguments(rule: Rule, args: Any, kwargs: Any) -> tuple[str | None, Any, Any]:
     """Cast a call's floating tensors, nested ones too but not ``out``, where casts are on for their device.
 
-    Returns:
-        The device type of the first floating tensor whose casts are on, or None, and the arguments.
+    Returns also the device type of the first floating tensor whose casts are on, or None.
     """
-    device_types, casting, out = installed().plans, [], kwargs.get("out")
+    device_types, casting, out = state.rules.plans, [], kwargs.get("out")
     widest = None
     if rule is Rule.PROMOTE:
         dtypes = [t.dtype for t in tensors_in((args, kwargs), objects=False) if t.is_floating_point()]
@@ -332,34 +303,20 @@ def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
 
 def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
     """Cast the arguments of the functions in :data:`PYTHON`, and of those that users added and no op stands for."""
+
+    def casting(function: Callable[..., object], rule: Rule) -> Callable[..., object]:
+        @functools.wraps(function)
+        def cast(*args: object, **kwargs: object) -> object:
+            _, args, kwargs = cast_arguments(rule, args, kwargs)
+            return function(*args, **kwargs)
+
+        return cast
+
     for name, rule in table.items():
         edited = SHIPPED.get(name) is not rule
         found = _python_function(name) if name in PYTHON or (edited and not _overloads(name, True)) else None
         if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
-            _torch.wrap_everywhere(*found, functools.partial(_casting, rule), undo)
-
-
-def _casting(rule: Rule, function: Callable[..., object]) -> Callable[..., object]:
-    device_types = installed().plans
-
-    def widen(a: object) -> object:
-        if not isinstance(a, torch.Tensor) or a.dtype not in HALVES or a.device.type not in device_types:
-            return a
-        return a.float() if torch.is_autocast_enabled(a.device.type) else a
-
-    @functools.wraps(function)
-    def in_float(
-        *args: object, **kwargs: object
-    ) -> object:  # as below, for the functions we ship, whose arguments are flat
-        given = [widen(a) for a in args]
-        return function(*given, **{name: a if name == "out" else widen(a) for name, a in kwargs.items()})
-
-    @functools.wraps(function)
-    def cast(*args: object, **kwargs: object) -> object:
-        _, args, kwargs = cast_arguments(rule, args, kwargs)
-        return function(*args, **kwargs)
-
-    return in_float if rule is Rule.FLOAT and function.__name__ in PYTHON else cast
+            _torch.wrap_everywhere(*found, functools.partial(casting, rule=rule), undo)
 
 
 # -- In force ----------------------------------------------------------------------------------------------------------
@@ -369,18 +326,19 @@ def acquire(device_types: Iterable[str]) -> None:
     A device type that this torch cannot autocast is passed over. Nothing is installed if any registration fails, or if
     a list holds an entry of the wrong kind (TypeError).
     """
-    rules, table = installed(), rules_by_name()
-    wanted = dict.fromkeys([*rules.plans, *device_types])
+    rules, table = state.rules, rules_by_name()
+    wanted, plans = [*rules.plans, *device_types], dict[str, Plan]()
     if rules.plans and table != rules.table:
         release()
-    missing = [(d, key) for d in wanted if d not in rules.plans and (key := _torch.autocast_key(d))]
-    if not missing:
-        return
     with ExitStack() as undo:
-        plans = {device_type: planned(device_type, key, table) for device_type, key in missing}
-        for device_type, key in missing:
-            plan = plans[device_type].items()
-            _torch.register_kernels({op: make_kernel(op, *rule, device_type, key) for op, rule in plan}, key, undo)
+        for device_type in wanted:
+            key = _torch.autocast_key(device_type)
+            if key and device_type not in rules.plans and device_type not in plans:
+                plan = plans[device_type] = planned(device_type, key, table)
+                kernels = {op: make_kernel(op, *rule, device_type, key) for op, rule in plan.items()}
+                _torch.register_kernels(kernels, key, undo)
+        if not plans:
+            return
         if not rules.plans:
             _wrap_functions(table, undo)
             state.undo.callback(release)
@@ -392,9 +350,8 @@ def acquire(device_types: Iterable[str]) -> None:
 
 def release() -> None:
     """Uninstall all rules. Idempotent."""
-    rules = installed()
-    rules.plans.clear()
-    rules.undo.close()
+    state.rules.plans.clear()
+    state.rules.undo.close()
 
 
 def bind_compiled_code(lines: Iterable[str], undo: ExitStack) -> None:
@@ -402,10 +359,6 @@ def bind_compiled_code(lines: Iterable[str], undo: ExitStack) -> None:
 
     torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a plain
     process's cache, would ignore them, and ours would serve a plain program.
-
-    Args:
-        lines: One for each thing that compiled code takes over, in any order.
-        undo: Takes the way back to plain torch.
     """
     digest = hashlib.sha256("\n".join([__version__, *sorted(lines)]).encode()).hexdigest()[:16]
     undo.callback(_torch.forget_compiled_graphs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
@@ -12,46 +12,35 @@ from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp import cpu_convolution, ddp
 from ampcompat.amp.amp_model import ModelPolicy, device_types_of
-from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, uncover
+from ampcompat.amp.autocast import Casts, cover, set_ambient, uncover
 from ampcompat.amp.properties import HALF_DTYPES, Properties
 from ampcompat.amp.scaler import LossScaler
 
 
+@dataclass(eq=False, repr=False)
 class Session:
-    """One call of ``initialize``; models lead to its policy, optimizers to it.
+    """One call of ``initialize`` (or of ``amp.init``, which knows no models); optimizers lead to it."""
 
-    Attributes:
-        properties: Its options.
-        half: Its half dtype.
-        scalers: One loss scaler per ``num_losses``.
-        policy: How its models run.
-        enabled: False for a call with ``enabled=False``, which owns nothing.
-        by_init: Whether ``amp.init`` made it, which knows no models.
-        lent: Policies of other calls that cast functions because this one does.
-    """
+    properties: Properties
+    half: torch.dtype = torch.float16
+    outputs: InitVar[torch.dtype | None] = None
+    scalers: list[LossScaler] = field(default_factory=list)  # one per ``num_losses``
+    by_init: bool = False
 
-    def __init__(
-        self,
-        properties: Properties,
-        half: torch.dtype = torch.float16,
-        outputs: torch.dtype | None = None,
-        scalers: list[LossScaler] | None = None,
-        by_init: bool = False,
-    ) -> None:
-        self.properties, self.half, self.scalers, self.by_init = properties, half, scalers or [], by_init
-        options = properties.options
-        self.enabled = bool(options["enabled"])
-        self.lent: list[ModelPolicy] = []
+    def __post_init__(self, outputs: torch.dtype | None) -> None:
+        options = self.properties.options
+        self.enabled = bool(options["enabled"])  # else it owns nothing
         cast_type = options["cast_model_type"] or None
         weights = cast_type if cast_type in HALF_DTYPES else None
-        self.policy = ModelPolicy(
+        self.policy = ModelPolicy(  # how its models run
             opt_level=options["opt_level"],
-            casts=Casts(True, half) if options["patch_torch_functions"] else OFF._replace(dtype=half),
+            casts=Casts(bool(options["patch_torch_functions"]), self.half),
             input_dtype=cast_type,
             output_dtype=outputs or (torch.float32 if cast_type is not None else None),
             half=weights,
             master_weights=bool(options["master_weights"]) and weights is not None,
         )
+        self.casting = [self.policy]  # and those of other calls that cast functions because this one does
 
     def replace_scalers(self, scalers: Any) -> None:
         """Follow ``amp._amp_state.loss_scalers = [...]``."""
@@ -63,11 +52,10 @@ class Session:
             )
         self.scalers = found
 
-    def begin_casts(self, models: Iterable[torch.nn.Module] = ()) -> None:
-        """Make this call's casts the ambient ones, on the devices of every live model and of ``models``."""
+    def begin_casts(self) -> None:
+        """Make this call's casts the ambient ones, on the devices of every live model."""
         ddp.install()
-        models = {*state.models.live, *models}
-        held = device_types_of(models)
+        held = device_types_of(state.models.live)
         known = held & set(_torch.autocast_device_types())
         if self.policy.casts.enabled:
             for device_type in held - known:
@@ -82,26 +70,11 @@ class Session:
             cpu_convolution.acquire()
         set_ambient(self.policy.casts, known)
 
-    def cast_inside(self, models: Iterable[torch.nn.Module]) -> None:
-        """Have the forwards of ``models`` cast functions too, into their own half dtype, whatever their level."""
-        for model in models:
-            policy: ModelPolicy | None = model.__dict__.get("_amp_policy")
-            if policy is not None and not policy.casts.enabled:
-                self.lent.append(policy)
-                policy.casts = policy.casts._replace(enabled=True)
-
     def end_casts(self) -> None:
         """Take this call's casts back (``handle._deactivate()``); with the last of them go all patches of torch."""
-        for policy in (self.policy, *self.lent):
+        for policy in self.casting:
             policy.casts = policy.casts._replace(enabled=False)
         release_casts()
-
-    def undo_casts(self, ambient: Casts | None, device_types: Iterable[str]) -> None:
-        """Undo :meth:`begin_casts`, done whole or in part, back to ``ambient`` on ``device_types``."""
-        self.policy.casts = self.policy.casts._replace(enabled=False)
-        if ambient is None:
-            release_casts()
-        set_ambient(ambient or OFF, device_types)
 
 
 def release_casts() -> None:

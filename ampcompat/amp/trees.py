@@ -22,54 +22,34 @@ def cast_tree(value: T, dtype: torch.dtype) -> T:
     """Cast every floating tensor in ``value`` to ``dtype``; objects with a ``.to`` method (batches) cast themselves.
 
     Reproduces what apex did to the inputs and outputs of an O2 model (``apex/amp/_initialize.py: applier``), for
-    dataclasses and mappings of any kind too.
-
-    Args:
-        value: Anything.
-        dtype: Floating dtype.
-
-    Returns:
-        The same structure; what needs no cast is returned itself, containers included, so that a forward that writes
-        into its argument writes into the caller's.
+    dataclasses and mappings of any kind too. What needs no cast is returned itself, containers included, so that a
+    forward that writes into its argument writes into the caller's.
     """
 
     def cast(leaf: Any) -> object:
         keep = isinstance(leaf, torch.Tensor) and (leaf.dtype == dtype or not leaf.is_floating_point())
         return leaf if keep else leaf.to(dtype)
 
-    changed: T = _map(value, cast, True)[0]
-    return changed
+    return _map(value, cast, True)[0]
 
 
 def tensors_in(value: object, objects: bool = True) -> list[torch.Tensor]:
     """List the tensors in ``value``, in order; see :func:`map_tree`. Objects with ``.to`` are not looked into."""
-    found: list[torch.Tensor] = []
-
-    def collect(leaf: object) -> object:
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        return leaf
-
-    _map(value, collect, objects)
-    return found
+    found: list[Any] = []
+    _map(value, lambda leaf: found.append(leaf) or leaf, objects)  # type: ignore[func-returns-value]
+    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 def map_tree(value: T, function: Callable[[Any], object], objects: bool = True) -> T:
     """Replace every tensor in ``value``, and every object that has ``.to``, by ``function`` of it.
 
-    Args:
-        value: Anything.
-        function: Gets a tensor or an object with ``.to`` and returns its replacement, or the same object.
-        objects: Whether to follow dataclasses and objects with ``.to``. A method's own ``self`` may be one.
-
-    Returns:
-        The same structure; a container in which nothing changes is returned itself, never a copy.
+    A container in which nothing changes is returned itself, never a copy. Without ``objects``, dataclasses and objects
+    with ``.to`` are left alone: a method's own ``self`` may be one.
     """
-    changed: T = _map(value, function, objects)[0]
-    return changed
+    return _map(value, function, objects)[0]
 
 
-def _map(value: Any, function: Callable[[Any], object], objects: bool) -> tuple[Any, bool]:
+def _map(value: T, function: Callable[[Any], Any], objects: bool) -> tuple[T, bool]:
     """As :func:`map_tree`; says whether anything changed: torch 2.4 compiles ``is`` of two lists as ``==``."""
     parts: Any
     if isinstance(value, (list, tuple)):
@@ -102,10 +82,11 @@ def _map(value: Any, function: Callable[[Any], object], objects: bool) -> tuple[
         items.append(item)
     if not changed:
         return value, False
-    return tuple(items) if type(value) is tuple else _rebuild(value, items), True  # spares a forward's arguments a call
+    made: Any = tuple(items) if type(value) is tuple else _rebuild(value, items)  # spares a forward's arguments a call
+    return made, True
 
 
-def _rebuild(value: Any, items: list[object]) -> object:
+def _rebuild(value: Any, items: list[object]) -> Any:
     """Make a container like ``value`` of ``items``, which are its own in their order, some replaced."""
     kind: Any = type(value)
     if isinstance(value, (list, tuple)):  # _make: namedtuples, PackedSequence among them
@@ -117,10 +98,8 @@ def _rebuild(value: Any, items: list[object]) -> object:
                 object.__setattr__(clone, field.name, item)
         return clone
     pairs = dict(zip(value, items, strict=True))
-    if kind is dict:
-        return pairs
-    if not isinstance(value, dict):
-        return kind(pairs)
+    if kind is dict or not isinstance(value, dict):
+        return pairs if kind is dict else kind(pairs)
     clone = copy.copy(value)  # OrderedDict, defaultdict, transformers' ModelOutput: keep type and attributes
     for key, item in pairs.items():
         clone[key] = item

@@ -38,22 +38,14 @@ def cast_weights(
 ) -> None:
     """Cast every floating parameter and buffer of ``models`` to ``dtype``, in place; complex tensors stay.
 
-    Parameters keep their identity, so optimizers and hooks that hold them go on holding the model's. Weights that an
-    earlier call had cast are restored from their masters first: going from one level to another loses no bit.
-
-    Args:
-        models: Modules; tied weights and nested models are cast once.
-        dtype: float16, bfloat16 or float32; None leaves alone what no earlier call had cast, and restores the rest.
-        undo: Takes the undo of every change.
-        keep_batchnorm_fp32: Affine batch norm goes to float32 instead, as in apex's ``convert_module``.
-        master_weights: Half tensors get float32 masters, and ``state_dict`` hands those out.
-        trained: ids of the tensors that some optimizer holds: their masters are made now, the others' when needed.
-        kept: Modules that go to float32 instead (``keep_fp32``).
+    Parameters keep their identity; weights that an earlier call had cast are restored from their masters first. None
+    leaves alone what no earlier call had cast, and restores the rest. ``keep_batchnorm_fp32`` keeps affine batch norm
+    in float32, as apex's ``convert_module``; ``kept`` are modules that stay float32 too. With ``master_weights`` half
+    tensors get float32 masters: now where some optimizer holds them (``trained``, by id), else when needed.
     """
     modules = {id(m): m for model in models for m in model.modules()}.values()
-    for module in modules:
-        if "_amp_half" in module.__dict__:
-            hook_new(module, *module.__dict__["_amp_half"])
+    for module in [one for one in modules if "_amp_half" in one.__dict__]:
+        hook_new(module, *module.__dict__["_amp_half"])
     for module in modules:
         before = module.__dict__.get("_amp_half")
         norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
@@ -61,26 +53,19 @@ def cast_weights(
         target = torch.float32 if (before is not None if dtype is None else wide) else dtype
         if target is None:
             continue
-        half = target != torch.float32
-        undo.callback(_put_back, module, before, dict(module.__dict__.get("_amp_masters", {})))
+        half = None if target == torch.float32 else target
+        undo.callback(set_masters, module, dict(module.__dict__.get("_amp_masters", {})))
+        undo.callback(hook, module, *(before or (None, False)))
         for name, tensor in own_tensors(module):
             if tensor.dtype in _CASTABLE:
-                _cast(module, name, tensor, target, half and master_weights, trained, undo)
-        if half:
-            hook(module, target, master_weights)
-        else:
-            unhook(module)
+                _cast(module, name, tensor, target, trained if half and master_weights else (), undo)
+        hook(module, half, master_weights)
+        if half is None:
             set_masters(module, {})
 
 
 def _cast(
-    module: torch.nn.Module,
-    name: str,
-    tensor: torch.Tensor,
-    target: torch.dtype,
-    master_weights: bool,
-    trained: Collection[int],
-    undo: ExitStack,
+    module: torch.nn.Module, name: str, tensor: Any, target: torch.dtype, trained: Collection[int], undo: ExitStack
 ) -> None:
     master = module.__dict__.get("_amp_masters", {}).get(name) or master_of(tensor)
     if master is not None:
@@ -98,8 +83,7 @@ def _cast(
             master.push()
         elif master is not None:
             master.retire()
-    borrowed = master is not None and id(master.value) in trained
-    if master_weights and (borrowed or id(tensor) in trained):
+    if id(tensor) in trained or (master is not None and id(master.value) in trained):
         if alone:  # the master takes the memory that the weight just left: no copy, no second peak
             exact = torch.nn.Parameter(exact.data, tensor.requires_grad)
         ensure_master(module, name, exact, adopt=alone)
@@ -114,17 +98,13 @@ def _put_data_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor 
         master.settle()
 
 
-def _put_back(module: torch.nn.Module, before: tuple[torch.dtype, bool] | None, held: dict[str, Master]) -> None:
-    """Restore the hooks and masters that ``module`` had."""
-    unhook(module)
-    if before is not None:
-        hook(module, *before)
-    set_masters(module, held)
-
-
-# -- saving and loading ------------------------------------------------------------------------------------------------
-def hook(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -> None:
-    """Hook saving and loading of ``module``'s own tensors (not its children's)."""
+def hook(module: torch.nn.Module, half: torch.dtype | None, master_weights: bool) -> None:
+    """Hook saving and loading of ``module``'s own tensors; None takes the hooks off."""
+    if half is None:
+        for handle in module.__dict__.pop("_amp_state_hooks", ()):
+            handle.remove()
+        module.__dict__.pop("_amp_half", None)
+        return
     object.__setattr__(module, "_amp_half", (half, master_weights))
     if "_amp_state_hooks" not in module.__dict__:
         hooks = _torch.register_state_dict_hooks(module, _hand_out, _take_in, _loaded)
@@ -141,14 +121,6 @@ def hook_new(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -
     for _, part in found:
         hook(part, half, master_weights)
     return found
-
-
-def unhook(module: torch.nn.Module) -> None:
-    """Undo :func:`hook`."""
-    for handle in module.__dict__.get("_amp_state_hooks", ()):
-        handle.remove()
-    module.__dict__.pop("_amp_state_hooks", None)
-    module.__dict__.pop("_amp_half", None)
 
 
 def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
@@ -174,10 +146,9 @@ def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, l
         hook_new(module, half, master_weights)  # in time: torch loads children after their parent
     for name, tensor in own_tensors(module):
         incoming = state_dict.get(prefix + name)
-        if half is None or tensor.dtype != half or not isinstance(incoming, torch.Tensor):
+        if half is None or tensor.dtype != half or not isinstance(incoming, torch.Tensor) or incoming.is_meta:
             continue
-        fits = incoming.shape == tensor.shape and incoming.is_floating_point()
-        if not fits or incoming.layout != torch.strided or incoming.is_meta:
+        if incoming.shape != tensor.shape or not incoming.is_floating_point() or incoming.layout != torch.strided:
             continue  # torch reports the mismatch, or that it cannot be copied
         if local_metadata.get("assign_to_params_buffers", False):
             state_dict[prefix + name] = incoming.to(half)
@@ -190,20 +161,17 @@ def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, l
 
 def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
     average: HalfAverage | None = module.__dict__.get("_amp_average")
-    if average is not None:
-        average.forgive()
+    if average is not None and (param := average.param()) is not None:
+        average.writes, average.version = 0, param._version  # what was loaded is no average in half
     for name, master in module.__dict__.get("_amp_masters", {}).items():
         now = module._parameters.get(name, module._buffers.get(name))
-        if now is None:
-            continue
-        if now is not master.half:  # load_state_dict(assign=True)
+        if now is not None and now is not master.half:  # load_state_dict(assign=True)
             rebind(master, now)
-        elif master.value._version != master.seen[1]:
+        elif now is not None and master.value._version != master.seen[1]:
             master.push()
 
 
-# -- averages ----------------------------------------------------------------------------------------------------------
-#: Writes before the first look, elements looked at, and the least share of the way that a copy which follows has come.
+#: Writes before the look, elements looked at, and the least share of the way that a copy which follows has come.
 _WRITES, _SAMPLE, _FOLLOWS = 8, 256, 0.75
 
 
@@ -211,16 +179,15 @@ class HalfAverage:
     """Notices an average of weights that is kept in half, where it cannot move.
 
     ``ema = copy.deepcopy(model)`` and then ``e.mul_(.9999).add_(p, alpha=.0001)`` over ``parameters()`` rounds to half
-    at every update at O2 and O3: steps below half a unit in the last place vanish, as they did under apex. The module
-    that holds a model's largest half weight carries such an object; that of a deepcopy knows the original's weight and
-    looks after steps. A copy that is written again and again by others than amp, and yet stays far behind its original,
-    is such an average; a teacher that is frozen, or copied whole from time to time, is not.
+    at every update at O2 and O3, as under apex. The module that holds a model's largest half weight carries such an
+    object; that of a deepcopy knows the original's weight and looks once, after several writes by others than amp: a
+    copy far behind its original is such an average; a teacher that is frozen, or copied whole at times, is not.
     """
 
     def __init__(self, param: torch.Tensor, original: torch.Tensor | None = None) -> None:
         self.param, self.original = TensorWeakRef(param), TensorWeakRef(param if original is None else original)
         self.birth = _sample(param)
-        self.forgive()
+        self.writes, self.version = 0, param._version
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HalfAverage | None:
         param = self.param()
@@ -233,33 +200,26 @@ class HalfAverage:
     def __reduce__(self) -> Any:
         return type(None), ()  # what comes from a file is no copy of a running model
 
-    def forgive(self) -> None:
-        """Take what was written so far for no average (``load_state_dict``)."""
-        param = self.param()
-        self.writes, self.next_look, self.version = 0, _WRITES, 0 if param is None else param._version
-
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        """Count writes after a step; once there are enough, compare. Host sync: ever more rarely, when it compares."""
+        """Count writes after a step; once there are enough, compare: one host sync."""
         param, original = self.param(), self.original()
-        if param is None or original is None or original.shape != param.shape:
-            state.observers[:] = [one for one in state.observers if one is not self]
-            return
-        master = master_of(param)
-        if master is None or master.before_writes is not None or param._version != master.seen[0]:
-            self.writes += param._version - self.version  # by others: amp's own writes come from the master
-        self.version = param._version
-        if self.writes < self.next_look:
-            return
-        self.next_look *= 2
-        now, birth, goal = [one.to(param.device).float() for one in (_sample(param), self.birth, _sample(original))]
-        moved, gone = (now - birth).abs().sum(), (goal - birth).abs().sum()
-        if moved < _FOLLOWS * gone:
-            warn_once(
-                "half average",
-                f"A deepcopy of a model whose weights amp.initialize cast to {param.dtype} is being updated over"
-                " its parameters(), as a moving average is - in half small updates round to nothing (a decay of 0.9999"
-                " cannot move) - average over state_dict() values instead: at O2 these are the float32 masters.",
-            )
+        if param is not None and original is not None and original.shape == param.shape:
+            master = master_of(param)
+            if master is None or master.before_writes is not None or param._version != master.seen[0]:
+                self.writes += param._version - self.version  # by others: amp's own writes come from the master
+            self.version = param._version
+            if self.writes < _WRITES:
+                return
+            now, birth, goal = [t.to(param.device).float() for t in (_sample(param), self.birth, _sample(original))]
+            if (now - birth).abs().sum() < _FOLLOWS * (goal - birth).abs().sum():
+                warn_once(
+                    "half average",
+                    f"A deepcopy of a model whose weights amp.initialize cast to {param.dtype} is being updated over"
+                    " its parameters(), as a moving average is - in half small updates round to nothing (a decay of"
+                    " 0.9999 cannot move) - average over state_dict() values instead: at O2 these are the float32"
+                    " masters.",
+                )
+        state.observers[:] = [one for one in state.observers if one is not self]
 
 
 def watch_averages(model: torch.nn.Module) -> None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.functions import make_wrapper
@@ -26,5 +26,4 @@ def make_cast_wrapper(orig_fn: Function, cast_fn: Function, handle: Any, try_cac
 
 def make_promote_wrapper(orig_fn: Function, cast_fn: object = None, handle: object = None) -> Function:
     """Wrap ``orig_fn`` so that it gets its floating arguments in the widest dtype among them while casts are on."""
-    wrapper: Function = make_wrapper(orig_fn, Rule.PROMOTE)
-    return wrapper
+    return cast(Function, make_wrapper(orig_fn, Rule.PROMOTE))

@@ -188,3 +188,12 @@ def test_a_model_is_not_taken_out_without_its_optimizer(level):
     train(twin, twin_optimizer, 2)
     train(twin, twin_optimizer, 1)
     assert same(list(amp.master_params(optimizer)), list(amp.master_params(twin_optimizer)))
+
+
+def test_a_disabled_call_on_others_leaves_the_casts_of_init_alone():
+    handle = amp.init()
+    other = net(1)
+    amp.initialize(other, sgd(other), enabled=False)
+    assert handle.is_active()
+    assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float16
+    handle._deactivate()

@@ -10,7 +10,7 @@ from torch.nn.functional import normalize as early_normalize
 from torch.nn.functional import softmax as early_softmax
 
 from ampcompat import amp
-from ampcompat.amp import rules
+from ampcompat._state import state
 from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -151,7 +151,7 @@ def test_an_entry_of_the_wrong_kind_is_refused_before_anything_changes(entries, 
     getattr(functional_overrides, entries).append(entry)
     with pytest.raises(TypeError, match=rf"functional_overrides\.{entries} holds .* - its entries are"):
         initialize()
-    assert not rules.installed().plans
+    assert not state.rules.plans
     assert torch_state() == before
 
 

@@ -48,7 +48,7 @@ def test_reset_releases():
     rules.acquire(["cpu", "cuda"])
     state.reset()
     assert registrations() == before
-    assert not rules.installed().plans
+    assert not state.rules.plans
 
 
 def test_acquire_is_idempotent_and_grows():
@@ -57,15 +57,15 @@ def test_acquire_is_idempotent_and_grows():
     rules.acquire(["cpu", "cpu"])
     assert registrations() == once
     rules.acquire(["cuda", "cpu"])
-    assert set(rules.installed().plans) == {"cpu", "cuda"}
+    assert set(state.rules.plans) == {"cpu", "cuda"}
     rules.release()
     rules.release()
-    assert not rules.installed().plans
+    assert not state.rules.plans
 
 
 def test_a_device_type_without_autocast_is_passed_over():
     rules.acquire(["meta", "no such device"])
-    assert not rules.installed().plans
+    assert not state.rules.plans
     assert "cpu" not in torch.Tensor.__dict__
 
 
@@ -84,7 +84,7 @@ def test_a_failing_registration_leaves_torch_as_it_was(monkeypatch):
     with pytest.raises(RuntimeError, match="no more"):
         rules.acquire(["cpu", "cuda"])
     assert (registrations(), functions()) == before
-    assert not rules.installed().plans
+    assert not state.rules.plans
 
 
 def test_only_what_native_autocast_lacks_is_registered():
