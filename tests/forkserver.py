@@ -131,7 +131,8 @@ def stand_in(address: str, *command: str) -> None:
             signal.signal(number, pass_on)
         code = int(answers.readline())
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with suppress(OSError):  # some signals cannot be handled
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(code)
 

@@ -102,7 +102,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "child":
         train(0)
     elif sys.argv[1] == "subprocess":
-        subprocess.run([sys.executable, __file__, "child"], check=True)
+        subprocess.run([os.environ["PYTHON"], __file__, "child"], check=True)
     elif sys.argv[1] == "spawn":
         mp.spawn(train, nprocs=1)
     elif sys.argv[1] == "fork":
@@ -115,9 +115,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def watch_children(tmp_path, ampcompat_run):
+def watch_children(tmp_path, ampcompat_run, warm_python):
     (tmp_path / "spawns.py").write_text(SPAWNS)
-    return lambda how: ampcompat_run("--explain", "--receipt", "spawns.py", how)
+    return lambda how: ampcompat_run("--explain", "--receipt", "spawns.py", how, PYTHON=warm_python.executable)
 
 
 @pytest.mark.parametrize(
