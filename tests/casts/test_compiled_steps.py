@@ -117,6 +117,7 @@ OPTIMIZERS = {
 
 @pytest.mark.skipif(_torch.TORCH.release < (2, 5), reason="torch 2.4 compiles no whole step")
 @pytest.mark.filterwarnings("ignore")  # as above
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O4", "O5"])
 @pytest.mark.parametrize("make", OPTIMIZERS)
 def test_a_compiled_step_breaks_no_more_often_than_native_and_does_not_compile_again(plain, make, level):

@@ -34,14 +34,14 @@ if __name__ == "__main__":
     loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
     print([(int(i), level[0]) for i, level in loader])
     code = "import apex_C, apex.amp, importlib.metadata as m; print(apex.__name__, m.version('apex'), apex_C.__name__)"
-    print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+    print(subprocess.run([os.environ["PYTHON"], "-c", code], capture_output=True, text=True, check=True).stdout.strip())
 """
 
 
 def test_children_see_the_alias(tmp_path, warm_python):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     command = ["-m", "ampcompat", "run", "--opt-level", "O2", "--dtype=bf16", "spawns.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": warm_python.executable}
     done = warm_python.run(command, cwd=tmp_path, env=environment)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [

@@ -2,8 +2,7 @@
 
 import json
 import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,8 @@ sys.exit(int(sys.argv[1]))
 def ampcompat_run(tmp_path, warm_python):
     """Run ``ampcompat run`` with the given words, in ``tmp_path``."""
 
-    def start(*words):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    def start(*words, **environment):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
         return warm_python.run(["-m", "ampcompat", "run", *words], cwd=tmp_path, env=environment)
 
     return start
@@ -103,7 +102,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "child":
         train(0)
     elif sys.argv[1] == "subprocess":
-        subprocess.run([sys.executable, __file__, "child"], check=True)
+        subprocess.run([os.environ["PYTHON"], __file__, "child"], check=True)
     elif sys.argv[1] == "spawn":
         mp.spawn(train, nprocs=1)
     elif sys.argv[1] == "fork":
@@ -116,9 +115,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def watch_children(tmp_path, ampcompat_run):
+def watch_children(tmp_path, ampcompat_run, warm_python):
     (tmp_path / "spawns.py").write_text(SPAWNS)
-    return lambda how: ampcompat_run("--explain", "--receipt", "spawns.py", how)
+    return lambda how: ampcompat_run("--explain", "--receipt", "spawns.py", how, PYTHON=warm_python.executable)
 
 
 @pytest.mark.parametrize(
@@ -187,20 +186,18 @@ if os.environ["RANK"] == "1":
 
 
 @pytest.mark.parametrize(("world", "missing"), [("2", False), ("4", True)])
-def test_ranks_of_a_launcher_on_one_machine_are_added_up(tmp_path, world, missing):
+def test_ranks_of_a_launcher_on_one_machine_are_added_up(tmp_path, world, missing, ampcompat_run):
     (tmp_path / "ranks.py").write_text(SIDE_BY_SIDE)
-    command = [sys.executable, "-m", "ampcompat", "run", "--receipt=r.json", "ranks.py", "no more data"]
     torchrun = {"MASTER_PORT": "29512", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    started = []
-    for number in "01":
+
+    def rank(number):
         ours = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "TMPDIR": str(tmp_path)}
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), **torchrun, **ours}
-        started.append(
-            subprocess.Popen(command, env=environment, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        )
-    texts = [one.communicate(timeout=120) for one in started]
-    assert [one.returncode for one in started] == [0, 1], texts
-    assert [out for out, _ in texts] == [b"wrote the precision receipt to r.json\n", b""]
+        return ampcompat_run("--receipt=r.json", "ranks.py", "no more data", **torchrun, **ours)
+
+    with ThreadPoolExecutor(2) as both:
+        ended = list(both.map(rank, "01"))
+    assert [one.returncode for one in ended] == [0, 1], ended
+    assert [one.stdout for one in ended] == ["wrote the precision receipt to r.json\n", ""]
     facts = json.loads((tmp_path / "r.json").read_text())
     assert [(row["rank"], row["steps"]) for row in facts["processes"]] == [(0, 4), (1, 5)]
     assert facts["flops"]["forward"] == {"float16": 2 * 3 * (2 * 8 * 8 * 8)}

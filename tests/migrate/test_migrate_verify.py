@@ -113,6 +113,7 @@ def test_a_script_that_does_nothing_is_no_proof():
 FIRST, *OTHERS = SPREAD
 
 
+@pytest.mark.usefixtures("warm_executable")
 @pytest.mark.parametrize(
     "files",
     [

@@ -1,8 +1,6 @@
 """apex's parallel package around initialized models, on two gloo processes; one process on all the data is the rule."""
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -233,23 +231,15 @@ def test_larc_outside_and_inside_train_alike():
         assert torch.equal(ends[0][key], ends[1][key])
 
 
-def test_multiproc_starts_the_processes(tmp_path):
+def test_multiproc_starts_the_processes(tmp_path, warm_python):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
         f"open(os.path.join({str(tmp_path)!r}, 'rank' + os.environ['RANK']), 'w').write("
         "os.environ['WORLD_SIZE'] + ' ' + ' '.join(sys.argv[1:]))\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "ampcompat.parallel.multiproc",
-        str(script),
-        "--world-size",
-        "2",
-    ]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = ["-m", "ampcompat.parallel.multiproc", script, "--world-size", "2"]
+    done = warm_python.run(command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert sorted(p.name for p in tmp_path.glob("rank*")) == ["rank0", "rank1"]

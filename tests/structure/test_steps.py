@@ -4,6 +4,7 @@ import importlib
 import json
 import re
 import runpy
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -18,8 +19,10 @@ PAGE = runpy.run_path(str(HERE.parents[1] / "docs" / "architecture.py"))
 
 
 @pytest.fixture(scope="module")
-def measured():
-    return PAGE["figures"]()
+def measured(warm_python):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", warm_python.executable)
+        return PAGE["figures"]()
 
 
 @pytest.mark.parametrize("way", WAYS)

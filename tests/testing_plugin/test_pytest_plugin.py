@@ -13,19 +13,32 @@ STRICT = ("--strict-markers", "--strict-config", "-W", "error", "-p", "no:cachep
 
 
 @pytest.fixture
-def run(pytester, monkeypatch):
-    """Run pytest on a test module, in a process of its own, with only this plugin beside its own."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(ampcompat.__file__).resolve().parents[1]))
+def run(pytester):
+    """Run pytest on a test module with only this plugin beside its own."""
 
     def run(source, *options):
         pytester.makepyfile(source)
-        return pytester.runpytest_subprocess(*STRICT, *PLUGIN, *options)
+        # The package was imported before this pytest could rewrite its assertions.
+        quiet = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
+        return pytester.runpytest_inprocess(*STRICT, *quiet, *PLUGIN, *options)
 
     return run
 
 
-def test_a_test_runs_once_per_level_and_torch_is_not_imported_for_it(run):
-    result = run(
+@pytest.fixture
+def run_alone(pytester, monkeypatch):
+    """Run pytest as ``run`` does, in a process of its own."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(ampcompat.__file__).resolve().parents[1]))
+
+    def run(source):
+        pytester.makepyfile(source)
+        return pytester.runpytest_subprocess(*STRICT, *PLUGIN)
+
+    return run
+
+
+def test_a_test_runs_once_per_level_and_torch_is_not_imported_for_it(run_alone):
+    result = run_alone(
         """
         import sys
 
