@@ -529,6 +529,11 @@ def test_checkpoint_recomputes_with_the_casts_of_the_forward(reentrant):
     assert product() == HALF
 
 
+def test_a_device_type_that_torch_cannot_autocast_is_named():
+    with pytest.warns(UserWarning, match="on the device type 'meta', which this torch cannot autocast"):
+        initialize(nn.Linear(2, 2, device="meta"), opt_level="O1", verbosity=0)
+
+
 # -- models without tensors ----------------------------------------
 def test_a_model_without_tensors_casts_where_the_others_are():
     class Nothing(nn.Module):
