@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from ampcompat.check.findings import Finding
 
@@ -84,23 +83,24 @@ def _parsed(file: Path) -> Config:
     text = file.read_text(encoding="utf-8", errors="replace")
     if "[tool.ampcompat]" not in text:
         return Config()
-    table: dict[str, Any] = _toml(text, file).get("tool", {}).get("ampcompat", {})
-    for key, value in table.items():
+    rules: dict[str, tuple[str, ...]] = {}
+    for key, value in _toml(text, file).get("tool", {}).get("ampcompat", {}).items():
         if key not in KEYS:
             raise BadConfig(f"{file}: [tool.ampcompat] has no {key!r}; use {', '.join(KEYS)}")
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise BadConfig(f"{file}: {key} in [tool.ampcompat] is {value!r}; give a list of strings")
-    return Config(**{key: tuple(value) for key, value in table.items()})
+        rules[key] = tuple(value)
+    return Config(**rules)
 
 
-def _toml(text: str, file: Path) -> dict[str, Any]:
+def _toml(text: str, file: Path) -> dict[str, dict[str, dict[str, object]]]:
     for name in ("tomllib", "tomli"):  # Python 3.10 has the first under the second name, where it is installed
         try:
             module = import_module(name)
         except ImportError:
             continue
         try:
-            content: dict[str, Any] = module.loads(text)
+            content: dict[str, dict[str, dict[str, object]]] = module.loads(text)
         except ValueError as problem:
             raise BadConfig(f"{file} cannot be read: {problem}") from None
         return content

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 from ampcompat.check.lines import lines_of
 
@@ -51,6 +51,19 @@ def install_lines(text: str) -> Iterator[int]:
             yield number
 
 
+class Cell(TypedDict):
+    """A cell of a notebook, as far as it is read here."""
+
+    cell_type: str
+    source: str | list[str]
+
+
+class Content(TypedDict):
+    """What is read of the JSON of a notebook."""
+
+    cells: list[Cell]
+
+
 @dataclass
 class Notebook:
     """The code of a notebook as one source, and the way back.
@@ -62,7 +75,7 @@ class Notebook:
         indent: How the file is indented.
     """
 
-    content: dict[str, Any]
+    content: Content
     code: str = ""
     lines: list[int] = field(default_factory=list)
     indent: int | None = None
@@ -75,7 +88,7 @@ class Notebook:
             NotANotebook: It is not JSON with cells.
         """
         try:
-            content = json.loads(text)
+            content: Content = json.loads(text)
             cells = content["cells"]
             codes = [(i, "".join(cell["source"])) for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:

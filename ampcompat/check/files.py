@@ -40,32 +40,41 @@ class Text:
         return (BOM if self.bom else b"") + code.encode(self.encoding)
 
 
-def sources(root: Path) -> Iterator[Path]:
+def sources(root: Path) -> Iterator[tuple[str, str]]:
     """Files to read under ``root`` (or ``root`` itself, whatever its suffix), sorted, without links and environments.
 
-    Python files, notebooks, and files that say what is to be installed.
+    Python files, notebooks, and files that say what is to be installed, each by its name relative to ``root``, with
+    ``/`` between its parts, and by its path.
 
     Directories that cannot be listed are skipped; hard links are files like others.
     """
     if not root.is_dir():
-        yield root
+        yield root.name, str(root)
         return
-    for folder, directories, names in os.walk(root, followlinks=False):
-        directories[:] = sorted(d for d in directories if _is_scanned(folder, d))
-        for name in sorted(names):
-            wanted = name.endswith(".py") or is_notebook(name) or installs(name)
-            if wanted and not os.path.islink(path := os.path.join(folder, name)):
-                yield Path(path)
+    rest = [(str(root), "")]
+    while rest:
+        folder, prefix = rest.pop()
+        try:
+            with os.scandir(folder) as found:
+                entries = sorted(found, key=lambda entry: entry.name)
+        except OSError:
+            continue
+        directories = []
+        for entry in entries:
+            name = entry.name
+            if entry.is_dir(follow_symlinks=False):
+                directories += [(entry.path, f"{prefix}{name}/")] if _is_scanned(entry) else []
+            elif (name.endswith(".py") or is_notebook(name) or installs(name)) and not entry.is_symlink():
+                yield prefix + name, entry.path
+        rest += reversed(directories)
 
 
-def _is_scanned(folder: str, name: str) -> bool:
-    path = os.path.join(folder, name)
-    if name in SKIPPED_DIRECTORIES or os.path.islink(path):
-        return False
-    return not os.path.lexists(os.path.join(path, "pyvenv.cfg"))
+def _is_scanned(directory: os.DirEntry[str]) -> bool:
+    environment = os.path.lexists(os.path.join(directory.path, "pyvenv.cfg"))
+    return directory.name not in SKIPPED_DIRECTORIES and not environment
 
 
-def read(path: Path) -> bytes:
+def read(path: str | Path) -> bytes:
     """The bytes of a plain file.
 
     Raises:
@@ -83,9 +92,12 @@ def read(path: Path) -> bytes:
             raise Unreadable("is not a plain file")
         if facts.st_size > LARGEST:
             raise Unreadable(f"has {facts.st_size} bytes; files above {LARGEST} are not scanned")
-        with os.fdopen(descriptor, "rb", closefd=False) as file:
-            # A file that grows while it is read still stops at the limit.
-            return file.read(LARGEST + 1)[:LARGEST]
+        parts, left = list[bytes](), LARGEST
+        # A file that grows while it is read still stops at the limit.
+        while left and (part := os.read(descriptor, min(left, facts.st_size + 4096))):
+            parts.append(part)
+            left -= len(part)
+        return b"".join(parts)
     except OSError as problem:
         raise Unreadable(f"cannot be read: {problem.strerror or problem}") from None
     finally:

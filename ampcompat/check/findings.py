@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 WORKS, DIFFERS, UNSUPPORTED, ERROR, WARNING, NOTE = "works", "differs", "unsupported", "error", "warning", "note"
 LEVELS = (UNSUPPORTED, ERROR, WARNING, DIFFERS, NOTE, WORKS)
@@ -52,7 +51,7 @@ class Report:
         """1 when something is unsupported or is an error, else 0."""
         return int(any(finding.level in (UNSUPPORTED, ERROR) for finding in self.findings))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """The report as plain values; the layout that ``--json`` writes."""
         return {
             "format": 1,

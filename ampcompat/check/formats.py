@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import posixpath
 from pathlib import Path
-from typing import Any
 
 from ampcompat import __version__
 from ampcompat.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
@@ -51,7 +50,7 @@ def sarif(report: Report) -> str:
     """SARIF 2.1.0, which code-scanning services take."""
     chosen = told(report)
     rules = [{"id": name} for name in sorted({finding.name for finding in chosen})]
-    results: list[dict[str, Any]] = []
+    results: list[dict[str, object]] = []
     for finding in chosen:
         region = {"startLine": max(finding.line, 1)}
         if finding.column:

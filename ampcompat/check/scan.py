@@ -48,7 +48,7 @@ def scan(path: str | Path | Sequence[str | Path], config: Config | None = None) 
     return Report(str(paths[0]) if len(paths) == 1 else "", len(files), findings)
 
 
-def _part(files: Sequence[tuple[str, Path]], config: Config) -> Generator[list[Facts], Repository, list[Finding]]:
+def _part(files: Sequence[tuple[str, str]], config: Config) -> Generator[list[Facts], Repository, list[Finding]]:
     """The check of some of the files: yields what they tell of the repository, is sent that, returns findings.
 
     What does not name apex holds no symbol of it, and without amp nothing is a trap: such files are parsed afterwards,
@@ -60,12 +60,12 @@ def _part(files: Sequence[tuple[str, Path]], config: Config) -> Generator[list[F
     for name, file in files:
         try:
             code = decode(read(file)).code
-            if installs(file.name):
+            if installs(os.path.basename(file)):
                 findings += _installed(name, code, config)
                 continue
             code, lines = _code(file, code)
         except (Unreadable, NotANotebook) as problem:
-            reason = f"the file {problem}" if file.suffix in READ else f"is not a Python file ({problem})"
+            reason = f"the file {problem}" if os.path.splitext(file)[1] in READ else f"is not a Python file ({problem})"
             findings.append(Finding(name, 0, 0, "file", "unreadable", WARNING, reason))
             continue
         if mentions_apex(code):
@@ -88,26 +88,25 @@ def _part(files: Sequence[tuple[str, Path]], config: Config) -> Generator[list[F
     return findings
 
 
-def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, Path]]:
+def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
     """Each file with its name for the report, once."""
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for path in paths:
         root = Path(path)
         if not root.exists():
             raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
         given, root = root, root.resolve()
         whole = root.is_dir()
-        for file in sources(root):
+        for name, file in sources(root):
             if file in seen:
                 continue
             seen.add(file)
-            name = os.path.relpath(file, root).replace(os.sep, "/") if whole else root.name
             yield (name if len(paths) == 1 else (given / name if whole else given).as_posix()), file
 
 
-def _code(file: Path, text: str) -> tuple[str, list[int]]:
+def _code(file: str, text: str) -> tuple[str, list[int]]:
     """The Python code of a file, and for a notebook the lines that its lines come from."""
-    if not is_notebook(file.name):
+    if not is_notebook(os.path.basename(file)):
         return text, []
     notebook = Notebook.read(text)
     return notebook.code, notebook.lines
@@ -147,8 +146,8 @@ def scan_source(code: str, path: str = "<string>") -> list[Finding]:
         return [_unparsable(path, code, problem)]
 
 
-def _unparsable(path: str, code: str, problem: BaseException, file: Path | None = None) -> Finding:
-    if file is not None and file.suffix not in READ:
+def _unparsable(path: str, code: str, problem: BaseException, file: str = "x.py") -> Finding:
+    if os.path.splitext(file)[1] not in READ:
         return Finding(path, 0, 0, "file", "not_python", WARNING, "is not a Python file")
     uses_apex = MENTION.search(code) is not None
     line = problem.lineno or 0 if isinstance(problem, SyntaxError) else 0

@@ -56,14 +56,17 @@ class Source:
         self.mentions_apex = mentions_apex(code)
 
     @functools.cached_property
-    def _walked(self) -> tuple[list[ast.AST], dict[ast.AST, ast.AST]]:
+    def _walked(self) -> tuple[list[ast.AST], dict[ast.AST, ast.AST], dict[type[ast.AST], list[ast.AST]]]:
         nodes: list[ast.AST] = [self.tree]
         parents: dict[ast.AST, ast.AST] = {}
+        kinds: dict[type[ast.AST], list[ast.AST]] = {}
         for node in nodes:  # grows on the way
-            for child in children(node):
+            found = children(node)
+            for child in found:
                 parents[child] = node
-                nodes.append(child)
-        return nodes, parents
+            nodes += found
+            kinds.setdefault(node.__class__, []).append(node)
+        return nodes, parents, kinds
 
     @property
     def nodes(self) -> list[ast.AST]:
@@ -73,14 +76,7 @@ class Source:
     def kind(self, *kinds: type[Node]) -> Iterator[Node]:
         """The nodes of some kinds, one kind after the other."""
         for kind in kinds:
-            yield from self._kinds.get(kind, ())  # type: ignore[misc]
-
-    @functools.cached_property
-    def _kinds(self) -> dict[type[ast.AST], list[ast.AST]]:
-        found: dict[type[ast.AST], list[ast.AST]] = {}
-        for node in self.nodes:
-            found.setdefault(node.__class__, []).append(node)
-        return found
+            yield from self._walked[2].get(kind, ())  # type: ignore[misc]
 
     @property
     def parents(self) -> dict[ast.AST, ast.AST]:

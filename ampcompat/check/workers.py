@@ -8,7 +8,11 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkContext, SpawnContext
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
@@ -18,8 +22,6 @@ Whole = TypeVar("Whole")
 #: Below this many files a process costs more to start than it saves.
 FEW = 64
 MOST = 8
-#: Objects between two collections of garbage: trees are large, and what they hold has few cycles.
-RARELY = 500_000
 
 
 class Apply(Protocol):
@@ -30,14 +32,14 @@ class Apply(Protocol):
         ...
 
 
-def processes(jobs: int, few: int | None = None) -> tuple[int, str]:
+def processes(jobs: int, few: int | None = None) -> tuple[int, Literal["fork", "spawn"]]:
     """How many processes are worth it for ``jobs`` files (1: this one alone), and how they are started."""
     cores = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, MOST)
     # A process that has threads (torch) must not be forked; spawned ones import what they need, which is little.
-    kind = "fork" if "torch" not in sys.modules and "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    forks = "torch" not in sys.modules and "fork" in multiprocessing.get_all_start_methods()
     if jobs < (FEW if few is None else few) or multiprocessing.parent_process() is not None:
         cores = 1
-    return cores, kind
+    return cores, "fork" if forks else "spawn"
 
 
 @contextlib.contextmanager
@@ -47,8 +49,9 @@ def workers(jobs: int, few: int | None = None) -> Iterator[Apply]:
     if count < 2:
         yield map
         return
-    with multiprocessing.get_context(kind).Pool(count, gc.set_threshold, (RARELY,)) as pool:
-        yield lambda function, given: pool.imap(function, given, chunksize=max(1, min(64, len(given) // (4 * count))))
+    # Trees have no cycles: the collector would only walk them, again and again.
+    with multiprocessing.get_context(kind).Pool(count, gc.disable) as pool:
+        yield lambda function, given: pool.imap(function, given, chunksize=max(1, min(16, len(given) // (32 * count))))
 
 
 Part = Callable[[Sequence[Job], Settings], Generator[list[Fact], Whole, list[Result]]]
@@ -72,7 +75,8 @@ def shared(
     if count < 2:
         running = part(jobs, settings)
         return [_sent(running, whole(next(running)))]
-    context: Any = multiprocessing.get_context(kind)
+    context: ForkContext | SpawnContext
+    context = multiprocessing.get_context("fork") if kind == "fork" else multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         ends = []
         for number in range(count):
@@ -84,7 +88,10 @@ def shared(
             stack.callback(process.join)
             stack.callback(process.terminate)
             ends.append(stack.enter_context(ours))
-        everything = whole([fact for end in ends for fact in _received(end)])
+        facts: list[Fact] = []
+        for end in ends:
+            facts += _received(end)
+        everything = whole(facts)
         for end in ends:
             end.send(everything)
         return [_received(end) for end in ends]
@@ -99,10 +106,11 @@ def _sent(running: Generator[list[Fact], Whole, list[Result]], value: Whole) -> 
     raise RuntimeError("a part yields once")
 
 
-def _serve(end: Any, part: Callable[..., Any], jobs: Sequence[Any], settings: Any) -> None:
+def _serve(
+    end: Connection, part: Part[Job, Settings, Fact, Whole, Result], jobs: Sequence[Job], settings: Settings
+) -> None:
     """In a process of its own: run one part, hand its facts and results over, or what it raised."""
-    # Trees have no cycles: the collector would only walk them, again and again.
-    gc.disable()
+    gc.disable()  # as above
     try:
         running = part(jobs, settings)
         end.send((next(running), None))
@@ -111,11 +119,12 @@ def _serve(end: Any, part: Callable[..., Any], jobs: Sequence[Any], settings: An
         end.send(([], problem))
 
 
-def _received(end: Any) -> list[Any]:
+def _received(end: Connection) -> list[Fact]:
     try:
-        values, problem = end.recv()
+        received: tuple[list[Fact], Exception | None] = end.recv()
     except EOFError:
         raise RuntimeError("a process that reads files was ended from outside: not enough memory?") from None
+    values, problem = received
     if problem is not None:
         raise problem
-    return list(values)
+    return values

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from typing import Any
 
 from ampcompat.check import Report, scan
 from ampcompat.check.config import read_config
@@ -22,9 +21,9 @@ FORMATS: dict[str, Callable[[Report], str]] = {
 }
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add ``check`` to the command line."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         "check", help="list the apex symbols that a repository uses and the traps it walks into", epilog=EXIT
     )
     parser.add_argument(

@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ampcompat.check.table import plain
 from ampcompat.cli._emit import emit, painted, painted_diff
@@ -29,9 +28,9 @@ def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return words[:at], words[at + 1 :]
 
 
-def add_parser(subparsers: argparse._SubParsersAction[Any]) -> argparse.ArgumentParser:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add ``migrate`` to the command line."""
-    parser: argparse.ArgumentParser = subparsers.add_parser(
+    parser = subparsers.add_parser(
         "migrate",
         help="rewrite a repository's apex imports, or its apex calls to torch.amp",
         usage="ampcompat migrate [options] [PATH ...] [-- (script.py | -m module) [args ...]]",

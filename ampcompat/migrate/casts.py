@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from ampcompat.check.bindings import dotted
 from ampcompat.check.source import Source, called, children
-from ampcompat.migrate.objects import FUNCTIONS, SCOPES, Objects
+from ampcompat.migrate.objects import FUNCTIONS, SCOPES, Function, Objects
 
 # Methods of a module that run no forward.
 # Functions of other modules that, by their names, read the gradients of what they are given.
@@ -54,6 +54,7 @@ NETWORK = re.compile(
 )
 BARRIERS = frozenset({"step", "backward", "scale_loss", "unscale_", "update"})
 Statements = Sequence[ast.stmt]
+Operation = ast.Call | ast.BinOp
 
 
 GRAD_MODES = ("no_grad", "inference_mode", "set_grad_enabled", "enable_grad")
@@ -78,27 +79,18 @@ class Casts:
         self.needs: dict[ast.stmt, ast.AST] = {}
         self.forwards: set[ast.AST] = set()
         self.arithmetic: set[ast.AST] = set()
-        bodies: list[tuple[ast.AST, Statements]] = [(source.tree, source.tree.body)]
-        bodies += [(node, node.body) for node in source.nodes if isinstance(node, FUNCTIONS)]
+        self._entered: dict[ast.Call, bool | list[Function]] = {}
+        scopes = [source.tree, *(node for node in source.nodes if isinstance(node, FUNCTIONS))]
+        bodies = [(scope, list(_parts(scope.body))) for scope in scopes]
         before = -1
         while before != (now := len(self.tainted) + len(self.producers)):
             before = now
-            for scope, body in bodies:
-                self._walk(body, scope)
-
-    def _walk(self, body: Statements, scope: ast.AST) -> None:
-        for part in body:
-            if isinstance(part, FUNCTIONS):
-                continue
-            if isinstance(part, ast.ClassDef):
-                self._walk(part.body, scope)
-                continue
-            found = next((found for e in expressions(part) if (found := self._needing(e, scope))), None)
-            if found is not None:
-                self.needs.setdefault(part, found)
-            self._assign(part, scope)
-            for block in blocks(part):
-                self._walk(block, scope)
+            for scope, parts in bodies:
+                for part, operations in parts:
+                    found = self._needing(operations, scope)
+                    if found is not None:
+                        self.needs.setdefault(part, found)
+                    self._assign(part, scope)
 
     def _assign(self, part: ast.stmt, scope: ast.AST) -> None:
         pairs: list[tuple[ast.AST, ast.AST]] = []
@@ -124,8 +116,14 @@ class Casts:
 
     def is_forward(self, call: ast.Call, scope: ast.AST | None = None) -> bool:
         """Whether a call runs the forward of a model (of a network beside them, too, where casts were everywhere)."""
+        entered = self._entered.get(call)
+        if entered is None:
+            entered = self._entered[call] = self._enters(call, self.objects.scope(call) if scope is None else scope)
+        return entered if isinstance(entered, bool) else any(f in self.producers for f in entered)
+
+    def _enters(self, call: ast.Call, scope: ast.AST) -> bool | list[Function]:
+        """The functions of the file that decide whether a call is a forward, or what it is for certain."""
         func: ast.AST = call.func
-        scope = self.objects.scope(call) if scope is None else scope
         if isinstance(func, ast.Attribute) and (
             func.attr in SAFE_METHODS or DATA.search("." + (dotted(func) or ast.unparse(func)))
         ):
@@ -133,7 +131,7 @@ class Casts:
         entered = self.objects.called(call)
         own = isinstance(func, ast.Attribute) and any(x.kind == "model" for x in self.objects.of(func.value, scope))
         if entered and not own:
-            return any(f in self.producers for f in entered)
+            return entered
         if any(self.objects.trains(f) for f in entered):
             return False  # a model that holds its training step
         if isinstance(func, ast.Call) and any(x.kind == "model" for x in self.objects.of(func, scope)):
@@ -158,9 +156,9 @@ class Casts:
             dotted(target) == path and isinstance(value, ast.Call) for _, target, value in self.objects.assignments
         )
 
-    def _needing(self, expression: ast.AST, scope: ast.AST) -> ast.AST | None:
-        """The part of an expression that needs autocast, or None."""
-        for node in within(expression):
+    def _needing(self, operations: Sequence[tuple[ast.AST, Operation]], scope: ast.AST) -> ast.AST | None:
+        """The first of the operations of a statement that needs autocast, or None."""
+        for expression, node in operations:
             if isinstance(node, ast.Call):
                 if self.is_forward(node, scope):
                     self.forwards.add(node)
@@ -171,7 +169,7 @@ class Casts:
                 given += [node.func.value] if isinstance(node.func, ast.Attribute) else []
                 if any(self._tensor(g, scope) for g in given):
                     return node
-            elif isinstance(node, ast.BinOp) and (self._tensor(node.left, scope) or self._tensor(node.right, scope)):
+            elif self._tensor(node.left, scope) or self._tensor(node.right, scope):
                 if isinstance(node.op, ast.MatMult):
                     return node
                 self.arithmetic.add(expression)
@@ -202,6 +200,20 @@ class Casts:
                 path = path.rpartition(".")[0]
             return False
         return any(self._tensor(child, scope) for child in children(node))
+
+
+def _parts(body: Statements) -> Iterator[tuple[ast.stmt, list[tuple[ast.AST, Operation]]]]:
+    """The statements of a function in order, functions in it left out, with the operations of their expressions."""
+    for part in body:
+        if isinstance(part, ast.ClassDef):
+            yield from _parts(part.body)
+        elif not isinstance(part, FUNCTIONS):
+            yield (
+                part,
+                [(e, node) for e in expressions(part) for node in within(e) if isinstance(node, ast.Call | ast.BinOp)],
+            )
+            for block in blocks(part):
+                yield from _parts(block)
 
 
 def _stored(target: ast.AST) -> Iterator[str]:

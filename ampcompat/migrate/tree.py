@@ -111,9 +111,8 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterato
         root = Path(path)
         if not root.exists():
             raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
-        root = root.resolve()
-        for file in sources(root):
-            name = file.relative_to(root).as_posix() if file != root else file.name
+        for name, path in sources(root.resolve()):
+            file = Path(path)
             jobs.setdefault(file, (file, name, to))
     wanted = list(jobs.values())
     with workers(len(wanted)) as apply:

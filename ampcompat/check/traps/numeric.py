@@ -24,14 +24,20 @@ NEAR = 1000
 #: Characters of a literal before its last five digits that are looked at.
 LONGEST = 300
 FILL = re.compile(r"\.\s*masked_fill_?\s*\(")
-LOSS = re.compile(r"\b(?:BCELoss|binary_cross_entropy)\s*\(")
+LOSSES = {name: re.compile(rf"{name}\s*\(") for name in ("BCELoss", "binary_cross_entropy")}
 BRACKET = re.compile(r"[()]")
+BRACKETS = re.compile(r"[][(){}]")
+BLANKS = " \t\r\n\f\\"
+MINIMUM = re.compile(r"\bmin\s*=\Z")
 IMPORTS_TORCH = re.compile(r"\bimport\b(?:[^\n\\]|\\\s)*\btorch\b|\bfrom\s+torch\b")
 LARGEST_HALF = 65504.0
 # Below half of the smallest subnormal a number rounds to zero.
 VANISHES_BELOW = 2.0**-25
 FLOAT32 = re.compile(r"\.(float|double|item|cpu|numpy|to_float)\(|float32|float64|\b(np|numpy|math)\.|\b(float|len)\(")
 NEEDS_GUARD = {"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"}
+LIMITS = {"clamp", "clamp_", "clamp_min", "clamp_min_"}
+#: What stands before the bracket around a guard: a division, or a call.
+GUARDED = re.compile(rf"(?:/|\b(?:{'|'.join(sorted(NEEDS_GUARD | LIMITS))}))\Z")
 FILLS = {"masked_fill": 1, "masked_fill_": 1}
 
 
@@ -47,7 +53,9 @@ def has_large_fill(code: str) -> bool:
         if any(_is_too_large(code, found) for found in LARGE.finditer(code, fill.end(), _end(code, fill.end()))):
             return True
     return any(
-        (_is_operand(code, found, "*") or _is_stored(code, found)) and _is_too_large(code, found)
+        (_is_operand(code, found, "*") or _is_stored(code, found))
+        and not _is_comment(code, found.start())
+        and _is_too_large(code, found)
         for start, end in _around_masks(code)
         for found in LARGE.finditer(code, start, end)
     )
@@ -75,10 +83,40 @@ def _is_too_large(code: str, found: re.Match[str]) -> bool:
 
 
 def has_small_guard(code: str) -> bool:
-    """Whether a text may hold a vanishing epsilon that is added, or is a limit."""
-    limits = "clamp" in code
+    """Whether a text may hold a vanishing epsilon that guards something, or is a limit."""
     found = (match for begin, small in SMALL.items() if begin in code for match in small.finditer(code))
-    return any(limits or _is_operand(code, literal, "+-") for literal in found)
+    return any(_may_guard(code, literal) for literal in found)
+
+
+def _may_guard(code: str, literal: re.Match[str]) -> bool:
+    """Whether the innermost brackets around a literal may be those of a divisor, or of a call that needs a guard."""
+    at = literal.start()
+    before = code[max(0, at - LONGEST) : at].rstrip("0123456789._").rstrip(BLANKS)
+    follows = "#" in before.rpartition("\n")[2] or before[-1:] in (*"+-(,",) or MINIMUM.search(before) is not None
+    if not follows or _is_comment(code, at):
+        return False
+    start, depth = max(0, at - 2 * NEAR), 0
+    for bracket in reversed(list(BRACKETS.finditer(code, start, at))):
+        depth += 1 if bracket[0] in ")]}" else -1
+        if depth >= 0:
+            continue
+        if any(mark in code[bracket.start() : at] for mark in "\"'#"):
+            return True  # a bracket may be in a string or a comment
+        before = code[max(0, bracket.start() - 200) : bracket.start()].rstrip(BLANKS)
+        if bracket[0] != "(":
+            return False
+        if GUARDED.search(before) or "#" in before.rpartition("\n")[2]:
+            return True
+        if before[-1:].isalnum() or before[-1:] in ("_", ")", "]"):
+            return False  # a call of something else
+        depth = 0  # the brackets may be redundant
+    return "clamp" in code[start:at] or _is_operand(code, literal, "+-")
+
+
+def _is_comment(code: str, at: int) -> bool:
+    """Whether a place of a text is shown to be in a comment (or in a string that began on an earlier line)."""
+    before = code[max(code.rfind("\n", 0, at), code.rfind("\r", 0, at)) + 1 : at]
+    return "#" in before and not any(mark in before for mark in "\"'{")
 
 
 def _end(code: str, start: int) -> int:
@@ -117,7 +155,9 @@ def may_hold_one(code: str) -> bool:
 
 
 def _has_loss(code: str) -> bool:
-    return ("BCELoss" in code or "binary_cross_entropy" in code) and LOSS.search(code) is not None
+    found = (match.start() for name, loss in LOSSES.items() if name in code for match in loss.finditer(code))
+    # Not by \b in the patterns: they are searched for faster where they begin with plain text.
+    return any(at == 0 or not (code[at - 1].isalnum() or code[at - 1] == "_") for at in found)
 
 
 def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -177,7 +217,7 @@ def vanishing_constant(source: Source, repository: Repository) -> Iterator[Findi
             constant = next((side for side in (node.right, node.left) if _vanishes(side)), None)
             if constant is None or not halves.of(node.left if constant is node.right else node.right):
                 continue
-        elif isinstance(node, ast.Call) and called(node) in ("clamp", "clamp_", "clamp_min", "clamp_min_"):
+        elif isinstance(node, ast.Call) and called(node) in LIMITS:
             given = [k.value for k in node.keywords if k.arg == "min"] + node.args
             constant = next((value for value in given if _vanishes(value)), None)
             function = (dotted(node.func) or "").startswith("torch.") and node.args

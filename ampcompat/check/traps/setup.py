@@ -12,7 +12,7 @@ from ampcompat.check.together import certain, conditions, evaluates, exclusive, 
 from ampcompat.check.traps.repository import Repository
 
 AMP = re.compile(r"fp_?16|\bamp|_amp|apex|half|mixed|precision", re.IGNORECASE)
-COPY = re.compile(r"\bdeepcopy\s*\([\s(]*(?:[\w.]*[._])?(?:optim|optimizer|opt)\b")
+COPY = re.compile(r"deepcopy\s*\([\s(]*(?:[\w.]*[._])?(?:optim|optimizer|opt)\b")
 WRAPPERS = ("DistributedDataParallel", "DDP", "DataParallel")
 
 

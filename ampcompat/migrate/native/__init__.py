@@ -15,7 +15,7 @@ import libcst as cst
 from ampcompat.check.source import Source
 from ampcompat.migrate.marks import settled
 from ampcompat.migrate.native.aside import Aside, Lost
-from ampcompat.migrate.native.autocast import wrap
+from ampcompat.migrate.native.autocast import Plan, has_long_string, plan, rebuilt, wrapped
 from ampcompat.migrate.native.calls import Calls, with_torch
 from ampcompat.migrate.native.facts import Facts, Untranslatable
 from ampcompat.migrate.native.leftovers import Leftovers, apex_uses, drop_imports, names_used
@@ -62,8 +62,12 @@ def _translated(facts: Facts, everything: bool) -> tuple[tuple[cst.Module, Aside
         module, aside = _parsed(facts.source, facts.casts.needs, everything)
         code = aside.restored(split_lines(module, facts.source, facts.models).code)
         facts = facts if code == facts.source.code else Facts(Source("", code))
-    code = wrap(facts)
-    facts = facts if code == facts.source.code else Facts(Source("", code))
-    module, aside = _parsed(facts.source, facts.casts.needs, everything)
-    module = module.visit(Calls(facts, places(module, facts.source, aside.shown), aside.shown))
+    made = plan(facts)
+    if has_long_string(facts.source, made):
+        facts, made = Facts(Source("", rebuilt(facts, made))), Plan()
+    # Lines are those of the source from here on, without those of the regions.
+    aside = Aside(facts.source, {*facts.casts.needs, *made.edges}, everything)
+    module = cst.parse_module(wrapped(facts, made, aside.lines))
+    facts.settle(made.regions)
+    module = module.visit(Calls(facts, places(module, facts.source, aside.shown, made.regions), aside.shown))
     return (module, aside), facts.managed()

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
-from ampcompat.check.lines import indent_of, lines_of
+from ampcompat.check.lines import indent_of
 from ampcompat.check.source import Source, called
 from ampcompat.migrate.casts import MOVES, blocks, in_autocast, is_autocast, is_barrier, within
 from ampcompat.migrate.marks import marked
+from ampcompat.migrate.native.aside import indented
 from ampcompat.migrate.native.facts import Facts
 from ampcompat.migrate.objects import FUNCTIONS
 from ampcompat.migrate.result import MARK
@@ -19,31 +20,22 @@ from ampcompat.migrate.result import MARK
 OUT_OF_SIGHT = "the forward pass is not in this function; run it under torch.autocast"
 
 
-def wrap(facts: Facts) -> str:
-    """The text of ``facts`` with its regions."""
-    made = plan(facts)
-    if not made.regions and not made.marks:
-        return facts.source.code
-    if not any(_has_long_string(facts.source, start, end) for start, (_, end) in made.regions.items()):
-        return _indented(facts, made)
+def rebuilt(facts: Facts, made: Plan) -> str:
+    """The text of ``facts`` with its regions, built by libcst: for strings over several lines."""
     wrapper = MetadataWrapper(cst.parse_module(facts.source.code), unsafe_skip_copy=True)
     return wrapper.module.visit(_Wrap(facts, made, wrapper.resolve(PositionProvider))).code
 
 
-def _has_long_string(source: Source, start: int, end: int) -> bool:
-    """Whether a string goes over several of these lines: indenting them would change it."""
-    return any(
-        isinstance(node, ast.Constant | ast.JoinedStr)
-        and start <= node.lineno <= end
-        and node.lineno != node.end_lineno
-        and not (isinstance(node, ast.Constant) and not isinstance(node.value, str | bytes))
-        for node in source.nodes
-    )
+def has_long_string(source: Source, made: Plan) -> bool:
+    """Whether a string goes over several lines of a region: indenting them would change it."""
+    strings: list[ast.expr] = [node for node in source.kind(ast.Constant) if isinstance(node.value, str | bytes)]
+    long = [node.lineno for node in (*strings, *source.kind(ast.JoinedStr)) if node.lineno != node.end_lineno]
+    return any(start <= line <= end for line in long for start, (_, end) in made.regions.items())
 
 
-def _indented(facts: Facts, made: Plan) -> str:
-    """The text with the lines of each region indented under a ``with``: much cheaper than to build it anew."""
-    lines = lines_of(facts.source.code, keepends=True)
+def wrapped(facts: Facts, made: Plan, lines: Sequence[str]) -> str:
+    """The text with the ``lines`` of each region indented under a ``with``: much cheaper than to build it anew."""
+    lines = list(lines)
     newline = "\r\n" if lines[0].endswith("\r\n") else "\n"
     marks = dict.fromkeys(made.marks, f"{MARK}{OUT_OF_SIGHT}")
     for start in sorted({*made.regions, *marks}, reverse=True):
@@ -55,7 +47,7 @@ def _indented(facts: Facts, made: Plan) -> str:
             continue
         unit = "\t" if indent.startswith("\t") else "    "
         end = made.regions[start][1]
-        body = [unit + line if line.strip() else line for line in lines[start - 1 : end]]
+        body = indented(lines[start - 1 : end], unit)
         lines[start - 1 : end] = [f"{indent}with {facts.autocast()}:{newline}", *body]
     return "".join(lines)
 
@@ -65,11 +57,13 @@ class Plan:
 
     Attributes:
         regions: For the first line of each region the first line of its last statement, and the last line of that.
+        edges: The first and the last statement of each region.
         marks: Functions whose loss was computed elsewhere: their line, and that of their first decorator.
     """
 
     def __init__(self) -> None:
         self.regions: dict[int, tuple[int, int]] = {}
+        self.edges: set[ast.AST] = set()
         self.marks: dict[int, int] = {}
 
 
@@ -155,6 +149,7 @@ def _block(body: Sequence[ast.stmt], needs: set[ast.AST], soft: set[ast.AST], ma
             at += 1
             continue
         made.regions[part.lineno] = (body[last].lineno, body[last].end_lineno or body[last].lineno)
+        made.edges |= {part, body[last]}
         at = last + 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Mapping
 
 from ampcompat.check.bindings import dotted
 from ampcompat.check.source import SCOPES, Source, argument, number, text
@@ -59,7 +60,11 @@ class Facts:
         self._blocks()
         # At O2 apex casts what the given models take and return, at O1 every operation of the process.
         self.casts = Casts(source, self.objects, everywhere=self.level != "O2")
-        self._place()
+        self.settle({})
+
+    def settle(self, regions: Mapping[int, tuple[int, int]]) -> None:
+        """Choose names for the scaler and the device; forwards on the lines of ``regions`` have theirs."""
+        self._place(regions)
         self._scalers()
 
     def option(self, position: int, name: str) -> ast.expr | None:
@@ -118,12 +123,15 @@ class Facts:
         if self.branch is not None and not isinstance(source.parents.get(self.branch), (*SCOPES, ast.Module)):
             raise Untranslatable("amp.initialize is called under an `if` inside another block")
 
-    def _place(self) -> None:
+    def _place(self, regions: Mapping[int, tuple[int, int]]) -> None:
         """Choose the home of scaler and device: beside ``self.optimizer``, in the function, or as globals."""
         source = self.source
         scope = source.scope(self.call)
         uses: list[ast.AST] = [c for c in source.calls if (source.apex(c.func) or "").startswith("apex.amp.")]
-        uses += self._uses()
+        uses += self._steps()
+        for part in self.casts.needs:
+            covered = any(start <= part.lineno <= end for start, (_, end) in regions.items())
+            uses += [] if covered or in_autocast(source, part) else [part]
         on_self = all(name.startswith("self.") for name in (*self.models[:1], *self.optimizers))
         homes = {self.objects.class_of(source.scope(use)) for use in uses}
         on_self = on_self and len(homes) == 1 and None not in homes
@@ -138,8 +146,8 @@ class Facts:
         self.device, self.switch = f"{self.prefix}amp_device", f"{self.prefix}amp_enabled"
         self.switched = self.enabled is not None or self.branch is not None
 
-    def _uses(self) -> list[ast.AST]:
-        """Steps of the optimizers and calls of the models: where the scaler or the device will be named."""
+    def _steps(self) -> list[ast.AST]:
+        """Steps of the optimizers, where the scaler will be named."""
         found: list[ast.AST] = []
         self.step_lines: set[int] = set()
         self.steps: list[tuple[ast.Call, Labels]] = []
@@ -149,7 +157,7 @@ class Facts:
                 found.append(call)
                 self.step_lines.add(call.lineno)
                 self.steps.append((call, self.objects.optimizers(func.value)))
-        return found + [part for part in self.casts.needs if not in_autocast(self.source, part)]
+        return found
 
     def _containers(self) -> None:
         """Which names hold several objects: the scaler steps one optimizer at a time."""

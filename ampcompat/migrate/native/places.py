@@ -13,16 +13,19 @@ from ampcompat.migrate.native.patterns import holds_statements
 Places = Mapping[cst.CSTNode, tuple[int, int]]
 
 
-def places(module: cst.Module, source: Source, shown: Callable[[int], bool]) -> Places:
+def places(
+    module: cst.Module, source: Source, shown: Callable[[int], bool], regions: Mapping[int, tuple[int, int]]
+) -> Places:
     """First and last line of each statement of ``module``.
 
     Args:
         module: The tree of ``source``, without some of its lines.
         source: The text.
         shown: Whether a line is in ``module``.
+        regions: The first and last line of what is under a ``with`` that ``source`` does not have.
     """
     kept = (node for node in source.nodes if isinstance(node, ast.stmt) and shown(node.lineno))
-    visitor = _Places(sorted(kept, key=lambda node: (node.lineno, node.col_offset)))
+    visitor = _Places(sorted(kept, key=lambda node: (node.lineno, node.col_offset)), dict(regions))
     module.visit(visitor)
     return visitor.found
 
@@ -30,8 +33,8 @@ def places(module: cst.Module, source: Source, shown: Callable[[int], bool]) -> 
 class _Places(cst.CSTVisitor):
     """Goes through the statements in the order of the text, as ``ordered`` does."""
 
-    def __init__(self, ordered: list[ast.stmt]) -> None:
-        self.ordered, self.at = ordered, 0
+    def __init__(self, ordered: list[ast.stmt], regions: dict[int, tuple[int, int]]) -> None:
+        self.ordered, self.regions, self.at = ordered, regions, 0
         self.found: dict[cst.CSTNode, tuple[int, int]] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
@@ -40,6 +43,8 @@ class _Places(cst.CSTVisitor):
         elif isinstance(node, cst.SimpleStatementSuite):  # `if c: a; b` has no lines of its own
             for part in node.body:
                 self._place(part, 1)
+        elif isinstance(node, cst.With) and (line := self.ordered[self.at].lineno) in self.regions:
+            self.found[node] = line, self.regions.pop(line)[1]
         elif isinstance(node, cst.BaseCompoundStatement):
             self._place(node, 1)
         return holds_statements(node)

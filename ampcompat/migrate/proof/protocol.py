@@ -8,6 +8,7 @@ must be unscaled.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Sequence
 from enum import Enum
 
@@ -136,13 +137,18 @@ class Protocol:
 
     def reaches(self, function: Function) -> bool:
         """Whether the protocol goes on in a function, or in one that it calls."""
-        seen: list[Function] = [function]
-        for one in seen:
-            if one in self.touching:
-                return True
-            for call in self.subject.source.calls_within.get(one, ()):
-                seen += [f for f in self.objects.called(call) if f not in seen]
-        return False
+        return function in self._reaching
+
+    @functools.cached_property
+    def _reaching(self) -> set[ast.AST]:
+        within = self.subject.source.calls_within
+        entered = {f: {g for call in calls for g in self.objects.called(call)} for f, calls in within.items()}
+        found: set[ast.AST] = set(self.touching)
+        before = -1
+        while before != len(found):
+            before = len(found)
+            found |= {f for f, others in entered.items() if not found.isdisjoint(others)}
+        return found
 
     def events(self, node: ast.AST) -> tuple[ast.AST | None, list[tuple[ast.Call, bool]]]:
         """Find what reads gradients in a simple statement, and its calls in the order in which they end.

@@ -12,7 +12,15 @@ import os
 import runpy
 import sys
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from ampcompat.migrate.verify.recording import Recording
+
+    Outputs = torch.Tensor | Iterable[torch.Tensor]
 
 GONE = ("apex", "ampcompat", "amp_C", "apex_C")
 
@@ -30,13 +38,11 @@ def main(record: str, steps: str, seed: str, *target: str) -> None:
     """Run the script; what it raises is let through when it has been noted."""
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != here]
-    module: dict[str, Any] = runpy.run_path(os.path.join(here, "recording.py"))
+    module = runpy.run_path(os.path.join(here, "recording.py"))
     sys.meta_path.insert(0, _Gone())
-    import torch
-
-    recording = module["Recording"](record, int(steps))
+    recording: Recording = module["Recording"](record, int(steps))
     module["seed_all"](int(seed))
-    _watch(torch, recording, module["dtype_of"])
+    _watch(recording, module["dtype_of"])
     recording.watch_modules()
     script = target[1] if target[0] == "-m" else target[0]
     sys.argv[:] = [script, *target[2 if target[0] == "-m" else 1 :]]
@@ -48,23 +54,27 @@ def main(record: str, steps: str, seed: str, *target: str) -> None:
             runpy.run_path(script, run_name="__main__")
 
 
-def _watch(torch: Any, recording: Any, dtype_of: Any) -> None:
+def _watch(recording: Recording, dtype_of: Callable[[torch.Tensor], str]) -> None:
     """Have GradScaler tell what it scales and steps."""
+    import torch
+
     scaler = torch.amp.GradScaler
     scale, step = scaler.scale, scaler.step
-    numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
     count = itertools.count()
     # A scaler that is switched off also steps what no loss was scaled for: apex knew nothing of such a step.
-    used: weakref.WeakSet[Any] = weakref.WeakSet()
+    used: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
 
-    def scaled(self: Any, outputs: Any) -> Any:
+    def scaled(self: torch.amp.GradScaler, outputs: Outputs) -> Outputs:
         used.add(self)
         result = scale(self, outputs)  # first: the scale is made on the first call
         if isinstance(outputs, torch.Tensor):
             recording.loss(float(outputs.detach().float().mean()), float(self.get_scale()), dtype_of(outputs))
         return result
 
-    def stepped(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def stepped(
+        self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+    ) -> float | None:
         taken: list[bool] = []
         hook = optimizer.register_step_post_hook(lambda *_: taken.append(True))
         try:
@@ -75,7 +85,7 @@ def _watch(torch: Any, recording: Any, dtype_of: Any) -> None:
                 number = numbers[optimizer] if optimizer in numbers else numbers.setdefault(optimizer, next(count))
                 recording.step(number, not taken)
 
-    scaler.scale, scaler.step = scaled, stepped
+    scaler.scale, scaler.step = scaled, stepped  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

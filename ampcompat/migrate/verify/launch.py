@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,25 @@ def run(folder: Path, options: Options, record: Path, native: bool) -> Trace:
     return trace
 
 
+class Line(TypedDict):
+    """A line of a record: its kind, and what a line of that kind tells."""
+
+    kind: str
+    value: float | str
+    scale: float | str
+    dtype: str
+    optimizer: int
+    skipped: bool
+    module: str
+    training: bool
+    error: str | None
+
+
 def _read(record: Path) -> Trace:
     trace = Trace()
     for line in record.read_text("utf-8").splitlines():
-        content: dict[str, Any] = json.loads(line)
-        kind = content.pop("kind")
+        content: Line = json.loads(line)
+        kind = content["kind"]
         if kind == "loss":
             trace.losses.append((float(content["value"]), float(content["scale"]), content["dtype"], len(trace.steps)))
         elif kind == "step":

@@ -8,7 +8,10 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
 class EnoughSteps(SystemExit):
@@ -29,7 +32,7 @@ class Recording:
         self.steps, self.made, self.process = steps, 0, os.getpid()
         self.seen: set[tuple[str, str, bool]] = set()
 
-    def _write(self, kind: str, **content: Any) -> None:
+    def _write(self, kind: str, **content: object) -> None:
         if os.getpid() == self.process:
             plain = {key: str(v) if isinstance(v, float) and v - v != 0 else v for key, v in content.items()}
             self.file.write(json.dumps({"kind": kind, **plain}) + "\n")
@@ -48,12 +51,13 @@ class Recording:
 
     def watch_modules(self) -> None:
         """Note the dtype that each kind of module with weights of its own returns, in training and in evaluation."""
+        import torch
         from torch.nn.modules.module import register_module_forward_hook
 
-        def note(module: Any, _given: Any, result: Any) -> None:
+        def note(module: torch.nn.Module, _given: object, result: object) -> None:
             own = list(module.parameters(recurse=False))
             floats = bool(own) and all(p.is_floating_point() for p in own)
-            if floats and hasattr(result, "is_floating_point") and result.is_floating_point():
+            if floats and isinstance(result, torch.Tensor) and result.is_floating_point():
                 key = type(module).__name__, dtype_of(result), bool(module.training)
                 if key not in self.seen:
                     self.seen.add(key)
@@ -77,7 +81,7 @@ class Recording:
             self._write("end", error=error)
 
 
-def dtype_of(tensor: Any) -> str:
+def dtype_of(tensor: torch.Tensor) -> str:
     """``float16`` for ``torch.float16``."""
     return str(tensor.dtype).removeprefix("torch.")
 
