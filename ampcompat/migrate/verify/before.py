@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 
 def main(record: str, steps: str, seed: str, *target: str) -> None:
@@ -11,6 +12,7 @@ def main(record: str, steps: str, seed: str, *target: str) -> None:
 
     from ampcompat.alias import install_as_apex
     from ampcompat.amp.observers import observers
+    from ampcompat.amp.properties import Optimizer
     from ampcompat.amp.scaler import LossScaler
     from ampcompat.cli import _script
     from ampcompat.migrate.verify.recording import Recording, dtype_of, seed_all
@@ -20,7 +22,7 @@ def main(record: str, steps: str, seed: str, *target: str) -> None:
     class Watched(Recorder):
         """The recorder of ``parity``, which also hands on each loss when it is scaled."""
 
-        def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: object) -> None:
+        def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
             super().on_scale_loss(loss, scaler, optimizers)
             recording.loss(float(loss.detach().float().mean()), float(scaler.loss_scale()), dtype_of(loss))
 
