@@ -541,8 +541,9 @@ def test_a_model_without_tensors_casts_where_the_others_are():
             return torch.mm(x, x)
 
     assert initialize(Nothing(), opt_level="O1", verbosity=0)(torch.ones(2, 2)).dtype == HALF
-    at("O1")
+    model, _ = at("O1")
     assert initialize(Nothing(), opt_level="O1", verbosity=0)(torch.ones(2, 2)).dtype == HALF
+    assert model(torch.ones(2, 4)).dtype == HALF
 
 
 # -- WGAN-GP ------------------------------------------------------------------------------------------------------
