@@ -241,8 +241,8 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     """Make what chooses the dtype to cast arguments to (None: leave them) of these; float32 needs no choice."""
 
     def dtypes(args: tuple[object, ...]) -> set[torch.dtype]:
-        tensors = tensors_in(args, objects=False)
-        return {t.dtype for t in tensors if t.dtype in CASTABLE and t.device.type == device_type}
+        flat = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, torch.Tensor)]
+        return {t.dtype for t in flat if t.dtype in CASTABLE and t.device.type == device_type}
 
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
