@@ -22,7 +22,8 @@ def with_plain_statements(code, seed):
     rng, lines = random.Random(seed), []
     for line in code.splitlines():
         words = line.split("(")[0].replace(".", " ").split()
-        if words and words[0] in PLAIN and rng.random() < 0.5:
+        decorated = bool(lines) and lines[-1].lstrip().startswith("@")
+        if words and words[0] in PLAIN and not decorated and rng.random() < 0.5:
             indent, n = line[: len(line) - len(line.lstrip())], len(lines)
             lines += rng.choice(
                 [

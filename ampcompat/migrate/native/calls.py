@@ -10,7 +10,7 @@ import libcst as cst
 from ampcompat.migrate.casts import MOVES
 from ampcompat.migrate.marks import code_of, marked
 from ampcompat.migrate.native.facts import Facts
-from ampcompat.migrate.native.patterns import contains_scaled, receiver, scaled_call, symbol
+from ampcompat.migrate.native.patterns import contains_scaled, is_layout, receiver, scaled_call, symbol
 from ampcompat.migrate.native.places import Places
 from ampcompat.migrate.native.scaler import made_lines, switched_off_lines
 from ampcompat.migrate.native.unscaling import Unscaling, calls_in, steps
@@ -41,7 +41,7 @@ class Calls(cst.CSTTransformer):
             start, end = self.places[node]
             if not any(start <= line <= end for line in self.apex_lines):
                 return False
-        return super().on_visit(node)
+        return not is_layout(node) and super().on_visit(node)
 
     def visit_Module(self, node: cst.Module) -> None:
         self.unscaling = Unscaling(node, self.facts, self.places, self.shown)

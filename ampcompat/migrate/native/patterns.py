@@ -45,6 +45,22 @@ LEAVES = (
 )  # fmt: skip
 
 
+def is_layout(node: cst.CSTNode) -> bool:
+    """Whether ``node`` is white space, a comment or punctuation: nothing to look into."""
+    return _is_layout(node.__class__)
+
+
+@functools.cache
+def _is_layout(kind: type[cst.CSTNode]) -> bool:
+    return issubclass(kind, LAYOUT)
+
+
+LAYOUT = (
+    cst.BaseParenthesizableWhitespace, cst.EmptyLine, cst.TrailingWhitespace, cst.Comment, cst.Newline, cst.Comma,
+    cst.Colon, cst.Dot, cst.AssignEqual, cst.Semicolon, cst.LeftParen, cst.RightParen,
+)  # fmt: skip
+
+
 class _Blocks(cst.CSTVisitor):
     def on_visit(self, node: cst.CSTNode) -> bool:
         return holds_statements(node) and super().on_visit(node)

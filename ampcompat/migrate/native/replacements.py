@@ -8,7 +8,7 @@ import libcst as cst
 
 from ampcompat.check.bindings import Bindings
 from ampcompat.migrate.marks import code_of
-from ampcompat.migrate.native.patterns import symbol
+from ampcompat.migrate.native.patterns import is_layout, symbol
 
 LAYER_NORMS = tuple(
     f"apex.normalization.{home}{name}"
@@ -42,6 +42,9 @@ class Replace(cst.CSTTransformer):
     def __init__(self, bindings: Bindings) -> None:
         self.bindings = bindings
         self.changed = False
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return not is_layout(node) and super().on_visit(node)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         name = symbol(original_node.func, self.bindings)

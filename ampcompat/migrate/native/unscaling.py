@@ -13,6 +13,7 @@ from enum import Enum
 
 import libcst as cst
 
+from ampcompat.check.source import Source
 from ampcompat.migrate.casts import READS_GRADIENTS
 from ampcompat.migrate.marks import code_of
 from ampcompat.migrate.native.facts import Facts
@@ -66,7 +67,8 @@ class Unscaling:
         module.visit(functions)
         every = (node for kind in FUNCTIONS for node in facts.source.kind(kind) if shown(node.lineno))
         scopes = sorted(every, key=lambda n: n.lineno)
-        touching = [cst_one for cst_one, one in zip(functions.found, scopes, strict=True) if _touches_gradients(one)]
+        touched = _touching_gradients(facts.source)
+        touching = [cst_one for cst_one, one in zip(functions.found, scopes, strict=True) if one in touched]
         self.readers = readers(touching, self.bindings)
         words = {"master_params", *self.readers}
         self.lines = sorted(
@@ -77,7 +79,7 @@ class Unscaling:
         self.marks: dict[cst.CSTNode, str] = {}
         bodies: list[Body] = [module.body, *(function.body.body for function in functions.found)]
         for body, scope in zip(bodies, [facts.source.tree, *scopes], strict=True):
-            if not _touches_gradients(scope):
+            if scope not in touched:
                 continue
             self.scales = any(contains_scaled(part, self.bindings) for part in body)
             for optimizer in facts.names_in(scope).values():
@@ -137,11 +139,19 @@ def _is_gradient(word: str, words: Collection[str]) -> bool:
     return word in words or READS_GRADIENTS.search(word) is not None
 
 
-def _touches_gradients(scope: ast.AST) -> bool:
-    """Whether a function steps, clips or reads gradients; most of a file does not, and following it is costly."""
-    named = [n for n in ast.walk(scope) if isinstance(n, ast.Attribute | ast.Name)]
-    words = {n.attr if isinstance(n, ast.Attribute) else n.id for n in named}
-    return any(word in ("step", "master_params") or READS_GRADIENTS.search(word) for word in words)
+def _touching_gradients(source: Source) -> set[ast.AST]:
+    """What steps, clips or reads gradients, with all around it; most of a file does not, and following it is costly."""
+    found: set[ast.AST] = set()
+    for node in source.nodes:
+        if not isinstance(node, ast.Attribute | ast.Name):
+            continue
+        word = node.attr if isinstance(node, ast.Attribute) else node.id
+        if word in ("step", "master_params") or READS_GRADIENTS.search(word):
+            around: ast.AST = node
+            while around not in found:
+                found.add(around)
+                around = source.parents.get(around, around)
+    return found
 
 
 class _Flow:
