@@ -329,6 +329,8 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
     half = module._parameters.get(name, module._buffers.get(name))
     if half is None:
         raise RuntimeError(f"{type(module).__name__} has no tensor {name!r}.")
+    if name in held and held[name].half is not half:
+        _follow_replacement(held[name])
     if name not in held or held[name].half is not half:
         found = master_of(half)
         held[name] = Master(half, value, adopt) if found is None else found
