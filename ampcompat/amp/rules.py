@@ -241,8 +241,14 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     """Make what chooses the dtype to cast arguments to (None: leave them) of these; float32 needs no choice."""
 
     def dtypes(args: tuple[object, ...]) -> set[torch.dtype]:
-        flat = [t for a in args for t in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(t, torch.Tensor)]
-        return {t.dtype for t in flat if t.dtype in CASTABLE and t.device.type == device_type}
+        found, pending = set(), list(args)
+        for a in pending:
+            if isinstance(a, torch.Tensor):
+                if a.dtype in CASTABLE and a.device.type == device_type:
+                    found.add(a.dtype)
+            elif isinstance(a, (list, tuple)):
+                pending.extend(a)
+        return found
 
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
