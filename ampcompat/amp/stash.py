@@ -17,7 +17,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.masters import Master, ensure_master, heed_cleared, master_of, needs_look
+from ampcompat.amp.masters import Master, ensure_master, heed_cleared, master_of, reconcile
 from ampcompat.amp.nested import stepper
 from ampcompat.amp.properties import HALF_DTYPES, Optimizer, inner_optimizers
 from ampcompat.amp.scaler import LossScaler
@@ -111,9 +111,8 @@ class AmpOptimizerState:
         if self.in_block or self.gradients is not Gradients.NONE or self.pending is not None:
             return
         self.look_up(optimizer)
+        reconcile(self.masters)
         for master in self.masters:
-            if needs_look(master):
-                master.reconcile()
             master.hand_out()
 
     def report(self, wait: bool = True) -> None:
