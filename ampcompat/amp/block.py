@@ -45,7 +45,7 @@ from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.masters import Master, heed_cleared
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, is_optimizer
-from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.scaler import LossScaler, any_of
 from ampcompat.amp.session import DISABLED, Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
 
@@ -248,7 +248,14 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
         settle(one, stash)
         if stash.gradients is not Gradients.LOST and (reached or stash.gradients is Gradients.NONE):
             stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
-        stash.overflows = _join([*stash.overflows, *noted]) if stash.overflows else noted
+        stash.overflows = [*stash.overflows, *noted]
+        if len(stash.overflows) > MANY:
+            kinds: dict[tuple[LossScaler, bool], list[torch.Tensor]] = {}
+            for owner, flag in stash.overflows:
+                kinds.setdefault((owner, any(flag is one for one in owner._put_off)), []).append(flag)
+            stash.overflows = [(owner, any_of(several)) for (owner, _), several in kinds.items()]
+            for (owner, flag), (_, put_off) in zip(stash.overflows, kinds, strict=True):
+                owner._put_off += [flag] * put_off  # ``update_scale`` may clear it
     return reached
 
 
@@ -433,18 +440,6 @@ def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
         master.folded = half, half._version
     if old:
         _torch.foreach_add_(old, new)
-
-
-def _join(flags: list[tuple[LossScaler, torch.Tensor]]) -> list[tuple[LossScaler, torch.Tensor]]:
-    """Overflow flags of the blocks since the last step, of bounded number; no host sync."""
-    if len(flags) <= MANY:
-        return flags
-    joined: dict[tuple[LossScaler, bool], torch.Tensor] = {}
-    for scaler, found in flags:
-        # An overflow that was put off stays the tensor that it is, which ``update_scale`` may clear.
-        key = (scaler, any(found is one for one in scaler._put_off))
-        joined[key] = found if key not in joined or key[1] else torch.maximum(joined[key].to(found.device), found)
-    return [(scaler, found) for (scaler, _), found in joined.items()]
 
 
 # -- whose block -------------------------------------------------------------------------------------------------------
