@@ -137,7 +137,7 @@ class Master:
         """Take ``exact`` into the master, but where it is ``kept``: by default, where it rounds to just that.
 
         With ``remember``, elements that were written and are written back (an attack on the weights, an average put in
-        for an evaluation) get the master back that they had. The rounded one would lose every update below the rounding.
+        for an evaluation) get the master back that they had: the rounded one would lose updates below the rounding.
         """
         taken, before = exact.float(), self.before_writes
         if kept is None:

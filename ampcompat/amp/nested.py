@@ -101,52 +101,41 @@ def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..
     lists = _lists(outer)
     inner = [one for one in inner_optimizers(outer) if _lists(one) == lists]
     for one in inner:
-        one.step = _as_outers(outer, one, step)
-    return _marking(outer, original) if inner else original
+        one.step = types.MethodType(_as_outers(weakref.ref(outer), one.step, step), one)
+    return functools.update_wrapper(functools.partial(_mark, outer, original), original) if inner else original
 
 
 def _lists(optimizer: Optimizer) -> set[int]:
     return {id(group["params"]) for group in optimizer.param_groups}
 
 
-def _as_outers(outer: Optimizer, inner: Any, step: Callable[..., Any]) -> Any:
-    reference, original = weakref.ref(outer), inner.step
-    marking = _marking(outer, original)
+def _mark(outer: Optimizer, original: Callable[..., Any], *args: object, **kwargs: object) -> object:
+    """Call ``original``, the step of ``outer`` or of one inside, and note meanwhile that ``outer`` is stepping."""
+    outer._amp_stepping = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        outer._amp_stepping = False
 
+
+def _as_outers(reference: weakref.ref[Optimizer], original: Callable[..., Any], step: Callable[..., Any]) -> Any:
     @functools.wraps(getattr(original, "__func__", original))
     def wrapper(self: Any, *args: object, **kwargs: object) -> object:
-        found = reference()
-        stash = None if found is None else vars(found).get("_amp_stash")
-        if stash is None or vars(found).get("_amp_stepping") or "_amp_stash" in vars(self):
+        outer = reference()
+        held = vars(outer or self)
+        if outer is None or "_amp_stash" not in held or held.get("_amp_stepping") or "_amp_stash" in vars(self):
             return original(*args, **kwargs)
-        return step(found, marking, *args, **kwargs)
+        marked = functools.update_wrapper(functools.partial(_mark, outer, original), original)
+        return step(outer, marked, *args, **kwargs)
 
-    return types.MethodType(wrapper, inner)
-
-
-def _marking(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, which notes meanwhile that ``outer`` is stepping."""
-    reference = weakref.ref(outer)
-
-    @functools.wraps(original)
-    def marking(*args: object, **kwargs: object) -> object:
-        found = reference()
-        stash = None if found is None else vars(found).get("_amp_stash")
-        if found is None or stash is None:
-            return original(*args, **kwargs)
-        found._amp_stepping = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            found._amp_stepping = False
-
-    return marking
+    return wrapper
 
 
 # -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------------
 def stepper(optimizer: Optimizer) -> Optimizer:
     """The optimizer whose params amp exchanges for masters: ``optimizer``, or the one inside that steps for it."""
-    return vars(optimizer).get("optim", optimizer) if _torch.is_zero(optimizer) else optimizer
+    inside = vars(optimizer).get("optim")
+    return optimizer if inside is None or not _torch.is_zero(optimizer) else inside
 
 
 def _check_zero(optimizer: Any, options: Properties) -> None:

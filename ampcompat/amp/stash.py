@@ -96,8 +96,7 @@ class AmpOptimizerState:
             else:
                 return
         adopt_masters(optimizer, self.session)
-        steps = stepper(optimizer) if "optim" in vars(optimizer) else optimizer
-        stepped = {id(p): master_of(p) for group in steps.param_groups for p in group["params"]}
+        stepped = {id(p): master_of(p) for group in stepper(optimizer).param_groups for p in group["params"]}
         self.masters = [master for master in stepped.values() if master is not None]
         with_master = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
         held = {id(p): p for group in groups for p in group["params"]}
@@ -151,7 +150,7 @@ def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> None:
     Groups and their lists keep their identity; state moves with its parameter. apex swapped params in the same way
     (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
-    steps = stepper(optimizer) if "optim" in vars(optimizer) else optimizer
+    steps = stepper(optimizer)
     if steps is not optimizer:  # a ZeroRedundancyOptimizer
         _torch.separate_inner_groups(optimizer)
     states = [one.state for one in (optimizer, *inner_optimizers(optimizer))]
