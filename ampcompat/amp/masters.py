@@ -82,8 +82,12 @@ class Master:
     """
 
     def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None, adopt: bool = False) -> None:
-        self.half, self.dtype = half, half.dtype
-        self.value = value if value is not None and adopt else _new_value(half, value)
+        self.half, self.dtype, exact = half, half.dtype, half if value is None else value
+        if value is None or not adopt:
+            with torch.inference_mode(False), torch.no_grad():
+                exact = exact.detach().to(half.device, torch.float32, copy=True)
+                exact = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+        self.value = exact
         self.homes: list[Home] = []
         self.folded: tuple[torch.Tensor, int] | None = None
         self.handed_out: torch.Tensor | None = None
@@ -253,15 +257,6 @@ def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     grad, tensor.grad = tensor.grad, None
     tensor.data = tensor.data.to(dtype)
     tensor.grad = None if grad is None else grad.to(dtype)
-
-
-@torch.inference_mode(False)
-@torch.no_grad()
-def _new_value(half: torch.Tensor, value: torch.Tensor | None) -> torch.nn.Parameter:
-    exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
-    if exact.data_ptr() == half.data_ptr() or value is not None:
-        exact = exact.clone()
-    return torch.nn.Parameter(exact, requires_grad=half.requires_grad)
 
 
 # -- find --------------------------------------------------------------------------------------------------------------

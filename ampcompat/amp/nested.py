@@ -50,26 +50,34 @@ def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
     Raises:
         RuntimeError: There is such an optimizer.
     """
-    given = list(optimizers)
+    given: list[Any] = list(optimizers)
+    level, half = f"opt_level={options.opt_level!r}", options.cast_model_type in HALF_DTYPES
     for outer in given:
-        inside = inner_optimizers(outer)
+        name, inside = type(outer).__name__, inner_optimizers(outer)
         if _torch.is_zero(outer):
-            _check_zero(outer, options)
-        elif inside and options.master_weights:
-            _check_groups(outer, [one for one in inside if not any(one is other for other in given)], options)
-
-
-def _check_groups(outer: Optimizer, inside: list[Optimizer], options: Properties) -> None:
-    lists, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
-    for inner in inside:
-        apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in lists]
-        if not params.isdisjoint(id(param) for some in apart for param in some):
-            raise RuntimeError(
-                f"amp.initialize got a {type(outer).__name__} around a {type(inner).__name__} at"
-                f" opt_level={options.opt_level!r} - each has param groups of its own, and masters put into the first's"
-                f" do not reach the second, which steps - pass the {type(inner).__name__}, have both share the groups"
-                " (self.param_groups = inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
-            )
+            if _torch.steps_in_backward(outer):
+                raise RuntimeError(
+                    f"amp.initialize got a {name} with overlap_with_ddp=True - it steps inside the backward pass,"
+                    " before gradients are unscaled - make it with overlap_with_ddp=False."
+                )
+            if outer.parameters_as_bucket_view and half:
+                raise RuntimeError(
+                    f"amp.initialize got a {name} with parameters_as_bucket_view=True at {level} - its buckets hold the"
+                    " float32 weights, which the level casts - make it with parameters_as_bucket_view=False, or use"
+                    " opt_level='O1' (O4 for bfloat16)."
+                )
+            continue
+        lists, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
+        for inner in inside if options.master_weights else ():
+            apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in lists]
+            shared = not params.isdisjoint(id(param) for some in apart for param in some)
+            if shared and not any(inner is other for other in given):
+                raise RuntimeError(
+                    f"amp.initialize got a {name} around a {type(inner).__name__} at {level} - each has param groups of"
+                    " its own, and masters put into the first's do not reach the second, which steps - pass the"
+                    f" {type(inner).__name__}, have both share the groups (self.param_groups = inner.param_groups), or"
+                    " use opt_level='O1' (O4 for bfloat16; D37)."
+                )
 
 
 def refuse_lookahead(optimizer: Optimizer) -> None:
@@ -132,26 +140,6 @@ def _as_outers(reference: weakref.ref[Optimizer], original: Callable[..., Any], 
 
 
 # -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------------
-def stepper(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose params amp exchanges for masters: ``optimizer``, or the one inside that steps for it."""
-    inside = vars(optimizer).get("optim")
-    return optimizer if inside is None or not _torch.is_zero(optimizer) else inside
-
-
-def _check_zero(optimizer: Any, options: Properties) -> None:
-    if _torch.steps_in_backward(optimizer):
-        raise RuntimeError(
-            "amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True - it steps inside the backward"
-            " pass, before gradients are unscaled - make it with overlap_with_ddp=False."
-        )
-    if optimizer.parameters_as_bucket_view and options.cast_model_type in HALF_DTYPES:
-        raise RuntimeError(
-            f"amp.initialize got a ZeroRedundancyOptimizer with parameters_as_bucket_view=True at"
-            f" opt_level={options.opt_level!r} - its buckets hold the float32 weights, which the level casts - make"
-            " it with parameters_as_bucket_view=False, or use opt_level='O1' (O4 for bfloat16)."
-        )
-
-
 def attach_zero(optimizer: Any) -> None:
     """Hook the optimizer inside, and saving and loading; the hooks stay, and do nothing without amp."""
     if not _torch.is_zero(optimizer) or "_amp_hooked" in vars(optimizer):

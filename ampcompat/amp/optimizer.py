@@ -29,7 +29,7 @@ from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, inner_optimizers
 from ampcompat.amp.scaler import any_of
 from ampcompat.amp.session import Session
-from ampcompat.amp.stash import AmpOptimizerState, Gradients, adopt_masters, announce, match_state
+from ampcompat.amp.stash import AmpOptimizerState, Gradients, adopt_masters, announce, match_state, stepper
 
 #: Repetitions of a closure's later evaluation that overflows; each halves the scale.
 RETRIES = 4
@@ -41,7 +41,8 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     stash.session, stash.groups, stash.overflows = session, [], stash.overflows[:]
     stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
-    nested.attach_zero(optimizer)
+    if "optim" in vars(optimizer):
+        nested.attach_zero(optimizer)
     optimizer._amp_stash = stash
     state.optimizers.live.add(optimizer)
     state.optimizers.disabled.discard(optimizer)
@@ -77,11 +78,13 @@ def detach(optimizer: Optimizer) -> None:
 
 def remember(optimizer: Optimizer, undo: ExitStack) -> None:
     """Have ``undo`` put ``optimizer`` back as it is now."""
-    for group in nested.stepper(optimizer).param_groups:
-        undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
-    for held in (vars(optimizer), *[one.state for one in (optimizer, *inner_optimizers(optimizer))]):
-        undo.callback(held.update, dict(held))
-        undo.callback(held.clear)
+    for one in (optimizer, *inner_optimizers(optimizer)):
+        for group in one.param_groups:
+            undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
+        undo.callback(one.state.update, dict(one.state))
+        undo.callback(one.state.clear)
+    undo.callback(vars(optimizer).update, dict(vars(optimizer)))
+    undo.callback(vars(optimizer).clear)
     for members in (state.optimizers.live, state.optimizers.disabled):
         undo.callback(members.add if optimizer in members else members.discard, optimizer)
 
@@ -223,16 +226,16 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
         if state.observers:
             notify("on_step", optimizer, skip)
     finally:
-        others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer] if masters else ()
-        # But for those that another optimizer has yet to step with.
-        shared = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
-        for master in masters:
-            master.folded = None
-            if id(master) not in shared:
-                grad, master.value.grad = master.value.grad, None
-                # Elsewhere torch's allocator keeps freed memory.
-                if grad is not None and grad.is_cpu and not grad.is_sparse:
-                    stash.spent.memory[master] = grad
+        if masters:  # another optimizer may have yet to step with some of them
+            others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer]
+            kept = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
+            for master in masters:
+                master.folded = None
+                if id(master) not in kept:
+                    grad, master.value.grad = master.value.grad, None
+                    # Elsewhere torch's allocator keeps freed memory.
+                    if grad is not None and grad.is_cpu and not grad.is_sparse:
+                        stash.spent.memory[master] = grad
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------
@@ -343,7 +346,7 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
         heed_cleared(stash.masters)  # before what is None becomes zeros
     original(*args, **kwargs)
     if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
-        nested.stepper(optimizer).zero_grad(*args, **kwargs)
+        stepper(optimizer).zero_grad(*args, **kwargs)
     for master in stash.masters:
         master.folded = master.half.grad = None
     if stash.aside or stash.pending is not None:
@@ -381,4 +384,4 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
 
 def held_params(optimizers: list[Optimizer]) -> set[int]:
     """Ids of the tensors that ``optimizers`` step on this rank."""
-    return {id(p) for one in optimizers for group in nested.stepper(one).param_groups for p in group["params"]}
+    return {id(p) for one in optimizers for group in stepper(one).param_groups for p in group["params"]}

@@ -18,7 +18,6 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, ensure_master, heed_cleared, master_of, reconcile
-from ampcompat.amp.nested import stepper
 from ampcompat.amp.properties import HALF_DTYPES, Optimizer, inner_optimizers
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
@@ -95,9 +94,9 @@ class AmpOptimizerState:
                     break
             else:
                 return
-        adopt_masters(optimizer, self.session)
-        stepped = {id(p): master_of(p) for group in stepper(optimizer).param_groups for p in group["params"]}
-        self.masters = [master for master in stepped.values() if master is not None]
+        steps = adopt_masters(optimizer, self.session)
+        stepped = [p for group in steps.param_groups for p in group["params"]]
+        self.masters = list(dict.fromkeys(filter(None, map(master_of, stepped))))
         with_master = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
         held = {id(p): p for group in groups for p in group["params"]}
         self.direct = [param for key, param in held.items() if key not in with_master]
@@ -144,8 +143,16 @@ def announce(overflowed: list[tuple[LossScaler, float]]) -> None:
 
 
 # -- which tensors an optimizer holds ----------------------------------------------------------------------------------
-def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> None:
+def stepper(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose params amp exchanges for masters: ``optimizer``, or that inside a ZeroRedundancyOptimizer."""
+    inside = vars(optimizer).get("optim")
+    return optimizer if inside is None or not _torch.is_zero(optimizer) else inside
+
+
+def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> Optimizer:
     """Have ``optimizer`` hold the masters of half weights; with no ``session``, the model's own tensors.
+
+    Returns the optimizer that steps them.
 
     Groups and their lists keep their identity; state moves with its parameter. apex swapped params in the same way
     (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
@@ -163,6 +170,7 @@ def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> None:
                     if param in held:
                         held[new] = held.pop(param)
                 params[index] = new
+    return steps
 
 
 def match_state(optimizer: Optimizer) -> None:
