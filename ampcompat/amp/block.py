@@ -83,11 +83,8 @@ def scale_loss(
     Returns:
         A context that yields ``loss.float() * loss_scale``.
 
-    Raises:
-        RuntimeError: ``initialize`` was not called, or not with this optimizer; a block inside a block; scaled
-            gradients pending in a tensor that two optimizers share.
-        TypeError: ``loss`` is not a floating tensor, or an optimizer is not one.
-        IndexError: ``loss_id`` is not below ``num_losses``.
+    Raises a TypeError, an IndexError for the ``loss_id``, and a RuntimeError for an optimizer that ``initialize`` was
+    not given, a block inside a block, and scaled gradients pending in a tensor that two optimizers share.
 
     No host sync. At exit the *new* gradients are unscaled, by the scale of the block's entry, and added to what had
     accumulated; overflow is noted and the scale moves; the step after an overflow is skipped.
@@ -334,12 +331,12 @@ def unscale_pending(optimizer: Optimizer) -> None:
 
 def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = False) -> None:
     """Refuse scaled gradients pending (or about to be: ``among_themselves``) in a tensor that two optimizers hold."""
-    others = [one for one in state.optimizers.pending if not any(one is mine for mine in optimizers)]
+    mine = set(map(id, optimizers))
     held: dict[int, Any] = {}
-    for one in (*others, *optimizers):
-        for leaf in one._amp_stash.leaves() if "_amp_stash" in vars(one) else ():
+    for one in (*[one for one in state.optimizers.pending if id(one) not in mine], *optimizers):
+        for leaf in one._amp_stash.leaves():
             other = held.setdefault(id(leaf), one)
-            if other is not one and (among_themselves or any(other is waiting for waiting in others)):
+            if other is not one and (among_themselves or id(other) not in mine):
                 raise RuntimeError(
                     f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"
                     f" {type(other).__name__} and {type(one).__name__} share - one of them would step with gradients"
@@ -453,25 +450,24 @@ def _find(optimizers: Any) -> tuple[list[Any], Session]:
             "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
             " amp.initialize(model, optimizer, opt_level=...)` must come first."
         )
-    found = [optimizers] if is_optimizer(optimizers) else optimizers
-    if isinstance(found, (ValuesView, Set, Iterator)):  # apex took any iterable
-        found = list(found)
-    if not isinstance(found, (list, tuple)) or not all(is_optimizer(known(one)) for one in found):
-        if not latest.enabled:
-            return [], latest
-        raise TypeError(
-            f"scale_loss got {type(found).__name__} as optimizers - it takes an optimizer or a list of them -"
-            " pass what amp.initialize returned."
-        )
-    unique = {id(one): one for one in map(known, found)}
+    several = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not is_optimizer(optimizers)
+    given = list(map(known, optimizers)) if several else [known(optimizers)]  # apex took any iterable
+    unique = {id(one): one for one in given}
     for one in unique.values():
-        if "_amp_stash" not in vars(one):
-            if not latest.enabled or one in state.optimizers.disabled:
-                return [], DISABLED
-            raise RuntimeError(
-                f"scale_loss got a {type(one).__name__} that was not given to amp.initialize - its parameters would not"
-                " be unscaled - pass the optimizer to amp.initialize (in a list with the others)."
+        if is_optimizer(one) and "_amp_stash" in vars(one):
+            continue
+        if not latest.enabled or (is_optimizer(one) and one in state.optimizers.disabled):
+            return [], DISABLED
+        if not is_optimizer(one):
+            got = type(given if several else optimizers).__name__
+            raise TypeError(
+                f"scale_loss got {got} as optimizers - it takes an optimizer or a list of them - pass what"
+                " amp.initialize returned."
             )
+        raise RuntimeError(
+            f"scale_loss got a {type(one).__name__} that was not given to amp.initialize - its parameters would not be"
+            " unscaled - pass the optimizer to amp.initialize (in a list with the others)."
+        )
     return list(unique.values()), next((one._amp_stash.session for one in unique.values()), latest)
 
 
@@ -484,12 +480,12 @@ def known(optimizer: Any) -> Any:
 
 
 def _find_scaler(owner: Session, loss_id: int) -> LossScaler:
-    last = len(owner.scalers) - 1
-    if not isinstance(loss_id, int) or not 0 <= loss_id <= last:
-        larger = isinstance(loss_id, int) and loss_id > last
+    count, is_int = len(owner.scalers), isinstance(loss_id, int)
+    if not is_int or not 0 <= loss_id < count:
+        fix = f"num_losses={loss_id + 1} there" if is_int and loss_id > 0 else f"a loss_id from 0 to {count - 1}"
         raise IndexError(
-            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={last + 1}) made scalers 0 to {last} -"
-            + (f" pass num_losses={loss_id + 1} there." if larger else f" pass a loss_id from 0 to {last}.")
+            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={count}) made scalers 0 to {count - 1} -"
+            f" pass {fix}."
         )
     scaler = owner.scalers[loss_id]
     if not isinstance(scaler, LossScaler):
