@@ -226,7 +226,7 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
             direct = [p for p in direct if id(p) not in seen]
             seen.update(map(id, (*masters, *direct)))
         fresh = [master for master in masters if master.half.grad is not None]
-        reached |= unscale(fresh, direct, None if scale is None else scaler, scale, stash.spent.memory)
+        reached |= unscale(fresh, direct, scaler, scale, stash.spent.memory)
         if len(fresh) < len(masters):
             _show(masters, scale)
         if stash.pending is not None:
@@ -349,11 +349,11 @@ def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = Fals
 def unscale(
     masters: Sequence[Master],
     direct: Sequence[torch.Tensor],
-    scaler: LossScaler | None,
+    scaler: LossScaler,
     scale: torch.Tensor | None,
     memory: dict[Master, torch.Tensor],
 ) -> bool:
-    """Unscale ``direct`` in place and half gradients into ``masters``, where there is a ``scaler``; whether any were.
+    """Unscale ``direct`` in place and half gradients into ``masters``, where there is a ``scale``; whether any were.
 
     All of ``masters`` have a half gradient. Their own are written into ``memory`` where it has theirs of an earlier
     step. Needs grad mode off.
@@ -366,32 +366,22 @@ def unscale(
             grad = param.grad._values()
         if grad is not None:
             fresh.append(grad)
-    reached = bool(fresh or masters)
-    for chunk in _chunks(masters):
+    reached, filled = bool(fresh or masters), 0.0
+    chunks: dict[int, list[Master]] = {}
+    for master in masters:
+        filled += master.half.numel() / (CPU_CHUNK if master.half.is_cpu else CHUNK)
+        chunks.setdefault(int(filled), []).append(master)
+    for chunk in chunks.values():
         wide = _to_float32(chunk, memory)
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
-        if scaler is not None:  # in one pass with the others
+        if scale is not None:  # in one pass with the others
             scaler.unscale_(fresh, scale)
         _fold(chunk, wide)
         fresh = []
         del wide  # before the next chunk is allocated
-    if fresh and scaler is not None:
+    if fresh and scale is not None:
         scaler.unscale_(fresh, scale)
     return reached
-
-
-def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
-    """``masters``, so many at a time as :data:`CHUNK` says."""
-    chunks: list[list[Master]] = []
-    room = -1
-    for master in masters:
-        size = master.half.numel()
-        if size > room:
-            chunks.append([])
-            room = CPU_CHUNK if master.half.is_cpu else CHUNK
-        chunks[-1].append(master)
-        room -= size
-    return chunks
 
 
 def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
@@ -423,7 +413,7 @@ def _to_float32(masters: list[Master], memory: dict[Master, torch.Tensor]) -> li
 
 def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
     """Add float32 gradients to those of their masters, and note where they come from."""
-    old, new = list[torch.Tensor](), list[torch.Tensor]()
+    sums: list[tuple[torch.Tensor, torch.Tensor]] = []
     for master, grad in zip(masters, wide, strict=True):
         half: torch.Tensor = master.half.grad  # type: ignore[assignment] # chunks have only those
         before = master.value.grad
@@ -432,11 +422,10 @@ def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
         elif before.is_sparse or grad.is_sparse:
             master.value.grad = _torch.sum_of(before, grad)
         else:
-            old.append(before)
-            new.append(grad)
+            sums.append((before, grad))
         master.folded = half, half._version
-    if old:
-        _torch.foreach_add_(old, new)
+    if sums:
+        _torch.foreach_add_(*map(list, zip(*sums, strict=True)))
 
 
 # -- whose block -------------------------------------------------------------------------------------------------------

@@ -45,11 +45,7 @@ from ampcompat.amp.properties import HALF_DTYPES, Optimizer, Properties, inner_o
 
 
 def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
-    """Refuse optimizers around others where masters would not reach the one inside, or cannot work at all.
-
-    Raises:
-        RuntimeError: There is such an optimizer.
-    """
+    """Refuse optimizers around others where masters would not reach the one inside, or cannot work at all."""
     given: list[Any] = list(optimizers)
     level, half = f"opt_level={options.opt_level!r}", options.cast_model_type in HALF_DTYPES
     for outer in given:
@@ -96,15 +92,9 @@ def refuse_lookahead(optimizer: Optimizer) -> None:
 
 
 def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the ``step`` of an optimizer inside, where no step of ``outer`` calls it, be one of ``outer``'s.
+    """Have ``step(outer, ...)`` called for the step of an optimizer inside, where no step of ``outer`` calls it.
 
-    Args:
-        outer: An optimizer under amp.
-        original: Its own ``step``.
-        step: Called with ``outer``, the inner optimizer's own ``step``, and its arguments.
-
-    Returns:
-        ``original``, in which inner optimizers step as ever.
+    Returns ``original``, the own step of ``outer``, in which inner optimizers step as ever.
     """
     lists = _lists(outer)
     inner = [one for one in inner_optimizers(outer) if _lists(one) == lists]
@@ -159,12 +149,7 @@ def attach_zero(optimizer: Any) -> None:
 
 @torch.no_grad()
 def gather(optimizer: Any, to: int | None = None) -> None:
-    """Give rank ``to`` of the optimizer's group the masters of all ranks; to be called on every rank.
-
-    Args:
-        optimizer: Any; nothing happens to others than a ZeroRedundancyOptimizer with masters.
-        to: The rank; None for every one.
-    """
+    """Give rank ``to`` (None: every one) the masters of all ranks of a ZeroRedundancyOptimizer; on every rank."""
     stash = vars(optimizer).get("_amp_stash")
     if stash is None or not stash.session.policy.master_weights or not _torch.is_zero(optimizer):
         return
