@@ -353,10 +353,9 @@ def unscale(
     scale: torch.Tensor | None,
     memory: dict[Master, torch.Tensor],
 ) -> bool:
-    """Unscale ``direct`` in place and half gradients into ``masters``, where there is a ``scale``; whether any were.
+    """Unscale ``direct`` in place and half gradients, which all ``masters`` have, into these; whether there were any.
 
-    All of ``masters`` have a half gradient. Their own are written into ``memory`` where it has theirs of an earlier
-    step. Needs grad mode off.
+    Only where there is a ``scale``. ``memory`` is that of earlier gradients of masters. Needs grad mode off.
     """
     fresh: list[torch.Tensor] = []
     for param in direct:

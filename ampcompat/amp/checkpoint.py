@@ -44,12 +44,8 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
     ``GradScaler.load_state_dict(amp._amp_state.loss_scalers[0].state_dict())``. Prints what was restored.
 
     Args:
-        state_dict: From ``amp.state_dict()``. With another number of scalers, what fits is loaded, with a message.
-
-    Raises:
-        TypeError: Not a mapping.
-        RuntimeError: A key that is none of a loss scaler.
-        ValueError: A scale or count that cannot be one. Nothing is loaded by a call that raises.
+        state_dict: From ``amp.state_dict()``; else a TypeError, for a key of none of the scalers a RuntimeError, for
+            what is no scale or count a ValueError, and nothing is loaded. Of another number of scalers, what fits is.
     """
     entries, session = _read(state_dict), state.session
     if session is not None and session.enabled:
@@ -88,9 +84,8 @@ def _read(saved: object) -> list[Entry]:
             " checkpoint, pass checkpoint['amp']."
         )
     if "scale" in saved and "_growth_tracker" in saved:  # torch.amp.GradScaler
-        entry = _entry("GradScaler", {"loss_scale": saved["scale"], "unskipped": saved["_growth_tracker"]})
         maybe_print("amp.load_state_dict: this is a torch.amp.GradScaler's state.", True)
-        return [entry]
+        return [_entry("GradScaler", {"loss_scale": saved["scale"], "unskipped": saved["_growth_tracker"]})]
     names = [f"{_PREFIX}{index}" for index in range(len(saved))]
     unknown = sorted(str(key) for key in saved if key not in names)
     if unknown:

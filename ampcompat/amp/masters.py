@@ -67,9 +67,8 @@ class Master:
     """One half tensor of a model and its float32 master.
 
     Attributes:
-        half: The model's parameter or buffer.
+        half: The model's parameter or buffer; ``initialize`` gave it its ``dtype``.
         value: The master: a float32 ``Parameter`` of the same shape and device.
-        dtype: The dtype that ``initialize`` gave ``half``.
         homes: Where ``half`` is held (several for tied weights).
         seen: Version of ``half``, version of ``value`` and address of ``half`` when both were last equal.
         folded: The gradient of ``half`` whose unscaled values are in ``value.grad``, and its version then.
@@ -121,11 +120,7 @@ class Master:
             self.watch.fingerprint = _torch.fingerprint(self.half)
 
     def hand_out(self) -> torch.Tensor:
-        """Return the master for a state dict or ``master_params``: what is written into it moves the model.
-
-        Writes through ``.data`` move no version counter. So ``half`` is kept as it is now: at the next forward or step
-        the elements in which the model has not moved since come from the master.
-        """
+        """Return the master for a state dict or ``master_params``: what is written into it, ``.data`` too, counts."""
         if self.handed_out is None:
             self.handed_out = self.half.detach().clone()
         return self.value.detach()
@@ -154,10 +149,9 @@ class Master:
 
     @torch.no_grad()
     def reconcile(self, stepping: bool = False, compare: bool = False) -> bool:
-        """Restore the invariant; returns whether either side had been written.
+        """Restore the invariant; returns whether either side had been written. No write before ``stepping`` comes back.
 
-        After ``stepping`` writes cannot be taken back any more. Host syncs: one where values are compared (always, with
-        ``compare``, for a parameter), or where the master was handed out and no step follows.
+        Host syncs: one where values are compared (with ``compare``, of any parameter), or a master was handed out.
         """
         if self.value.device != self.half.device:
             self._follow_device()
@@ -207,10 +201,7 @@ class Master:
         return written, not written  # the master was: ``group["params"][0].data.mul_()``
 
     def absorb(self) -> bool:
-        """Bring ``value`` up to date before it is saved or copied; returns whether either side had been written.
-
-        Reads the device: one host sync for a parameter; a buffer that was written past the counters is not told.
-        """
+        """Reconcile before ``value`` is saved or copied. Reads the device: one host sync for a parameter."""
         return self.reconcile(compare=True)
 
     def _follow_device(self) -> None:
@@ -296,9 +287,7 @@ def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
     """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
     held = masters_in(module)
-    half = module._parameters.get(name, module._buffers.get(name))
-    if half is None:
-        raise RuntimeError(f"{type(module).__name__} has no tensor {name!r}.")
+    half: Any = module._parameters.get(name, module._buffers.get(name))
     if name not in held or held[name].half is not half:
         found = master_of(half)
         held[name] = Master(half, value, adopt) if found is None else found
@@ -327,11 +316,7 @@ def set_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
 
 # -- reconcile ---------------------------------------------------------------------------------------------------------
 def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
-    """Restore the invariant for every one of ``masters``.
-
-    No host sync, except in the first few rounds of a master's life, where a write past the version counters was seen
-    and, unless ``stepping``, for masters that were handed out.
-    """
+    """Restore the invariant. Host syncs: as :meth:`Master.reconcile`, so none of masters that nothing points at."""
     # One inline pass: models have thousands of masters, and nearly always none was written by others.
     suspects = [
         m

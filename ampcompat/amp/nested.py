@@ -13,16 +13,10 @@ Masters under ``torch.distributed.optim.ZeroRedundancyOptimizer``: sharded over 
 Its own groups go on holding the model's half weights, which it partitions and broadcasts. The optimizer inside, which
 steps this rank's part, holds masters in their place. So a rank has masters, and float32 gradients, of what it steps and
 no others; of the rest it unscales the half gradients in place, as it would without masters. Every rank sees all
-gradients, so all of them find an overflow, skip the step and move the scale alike. apex had no support for it.
-
-=========================================  =============================================================================
-event                                      masters
-=========================================  =============================================================================
-step of the optimizer inside               written to the model's half weights, which are then broadcast
-``consolidate_state_dict(to)``             rank ``to`` has those of all ranks, so that the model is saved to the bit
-the next step                              those of other ranks are dropped
-``initialize`` at another level            all ranks have all: they leave with the same weights
-=========================================  =============================================================================
+gradients, so all of them find an overflow, skip the step and move the scale alike. Stepped masters are written to the
+model's half weights, which are then broadcast. ``consolidate_state_dict(to)`` gives rank ``to`` those of all ranks until
+the next step, so that the model is saved to the bit, and ``initialize`` at another level gives them to every rank. apex
+had no support for it.
 """
 
 from __future__ import annotations
@@ -47,16 +41,16 @@ from ampcompat.amp.properties import HALF_DTYPES, Optimizer, Properties, inner_o
 def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
     """Refuse optimizers around others where masters would not reach the one inside, or cannot work at all."""
     given: list[Any] = list(optimizers)
-    level, half = f"opt_level={options.opt_level!r}", options.cast_model_type in HALF_DTYPES
+    level = f"opt_level={options.opt_level!r}"
     for outer in given:
-        name, inside = type(outer).__name__, inner_optimizers(outer)
+        name = type(outer).__name__
         if _torch.is_zero(outer):
             if _torch.steps_in_backward(outer):
                 raise RuntimeError(
                     f"amp.initialize got a {name} with overlap_with_ddp=True - it steps inside the backward pass,"
                     " before gradients are unscaled - make it with overlap_with_ddp=False."
                 )
-            if outer.parameters_as_bucket_view and half:
+            if outer.parameters_as_bucket_view and options.cast_model_type in HALF_DTYPES:
                 raise RuntimeError(
                     f"amp.initialize got a {name} with parameters_as_bucket_view=True at {level} - its buckets hold the"
                     " float32 weights, which the level casts - make it with parameters_as_bucket_view=False, or use"
@@ -64,7 +58,7 @@ def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
                 )
             continue
         lists, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
-        for inner in inside if options.master_weights else ():
+        for inner in inner_optimizers(outer) if options.master_weights else ():
             apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in lists]
             shared = not params.isdisjoint(id(param) for some in apart for param in some)
             if shared and not any(inner is other for other in given):

@@ -46,9 +46,8 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     optimizer._amp_stash = stash
     state.optimizers.live.add(optimizer)
     state.optimizers.disabled.discard(optimizer)
-    if "_amp_lazy_init" not in vars(optimizer):
-        for name, action in _LEGACY_METHODS.items():
-            setattr(optimizer, name, types.MethodType(action, optimizer))
+    for name, action in _LEGACY_METHODS.items():
+        setattr(optimizer, name, types.MethodType(action, optimizer))
     if not getattr(optimizer, "_amp_wrapped", False):
         optimizer._amp_wrapped = True
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
@@ -59,10 +58,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Undo :func:`attach`: ``optimizer`` holds the model's own tensors; gradients that are still scaled are cleared.
-
-    The wrappers of its methods stay, and pass on: LR schedulers have taken note of them.
-    """
+    """Undo :func:`attach`, but for the wrappers of methods, which pass on; scaled gradients are cleared."""
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     if stash.pending is not None:

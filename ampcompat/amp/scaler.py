@@ -144,11 +144,9 @@ class LossScaler(torch.amp.GradScaler):
         return loss.float() * scale  # what that would do, without its copies of nothing
 
     def unscale_(self, grads: Any, scale: torch.Tensor | None = None) -> None:
-        """Multiply the gradient tensors in place by 1 / scale and note any inf or NaN; no host sync.
+        """Multiply ``grads``, dense tensors of any device and dtype, in place by 1 / scale; note any inf or NaN.
 
-        Args:
-            grads: List of dense tensors of any device and floating dtype, empty included.
-            scale: What they were scaled by (0-dim float32), where that may not be the current scale.
+        ``scale`` is what they were scaled by (0-dim float32), where that may not be the current scale. No host sync.
         """
         kinds = dict.fromkeys(map(_KIND, grads))
         if len(kinds) != 1:

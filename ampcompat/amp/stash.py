@@ -152,10 +152,8 @@ def stepper(optimizer: Optimizer) -> Optimizer:
 def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> Optimizer:
     """Have ``optimizer`` hold the masters of half weights; with no ``session``, the model's own tensors.
 
-    Returns the optimizer that steps them.
-
-    Groups and their lists keep their identity; state moves with its parameter. apex swapped params in the same way
-    (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
+    Returns the optimizer that steps them. Groups and their lists keep their identity; state moves with its parameter,
+    as in apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
     steps = stepper(optimizer)
     if steps is not optimizer:  # a ZeroRedundancyOptimizer
@@ -174,10 +172,7 @@ def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> Optim
 
 
 def match_state(optimizer: Optimizer) -> None:
-    """Give state from before ``initialize`` the dtype of its param, as ``Optimizer.load_state_dict`` does.
-
-    An optimizer with a ``load_state_dict`` of its own decides for itself which dtype its state has.
-    """
+    """Give state from before ``initialize`` the dtype of its param, where torch's own ``load_state_dict`` does so."""
     for one in (optimizer, *inner_optimizers(optimizer)):
         if getattr(type(one), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
             continue
@@ -195,9 +190,8 @@ def _held_for(param: torch.Tensor, session: Session | None) -> torch.Tensor:
     masters = session is not None and session.policy.master_weights
     master = master_of(param)
     if master is not None and master.value is param:
-        if master.half.dtype == torch.float32:  # an earlier call's master of a weight that is float32 again
-            return master.half
-        return param if masters else master.half
+        # An earlier call's master may be of a weight that is float32 again.
+        return param if masters and master.half.dtype != torch.float32 else master.half
     if session is None or param.dtype not in HALF_DTYPES or (master is None and session.policy.half is None):
         return param
     home = _home_of(param) if master is None else None
