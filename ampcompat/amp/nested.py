@@ -14,8 +14,8 @@ Its own groups go on holding the model's half weights, which it partitions and b
 steps this rank's part, holds masters in their place. So a rank has masters, and float32 gradients, of what it steps and
 no others; of the rest it unscales the half gradients in place, as it would without masters. Every rank sees all
 gradients, so all of them find an overflow, skip the step and move the scale alike. Stepped masters are written to the
-model's half weights, which are then broadcast. ``consolidate_state_dict(to)`` gives rank ``to`` those of all ranks until
-the next step, so that the model is saved to the bit, and ``initialize`` at another level gives them to every rank. apex
+model's half weights, which are then broadcast. ``consolidate_state_dict(to)`` gives rank ``to`` those of all ranks
+until the next step, so that the model is saved to the bit, and ``initialize`` at another level gives them to all. apex
 had no support for it.
 """
 

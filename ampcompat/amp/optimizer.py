@@ -380,4 +380,5 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
 
 def held_params(optimizers: list[Optimizer]) -> set[int]:
     """Ids of the tensors that ``optimizers`` step on this rank."""
-    return {id(p) for one in optimizers for group in stepper(one).param_groups for p in group["params"]}
+    steppers = [stepper(one) if "optim" in vars(one) else one for one in optimizers]
+    return {id(p) for one in steppers for group in one.param_groups for p in group["params"]}
