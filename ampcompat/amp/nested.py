@@ -41,20 +41,20 @@ from ampcompat.amp.properties import HALF_DTYPES, Optimizer, Properties, inner_o
 def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
     """Refuse optimizers around others where masters would not reach the one inside, or cannot work at all."""
     given: list[Any] = list(optimizers)
-    level = f"opt_level={options.opt_level!r}"
+    level = options.opt_level
     for outer in given:
         name = type(outer).__name__
         if _torch.is_zero(outer):
             if _torch.steps_in_backward(outer):
                 raise RuntimeError(
-                    f"amp.initialize got a {name} with overlap_with_ddp=True - it steps inside the backward pass,"
-                    " before gradients are unscaled - make it with overlap_with_ddp=False."
+                    "amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True - it steps inside the"
+                    " backward pass, before gradients are unscaled - make it with overlap_with_ddp=False."
                 )
             if outer.parameters_as_bucket_view and options.cast_model_type in HALF_DTYPES:
                 raise RuntimeError(
-                    f"amp.initialize got a {name} with parameters_as_bucket_view=True at {level} - its buckets hold the"
-                    " float32 weights, which the level casts - make it with parameters_as_bucket_view=False, or use"
-                    " opt_level='O1' (O4 for bfloat16)."
+                    "amp.initialize got a ZeroRedundancyOptimizer with parameters_as_bucket_view=True at"
+                    f" opt_level={level!r} - its buckets hold the float32 weights, which the level casts - make it with"
+                    " parameters_as_bucket_view=False, or use opt_level='O1' (O4 for bfloat16)."
                 )
             continue
         lists, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
@@ -63,10 +63,10 @@ def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
             shared = not params.isdisjoint(id(param) for some in apart for param in some)
             if shared and not any(inner is other for other in given):
                 raise RuntimeError(
-                    f"amp.initialize got a {name} around a {type(inner).__name__} at {level} - each has param groups of"
-                    " its own, and masters put into the first's do not reach the second, which steps - pass the"
-                    f" {type(inner).__name__}, have both share the groups (self.param_groups = inner.param_groups), or"
-                    " use opt_level='O1' (O4 for bfloat16; D37)."
+                    f"amp.initialize got a {name} around a {type(inner).__name__} at opt_level={level!r} - each has"
+                    " param groups of its own, and masters put into the first's do not reach the second, which steps -"
+                    f" pass the {type(inner).__name__}, have both share the groups (self.param_groups ="
+                    " inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
                 )
 
 
