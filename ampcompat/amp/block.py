@@ -45,7 +45,7 @@ from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.masters import Master, heed_cleared
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, is_optimizer
-from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.scaler import LossScaler, any_of
 from ampcompat.amp.session import DISABLED, Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
 
@@ -115,7 +115,6 @@ class Block:
         self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, check: bool
     ) -> None:
         self.loss, self.optimizers, self.scaler, self.delay, self.check = loss, optimizers, scaler, delay, check
-        self.plain = False  # at scale one for ever, without masters
 
     @_torch.eager
     def __enter__(self) -> torch.Tensor:
@@ -229,7 +228,7 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
             direct = [p for p in direct if id(p) not in seen]
             seen.update(map(id, (*masters, *direct)))
         fresh = [master for master in masters if master.half.grad is not None]
-        reached |= unscale(fresh, direct, None if scale is None else scaler, scale, stash.spent.memory)
+        reached |= unscale(fresh, direct, scaler, scale, stash.spent.memory)
         if len(fresh) < len(masters):
             _show(masters, scale)
         if stash.pending is not None:
@@ -248,7 +247,14 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
         settle(one, stash)
         if stash.gradients is not Gradients.LOST and (reached or stash.gradients is Gradients.NONE):
             stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
-        stash.overflows = _join([*stash.overflows, *noted]) if stash.overflows else noted
+        stash.overflows = [*stash.overflows, *noted]
+        if len(stash.overflows) > MANY:
+            kinds: dict[tuple[LossScaler, bool], list[torch.Tensor]] = {}
+            for owner, flag in stash.overflows:
+                kinds.setdefault((owner, any(flag is one for one in owner._put_off)), []).append(flag)
+            stash.overflows = [(owner, any_of(several)) for (owner, _), several in kinds.items()]
+            for (owner, flag), (_, put_off) in zip(stash.overflows, kinds, strict=True):
+                owner._put_off += [flag] * put_off  # ``update_scale`` may clear it
     return reached
 
 
@@ -327,12 +333,12 @@ def unscale_pending(optimizer: Optimizer) -> None:
 
 def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = False) -> None:
     """Refuse scaled gradients pending (or about to be: ``among_themselves``) in a tensor that two optimizers hold."""
-    others = [one for one in state.optimizers.pending if not any(one is mine for mine in optimizers)]
+    mine = set(map(id, optimizers))
     held: dict[int, Any] = {}
-    for one in (*others, *optimizers):
-        for leaf in one._amp_stash.leaves() if "_amp_stash" in vars(one) else ():
+    for one in (*[one for one in state.optimizers.pending if id(one) not in mine], *optimizers):
+        for leaf in one._amp_stash.leaves():
             other = held.setdefault(id(leaf), one)
-            if other is not one and (among_themselves or any(other is waiting for waiting in others)):
+            if other is not one and (among_themselves or id(other) not in mine):
                 raise RuntimeError(
                     f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"
                     f" {type(other).__name__} and {type(one).__name__} share - one of them would step with gradients"
@@ -345,14 +351,13 @@ def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = Fals
 def unscale(
     masters: Sequence[Master],
     direct: Sequence[torch.Tensor],
-    scaler: LossScaler | None,
+    scaler: LossScaler,
     scale: torch.Tensor | None,
     memory: dict[Master, torch.Tensor],
 ) -> bool:
-    """Unscale ``direct`` in place and half gradients into ``masters``, where there is a ``scaler``; whether any were.
+    """Unscale ``direct`` in place and half gradients, which all ``masters`` have, into these; whether there were any.
 
-    All of ``masters`` have a half gradient. Their own are written into ``memory`` where it has theirs of an earlier
-    step. Needs grad mode off.
+    Only where there is a ``scale``. ``memory`` is that of earlier gradients of masters. Needs grad mode off.
     """
     fresh: list[torch.Tensor] = []
     for param in direct:
@@ -362,32 +367,22 @@ def unscale(
             grad = param.grad._values()
         if grad is not None:
             fresh.append(grad)
-    reached = bool(fresh or masters)
-    for chunk in _chunks(masters):
+    reached, filled = bool(fresh or masters), 0.0
+    chunks: dict[int, list[Master]] = {}
+    for master in masters:
+        filled += master.half.numel() / (CPU_CHUNK if master.half.is_cpu else CHUNK)
+        chunks.setdefault(int(filled), []).append(master)
+    for chunk in chunks.values():
         wide = _to_float32(chunk, memory)
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
-        if scaler is not None:  # in one pass with the others
+        if scale is not None:  # in one pass with the others
             scaler.unscale_(fresh, scale)
         _fold(chunk, wide)
         fresh = []
         del wide  # before the next chunk is allocated
-    if fresh and scaler is not None:
+    if fresh and scale is not None:
         scaler.unscale_(fresh, scale)
     return reached
-
-
-def _chunks(masters: Sequence[Master]) -> list[list[Master]]:
-    """``masters``, so many at a time as :data:`CHUNK` says."""
-    chunks: list[list[Master]] = []
-    room = -1
-    for master in masters:
-        size = master.half.numel()
-        if size > room:
-            chunks.append([])
-            room = CPU_CHUNK if master.half.is_cpu else CHUNK
-        chunks[-1].append(master)
-        room -= size
-    return chunks
 
 
 def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
@@ -419,7 +414,7 @@ def _to_float32(masters: list[Master], memory: dict[Master, torch.Tensor]) -> li
 
 def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
     """Add float32 gradients to those of their masters, and note where they come from."""
-    old, new = list[torch.Tensor](), list[torch.Tensor]()
+    sums: list[tuple[torch.Tensor, torch.Tensor]] = []
     for master, grad in zip(masters, wide, strict=True):
         half: torch.Tensor = master.half.grad  # type: ignore[assignment] # chunks have only those
         before = master.value.grad
@@ -428,23 +423,10 @@ def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
         elif before.is_sparse or grad.is_sparse:
             master.value.grad = _torch.sum_of(before, grad)
         else:
-            old.append(before)
-            new.append(grad)
+            sums.append((before, grad))
         master.folded = half, half._version
-    if old:
-        _torch.foreach_add_(old, new)
-
-
-def _join(flags: list[tuple[LossScaler, torch.Tensor]]) -> list[tuple[LossScaler, torch.Tensor]]:
-    """Overflow flags of the blocks since the last step, of bounded number; no host sync."""
-    if len(flags) <= MANY:
-        return flags
-    joined: dict[tuple[LossScaler, bool], torch.Tensor] = {}
-    for scaler, found in flags:
-        # An overflow that was put off stays the tensor that it is, which ``update_scale`` may clear.
-        key = (scaler, any(found is one for one in scaler._put_off))
-        joined[key] = found if key not in joined or key[1] else torch.maximum(joined[key].to(found.device), found)
-    return [(scaler, found) for (scaler, _), found in joined.items()]
+    if sums:
+        _torch.foreach_add_(*map(list, zip(*sums, strict=True)))
 
 
 # -- whose block -------------------------------------------------------------------------------------------------------
@@ -458,25 +440,24 @@ def _find(optimizers: Any) -> tuple[list[Any], Session]:
             "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
             " amp.initialize(model, optimizer, opt_level=...)` must come first."
         )
-    found = [optimizers] if is_optimizer(optimizers) else optimizers
-    if isinstance(found, (ValuesView, Set, Iterator)):  # apex took any iterable
-        found = list(found)
-    if not isinstance(found, (list, tuple)) or not all(is_optimizer(known(one)) for one in found):
-        if not latest.enabled:
-            return [], latest
-        raise TypeError(
-            f"scale_loss got {type(found).__name__} as optimizers - it takes an optimizer or a list of them -"
-            " pass what amp.initialize returned."
-        )
-    unique = {id(one): one for one in map(known, found)}
+    several = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not is_optimizer(optimizers)
+    given = list(map(known, optimizers)) if several else [known(optimizers)]  # apex took any iterable
+    unique = {id(one): one for one in given}
     for one in unique.values():
-        if "_amp_stash" not in vars(one):
-            if not latest.enabled or one in state.optimizers.disabled:
-                return [], DISABLED
-            raise RuntimeError(
-                f"scale_loss got a {type(one).__name__} that was not given to amp.initialize - its parameters would not"
-                " be unscaled - pass the optimizer to amp.initialize (in a list with the others)."
+        if is_optimizer(one) and "_amp_stash" in vars(one):
+            continue
+        if not latest.enabled or (is_optimizer(one) and one in state.optimizers.disabled):
+            return [], DISABLED
+        if not is_optimizer(one):
+            got = type(given if several else optimizers).__name__
+            raise TypeError(
+                f"scale_loss got {got} as optimizers - it takes an optimizer or a list of them - pass what"
+                " amp.initialize returned."
             )
+        raise RuntimeError(
+            f"scale_loss got a {type(one).__name__} that was not given to amp.initialize - its parameters would not be"
+            " unscaled - pass the optimizer to amp.initialize (in a list with the others)."
+        )
     return list(unique.values()), next((one._amp_stash.session for one in unique.values()), latest)
 
 
@@ -489,12 +470,12 @@ def known(optimizer: Any) -> Any:
 
 
 def _find_scaler(owner: Session, loss_id: int) -> LossScaler:
-    last = len(owner.scalers) - 1
-    if not isinstance(loss_id, int) or not 0 <= loss_id <= last:
-        larger = isinstance(loss_id, int) and loss_id > last
+    count, is_int = len(owner.scalers), isinstance(loss_id, int)
+    if not is_int or not 0 <= loss_id < count:
+        fix = f"num_losses={loss_id + 1} there" if is_int and loss_id > 0 else f"a loss_id from 0 to {count - 1}"
         raise IndexError(
-            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={last + 1}) made scalers 0 to {last} -"
-            + (f" pass num_losses={loss_id + 1} there." if larger else f" pass a loss_id from 0 to {last}.")
+            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={count}) made scalers 0 to {count - 1} -"
+            f" pass {fix}."
         )
     scaler = owner.scalers[loss_id]
     if not isinstance(scaler, LossScaler):

@@ -88,9 +88,8 @@ def _read(saved: object) -> list[Entry]:
             " checkpoint, pass checkpoint['amp']."
         )
     if "scale" in saved and "_growth_tracker" in saved:  # torch.amp.GradScaler
-        entry = _entry("GradScaler", {"loss_scale": saved["scale"], "unskipped": saved["_growth_tracker"]})
         maybe_print("amp.load_state_dict: this is a torch.amp.GradScaler's state.", True)
-        return [entry]
+        return [_entry("GradScaler", {"loss_scale": saved["scale"], "unskipped": saved["_growth_tracker"]})]
     names = [f"{_PREFIX}{index}" for index in range(len(saved))]
     unknown = sorted(str(key) for key in saved if key not in names)
     if unknown:

@@ -67,9 +67,8 @@ class Master:
     """One half tensor of a model and its float32 master.
 
     Attributes:
-        half: The model's parameter or buffer.
+        half: The model's parameter or buffer; ``initialize`` gave it its ``dtype``.
         value: The master: a float32 ``Parameter`` of the same shape and device.
-        dtype: The dtype that ``initialize`` gave ``half``.
         homes: Where ``half`` is held (several for tied weights).
         seen: Version of ``half``, version of ``value`` and address of ``half`` when both were last equal.
         folded: The gradient of ``half`` whose unscaled values are in ``value.grad``, and its version then.
@@ -82,8 +81,12 @@ class Master:
     """
 
     def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None, adopt: bool = False) -> None:
-        self.half, self.dtype = half, half.dtype
-        self.value = value if value is not None and adopt else _new_value(half, value)
+        self.half, self.dtype, exact = half, half.dtype, half if value is None else value
+        if value is None or not adopt:
+            with torch.inference_mode(False), torch.no_grad():
+                exact = exact.detach().to(half.device, torch.float32, copy=True)
+                exact = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+        self.value = exact
         self.homes: list[Home] = []
         self.folded: tuple[torch.Tensor, int] | None = None
         self.handed_out: torch.Tensor | None = None
@@ -117,11 +120,7 @@ class Master:
             self.watch.fingerprint = _torch.fingerprint(self.half)
 
     def hand_out(self) -> torch.Tensor:
-        """Return the master for a state dict or ``master_params``: what is written into it moves the model.
-
-        Writes through ``.data`` move no version counter. So ``half`` is kept as it is now: at the next forward or step
-        the elements in which the model has not moved since come from the master.
-        """
+        """Return the master for a state dict or ``master_params``: what is written into it, ``.data`` too, counts."""
         if self.handed_out is None:
             self.handed_out = self.half.detach().clone()
         return self.value.detach()
@@ -133,99 +132,77 @@ class Master:
         self.half.copy_(self.value)
         self.settle()
 
-    def _pull(self, stepping: bool) -> None:
-        """Take the model's elements into the master where they differ."""
-        self._take(self.value.to(self.half.dtype) == self.half, keep_before=not stepping)
-        self.half.copy_(self.value)  # NaN differs from itself; this also brings -0.0 and 0.0 together
-        self.settle()
+    def _take(self, exact: torch.Tensor, kept: torch.Tensor | None = None, remember: bool = False) -> None:
+        """Take ``exact`` into the master, but where it is ``kept``: by default, where it rounds to just that.
 
-    def _take(self, kept: torch.Tensor, keep_before: bool) -> None:
-        """Take the model's elements into the master where not ``kept``.
-
-        Elements that were written and are written back (an attack on the weights, an average put in for an evaluation)
-        get the master back that they had. The rounded one would lose every update below the rounding.
+        With ``remember``, elements that were written and are written back (an attack on the weights, an average put in
+        for an evaluation) get the master back that they had: the rounded one would lose updates below the rounding.
         """
-        taken, before = self.half.float(), self.before_writes
-        if before is not None and before.device == taken.device and before.shape == taken.shape:
-            taken = torch.where(before.to(self.half.dtype) == self.half, before, taken)
-        elif keep_before and isinstance(self.half, torch.nn.Parameter):
+        taken, before = exact.float(), self.before_writes
+        if kept is None:
+            kept = self.value.to(self.dtype).float() == taken
+        if before is not None:
+            taken = torch.where(before.to(self.dtype).float() == taken, before, taken)
+        elif remember and isinstance(self.half, torch.nn.Parameter):
             self.before_writes = self.value.detach().clone()
         self.value.copy_(torch.where(kept, self.value, taken))
 
     @torch.no_grad()
-    def reconcile(self, stepping: bool = False) -> bool:
-        """Restore the invariant; returns whether either side had been written.
+    def reconcile(self, stepping: bool = False, compare: bool = False) -> bool:
+        """Restore the invariant; returns whether either side had been written. No write before ``stepping`` comes back.
 
-        After ``stepping`` writes cannot be taken back any more. Host syncs: one where values are compared, or where the
-        master was handed out and no step follows.
+        Host syncs: one where values are compared (with ``compare``, of any parameter), or a master was handed out.
         """
         if self.value.device != self.half.device:
             self._follow_device()
         if self.half.dtype != self.dtype:
             self._keep_dtype()
-        half_version, value_version, address = self.seen
-        half_moved = self.half._version != half_version or self.half.data_ptr() != address
-        value_moved = self.value._version != value_version
-        snapshot = self.handed_out
-        if snapshot is not None and snapshot.device == self.half.device and snapshot.shape == self.half.shape:
-            self._merge(snapshot, half_moved, value_moved, stepping)
-        elif value_moved and not half_moved:
-            self.push()
-        elif half_moved:
-            self._pull(stepping)
-        else:
-            return self.rounds > 0 and self._compare(stepping)
-        return True
-
-    def _merge(self, snapshot: torch.Tensor, half_moved: bool, value_moved: bool, stepping: bool) -> None:
-        """Take half's elements where half moved since ``snapshot``, and the master's elsewhere."""
-        still = _torch.bits(self.half.detach()) == _torch.bits(snapshot)
-        half_written = half_moved
-        if not (stepping or half_moved or value_moved or _torch.in_fake_mode()):
-            half_written = not bool(still.all())
-            if half_written:
+        half, value, is_param = self.half, self.value, isinstance(self.half, torch.nn.Parameter)
+        half_moved = (half._version, half.data_ptr()) != (self.seen[0], self.seen[2])
+        value_moved = value._version != self.seen[1]
+        counted = half_moved or value_moved
+        traced = torch.compiler.is_compiling() or _torch.in_fake_mode()
+        kept = None
+        if self.handed_out is not None:  # half's elements where half moved since, and the master's elsewhere
+            kept = _torch.bits(half.detach()) == _torch.bits(self.handed_out)
+            if not (stepping or counted or traced or bool(kept.all())):
+                half_moved = True
                 self._catch()
-        self._take(still, keep_before=half_written and not stepping)
-        # Write past the version counter where none has moved: a graph that holds the weight stays valid.
-        (self.half if half_moved or value_moved else self.half.data).copy_(self.value)
+        else:
+            if not counted:
+                if traced or not (compare or self.rounds):
+                    return False
+                half_moved, value_moved = self._compare() if is_param else (True, False)
+            if not half_moved:
+                if value_moved:
+                    self.push()
+                return value_moved
+        self._take(half, kept, remember=half_moved and not stepping)
+        # NaN differs from itself, and -0.0 equals 0.0. Write past the version counter where none has moved: a graph
+        # that holds the weight stays valid.
+        (half if counted else half.data).copy_(value)
         self.settle()
+        return counted or is_param
 
     def _catch(self) -> None:
         """Compare by value for ever: a writer moves no version counter."""
         self.rounds, self.watch = math.inf, self.watch or Watch()
 
-    def _compare(self, stepping: bool) -> bool:
-        """Restore the invariant where values alone show that it broke. Reads the device: one host sync."""
-        if torch.compiler.is_compiling() or _torch.in_fake_mode():
-            return False
+    def _compare(self) -> tuple[bool, bool]:
+        """Whether half, or value, was written past the version counters. Reads the device: one host sync."""
         watch, self.rounds = self.watch, max(0, self.rounds - 1)
         if watch is not None and not (self.rounds or watch.steps):
             self.watch = None
         if torch.equal(_torch.bits(self.value.to(self.half.dtype)), _torch.bits(self.half.detach())):
-            return False
+            return False, False
         known = None if watch is None else watch.fingerprint
         written = known is None or not torch.equal(_torch.fingerprint(self.half), known)
         self._catch()
-        if written:
-            self._pull(stepping)
-        else:  # the master was: ``group["params"][0].data.mul_()``
-            self.push()
-        return True
+        return written, not written  # the master was: ``group["params"][0].data.mul_()``
 
-    @torch.no_grad()
     def absorb(self) -> bool:
-        """Bring ``value`` up to date before it is saved or copied; returns whether either side had been written.
-
-        Reads the device: one host sync for a parameter.
-        """
-        if needs_look(self):
-            return self.reconcile()
-        if isinstance(self.half, torch.nn.Parameter) or torch.compiler.is_compiling() or _torch.in_fake_mode():
-            return self._compare(stepping=False)
-        same = self.value.to(self.half.dtype) == self.half
-        self.value.copy_(torch.where(same, self.value, self.half.float()))
-        self.seen = (self.half._version, self.value._version, self.half.data_ptr())
-        return False
+        """Reconcile before ``value`` is saved or copied. Reads the device: one host sync for a parameter."""
+        return self.reconcile(compare=True)
 
     def _follow_device(self) -> None:
         """Move the master after ``module.to(device)``; it keeps its identity, for the optimizer that holds it."""
@@ -234,20 +211,10 @@ class Master:
             f"The model moved from {self.value.device} to {self.half.device} after amp.initialize - its master weights"
             " follow, but optimizer state does not - move the model before amp.initialize (D15).",
         )
-        version = self.value._version
-        moved = self.value.data.to(self.half.device)
-        try:
-            self.value.data = moved
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"The model moved from {self.value.device} to {moved.device} after amp.initialize - tensors there are"
-                " of another kind, and the masters that the optimizer holds cannot become such - move the model before"
-                " the optimizer is made and amp.initialize is called."
-            ) from error
+        self.value.data = self.value.data.to(self.half.device)
         if self.value.grad is not None:
             self.value.grad = self.value.grad.to(self.half.device)
-        if self.seen[1] == version:
-            self.seen = (self.seen[0], self.value._version, self.seen[2])
+        self.handed_out = self.before_writes = None
 
     def _keep_dtype(self) -> None:
         """Undo ``model.float()``: at O2 amp decides about the dtype of the model."""
@@ -257,14 +224,10 @@ class Master:
             " model is amp's business, so the weight is cast back - take amp.unwrap(model) for a float32 copy, or"
             " initialize again at another opt_level.",
         )
-        grad, self.half.grad = self.half.grad, None
-        exact = self.half.detach().float()
-        # Elements that only the conversion changed were not written: keep the low bits there.
-        keep = exact == self.value.to(self.dtype).float()
-        self.value.copy_(torch.where(keep, self.value, exact))
-        self.half.data = self.value.detach().to(self.dtype)
-        self.half.grad = None if grad is None else grad.to(self.dtype)
-        self.settle()
+        exact = self.half.detach()
+        _recast(self.half, self.dtype)
+        self._take(exact)
+        self.push()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
         self.absorb()
@@ -280,13 +243,11 @@ class Master:
         return Master, (self.half, self.value, True)
 
 
-@torch.inference_mode(False)
-@torch.no_grad()
-def _new_value(half: torch.Tensor, value: torch.Tensor | None) -> torch.nn.Parameter:
-    exact = half.detach().float() if value is None else value.detach().to(half.device, torch.float32)
-    if exact.data_ptr() == half.data_ptr() or value is not None:
-        exact = exact.clone()
-    return torch.nn.Parameter(exact, requires_grad=half.requires_grad)
+def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
+    """Cast ``tensor`` in place, and its gradient."""
+    grad, tensor.grad = tensor.grad, None
+    tensor.data = tensor.data.to(dtype)
+    tensor.grad = None if grad is None else grad.to(dtype)
 
 
 # -- find --------------------------------------------------------------------------------------------------------------
@@ -326,9 +287,7 @@ def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
     """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
     held = masters_in(module)
-    half = module._parameters.get(name, module._buffers.get(name))
-    if half is None:
-        raise RuntimeError(f"{type(module).__name__} has no tensor {name!r}.")
+    half: Any = module._parameters.get(name, module._buffers.get(name))
     if name in held and held[name].half is not half:
         _follow_replacement(held[name])
     if name not in held or held[name].half is not half:
@@ -358,18 +317,8 @@ def set_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
 
 
 # -- reconcile ---------------------------------------------------------------------------------------------------------
-def needs_look(master: Master) -> bool:
-    """Whether either side was written since the two were equal, or may have been through a tensor handed out."""
-    now = (master.half._version, master.value._version, master.half.data_ptr())
-    return now != master.seen or master.handed_out is not None
-
-
 def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
-    """Restore the invariant for every one of ``masters``.
-
-    No host sync, except in the first few rounds of a master's life, where a write past the version counters was seen
-    and, unless ``stepping``, for masters that were handed out.
-    """
+    """Restore the invariant. Host syncs: as :meth:`Master.reconcile`, so none of masters that nothing points at."""
     # One inline pass: models have thousands of masters, and nearly always none was written by others.
     suspects = [
         m
@@ -419,19 +368,14 @@ def _follow_replacement(master: Master) -> None:
         f"Parameter {where} was replaced after amp.initialize - the optimizer holds the master of the old one - the"
         " master takes the new values and goes on training them (D15).",
     )
-    grad, now.grad = now.grad, None
     other = master_of(now)  # made for the new one by a state_dict or a load in between
+    exact = now.detach() if other is None else other.value.detach()
+    _recast(now, master.dtype)
     with torch.no_grad():
-        if other is not None:
-            master.value.copy_(other.value)
-        elif now.dtype == master.dtype:  # perhaps a copy of the old one, on another device: keep the low bits
-            there = now.detach().to(master.value.device)
-            master.value.copy_(torch.where(master.value.to(there.dtype) == there, master.value, there.float()))
+        if exact.dtype == master.dtype:  # perhaps a copy of the old one, on another device: keep the low bits
+            master._take(exact.to(master.value.device))
         else:
-            master.value.copy_(now)
-        if now.dtype != master.dtype:
-            now.data = now.data.to(master.dtype)
-    now.grad = None if grad is None else grad.to(master.dtype)
+            master.value.copy_(exact)
     rebind(master, now)
 
 
@@ -446,8 +390,7 @@ def rebind(master: Master, now: torch.Tensor) -> None:
             home.tensors[home.name] = now
     state.masters.generation += 1
     if master.value.device != now.device:
-        with torch.no_grad():
-            master._follow_device()
+        master._follow_device()
     master.push()
 
 
@@ -495,13 +438,11 @@ def push(masters: list[Master]) -> None:
         return
     _torch.foreach_copy_([m.half for m in masters], [m.value for m in masters])
     for master in masters:
+        master.seen = (master.half._version, master.value._version, master.half.data_ptr())
+        master.handed_out = master.before_writes = None
         watch = master.watch
-        if watch is None:
-            master.seen = (master.half._version, master.value._version, master.half.data_ptr())
-            master.handed_out = master.before_writes = None
-            continue
-        if watch.steps:
-            watch.steps -= 1
-            master.rounds = max(master.rounds, 2)
-        master.before_writes = None
-        master.settle()
+        if watch is not None:
+            if watch.steps:
+                watch.steps -= 1
+                master.rounds = max(master.rounds, 2)
+            watch.fingerprint = _torch.fingerprint(master.half)

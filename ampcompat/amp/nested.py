@@ -13,16 +13,10 @@ Masters under ``torch.distributed.optim.ZeroRedundancyOptimizer``: sharded over 
 Its own groups go on holding the model's half weights, which it partitions and broadcasts. The optimizer inside, which
 steps this rank's part, holds masters in their place. So a rank has masters, and float32 gradients, of what it steps and
 no others; of the rest it unscales the half gradients in place, as it would without masters. Every rank sees all
-gradients, so all of them find an overflow, skip the step and move the scale alike. apex had no support for it.
-
-=========================================  =============================================================================
-event                                      masters
-=========================================  =============================================================================
-step of the optimizer inside               written to the model's half weights, which are then broadcast
-``consolidate_state_dict(to)``             rank ``to`` has those of all ranks, so that the model is saved to the bit
-the next step                              those of other ranks are dropped
-``initialize`` at another level            all ranks have all: they leave with the same weights
-=========================================  =============================================================================
+gradients, so all of them find an overflow, skip the step and move the scale alike. Stepped masters are written to the
+model's half weights, which are then broadcast. ``consolidate_state_dict(to)`` gives rank ``to`` those of all ranks
+until the next step, so that the model is saved to the bit, and ``initialize`` at another level gives them to all. apex
+had no support for it.
 """
 
 from __future__ import annotations
@@ -45,31 +39,35 @@ from ampcompat.amp.properties import HALF_DTYPES, Optimizer, Properties, inner_o
 
 
 def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
-    """Refuse optimizers around others where masters would not reach the one inside, or cannot work at all.
-
-    Raises:
-        RuntimeError: There is such an optimizer.
-    """
-    given = list(optimizers)
+    """Refuse optimizers around others where masters would not reach the one inside, or cannot work at all."""
+    given: list[Any] = list(optimizers)
+    level = options.opt_level
     for outer in given:
-        inside = inner_optimizers(outer)
+        name = type(outer).__name__
         if _torch.is_zero(outer):
-            _check_zero(outer, options)
-        elif inside and options.master_weights:
-            _check_groups(outer, [one for one in inside if not any(one is other for other in given)], options)
-
-
-def _check_groups(outer: Optimizer, inside: list[Optimizer], options: Properties) -> None:
-    lists, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
-    for inner in inside:
-        apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in lists]
-        if not params.isdisjoint(id(param) for some in apart for param in some):
-            raise RuntimeError(
-                f"amp.initialize got a {type(outer).__name__} around a {type(inner).__name__} at"
-                f" opt_level={options.opt_level!r} - each has param groups of its own, and masters put into the first's"
-                f" do not reach the second, which steps - pass the {type(inner).__name__}, have both share the groups"
-                " (self.param_groups = inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
-            )
+            if _torch.steps_in_backward(outer):
+                raise RuntimeError(
+                    "amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True - it steps inside the"
+                    " backward pass, before gradients are unscaled - make it with overlap_with_ddp=False."
+                )
+            if outer.parameters_as_bucket_view and options.cast_model_type in HALF_DTYPES:
+                raise RuntimeError(
+                    "amp.initialize got a ZeroRedundancyOptimizer with parameters_as_bucket_view=True at"
+                    f" opt_level={level!r} - its buckets hold the float32 weights, which the level casts - make it with"
+                    " parameters_as_bucket_view=False, or use opt_level='O1' (O4 for bfloat16)."
+                )
+            continue
+        lists, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
+        for inner in inner_optimizers(outer) if options.master_weights else ():
+            apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in lists]
+            shared = not params.isdisjoint(id(param) for some in apart for param in some)
+            if shared and not any(inner is other for other in given):
+                raise RuntimeError(
+                    f"amp.initialize got a {name} around a {type(inner).__name__} at opt_level={level!r} - each has"
+                    " param groups of its own, and masters put into the first's do not reach the second, which steps -"
+                    f" pass the {type(inner).__name__}, have both share the groups (self.param_groups ="
+                    " inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
+                )
 
 
 def refuse_lookahead(optimizer: Optimizer) -> None:
@@ -88,81 +86,44 @@ def refuse_lookahead(optimizer: Optimizer) -> None:
 
 
 def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the ``step`` of an optimizer inside, where no step of ``outer`` calls it, be one of ``outer``'s.
+    """Have ``step(outer, ...)`` called for the step of an optimizer inside, where no step of ``outer`` calls it.
 
-    Args:
-        outer: An optimizer under amp.
-        original: Its own ``step``.
-        step: Called with ``outer``, the inner optimizer's own ``step``, and its arguments.
-
-    Returns:
-        ``original``, in which inner optimizers step as ever.
+    Returns ``original``, the own step of ``outer``, in which inner optimizers step as ever.
     """
     lists = _lists(outer)
     inner = [one for one in inner_optimizers(outer) if _lists(one) == lists]
     for one in inner:
-        one.step = _as_outers(outer, one, step)
-    return _marking(outer, original) if inner else original
+        one.step = types.MethodType(_as_outers(weakref.ref(outer), one.step, step), one)
+    return functools.update_wrapper(functools.partial(_mark, outer, original), original) if inner else original
 
 
 def _lists(optimizer: Optimizer) -> set[int]:
     return {id(group["params"]) for group in optimizer.param_groups}
 
 
-def _as_outers(outer: Optimizer, inner: Any, step: Callable[..., Any]) -> Any:
-    reference, original = weakref.ref(outer), inner.step
-    marking = _marking(outer, original)
+def _mark(outer: Optimizer, original: Callable[..., Any], *args: object, **kwargs: object) -> object:
+    """Call ``original``, the step of ``outer`` or of one inside, and note meanwhile that ``outer`` is stepping."""
+    outer._amp_stepping = True
+    try:
+        return original(*args, **kwargs)
+    finally:
+        outer._amp_stepping = False
 
+
+def _as_outers(reference: weakref.ref[Optimizer], original: Callable[..., Any], step: Callable[..., Any]) -> Any:
     @functools.wraps(getattr(original, "__func__", original))
     def wrapper(self: Any, *args: object, **kwargs: object) -> object:
-        found = reference()
-        stash = None if found is None else vars(found).get("_amp_stash")
-        if stash is None or vars(found).get("_amp_stepping") or "_amp_stash" in vars(self):
+        outer = reference()
+        held = vars(outer or self)
+        if outer is None or "_amp_stash" not in held or held.get("_amp_stepping") or "_amp_stash" in vars(self):
             return original(*args, **kwargs)
-        return step(found, marking, *args, **kwargs)
+        marked = functools.update_wrapper(functools.partial(_mark, outer, original), original)
+        return step(outer, marked, *args, **kwargs)
 
-    return types.MethodType(wrapper, inner)
-
-
-def _marking(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, which notes meanwhile that ``outer`` is stepping."""
-    reference = weakref.ref(outer)
-
-    @functools.wraps(original)
-    def marking(*args: object, **kwargs: object) -> object:
-        found = reference()
-        stash = None if found is None else vars(found).get("_amp_stash")
-        if found is None or stash is None:
-            return original(*args, **kwargs)
-        found._amp_stepping = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            found._amp_stepping = False
-
-    return marking
+    return wrapper
 
 
 # -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------------
-def stepper(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose params amp exchanges for masters: ``optimizer``, or the one inside that steps for it."""
-    return vars(optimizer).get("optim", optimizer) if _torch.is_zero(optimizer) else optimizer
-
-
-def _check_zero(optimizer: Any, options: Properties) -> None:
-    if _torch.steps_in_backward(optimizer):
-        raise RuntimeError(
-            "amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True - it steps inside the backward"
-            " pass, before gradients are unscaled - make it with overlap_with_ddp=False."
-        )
-    if optimizer.parameters_as_bucket_view and options.cast_model_type in HALF_DTYPES:
-        raise RuntimeError(
-            f"amp.initialize got a ZeroRedundancyOptimizer with parameters_as_bucket_view=True at"
-            f" opt_level={options.opt_level!r} - its buckets hold the float32 weights, which the level casts - make"
-            " it with parameters_as_bucket_view=False, or use opt_level='O1' (O4 for bfloat16)."
-        )
-
-
 def attach_zero(optimizer: Any) -> None:
     """Hook the optimizer inside, and saving and loading; the hooks stay, and do nothing without amp."""
     if not _torch.is_zero(optimizer) or "_amp_hooked" in vars(optimizer):
@@ -182,12 +143,7 @@ def attach_zero(optimizer: Any) -> None:
 
 @torch.no_grad()
 def gather(optimizer: Any, to: int | None = None) -> None:
-    """Give rank ``to`` of the optimizer's group the masters of all ranks; to be called on every rank.
-
-    Args:
-        optimizer: Any; nothing happens to others than a ZeroRedundancyOptimizer with masters.
-        to: The rank; None for every one.
-    """
+    """Give rank ``to`` (None: every one) the masters of all ranks of a ZeroRedundancyOptimizer; on every rank."""
     stash = vars(optimizer).get("_amp_stash")
     if stash is None or not stash.session.policy.master_weights or not _torch.is_zero(optimizer):
         return

@@ -27,8 +27,9 @@ from ampcompat.amp.autocast import OFF, Saved, switched
 from ampcompat.amp.masters import heed_cleared, master_of, push, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, inner_optimizers
+from ampcompat.amp.scaler import any_of
 from ampcompat.amp.session import Session
-from ampcompat.amp.stash import AmpOptimizerState, Gradients, adopt_masters, announce, match_state
+from ampcompat.amp.stash import AmpOptimizerState, Gradients, adopt_masters, announce, match_state, stepper
 
 #: Repetitions of a closure's later evaluation that overflows; each halves the scale.
 RETRIES = 4
@@ -40,14 +41,13 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     stash.session, stash.groups, stash.overflows = session, [], stash.overflows[:]
     stash.look_up(optimizer)  # adopts masters
     match_state(optimizer)
-    if "optim" in vars(optimizer):  # perhaps a ZeroRedundancyOptimizer
+    if "optim" in vars(optimizer):
         nested.attach_zero(optimizer)
     optimizer._amp_stash = stash
     state.optimizers.live.add(optimizer)
     state.optimizers.disabled.discard(optimizer)
-    if "_amp_lazy_init" not in vars(optimizer):
-        for name, action in _LEGACY_METHODS.items():
-            setattr(optimizer, name, types.MethodType(action, optimizer))
+    for name, action in _LEGACY_METHODS.items():
+        setattr(optimizer, name, types.MethodType(action, optimizer))
     if not getattr(optimizer, "_amp_wrapped", False):
         optimizer._amp_wrapped = True
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
@@ -58,10 +58,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Undo :func:`attach`: ``optimizer`` holds the model's own tensors; gradients that are still scaled are cleared.
-
-    The wrappers of its methods stay, and pass on: LR schedulers have taken note of them.
-    """
+    """Undo :func:`attach`, but for the wrappers of methods, which pass on; scaled gradients are cleared."""
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     if stash.pending is not None:
@@ -77,12 +74,13 @@ def detach(optimizer: Optimizer) -> None:
 
 def remember(optimizer: Optimizer, undo: ExitStack) -> None:
     """Have ``undo`` put ``optimizer`` back as it is now."""
-    stepper = nested.stepper(optimizer) if "optim" in vars(optimizer) else optimizer
-    for group in stepper.param_groups:
-        undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
-    for held in (vars(optimizer), *[one.state for one in (optimizer, *inner_optimizers(optimizer))]):
-        undo.callback(held.update, dict(held))
-        undo.callback(held.clear)
+    for one in (optimizer, *inner_optimizers(optimizer)):
+        for group in one.param_groups:
+            undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
+        undo.callback(one.state.update, dict(one.state))
+        undo.callback(one.state.clear)
+    undo.callback(vars(optimizer).update, dict(vars(optimizer)))
+    undo.callback(vars(optimizer).clear)
     for members in (state.optimizers.live, state.optimizers.disabled):
         undo.callback(members.add if optimizer in members else members.discard, optimizer)
 
@@ -125,9 +123,9 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
     if closure is None and room.found is None and not any(map(torch.is_autocast_enabled, room.device_types)):
         return _step_uncast(optimizer, original, stash, kwargs)  # neither amp nor a region of the user's casts
     with switched(OFF) as outside:
-        if closure is not None:
-            return _step_with_closure(optimizer, original, closure, outside, **kwargs)
-        return _step_uncast(optimizer, original, stash, kwargs)
+        if closure is None:
+            return _step_uncast(optimizer, original, stash, kwargs)
+        return _step_with_closure(optimizer, original, closure, outside, **kwargs)
 
 
 def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tuple[Callable[..., Any], Any]:
@@ -151,22 +149,19 @@ def _step_uncast(
         return result
     # An optimizer that looks at ``found_inf`` skips on the device (torch's ``fused=True``).
     on_device = _decides_itself(optimizer)
-    skip, lent, result = _prepare(optimizer, stash, on_device), False, None
-    if not skip:
-        lent = on_device and bool(stash.overflows)
-        if lent:  # the message follows when the flags have reached the host
-            device = stash.overflows[0][1].device
-            flags = [found.to(device, non_blocking=True) for _, found in stash.overflows]
-            optimizer.grad_scale, optimizer.found_inf = None, torch.stack(flags).amax()
-        try:
-            result = original(**kwargs)
-        finally:
-            if lent:
-                del optimizer.grad_scale, optimizer.found_inf
+    skip: bool | None = _prepare(optimizer, stash, on_device)
+    lent = stash.overflows if on_device and not skip else []
+    if lent:  # the message follows when the flags have reached the host
+        optimizer.grad_scale, optimizer.found_inf, skip = None, any_of([found for _, found in lent]), None
+    try:
+        result = None if skip else original(**kwargs)
+    finally:
         if lent:
-            copies = [(s, _torch.HostCopy([found, s.scale_after_back_off()])) for s, found in stash.overflows]
-            stash.reports = [*stash.reports, copies]
-    _end(optimizer, stash, None if lent else skip)
+            del optimizer.grad_scale, optimizer.found_inf
+    if lent:
+        copies = [(scaler, _torch.HostCopy([found, scaler.scale_after_back_off()])) for scaler, found in lent]
+        stash.reports = [*stash.reports, copies]
+    _end(optimizer, stash, skip)
     return result
 
 
@@ -195,25 +190,19 @@ def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = F
         if heed_cleared(stash.masters):
             misuse.warn_of("half gradients edited")
         reconcile(stash.masters, stepping=True)
-    if stash.gradients is not Gradients.UNSCALED:
-        _heed_missing_block(stash)
     if stash.reports:
         stash.report(wait=False)
     if stash.gradients is Gradients.LOST:
         return True
-    return bool(stash.overflows) and not on_device and _overflowed(stash)
-
-
-def _heed_missing_block(stash: AmpOptimizerState) -> None:
-    """Step without (useful) blocks since the last one: warn where that is a mistake."""
-    if all([scaler.is_one for scaler in stash.session.scalers]) and not stash.masters:  # noqa: C419 - faster
-        return
-    if stash.gradients is Gradients.EMPTY:
-        misuse.warn_of("block without gradients")
-    elif stash.gradients is Gradients.NONE:
+    if stash.gradients is not Gradients.UNSCALED and (
+        stash.masters or not all(s.is_one for s in stash.session.scalers)
+    ):
         first, old = stash.first_gradient(), stash.spent.first
-        if first is not None and (old is None or _torch.tensor_of(old) is not first):
+        if stash.gradients is Gradients.EMPTY:
+            misuse.warn_of("block without gradients")
+        elif first is not None and (old is None or _torch.tensor_of(old) is not first):
             misuse.warn_of("no block")
+    return bool(stash.overflows) and not on_device and _overflowed(stash)
 
 
 @_torch.eager
@@ -233,22 +222,16 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
         if state.observers:
             notify("on_step", optimizer, skip)
     finally:
-        if masters:
-            _use_up(optimizer, stash)
-
-
-@_torch.eager
-def _use_up(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
-    """Drop the masters' gradients, but for those that another optimizer has yet to step with."""
-    others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer]
-    shared = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
-    for master in stash.masters:
-        master.folded = None
-        if id(master) not in shared:
-            grad, master.value.grad = master.value.grad, None
-            # Elsewhere torch's allocator keeps freed memory.
-            if grad is not None and grad.is_cpu and not grad.is_sparse:
-                stash.spent.memory[master] = grad
+        if masters:  # another optimizer may have yet to step with some of them
+            others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer]
+            kept = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
+            for master in masters:
+                master.folded = None
+                if id(master) not in kept:
+                    grad, master.value.grad = master.value.grad, None
+                    # Elsewhere torch's allocator keeps freed memory.
+                    if grad is not None and grad.is_cpu and not grad.is_sparse:
+                        stash.spent.memory[master] = grad
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------
@@ -259,11 +242,9 @@ def _overflowed(stash: AmpOptimizerState) -> bool:
         stash.report()
     if len(noted) == 1 and not noted[0][1].item():
         return False
-    overflowed = []
-    for device in dict.fromkeys([found.device for _, found in noted]):
-        entries = [entry for entry in noted if entry[1].device == device]
-        flags = torch.stack([found for _, found in entries]).to("cpu").tolist()
-        overflowed += [scaler for (scaler, _), flag in zip(entries, flags, strict=True) if flag]
+    device = noted[0][1].device
+    flags = torch.stack([found.to(device) for _, found in noted]).tolist()
+    overflowed = [scaler for (scaler, _), flag in zip(noted, flags, strict=True) if flag]
     announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
     return bool(overflowed)
 
@@ -298,15 +279,13 @@ def _step_with_closure(
     stash: AmpOptimizerState = optimizer._amp_stash
     losses: list[Any] = []
 
-    def evaluate() -> bool:
-        """Call the closure on weights that follow the masters; whether its gradients overflowed."""
-        stash.look_up(optimizer)
-        reconcile(stash.masters)
-        with torch.enable_grad(), switched(outside):
-            losses.append(closure())
-        return overflowed()
-
-    def overflowed() -> bool:
+    def overflows(ask: bool = True) -> bool:
+        """Call the closure on weights that follow the masters; whether the gradients that there are overflowed."""
+        if ask:
+            stash.look_up(optimizer)
+            reconcile(stash.masters)
+            with torch.enable_grad(), switched(outside):
+                losses.append(closure())
         found = _prepare(optimizer, stash)
         stash.overflows, stash.gradients = [], Gradients.NONE if found else stash.gradients
         return found
@@ -315,25 +294,26 @@ def _step_with_closure(
         for attempt in range(1 + RETRIES if losses else 1):
             if attempt:
                 optimizer.zero_grad()  # for a closure that leaves this to its optimizer
-            if not evaluate():
+            if not overflows():
                 return losses[-1]
         raise _Abandon
 
     # torch's optimizers and ours call the closure before they do anything, and once, LBFGS aside.
     asks_first = type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
     found = stash.gradients is not Gradients.NONE or stash.pending is not None
-    skip = not asks_first and found and overflowed()  # SAM steps with the gradients that it finds, and asks then
+    # SAM steps with the gradients that it finds, and asks then.
+    skip = not asks_first and found and overflows(ask=False)
     if skip:
-        evaluate()  # for the loss to return
+        overflows()  # for the loss to return
     else:
-        dynamic = any(scaler.dynamic for scaler in stash.session.scalers)
+        undo = ExitStack()
         mid_step = not asks_first or type(optimizer).__name__ == "LBFGS"
-        restore = _snapshot(optimizer) if dynamic and mid_step else None
+        if mid_step and any(scaler.dynamic for scaler in stash.session.scalers):
+            _snapshot(optimizer, undo)
         try:
             result = original(asked, **kwargs)
         except BaseException as error:
-            if restore is not None:
-                restore()  # LBFGS cannot go on from the middle of its search
+            undo.close()  # LBFGS cannot go on from the middle of its search
             skip = isinstance(error, _Abandon)
             if not skip:
                 raise
@@ -341,23 +321,15 @@ def _step_with_closure(
     return losses[0] if skip else result
 
 
-def _snapshot(optimizer: Optimizer) -> Callable[[], None]:
-    """Return what puts params and state of ``optimizer`` back as they are now."""
-    params = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-    held = {p: copy.deepcopy(dict(values)) for p, values in optimizer.state.items()}
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for param, value in params:
-            param.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(held)
-        for group, options in zip(optimizer.param_groups, groups, strict=True):
-            group.update(options)  # some optimizers count steps here
-        push(optimizer._amp_stash.masters)
-
-    return restore
+def _snapshot(optimizer: Optimizer, undo: ExitStack) -> None:
+    """Have ``undo`` put params and state of ``optimizer`` back as they are now."""
+    undo.callback(push, optimizer._amp_stash.masters)
+    for group in optimizer.param_groups:  # some optimizers count steps here
+        undo.callback(group.update, {name: value for name, value in group.items() if name != "params"})
+        for param in group["params"]:
+            undo.callback(param.detach().copy_, param.detach().clone())
+    undo.callback(optimizer.state.update, {p: copy.deepcopy(dict(held)) for p, held in optimizer.state.items()})
+    undo.callback(optimizer.state.clear)
 
 
 # -- zero_grad, add_param_group ----------------------------------------------------------------------------------------
@@ -369,7 +341,7 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
         heed_cleared(stash.masters)  # before what is None becomes zeros
     original(*args, **kwargs)
     if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
-        nested.stepper(optimizer).zero_grad(*args, **kwargs)
+        stepper(optimizer).zero_grad(*args, **kwargs)
     for master in stash.masters:
         master.folded = master.half.grad = None
     if stash.aside or stash.pending is not None:
@@ -407,5 +379,5 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
 
 def held_params(optimizers: list[Optimizer]) -> set[int]:
     """Ids of the tensors that ``optimizers`` step on this rank."""
-    steppers = [nested.stepper(one) if "optim" in vars(one) else one for one in optimizers]
+    steppers = [stepper(one) if "optim" in vars(one) else one for one in optimizers]
     return {id(p) for one in steppers for group in one.param_groups for p in group["params"]}

@@ -27,7 +27,7 @@ FLOOR = 2.0**-24
 _KIND = attrgetter("device", "dtype")
 
 
-def _any(flags: list[torch.Tensor]) -> torch.Tensor:
+def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
     """Whether one of ``flags`` is set, on the device of the first. No host sync."""
     first, *rest = flags
     return torch.stack([first, *(flag.to(first.device, non_blocking=True) for flag in rest)]).amax() if rest else first
@@ -144,11 +144,9 @@ class LossScaler(torch.amp.GradScaler):
         return loss.float() * scale  # what that would do, without its copies of nothing
 
     def unscale_(self, grads: Any, scale: torch.Tensor | None = None) -> None:
-        """Multiply the gradient tensors in place by 1 / scale and note any inf or NaN; no host sync.
+        """Multiply ``grads``, dense tensors of any device and dtype, in place by 1 / scale; note any inf or NaN.
 
-        Args:
-            grads: List of dense tensors of any device and floating dtype, empty included.
-            scale: What they were scaled by (0-dim float32), where that may not be the current scale.
+        ``scale`` is what they were scaled by (0-dim float32), where that may not be the current scale. No host sync.
         """
         kinds = dict.fromkeys(map(_KIND, grads))
         if len(kinds) != 1:
@@ -183,7 +181,7 @@ class LossScaler(torch.amp.GradScaler):
         the step that must be skipped; None for a static scaler, which never skips.
         """
         if found is None and self._found_inf:
-            found, self._found_inf = _any(list(self._found_inf.values())), {}
+            found, self._found_inf = any_of(list(self._found_inf.values())), {}
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu") if found is None else found.device)
         scale: torch.Tensor = self._scale  # type: ignore[assignment] # made above
@@ -198,10 +196,10 @@ class LossScaler(torch.amp.GradScaler):
             self._lent_buffer.copy_(found, non_blocking=True)
         if put_off:
             if len(self._put_off) == MANY:  # a script may put off for ever
-                self._put_off = [_any(self._put_off)]
+                self._put_off = [any_of(self._put_off)]
             self._put_off.append(found)  # itself: ``update_scale`` takes the decision from the steps that hold it
             return found
-        counted = _any([found, *self._put_off]) if self._put_off else found
+        counted = any_of([found, *self._put_off]) if self._put_off else found
         self._put_off = []
         growth, back_off = self._growth_factor, self._backoff_factor
         moved = scale.clone()
@@ -228,7 +226,7 @@ class LossScaler(torch.amp.GradScaler):
         """
         put_off, self._put_off, noted = self._put_off, [], self._lent_buffer
         if noted is None and put_off:
-            noted = _any(put_off)
+            noted = any_of(put_off)
         if noted is not None:
             noted = (noted.reshape(()) != 0).float()
             earlier = self._found_inf.get(noted.device)

@@ -17,8 +17,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.masters import Master, ensure_master, heed_cleared, master_of, needs_look
-from ampcompat.amp.nested import stepper
+from ampcompat.amp.masters import Master, ensure_master, heed_cleared, master_of, reconcile
 from ampcompat.amp.properties import HALF_DTYPES, Optimizer, inner_optimizers
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
@@ -95,10 +94,9 @@ class AmpOptimizerState:
                     break
             else:
                 return
-        adopt_masters(optimizer, self.session)
-        steps = stepper(optimizer) if "optim" in vars(optimizer) else optimizer
-        stepped = {id(p): master_of(p) for group in steps.param_groups for p in group["params"]}
-        self.masters = [master for master in stepped.values() if master is not None]
+        steps = adopt_masters(optimizer, self.session)
+        stepped = [p for group in steps.param_groups for p in group["params"]]
+        self.masters = list(dict.fromkeys(filter(None, map(master_of, stepped))))
         with_master = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
         held = {id(p): p for group in groups for p in group["params"]}
         self.direct = [param for key, param in held.items() if key not in with_master]
@@ -111,9 +109,8 @@ class AmpOptimizerState:
         if self.in_block or self.gradients is not Gradients.NONE or self.pending is not None:
             return
         self.look_up(optimizer)
+        reconcile(self.masters)
         for master in self.masters:
-            if needs_look(master):
-                master.reconcile()
             master.hand_out()
 
     def report(self, wait: bool = True) -> None:
@@ -146,13 +143,19 @@ def announce(overflowed: list[tuple[LossScaler, float]]) -> None:
 
 
 # -- which tensors an optimizer holds ----------------------------------------------------------------------------------
-def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> None:
+def stepper(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose params amp exchanges for masters: ``optimizer``, or that inside a ZeroRedundancyOptimizer."""
+    inside = vars(optimizer).get("optim")
+    return optimizer if inside is None or not _torch.is_zero(optimizer) else inside
+
+
+def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> Optimizer:
     """Have ``optimizer`` hold the masters of half weights; with no ``session``, the model's own tensors.
 
-    Groups and their lists keep their identity; state moves with its parameter. apex swapped params in the same way
-    (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
+    Returns the optimizer that steps them. Groups and their lists keep their identity; state moves with its parameter,
+    as in apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
-    steps = stepper(optimizer) if "optim" in vars(optimizer) else optimizer
+    steps = stepper(optimizer)
     if steps is not optimizer:  # a ZeroRedundancyOptimizer
         _torch.separate_inner_groups(optimizer)
     states = [one.state for one in (optimizer, *inner_optimizers(optimizer))]
@@ -165,13 +168,11 @@ def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> None:
                     if param in held:
                         held[new] = held.pop(param)
                 params[index] = new
+    return steps
 
 
 def match_state(optimizer: Optimizer) -> None:
-    """Give state from before ``initialize`` the dtype of its param, as ``Optimizer.load_state_dict`` does.
-
-    An optimizer with a ``load_state_dict`` of its own decides for itself which dtype its state has.
-    """
+    """Give state from before ``initialize`` the dtype of its param, where torch's own ``load_state_dict`` does so."""
     for one in (optimizer, *inner_optimizers(optimizer)):
         if getattr(type(one), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
             continue
@@ -189,9 +190,8 @@ def _held_for(param: torch.Tensor, session: Session | None) -> torch.Tensor:
     masters = session is not None and session.policy.master_weights
     master = master_of(param)
     if master is not None and master.value is param:
-        if master.half.dtype == torch.float32:  # an earlier call's master of a weight that is float32 again
-            return master.half
-        return param if masters else master.half
+        # An earlier call's master may be of a weight that is float32 again.
+        return param if masters and master.half.dtype != torch.float32 else master.half
     if session is None or param.dtype not in HALF_DTYPES or (master is None and session.policy.half is None):
         return param
     home = _home_of(param) if master is None else None
