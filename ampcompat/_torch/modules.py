@@ -14,8 +14,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from ampcompat._torch.patch import replace
-
 
 def register_state_dict_hooks(
     module: Any, after_save: Callable[..., None], before_load: Callable[..., None], after_load: Callable[..., None]
@@ -37,7 +35,8 @@ def patch_ddp_constructor(after: Callable[[DistributedDataParallel, bool], None]
         original(self, *args, **kwargs)
         after(self, bool(kwargs.get("init_sync", True)))
 
-    replace(DistributedDataParallel, "__init__", __init__, undo)
+    undo.callback(setattr, DistributedDataParallel, "__init__", original)
+    setattr(DistributedDataParallel, "__init__", __init__)  # noqa: B010 - types do not allow to assign a method
 
 
 class AnyDeviceDDP(DistributedDataParallel):
