@@ -530,8 +530,10 @@ def test_checkpoint_recomputes_with_the_casts_of_the_forward(reentrant):
 
 
 def test_a_device_type_that_torch_cannot_autocast_is_named():
+    model = nn.Linear(2, 2)
+    model.register_buffer("elsewhere", torch.zeros(1, device="meta"))
     with pytest.warns(UserWarning, match="on the device type 'meta', which this torch cannot autocast"):
-        initialize(nn.Linear(2, 2, device="meta"), opt_level="O1", verbosity=0)
+        initialize(model, opt_level="O1", verbosity=0)
 
 
 # -- models without tensors ----------------------------------------
