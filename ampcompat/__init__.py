@@ -8,20 +8,21 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ampcompat import RNN as RNN
-    from ampcompat import amp as amp
-    from ampcompat import contrib as contrib
-    from ampcompat import fp16_utils as fp16_utils
-    from ampcompat import fused_dense as fused_dense
-    from ampcompat import mlp as mlp
-    from ampcompat import multi_tensor_apply as multi_tensor_apply
-    from ampcompat import normalization as normalization
-    from ampcompat import optimizers as optimizers
-    from ampcompat import parallel as parallel
-    from ampcompat import pyprof as pyprof
-    from ampcompat import reparameterization as reparameterization
-    from ampcompat import transformer as transformer
     from ampcompat.alias import install_as_apex, uninstall_as_apex
+
+    from . import RNN as RNN
+    from . import amp as amp
+    from . import contrib as contrib
+    from . import fp16_utils as fp16_utils
+    from . import fused_dense as fused_dense
+    from . import mlp as mlp
+    from . import multi_tensor_apply as multi_tensor_apply
+    from . import normalization as normalization
+    from . import optimizers as optimizers
+    from . import parallel as parallel
+    from . import pyprof as pyprof
+    from . import reparameterization as reparameterization
+    from . import transformer as transformer
 
 __version__ = "0.1.0"
 

@@ -211,7 +211,15 @@ class Master:
             f"The model moved from {self.value.device} to {self.half.device} after amp.initialize - its master weights"
             " follow, but optimizer state does not - move the model before amp.initialize (D15).",
         )
-        self.value.data = self.value.data.to(self.half.device)
+        moved = self.value.data.to(self.half.device)
+        try:
+            self.value.data = moved
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"The model moved from {self.value.device} to {moved.device} after amp.initialize - tensors there are"
+                " of another kind, and the masters that the optimizer holds cannot become such - move the model before"
+                " the optimizer is made and amp.initialize is called."
+            ) from error
         if self.value.grad is not None:
             self.value.grad = self.value.grad.to(self.half.device)
         self.handed_out = self.before_writes = None

@@ -243,7 +243,7 @@ def _overflowed(stash: AmpOptimizerState) -> bool:
     if len(noted) == 1 and not noted[0][1].item():
         return False
     device = noted[0][1].device
-    flags = torch.stack([found.to(device) for _, found in noted]).tolist()
+    flags = torch.stack([found.to(device) for _, found in noted]).to("cpu").tolist()
     overflowed = [scaler for (scaler, _), flag in zip(noted, flags, strict=True) if flag]
     announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
     return bool(overflowed)

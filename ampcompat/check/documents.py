@@ -59,7 +59,7 @@ class Cell(TypedDict):
 
 
 class Content(TypedDict):
-    """What is read of the JSON of a notebook."""
+    """Hold the part of a notebook's JSON that is read."""
 
     cells: list[Cell]
 

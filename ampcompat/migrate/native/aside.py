@@ -29,7 +29,7 @@ FOLDED = (ast.BoolOp, ast.IfExp, ast.ListComp)
 
 
 class Lost(Exception):
-    """What was set aside did not come back as it was: it was a comment of something that went or moved."""
+    """Raised where statements that were set aside do not come back as they were: what they stood at went or moved."""
 
 
 class Aside:

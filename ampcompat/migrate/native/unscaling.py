@@ -140,7 +140,7 @@ def _is_gradient(word: str, words: Collection[str]) -> bool:
 
 
 def _touching_gradients(source: Source) -> set[ast.AST]:
-    """What steps, clips or reads gradients, with all around it; most of a file does not, and following it is costly."""
+    """Find the nodes that step, clip or read gradients, and those around them: following the rest costs too much."""
     found: set[ast.AST] = set()
     for node in source.nodes:
         if not isinstance(node, ast.Attribute | ast.Name):
