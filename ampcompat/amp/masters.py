@@ -151,7 +151,7 @@ class Master:
     def reconcile(self, stepping: bool = False, compare: bool = False) -> bool:
         """Restore the invariant; returns whether either side had been written. No write before ``stepping`` comes back.
 
-        Host syncs: one where values are compared (with ``compare``, of any parameter), or a master was handed out.
+        Host syncs: one where values are compared (with ``compare``, of any parameter), one where it was handed out.
         """
         if self.value.device != self.half.device:
             self._follow_device()
@@ -177,12 +177,15 @@ class Master:
                 if value_moved:
                     self.push()
                 return value_moved
+        written = counted or (half_moved and is_param)
+        if compare and is_param and not (written or traced):  # the master that was handed out, perhaps
+            written = not torch.equal(_torch.bits(value.to(self.dtype)), _torch.bits(half.detach()))
         self._take(half, kept, remember=half_moved and not stepping)
         # NaN differs from itself, and -0.0 equals 0.0. Write past the version counter where none has moved: a graph
         # that holds the weight stays valid.
         (half if counted else half.data).copy_(value)
         self.settle()
-        return counted or is_param
+        return written
 
     def _catch(self) -> None:
         """Compare by value for ever: a writer moves no version counter."""

@@ -283,6 +283,17 @@ def test_sync_masters_catches_a_late_write_that_no_counter_shows():
     assert amp.sync_masters(model) == 0
 
 
+def test_sync_masters_counts_what_was_written_not_what_was_handed_out():
+    model, optimizer = initialized()
+    train(model, optimizer, 8)
+    handed = model.state_dict()
+    assert amp.sync_masters(model) == 0
+    handed = model.state_dict()
+    handed["head.weight"].data.mul_(2)
+    assert amp.sync_masters(model) == 1
+    masters_agree(model, optimizer)
+
+
 def test_sync_masters_brings_half_buffers_up_to_date_too():
     torch.manual_seed(0)
     model = amp.initialize(Net(), opt_level="O2", keep_batchnorm_fp32=False, verbosity=0)
