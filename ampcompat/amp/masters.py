@@ -352,7 +352,7 @@ def _follow_replacement(master: Master) -> None:
     """
     for tensors, name, module in master.homes:
         now, owner = tensors.get(name), module()
-        if owner is not None and now is not None and now is not master.half:
+        if owner is not None and now is not None and now is not master.half and _torch.has_storage(now):
             break
     else:
         return
