@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from mutation.mutants import codes, mutants_of, sample
 
+pytestmark = pytest.mark.slow  # of a tool of the tests
+
 ROOT = Path(__file__).parents[2]
 SOURCE = '''
 def f(a, b, out=None):
