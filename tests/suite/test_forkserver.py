@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # of a tool of the tests
+
 CODE = "import os, sys; print(sys.argv, os.getcwd(), os.environ['MARK'], sys.stdin.read()); sys.exit('to stderr')"
 FOR_EVER = """
 import os, subprocess, sys, time
-
-pytestmark = pytest.mark.slow  # of a tool of the tests
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 print(child.pid, os.getpid(), flush=True)
 time.sleep(600)
