@@ -40,13 +40,16 @@ __all__ += ["step_was_skipped", "sync_masters", "unwrap"]
 def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False, ranges: bool = False) -> None:
     """Explain lost steps from here on: the op, its module and line, and the cure, in one message each on stderr.
 
-    apex had nothing like it; :func:`ampcompat.explain.explain_overflows` says what it observes and what it costs.
+    apex had nothing like it; see :func:`ampcompat.explain.explain_overflows` for what it observes and what it costs.
 
     Args:
-        limit: How many different faults to explain, each once; ValueError unless a positive integer.
+        limit: How many different faults to explain; the same fault is explained once.
         stop: End the script after the last of them.
         json: Write each as one JSON object on a line.
         ranges: Write the ranges of every layer, forward and backward, of the first step that is made and of each fault.
+
+    Raises:
+        ValueError: ``limit`` is not a positive integer.
     """
     from ampcompat import explain  # it builds on this package
 
@@ -61,11 +64,14 @@ def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
 
     Args:
         callback: A function of one record; or an object to log to: a TensorBoard ``SummaryWriter``, or anything with
-            ``log_metrics(dict, step=...)`` or ``log(dict)``. TypeError if it is none of these.
+            ``log_metrics(dict, step=...)`` or ``log(dict)``.
 
     Returns:
         The handle: ``remove()`` ends it, ``flush()`` waits for records still on their way from the device; it is a
         context manager too.
+
+    Raises:
+        TypeError: ``callback`` is none of these.
     """
     from ampcompat import scale_log
 
@@ -73,13 +79,18 @@ def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
 
 
 def report(steps: int = 3) -> Receipt:
-    """Observe what runs from here on, and in which dtype, and return the precision receipt.
+    """Observe what runs from here on, and in which dtype: the precision receipt.
 
-    It takes ``print(receipt)``, ``receipt.write("receipt.html")`` (or .json, .txt) and ``receipt.facts()``. apex had
-    nothing like it; see :func:`ampcompat.report.report` for what it observes and what it costs.
+    apex had nothing like it; see :func:`ampcompat.report.report` for what it observes and what it costs.
 
     Args:
-        steps: Optimizer steps whose ops are counted; ValueError unless a positive integer.
+        steps: Optimizer steps whose ops are counted.
+
+    Returns:
+        The receipt: ``print(receipt)``, ``receipt.write("receipt.html")`` (or .json, .txt), ``receipt.facts()``.
+
+    Raises:
+        ValueError: ``steps`` is not a positive integer.
     """
     from ampcompat import report as reports
 

@@ -53,12 +53,15 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
     """Iterate over the parameters that ``optimizer`` steps (``apex/amp/_amp_state.py: master_params``).
 
     Args:
-        optimizer: An optimizer, given to ``initialize`` or not; TypeError if it has no ``param_groups``.
+        optimizer: An optimizer; it need not have been given to ``initialize``.
 
     Returns:
         An iterator over tensors, float32 masters where the model's weights are half (but those that another rank has,
         of a ``ZeroRedundancyOptimizer``), in the order of ``optimizer.param_groups``. Right after a ``scale_loss``
         block their gradients are unscaled float32: clip these.
+
+    Raises:
+        TypeError: ``optimizer`` has no ``param_groups``.
     """
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(

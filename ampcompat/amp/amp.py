@@ -38,13 +38,16 @@ def init(
 
     Args:
         enabled: False returns a handle that does nothing.
-        loss_scale: Scale of ``handle.scale_loss``; ValueError if it cannot be read.
+        loss_scale: Scale of ``handle.scale_loss``.
         enable_caching: Accepted; casts outside a model's forward are not cached.
         verbose: Accepted.
         allow_banned: Let ``binary_cross_entropy`` take half arguments, in float32, instead of refusing.
 
     Returns:
         The handle: ``scale_loss``, ``wrap_optimizer``, ``is_active``, ``_deactivate``, ...
+
+    Raises:
+        ValueError: ``loss_scale`` cannot be read.
     """
     if not enabled:
         _amp_state.handle = nothing = NoOpHandle()

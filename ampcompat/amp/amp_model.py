@@ -156,7 +156,8 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
 
 def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
     """Device types that hold parameters or buffers of ``models``."""
-    return {t.device.type for model in models for t in (*model.parameters(), *model.buffers())}
+    modules = {module for model in models for module in model.modules()}  # scripts override ``parameters()``
+    return {t.device.type for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
 
 
 def _device_type(model: torch.nn.Module) -> str:
@@ -277,17 +278,21 @@ def rebuild(cls: type[torch.nn.Module], build: Any, args: tuple[Any, ...]) -> to
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return a plain copy of ``model``: its own class, float32 weights, nothing of amp left on it.
 
-    For export, for saving a whole model that loads where ampcompat is not installed, and for evaluation in float32.
-    ``model`` itself is not changed and goes on training. apex had no such call.
+    For export (``torch.export``, ``torch.fx``, ``torch.jit``, ONNX), for saving a whole model that loads where
+    ampcompat is not installed, and for evaluation in float32. ``model`` itself is not changed and goes on training.
+    apex had no such call.
 
     Args:
-        model: A model given to ``amp.initialize``, or any module around or inside one; TypeError if it is none. DDP,
-            DataParallel and ``torch.compile`` around it are taken off.
+        model: A model given to ``amp.initialize``, or any module around or inside one. DDP, DataParallel and
+            ``torch.compile`` around it are taken off.
 
     Returns:
         A deep copy whose half weights are float32 again: the masters' values where there are masters (bitwise what
         ``model.state_dict()`` says), the widened half ones at O3. Casts that O1 has put in force for code outside
         models apply to it as to any code: run it under ``amp.disable_casts()`` for pure float32.
+
+    Raises:
+        TypeError: ``model`` is not a module.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"amp.unwrap got {type(model).__name__} - it takes a model - pass the module.")

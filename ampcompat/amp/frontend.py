@@ -105,9 +105,9 @@ def initialize(
     Args:
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
         optimizers: An optimizer, a list of them (possibly empty), or None.
-        enabled: False makes every later call on the objects a no-op. What an earlier call had put under amp is taken
-            out of it: float32 weights with the masters' values, and an optimizer that steps them. (apex left the casts
-            in place and stopped scaling.)
+        enabled: False leaves the objects as plain PyTorch has them, and makes every later call on them a no-op. Objects
+            that an earlier call had put under amp are taken out of it: float32 weights with the masters' values, and an
+            optimizer that steps them. (apex left the casts in place and stopped scaling.)
         opt_level: ``"O0"`` to ``"O3"`` as in apex, ``"O4"`` (O1 in bfloat16) or ``"O5"`` (O2 in bfloat16).
         cast_model_type: Dtype of weights and inputs; False for no cast.
         patch_torch_functions: Cast functions by lists (O1's own).
@@ -120,8 +120,9 @@ def initialize(
         min_loss_scale: Floor of dynamic scales; None means 2^-24.
         max_loss_scale: Cap of dynamic scales, the initial one (2^16) included.
         keep_fp32: Modules that compute in float32 at any level: a module, a module type, a shell pattern over qualified
-            names or class names (``"decoder.*.wo"``), or a list of these. At O2 and O3 their weights stay float32 and
-            their outputs go back to half. ``AMPCOMPAT_KEEP_FP32`` adds patterns, separated by commas.
+            names or class names (``"decoder.*.wo"``), or a list of these. Their inputs are cast to float32; at O2 and
+            O3 their weights stay float32 and their outputs go back to half. ``AMPCOMPAT_KEEP_FP32`` adds patterns,
+            separated by commas.
 
     Returns:
         ``models`` and ``optimizers``, as given; with ``optimizers=None`` the models alone.

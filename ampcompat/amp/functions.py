@@ -78,27 +78,40 @@ def register_half_function(module: object, name: str) -> None:
     Args:
         module: Module, class or namespace object that holds the function.
         name: Its attribute name. A class found there keeps its identity: a module's ``forward`` is wrapped, an
-            ``autograd.Function``'s ``apply``, any other class's ``__call__``. ValueError if there is none.
+            ``autograd.Function``'s ``apply``, any other class's ``__call__``.
+
+    Raises:
+        ValueError: ``module`` has no such attribute.
     """
     _register(module, name, Rule.HALF)
 
 
 def register_float_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to float32 while casts are on, as apex did (``apex/amp/amp.py``).
+    """Have ``module.name`` cast its arguments to float32 while casts are on.
+
+    As in apex (``apex/amp/amp.py: register_float_function``).
 
     Args:
         module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes. ValueError if there is none.
+        name: Its attribute name; see :func:`register_half_function` for classes.
+
+    Raises:
+        ValueError: ``module`` has no such attribute.
     """
     _register(module, name, Rule.FLOAT)
 
 
 def register_promote_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on (``apex/amp/amp.py``).
+    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
+
+    As in apex (``apex/amp/amp.py: register_promote_function``).
 
     Args:
         module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes. ValueError if there is none.
+        name: Its attribute name; see :func:`register_half_function` for classes.
+
+    Raises:
+        ValueError: ``module`` has no such attribute.
     """
     _register(module, name, Rule.PROMOTE)
 
@@ -135,11 +148,14 @@ def _decorated(function: Any, rule: Rule) -> Any:
 def half_function(fn: F) -> F:
     """Decorate ``fn`` to get its floating tensor arguments in half while casts are on.
 
-    Works before and after any ``initialize`` (``apex/amp/amp.py: half_function``).
+    Works on Python functions, C builtins, ``Function.apply``, methods of every kind and classes, before or after any
+    ``initialize`` (``apex/amp/amp.py: half_function``).
 
     Args:
-        fn: A Python function, C builtin, ``Function.apply``, method of any kind or class; returned is a function in its
-            place, or the class itself.
+        fn: The function or class.
+
+    Returns:
+        A function in its place, or the class itself.
     """
     return cast(F, _decorated(fn, Rule.HALF))
 

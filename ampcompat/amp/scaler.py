@@ -195,7 +195,7 @@ class LossScaler(torch.amp.GradScaler):
         if self._lent_buffer is not None:
             self._lent_buffer.copy_(found, non_blocking=True)
         if put_off:
-            if len(self._put_off) == MANY:  # a script may put off for ever
+            if len(self._put_off) >= MANY:  # a script may put off for ever
                 self._put_off = [any_of(self._put_off)]
             self._put_off.append(found)  # itself: ``update_scale`` takes the decision from the steps that hold it
             return found

@@ -255,6 +255,17 @@ def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last(monkeypatch):
     assert scaler.loss_scale() == 2.0**15
 
 
+def test_overflows_put_off_by_blocks_without_a_step_stay_few(monkeypatch):
+    monkeypatch.setattr("ampcompat.amp.scaler.MANY", 8)
+    monkeypatch.setattr("ampcompat.amp.block.MANY", 3)
+    model, optimizer = start("O1")
+    (scaler,) = amp._amp_state.loss_scalers
+    for seed in range(40):
+        backward(model, optimizer, seed % 3, delay_overflow_check=True)
+        assert len(scaler._put_off) <= 9
+        assert len(optimizer._amp_stash.overflows) <= 4
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_early_overflow_that_many_blocks_put_off_skips_the_step(level):
     model, optimizer = start(level)

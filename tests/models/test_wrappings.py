@@ -223,3 +223,19 @@ def test_an_ensemble_by_vmap_over_functional_call(level):
     assert out.dtype == torch.float32
     # Batched half products may be summed in another order.
     torch.testing.assert_close(out[0], model(batch()), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_model_whose_parameters_method_returns_groups(level):
+    """Scripts give such a model's ``parameters()`` to the optimizer, with a learning rate for each part."""
+
+    class Grouped(torch.nn.Linear):
+        def parameters(self, recurse=True):
+            return [{"params": [self.weight], "lr": 0.1}, {"params": [self.bias], "lr": 0.2}]
+
+    model = Grouped(2, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
