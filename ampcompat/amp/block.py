@@ -45,15 +45,13 @@ from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.masters import Master, heed_cleared
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import Optimizer, is_optimizer
-from ampcompat.amp.scaler import LossScaler, any_of
+from ampcompat.amp.scaler import MANY, LossScaler, any_of
 from ampcompat.amp.session import DISABLED, Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
 
 #: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
 #: kernels take in one launch; on the CPU, which has no launches, what stays in its cache.
 CHUNK, CPU_CHUNK = 2**24, 2**18
-#: Overflow flags of one optimizer that are kept apart; more become one per scaler.
-MANY = 64
 
 
 @_torch.eager
@@ -248,13 +246,11 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
         if stash.gradients is not Gradients.LOST and (reached or stash.gradients is Gradients.NONE):
             stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
         stash.overflows = [*stash.overflows, *noted]
-        if len(stash.overflows) > MANY:
-            kinds: dict[tuple[LossScaler, bool], list[torch.Tensor]] = {}
+        if len(stash.overflows) > MANY:  # a script may never step
+            merged: dict[LossScaler, list[torch.Tensor]] = {}
             for owner, flag in stash.overflows:
-                kinds.setdefault((owner, any(flag is one for one in owner._put_off)), []).append(flag)
-            stash.overflows = [(owner, any_of(several)) for (owner, _), several in kinds.items()]
-            for (owner, flag), (_, put_off) in zip(stash.overflows, kinds, strict=True):
-                owner._put_off += [flag] * put_off  # ``update_scale`` may clear it
+                merged.setdefault(owner, []).append(flag)
+            stash.overflows = [(owner, any_of(several)) for owner, several in merged.items()]
     return reached
 
 
@@ -373,50 +369,41 @@ def unscale(
         filled += master.half.numel() / (CPU_CHUNK if master.half.is_cpu else CHUNK)
         chunks.setdefault(int(filled), []).append(master)
     for chunk in chunks.values():
-        wide = _to_float32(chunk, memory)
-        fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
-        if scale is not None:  # in one pass with the others
-            scaler.unscale_(fresh, scale)
-        _fold(chunk, wide)
+        _fold(chunk, fresh, scaler, scale, memory)
         fresh = []
-        del wide  # before the next chunk is allocated
     if fresh and scale is not None:
         scaler.unscale_(fresh, scale)
     return reached
 
 
-def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
-    """Show in the model, where there is no gradient, what its master has accumulated; a script may clear it there."""
-    for master in masters:
-        grad = master.value.grad
-        if grad is not None and master.half.grad is None:
-            scaled = grad if scale is None else grad * scale.to(grad.device)
-            shown = master.half.grad = scaled.to(master.dtype)
-            master.folded = shown, shown._version
-
-
-def _to_float32(masters: list[Master], memory: dict[Master, torch.Tensor]) -> list[torch.Tensor]:
-    """Float32 copies of the half gradients, in fused passes, in ``memory`` where nothing else holds it."""
-    grads: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # chunks have only those
-    if any([grad.is_sparse for grad in grads]):  # noqa: C419 - faster
+def _fold(
+    masters: list[Master],
+    fresh: list[torch.Tensor],
+    scaler: LossScaler,
+    scale: torch.Tensor | None,
+    memory: dict[Master, torch.Tensor],
+) -> None:
+    """Add the half gradients of ``masters``, widened and unscaled, to those of the masters; unscale ``fresh`` too."""
+    halves: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # the caller has looked
+    if any([grad.is_sparse for grad in halves]):  # noqa: C419 - faster
         # Sum duplicate entries in float32: their half sum may overflow.
-        return [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in grads]
-    kept = _torch.reusable([memory.pop(master, None) for master in masters]) if memory else repeat(None)
-    wide = [
-        old
-        if old is not None and old.stride() == grad.stride() and old.device == grad.device
-        else torch.empty_like(grad, dtype=torch.float32)
-        for old, grad in zip(kept, grads, strict=False)
-    ]
-    _torch.foreach_copy_(wide, grads)
-    return wide
-
-
-def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
-    """Add float32 gradients to those of their masters, and note where they come from."""
+        wide = [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in halves]
+        fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
+    else:
+        # Write into the memory of earlier gradients, where nothing else holds it.
+        kept = _torch.reusable([memory.pop(master, None) for master in masters]) if memory else repeat(None)
+        wide = [
+            old
+            if old is not None and old.stride() == grad.stride() and old.device == grad.device
+            else torch.empty_like(grad, dtype=torch.float32)
+            for old, grad in zip(kept, halves, strict=False)
+        ]
+        _torch.foreach_copy_(wide, halves)
+        fresh += wide
+    if scale is not None:
+        scaler.unscale_(fresh, scale)
     sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for master, grad in zip(masters, wide, strict=True):
-        half: torch.Tensor = master.half.grad  # type: ignore[assignment] # chunks have only those
+    for master, half, grad in zip(masters, halves, wide, strict=True):
         before = master.value.grad
         if before is None:
             master.value.grad = grad
@@ -427,6 +414,16 @@ def _fold(masters: list[Master], wide: list[torch.Tensor]) -> None:
         master.folded = half, half._version
     if sums:
         _torch.foreach_add_(*map(list, zip(*sums, strict=True)))
+
+
+def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
+    """Show in the model, where there is no gradient, what its master has accumulated; a script may clear it there."""
+    for master in masters:
+        grad = master.value.grad
+        if grad is not None and master.half.grad is None:
+            scaled = grad if scale is None else grad * scale.to(grad.device)
+            shown = master.half.grad = scaled.to(master.dtype)
+            master.folded = shown, shown._version
 
 
 # -- whose block -------------------------------------------------------------------------------------------------------

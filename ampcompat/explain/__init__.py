@@ -17,7 +17,7 @@ def explain_overflows(limit: int = 3, *, stop: bool = False, json: bool = False,
     While nothing overflows, references to the last batches are kept, and what each step wrote is looked at: one host
     sync a step. After an overflow the same batch is run again (inputs, random numbers and buffers as they were) with
     every op examined. The message names the op, the module, the source line, the magnitude against 65504, and the line
-    that cures it. The run that is observed stays bitwise what it would have been.
+    that cures it. The run that is observed stays bitwise what it would have been. apex had nothing like it.
 
     Where nothing skips (static scales, O0), the loss and the gradients are looked at too: one host sync each. Numbers
     of an optimizer that its half parameters' dtype does not hold (an eps of 1e-8) are named at its first step.

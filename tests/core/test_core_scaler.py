@@ -267,12 +267,14 @@ def test_overflows_put_off_by_blocks_without_a_step_stay_few(monkeypatch):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_early_overflow_that_many_blocks_put_off_skips_the_step(level):
+def test_an_early_overflow_that_many_blocks_put_off_skips_the_step(level, monkeypatch):
+    monkeypatch.setattr("ampcompat.amp.scaler.MANY", 16)
+    monkeypatch.setattr("ampcompat.amp.block.MANY", 16)
     model, optimizer = start(level)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
-    for seed in range(100):
+    for seed in range(40):
         backward(model, optimizer, seed % 3, times=float("inf") if seed == 0 else 1.0, delay_overflow_check=True)
-    assert len(optimizer._amp_stash.overflows) < 100
+    assert len(optimizer._amp_stash.overflows) <= 16
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))

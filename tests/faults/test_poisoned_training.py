@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from ampcompat import amp
+from ampcompat import _torch, amp
 from ampcompat.amp import block
 from ampcompat.amp.autocast import save
 from ampcompat.amp.masters import masters_of
@@ -155,11 +155,11 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
 
     made = []
 
-    def to_float32(masters, memory, real=block._to_float32):
+    def copy(wide, halves, real=_torch.foreach_copy_):
         made.append(1)
         if len(made) == at:
             raise MemoryError
-        return real(masters, memory)
+        real(wide, halves)
 
     monkeypatch.setattr(block, "CPU_CHUNK", 16)
     model, optimizer = started()
@@ -167,7 +167,7 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
         backward(model, optimizer)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     with monkeypatch.context() as patch:
-        patch.setattr(block, "_to_float32", to_float32)
+        patch.setattr(_torch, "foreach_copy_", copy)
         with pytest.raises(MemoryError):
             backward(model, optimizer)
     assert "its gradients are cleared, and the next step is skipped" in capsys.readouterr().out
