@@ -100,7 +100,21 @@ def scale_loss(
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
-    return Block(loss, found, _find_scaler(owner, loss_id), delay_unscale, not delay_overflow_check)
+    count, is_int = len(owner.scalers), isinstance(loss_id, int)
+    if not is_int or not 0 <= loss_id < count:
+        fix = f"num_losses={loss_id + 1} there" if is_int and loss_id > 0 else f"a loss_id from 0 to {count - 1}"
+        raise IndexError(
+            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={count}) made scalers 0 to {count - 1} -"
+            f" pass {fix}."
+        )
+    scaler = owner.scalers[loss_id]
+    if not isinstance(scaler, LossScaler):
+        raise TypeError(
+            f"amp._amp_state.loss_scalers[{loss_id}] is {type(scaler).__name__} - a scaler has the scale of each loss -"
+            " put a amp.scaler.LossScaler there."
+        )
+    scaler.loss_id = loss_id  # it may have been put there by hand
+    return Block(loss, found, scaler, delay_unscale, not delay_overflow_check)
 
 
 class Block:
@@ -177,7 +191,14 @@ class Block:
         else:
             try:
                 if self.delay or (state.models.ddp and any(holds_back(s._amp_stash.leaves()) for s in self.optimizers)):
-                    self._leave_pending()
+                    refuse_shared(self.optimizers, among_themselves=True)
+                    scale = self.scaler.scale_on() if self.scale is None else self.scale
+                    pending = Pending(scale, {self.scaler: None})
+                    for one in self.optimizers:
+                        stash: AmpOptimizerState = one._amp_stash
+                        pending.scalers.update(stash.pending.scalers if stash.pending is not None else {})
+                        stash.pending, stash.block = pending, None
+                        state.optimizers.pending.add(one)
                     return
                 reached = end(self.optimizers, self.scaler, self.scale, self.check)
             except BaseException:
@@ -187,16 +208,6 @@ class Block:
                 misuse.warn_of("unscaled loss in a block")
         if state.observers:
             notify("on_gradients", self.scaler, self.optimizers)
-
-    def _leave_pending(self) -> None:
-        refuse_shared(self.optimizers, among_themselves=True)
-        scale = self.scaler.scale_on() if self.scale is None else self.scale
-        pending = Pending(scale, {self.scaler: None})
-        for one in self.optimizers:
-            stash: AmpOptimizerState = one._amp_stash
-            pending.scalers.update(stash.pending.scalers if stash.pending is not None else {})
-            stash.pending, stash.block = pending, None
-            state.optimizers.pending.add(one)
 
     def _give_up(self) -> None:
         """Undo the block: it raised."""
@@ -464,21 +475,3 @@ def known(optimizer: Any) -> Any:
     if inner is None or hasattr(optimizer, "_amp_stash"):
         return optimizer
     return inner if hasattr(inner, "_amp_stash") or inner in state.optimizers.disabled else optimizer
-
-
-def _find_scaler(owner: Session, loss_id: int) -> LossScaler:
-    count, is_int = len(owner.scalers), isinstance(loss_id, int)
-    if not is_int or not 0 <= loss_id < count:
-        fix = f"num_losses={loss_id + 1} there" if is_int and loss_id > 0 else f"a loss_id from 0 to {count - 1}"
-        raise IndexError(
-            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={count}) made scalers 0 to {count - 1} -"
-            f" pass {fix}."
-        )
-    scaler = owner.scalers[loss_id]
-    if not isinstance(scaler, LossScaler):
-        raise TypeError(
-            f"amp._amp_state.loss_scalers[{loss_id}] is {type(scaler).__name__} - a scaler has the scale of each loss -"
-            " put a amp.scaler.LossScaler there."
-        )
-    scaler.loss_id = loss_id  # it may have been put there by hand
-    return scaler

@@ -14,7 +14,7 @@ import inspect
 import types
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -120,12 +120,33 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
             " returns the loss, or nothing."
         )
     room = state.casts
-    if closure is None and room.found is None and not any(map(torch.is_autocast_enabled, room.device_types)):
-        return _step_uncast(optimizer, original, stash, kwargs)  # neither amp nor a region of the user's casts
-    with switched(OFF) as outside:
-        if closure is None:
-            return _step_uncast(optimizer, original, stash, kwargs)
-        return _step_with_closure(optimizer, original, closure, outside, **kwargs)
+    casting = room.found is not None or any(map(torch.is_autocast_enabled, room.device_types))
+    with switched(OFF) if casting or closure is not None else nullcontext() as outside:
+        if closure is not None:
+            return _step_with_closure(optimizer, original, closure, outside, **kwargs)  # type: ignore[arg-type]
+        plain = not (stash.overflows or stash.reports or stash.masters or stash.pending)
+        if stash.gradients is Gradients.UNSCALED and plain:
+            result = original(**kwargs)  # fast path: scale one, no masters
+            stash.gradients, stash.skipped = Gradients.NONE, False
+            if state.observers:
+                notify("on_step", optimizer, False)
+            return result
+        # An optimizer that looks at ``found_inf`` skips on the device (torch's ``fused=True``).
+        on_device = _decides_itself(optimizer)
+        skip: bool | None = _prepare(optimizer, stash, on_device)
+        lent = stash.overflows if on_device and not skip else []
+        if lent:  # the message follows when the flags have reached the host
+            optimizer.grad_scale, optimizer.found_inf, skip = None, any_of([found for _, found in lent]), None
+        try:
+            result = None if skip else original(**kwargs)
+        finally:
+            if lent:
+                del optimizer.grad_scale, optimizer.found_inf
+        if lent:
+            copies = [(scaler, _torch.HostCopy([found, scaler.scale_after_back_off()])) for scaler, found in lent]
+            stash.reports = [*stash.reports, copies]
+        _end(optimizer, stash, skip)
+        return result
 
 
 def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tuple[Callable[..., Any], Any]:
@@ -134,35 +155,6 @@ def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tup
     if first is not None and not callable(first) and "closure" not in inspect.signature(step).parameters:
         return functools.partial(step, *args), closure  # ``step(lr)``
     return (lambda given=None, **kwargs: step(given, *rest, **kwargs)) if rest else step, first
-
-
-@_torch.eager_itself
-def _step_uncast(
-    optimizer: Optimizer, original: Callable[..., Any], stash: AmpOptimizerState, kwargs: dict[str, Any]
-) -> Any:
-    plain = not (stash.overflows or stash.reports or stash.masters or stash.pending)
-    if stash.gradients is Gradients.UNSCALED and plain:
-        result = original(**kwargs)  # fast path: scale one, no masters
-        stash.gradients, stash.skipped = Gradients.NONE, False
-        if state.observers:
-            notify("on_step", optimizer, False)
-        return result
-    # An optimizer that looks at ``found_inf`` skips on the device (torch's ``fused=True``).
-    on_device = _decides_itself(optimizer)
-    skip: bool | None = _prepare(optimizer, stash, on_device)
-    lent = stash.overflows if on_device and not skip else []
-    if lent:  # the message follows when the flags have reached the host
-        optimizer.grad_scale, optimizer.found_inf, skip = None, any_of([found for _, found in lent]), None
-    try:
-        result = None if skip else original(**kwargs)
-    finally:
-        if lent:
-            del optimizer.grad_scale, optimizer.found_inf
-    if lent:
-        copies = [(scaler, _torch.HostCopy([found, scaler.scale_after_back_off()])) for scaler, found in lent]
-        stash.reports = [*stash.reports, copies]
-    _end(optimizer, stash, skip)
-    return result
 
 
 @_torch.eager
@@ -202,7 +194,19 @@ def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = F
             misuse.warn_of("block without gradients")
         elif first is not None and (old is None or _torch.tensor_of(old) is not first):
             misuse.warn_of("no block")
-    return bool(stash.overflows) and not on_device and _overflowed(stash)
+    noted = stash.overflows
+    if not noted or on_device:
+        return False
+    if stash.reports:
+        stash.report()
+    # Flags stay on the device until here: one host sync reads all of them.
+    if len(noted) == 1 and not noted[0][1].item():
+        return False
+    device = noted[0][1].device
+    flags = torch.stack([found.to(device) for _, found in noted]).to("cpu").tolist()
+    overflowed = [scaler for (scaler, _), flag in zip(noted, flags, strict=True) if flag]
+    announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
+    return bool(overflowed)
 
 
 @_torch.eager
@@ -235,20 +239,6 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------
-def _overflowed(stash: AmpOptimizerState) -> bool:
-    """Whether any flag is set. Flags stay on the device until here: one host sync reads all of them."""
-    noted = stash.overflows
-    if stash.reports:
-        stash.report()
-    if len(noted) == 1 and not noted[0][1].item():
-        return False
-    device = noted[0][1].device
-    flags = torch.stack([found.to(device) for _, found in noted]).to("cpu").tolist()
-    overflowed = [scaler for (scaler, _), flag in zip(noted, flags, strict=True) if flag]
-    announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
-    return bool(overflowed)
-
-
 def step_was_skipped(optimizer: Any) -> bool:
     """Whether the last ``optimizer.step()`` was skipped for an overflow. apex had no such call.
 

@@ -326,14 +326,15 @@ def test_what_it_counts_in_its_groups_goes_back_with_a_skipped_step():
     assert [group["steps"] for group in optimizer.param_groups] == [2]
 
 
-def test_a_thousand_blocks_before_a_step_keep_few_flags_and_lose_none(capsys):
+def test_blocks_before_a_step_keep_few_flags_and_lose_none(capsys, monkeypatch):
+    monkeypatch.setattr("ampcompat.amp.block.MANY", 50)
     model, optimizer = start("O1", lambda m: torch.optim.SGD(m.parameters(), lr=0.1), num_losses=2)
     before = masters(optimizer)
-    for block in range(1000):
+    for block in range(200):
         loss = model.b.weight.sum() * (INF if block == 3 else 0.0)
         with amp.scale_loss(loss, optimizer, loss_id=block % 2) as scaled:
             scaled.backward()
-    assert len(optimizer._amp_stash.overflows) < 100
+    assert len(optimizer._amp_stash.overflows) <= 50
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert same(before, masters(optimizer))

@@ -91,7 +91,9 @@ def test_public_names_are_in_the_modules_dict():
     for name in (*SIGNATURES, "_amp_state", "step_was_skipped", "sync_masters", "__version__"):
         assert name in amp.__dict__
         assert hasattr(amp, name)
-    assert set(amp.__all__) <= set(amp.__dict__)
+    # Names that apex did not have lead to packages above this one.
+    assert set(amp.__all__) - set(amp.__dict__) <= {"explain_overflows", "on_step", "report"}
+    assert all(hasattr(amp, name) for name in amp.__all__)
 
 
 def make():
