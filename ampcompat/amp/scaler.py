@@ -164,7 +164,7 @@ class LossScaler(torch.amp.GradScaler):
             scale = scale.to(device, non_blocking=True)
         found = self._found_inf.get(device)
         if found is None:
-            found = self._found_inf[device] = torch.zeros((), device=device)
+            found = self._found_inf[device] = torch.zeros_like(scale)
         known = _torch.host_value(scale)
         # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
         inverse = scale.new_full((), 1.0 / known) if known else torch.ones_like(scale).div_(scale)

@@ -82,8 +82,7 @@ class AmpOptimizerState:
 
     def first_gradient(self) -> torch.Tensor | None:
         """The first gradient that there is in the model, to tell new ones from old ones by."""
-        held = ([master.half for master in self.masters], self.direct)
-        return next((grad for params in held for param in params if (grad := param.grad) is not None), None)
+        return next((grad for param in self.leaves() if (grad := param.grad) is not None), None)
 
     def look_up(self, optimizer: Optimizer) -> None:
         """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
