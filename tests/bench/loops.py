@@ -1,6 +1,5 @@
 """Training steps: hand-written ones, and the same step with ampcompat at each level."""
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +55,13 @@ def _clip(case, params):
         torch.nn.utils.clip_grad_norm_(params, 1.0)
 
 
+def _repeat(case, backward):
+    # No loop: where the compiler cannot go on in one, it leaves all of it eager, the forward of torch's modules too.
+    if case.accumulated:
+        backward()
+    backward()
+
+
 def _native(variant, case, model, x, y):
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     casts = not variant.startswith("fp32")
@@ -65,11 +71,13 @@ def _native(variant, case, model, x, y):
         autocast.cover([case.device])
     scaler = torch.amp.GradScaler(case.device, enabled=casts and case.dtype == torch.float16)
 
+    def backward():
+        with torch.autocast(case.device, case.dtype, enabled=casts):
+            loss = F.cross_entropy(model(x), y) / (1 + case.accumulated)
+        scaler.scale(loss).backward()
+
     def step():
-        for _ in range(1 + case.accumulated):
-            with torch.autocast(case.device, case.dtype) if casts else contextlib.nullcontext():
-                loss = F.cross_entropy(model(x), y) / (1 + case.accumulated)
-            scaler.scale(loss).backward()
+        _repeat(case, backward)
         if case.clipped:
             scaler.unscale_(optimizer)
             _clip(case, model.parameters())
@@ -95,10 +103,12 @@ def _with_masters(case, model, x, y):
     optimizer = OPTIMIZERS[case.optimizer](stepped)
     scaler = torch.amp.GradScaler(case.device, enabled=case.dtype == torch.float16)
 
+    def backward():
+        loss = F.cross_entropy(model(x.to(case.dtype)).float(), y) / (1 + case.accumulated)
+        scaler.scale(loss).backward()
+
     def step():
-        for _ in range(1 + case.accumulated):
-            loss = F.cross_entropy(model(x.to(case.dtype)).float(), y) / (1 + case.accumulated)
-            scaler.scale(loss).backward()
+        _repeat(case, backward)
         for master, half in zip(masters, halves, strict=True):
             master.grad, half.grad = half.grad.float(), None
         if case.clipped:
@@ -123,11 +133,13 @@ def _with_amp(level, case, model, x, y):
             options["cast_model_type"] = torch.bfloat16
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
 
+    def backward():
+        loss = F.cross_entropy(model(x), y) / (1 + case.accumulated)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+
     def step():
-        for _ in range(1 + case.accumulated):
-            loss = F.cross_entropy(model(x), y) / (1 + case.accumulated)
-            with amp.scale_loss(loss, optimizer) as scaled:
-                scaled.backward()
+        _repeat(case, backward)
         _clip(case, amp.master_params(optimizer))
         optimizer.step()
         optimizer.zero_grad()
