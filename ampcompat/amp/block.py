@@ -405,7 +405,7 @@ def _fold(
         kept = _torch.reusable([memory.pop(master, None) for master in masters]) if memory else repeat(None)
         wide = [
             old
-            if old is not None and old.stride() == grad.stride() and old.device == grad.device
+            if old is not None and grad.is_cpu and old.stride() == grad.stride()
             else torch.empty_like(grad, dtype=torch.float32)
             for old, grad in zip(kept, halves, strict=False)
         ]

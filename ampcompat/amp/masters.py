@@ -431,8 +431,8 @@ def heed_cleared(masters: list[Master]) -> bool:
     """
     edited = False
     for master in masters:
-        folded, grad = master.folded, master.half.grad
-        if folded is None or (grad is folded[0] and grad._version == folded[1]):
+        folded = master.folded
+        if folded is None or ((grad := master.half.grad) is folded[0] and grad._version == folded[1]):
             continue
         if grad is None or (not grad.is_sparse and not grad.any()):
             master.folded = master.value.grad = None

@@ -227,11 +227,12 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
             notify("on_step", optimizer, skip)
     finally:
         if masters:  # another optimizer may have yet to step with some of them
-            others = [one._amp_stash for one in list(state.optimizers.live) if one is not optimizer]
-            kept = {id(m) for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
+            live = list(state.optimizers.live) if len(state.optimizers.live) > 1 else []
+            others = [one._amp_stash for one in live if one is not optimizer]
+            kept = {m for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
             for master in masters:
                 master.folded = None
-                if id(master) not in kept:
+                if master not in kept:
                     grad, master.value.grad = master.value.grad, None
                     # Elsewhere torch's allocator keeps freed memory.
                     if grad is not None and grad.is_cpu and not grad.is_sparse:
