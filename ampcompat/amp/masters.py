@@ -268,12 +268,6 @@ def master_of(tensor: torch.Tensor) -> Master | None:
     return master if master is not None and (master.value is tensor or master.half is tensor) else None
 
 
-def masters_in(module: torch.nn.Module) -> dict[str, Master]:
-    """Masters of the tensors that ``module`` itself (not its children) holds, by name; created empty."""
-    found: dict[str, Master] = module.__dict__.setdefault("_amp_masters", {})
-    return found
-
-
 def masters_of(model: torch.nn.Module) -> list[Master]:
     """Every master in ``model``, each once; cached until a master is made or dropped anywhere."""
     index = state.masters
@@ -297,7 +291,7 @@ def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 # -- own ---------------------------------------------------------------------------------------------------------------
 def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
     """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
-    held = masters_in(module)
+    held: dict[str, Master] = module.__dict__.setdefault("_amp_masters", {})
     half: Any = module._parameters.get(name, module._buffers.get(name))
     if name in held and held[name].half is not half:
         _follow_replacement(held[name])
@@ -314,7 +308,7 @@ def drop_master(master: Master) -> None:
     for home in master.homes:
         module = home.module()
         if module is not None:
-            masters_in(module).pop(home.name, None)
+            module.__dict__.get("_amp_masters", {}).pop(home.name, None)
     master.retire()
     state.masters.generation += 1
 
@@ -323,7 +317,7 @@ def set_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
     """Make ``held`` the masters of ``module``'s own tensors; none where they are float32 again."""
     module.__dict__.pop("_amp_masters", None)
     if held:
-        masters_in(module).update(held)
+        module.__dict__["_amp_masters"] = dict(held)
     state.masters.generation += 1
 
 
@@ -397,7 +391,7 @@ def rebind(master: Master, now: torch.Tensor) -> None:
     for home in master.homes:
         module = home.module()
         if module is not None:
-            masters_in(module)[home.name] = master
+            module.__dict__.setdefault("_amp_masters", {})[home.name] = master
             home.tensors[home.name] = now
     state.masters.generation += 1
     if master.value.device != now.device:
