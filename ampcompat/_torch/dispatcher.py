@@ -79,10 +79,8 @@ def keys_excluded(key: str) -> Callable[[], AbstractContextManager[object]]:
 
 def composite(op: torch._ops.OpOverload) -> Callable[..., object]:
     """The kernel of ``op`` that is made of other ops, below every rule for ``op`` itself."""
-    key = "CompositeImplicitAutograd"
-    if not has_kernel(op, key):
-        key = "CompositeExplicitAutograd"
-    return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
+    implicit, explicit = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.CompositeExplicitAutograd
+    return functools.partial(op._op_dk, implicit if op.has_kernel_for_dispatch_key(implicit) else explicit)
 
 
 def register_kernels(kernels: Mapping[torch._ops.OpOverload, Callable[..., object]], key: str, undo: ExitStack) -> None:

@@ -209,7 +209,7 @@ def uncover() -> None:
     if room.patches is not None:
         room.patches.close()
     room.found, room.ambient, room.device_types, room.patches = None, None, (), None
-    functions.deactivate()
+    room.functions.close()
     rules.release()
     if not any(model.__dict__["_amp_policy"].half for model in state.models.live):
         cpu_convolution.release()

@@ -6,7 +6,6 @@ registered ones in their module; they are put back when casts end, and the regis
 
 from __future__ import annotations
 
-import functools
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -15,41 +14,28 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.rules import Rule, cast_arguments
+from ampcompat.amp.rules import Rule, make_wrapper
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _C = types.BuiltinFunctionType, types.MethodDescriptorType, types.MethodWrapperType, types.WrapperDescriptorType
 
 
-def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
-    """Wrap ``function`` so that its floating tensor arguments are cast, while casts are on for their device.
+def wrap_function(function: Any, rule: Rule) -> Any:
+    """Wrap ``function``, no class; a static or class method stays one.
 
-    Inner ops of a Python function still follow the lists; for a function of torch's own, and with ``overrule``, the
-    user's word beats the list: ``register_float_function(torch, "matmul")`` multiplies in float32. Takes
-    any callable; returned is a plain function, so that it binds as a method.
+    For a function of torch's own the user's word beats the list: ``register_float_function(torch, "matmul")``
+    multiplies in float32.
     """
-    overrule = overrule or _is_torch_op(function)
-
-    @functools.wraps(function)
-    def wrapper(*args: object, **kwargs: object) -> object:
-        if state.casts.patches is None:  # amp casts nothing in this process now
-            return function(*args, **kwargs)
-        device_type, args, kwargs = cast_arguments(rule, args, kwargs)
-        if device_type is None or not overrule:
-            return function(*args, **kwargs)
-        with torch.autocast(device_type, enabled=False):
-            return function(*args, **kwargs)
-
-    return wrapper
-
-
-def _is_torch_op(function: object) -> bool:
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(wrap_function(function.__func__, rule))
     module = str(getattr(function, "__module__", None) or "")
+    of_torch = module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
     if isinstance(function, _C):  # methods of Tensor name a class, functions of torch.* a bound type object
         owners = (getattr(function, "__objclass__", None), type(getattr(function, "__self__", None)))
-        return "torch" in (module.split(".")[0], *(getattr(owner, "__module__", "").split(".")[0] for owner in owners))
-    return module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
+        modules = (module, *(getattr(owner, "__module__", "") for owner in owners))
+        of_torch = any(name.split(".")[0] == "torch" for name in modules)
+    return make_wrapper(function, rule, overrule=of_torch)
 
 
 def _wrap_class(cls: type, rule: Rule) -> tuple[str, Any]:
@@ -89,14 +75,8 @@ def register_half_function(module: object, name: str) -> None:
 def register_float_function(module: object, name: str) -> None:
     """Have ``module.name`` cast its arguments to float32 while casts are on.
 
-    As in apex (``apex/amp/amp.py: register_float_function``).
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute.
+    As in apex (``apex/amp/amp.py: register_float_function``). Arguments, classes and errors are as with
+    :func:`register_half_function`.
     """
     _register(module, name, Rule.FLOAT)
 
@@ -104,45 +84,30 @@ def register_float_function(module: object, name: str) -> None:
 def register_promote_function(module: object, name: str) -> None:
     """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
 
-    As in apex (``apex/amp/amp.py: register_promote_function``).
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute.
+    As in apex (``apex/amp/amp.py: register_promote_function``). Arguments, classes and errors are as with
+    :func:`register_half_function`.
     """
     _register(module, name, Rule.PROMOTE)
 
 
 def activate() -> None:
-    """Wrap everything registered, once."""
-    deactivate()
+    """Wrap everything registered, once, until ``state.casts.functions`` is closed; the registrations stay."""
     undo = state.casts.functions
+    undo.close()
     for module, name, rule in state.functions.values():
         target = getattr(module, name)
         if isinstance(target, type):
             _torch.replace(target, *_wrap_class(target, rule), undo)
             continue
-        wrapper = make_wrapper(target, rule)
-        if isinstance(getattr(module, "__dict__", {}).get(name), staticmethod):
-            wrapper = staticmethod(wrapper)  # found on a class, it must not turn into a method
-        _torch.replace(module, name, wrapper, undo)
-
-
-def deactivate() -> None:
-    """Undo :func:`activate`; the registrations stay for the next time. Idempotent."""
-    state.casts.functions.close()
+        own = getattr(module, "__dict__", {}).get(name)  # a static method must not turn into a method
+        _torch.replace(module, name, wrap_function(own if isinstance(own, staticmethod) else target, rule), undo)
 
 
 def _decorated(function: Any, rule: Rule) -> Any:
-    if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(make_wrapper(function.__func__, rule))
-    if isinstance(function, type):
-        setattr(function, *_wrap_class(function, rule))
-        return function
-    return make_wrapper(function, rule)
+    if not isinstance(function, type):
+        return wrap_function(function, rule)
+    setattr(function, *_wrap_class(function, rule))
+    return function
 
 
 def half_function(fn: F) -> F:

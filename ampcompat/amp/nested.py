@@ -94,20 +94,25 @@ def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..
     inner = [one for one in inner_optimizers(outer) if _lists(one) == lists]
     for one in inner:
         one.step = types.MethodType(_as_outers(weakref.ref(outer), one.step, step), one)
-    return functools.update_wrapper(functools.partial(_mark, outer, original), original) if inner else original
+    return _marked(outer, original) if inner else original
 
 
 def _lists(optimizer: Optimizer) -> set[int]:
     return {id(group["params"]) for group in optimizer.param_groups}
 
 
-def _mark(outer: Optimizer, original: Callable[..., Any], *args: object, **kwargs: object) -> object:
-    """Call ``original``, the step of ``outer`` or of one inside, and note meanwhile that ``outer`` is stepping."""
-    outer._amp_stepping = True
-    try:
-        return original(*args, **kwargs)
-    finally:
-        outer._amp_stepping = False
+def _marked(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``original``, the step of ``outer`` or of one inside, to note meanwhile that ``outer`` is stepping."""
+
+    @functools.wraps(original)
+    def stepping(*args: object, **kwargs: object) -> object:
+        outer._amp_stepping = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            outer._amp_stepping = False
+
+    return stepping
 
 
 def _as_outers(reference: weakref.ref[Optimizer], original: Callable[..., Any], step: Callable[..., Any]) -> Any:
@@ -117,8 +122,7 @@ def _as_outers(reference: weakref.ref[Optimizer], original: Callable[..., Any], 
         held = vars(outer or self)
         if outer is None or "_amp_stash" not in held or held.get("_amp_stepping") or "_amp_stash" in vars(self):
             return original(*args, **kwargs)
-        marked = functools.update_wrapper(functools.partial(_mark, outer, original), original)
-        return step(outer, marked, *args, **kwargs)
+        return step(outer, _marked(outer, original), *args, **kwargs)
 
     return wrapper
 

@@ -112,19 +112,16 @@ _CELLS: Final = ("rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm_cell")
 #: Aten overloads by public name, where they are not simply aten::name. None: made of other listed ops (softmin), or
 #: written in Python (see PYTHON).
 ATEN: Final[dict[str, tuple[str, ...]]] = {
+    **{name: (f"{name}.*",) for name in (*_LAYERS, "pow", "prod", "sum", "ctc_loss")},
     **{name: (name, "convolution") for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d")},
     "conv_transpose2d": ("conv_transpose2d.input", "convolution"),
     "conv_transpose3d": ("conv_transpose3d.input", "convolution"),
     "prelu": ("prelu", "_prelu_kernel"),
-    **{layer: (f"{layer}.input", f"{layer}.data") for layer in _LAYERS},
-    "pow": ("pow.Tensor_Tensor", "pow.Scalar", "pow.Tensor_Scalar"),
     "norm": (
         *("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype"),
         *("norm.ScalarOpt_dim_dtype", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
         *("linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
     ),
-    "prod": ("prod", "prod.dim_int"),
-    "sum": ("sum", "sum.dim_IntList"),
     "std": ("std.correction",),
     "var": ("var.correction",),
     "softmax": ("softmax.int", "_softmax"),
@@ -139,7 +136,6 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     "grid_sample": ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
     "cross_entropy": ("nll_loss_forward", "nll_loss2d_forward"),
     "nll_loss": ("nll_loss", "nll_loss2d"),
-    "ctc_loss": ("ctc_loss.IntList", "ctc_loss.Tensor"),
     "bilinear": ("bilinear", "_trilinear"),
     "cross": ("cross", "linalg_cross"),
     **dict.fromkeys(("softmin", "local_response_norm", "normalize", "gaussian_nll_loss", "cpu"), ()),
@@ -241,14 +237,8 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     """Make what chooses the dtype to cast arguments to (None: leave them) of these; float32 needs no choice."""
 
     def dtypes(args: tuple[object, ...]) -> set[torch.dtype]:
-        found, pending = set(), list(args)
-        for a in pending:
-            if isinstance(a, torch.Tensor):
-                if a.dtype in CASTABLE and a.device.type == device_type:
-                    found.add(a.dtype)
-            elif isinstance(a, (list, tuple)):
-                pending.extend(a)
-        return found
+        tensors = tensors_in(args, objects=False)
+        return {t.dtype for t in tensors if t.dtype in CASTABLE and t.device.type == device_type}
 
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
@@ -276,53 +266,46 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
 
 
 # -- Functions written in Python ---------------------------------------------------------------------------------------
-def cast_arguments(rule: Rule, args: Any, kwargs: Any) -> tuple[str | None, Any, Any]:
-    """Cast a call's floating tensors, nested ones too but not ``out``, where casts are on for their device.
+def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
+    """Wrap ``function`` so that its floating tensors, nested ones too but not ``out``, are cast where casts are on.
 
-    Returns also the device type of the first floating tensor whose casts are on, or None.
+    Ops inside still follow the lists; with ``overrule`` they do not. Takes any callable; returned is a plain function,
+    so that it binds as a method.
     """
-    device_types, casting, out = state.rules.plans, [], kwargs.get("out")
-    widest = None
-    if rule is Rule.PROMOTE:
-        dtypes = [t.dtype for t in tensors_in((args, kwargs), objects=False) if t.is_floating_point()]
-        widest = functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
-    def cast(t: torch.Tensor) -> torch.Tensor:
-        now, device_type = t.dtype, t.device.type
-        if not now.is_floating_point or device_type not in device_types or not torch.is_autocast_enabled(device_type):
-            return t
-        casting.append(device_type)
-        if t is out or (now not in CASTABLE and widest is None):
-            return t
-        dtype = widest or (torch.float32 if rule is Rule.FLOAT else torch.get_autocast_dtype(device_type))
-        return t if now == dtype else t.to(dtype)
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> object:
+        device_types, out, widest = state.rules.plans, kwargs.get("out"), None
+        casting: list[str] = []
+        if not device_types:  # amp casts nothing in this process now
+            return function(*args, **kwargs)
+        if rule is Rule.PROMOTE:
+            dtypes = [t.dtype for t in tensors_in((args, kwargs), objects=False) if t.is_floating_point()]
+            widest = functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
-    args, kwargs = map_tree(args, cast, objects=False), kwargs and map_tree(kwargs, cast, objects=False)
-    return casting[0] if casting else None, args, kwargs
+        def cast(t: torch.Tensor) -> torch.Tensor:
+            now, on = t.dtype, t.device.type
+            if not now.is_floating_point or on not in device_types or not torch.is_autocast_enabled(on):
+                return t
+            casting.append(on)
+            if t is out or (now not in CASTABLE and widest is None):
+                return t
+            dtype = widest or (torch.float32 if rule is Rule.FLOAT else torch.get_autocast_dtype(on))
+            return t if now == dtype else t.to(dtype)
+
+        args, kwargs = map_tree(args, cast, objects=False), kwargs and map_tree(kwargs, cast, objects=False)
+        if not casting or not overrule:
+            return function(*args, **kwargs)
+        with torch.autocast(casting[0], enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapper
 
 
 def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
     """Find the function called ``name``, and what holds it."""
     found = ((owner, getattr(owner, name, None)) for owner in (F, torch, torch.Tensor))
     return next(((owner, function) for owner, function in found if callable(function)), None)
-
-
-def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
-    """Cast the arguments of the functions in :data:`PYTHON`, and of those that users added and no op stands for."""
-
-    def casting(function: Callable[..., object], rule: Rule) -> Callable[..., object]:
-        @functools.wraps(function)
-        def cast(*args: object, **kwargs: object) -> object:
-            _, args, kwargs = cast_arguments(rule, args, kwargs)
-            return function(*args, **kwargs)
-
-        return cast
-
-    for name, rule in table.items():
-        edited = SHIPPED.get(name) is not rule
-        found = _python_function(name) if name in PYTHON or (edited and not _overloads(name, True)) else None
-        if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
-            _torch.wrap_everywhere(*found, functools.partial(casting, rule=rule), undo)
 
 
 # -- In force ----------------------------------------------------------------------------------------------------------
@@ -346,7 +329,11 @@ def acquire(device_types: Iterable[str]) -> None:
         if not plans:
             return
         if not rules.plans:
-            _wrap_functions(table, undo)
+            for name, rule in table.items():  # cast also in functions that users added and no op stands for
+                added = SHIPPED.get(name) is not rule and not _overloads(name, True)
+                found = _python_function(name) if name in PYTHON or added else None
+                if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
+                    _torch.wrap_everywhere(*found, functools.partial(make_wrapper, rule=rule), undo)
             state.undo.callback(release)
         bind_compiled_code([*rules.plans, *plans, *(f"{name} {rule.value}" for name, rule in table.items())], undo)
         rules.undo.push(undo.pop_all())

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from ampcompat.amp.autocast import disable_casts
-from ampcompat.amp.functions import make_wrapper
+from ampcompat.amp.functions import wrap_function
 from ampcompat.amp.rules import Rule
 from ampcompat.amp.utils import casted_args
 
@@ -26,4 +26,4 @@ def make_cast_wrapper(orig_fn: Function, cast_fn: Function, handle: Any, try_cac
 
 def make_promote_wrapper(orig_fn: Function, cast_fn: object = None, handle: object = None) -> Function:
     """Wrap ``orig_fn`` so that it gets its floating arguments in the widest dtype among them while casts are on."""
-    return cast(Function, make_wrapper(orig_fn, Rule.PROMOTE))
+    return cast(Function, wrap_function(orig_fn, Rule.PROMOTE))
