@@ -48,7 +48,7 @@ def acquire() -> None:
         return
     emulated = _torch.halves_without_cpu_convolution()
     # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
-    forward, backward = torch.ops.aten._convolution.default, torch.ops.aten.convolution_backward.default
+    (forward,), (backward,) = map(_torch.aten_overloads, ("_convolution", "convolution_backward"))
     kernels = {
         forward: _in_float(_torch.composite(forward), emulated, emulated),
         backward: _in_float(_torch.composite(backward), emulated | {torch.float16}, emulated),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import Enum
@@ -185,8 +186,11 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
     """
     if name in _CELLS and rule is Rule.HALF:
         return _cell_kernel(op, device_type)
+    # These two refuse to widen what is float32 by now.
     softmax = _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax")
-    call: Callable[..., object] = functools.partial(_softmax, op) if softmax else op
+    call: Callable[..., object] = (
+        (lambda x, dim, widen: op(x, dim, widen and x.dtype is not torch.float32)) if softmax else op
+    )
     below, target = _torch.keys_excluded(key), _target(name, rule, device_type)
 
     def kernel(*args: object, **kwargs: object) -> object:
@@ -214,11 +218,6 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
 
 def _cast_list(tensors: Any, dtype: torch.dtype, device_type: str) -> list[Any]:
     return [t if t is None or t.dtype not in CASTABLE or t.device.type != device_type else t.to(dtype) for t in tensors]
-
-
-def _softmax(op: torch._ops.OpOverload, x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
-    """Call ``_softmax`` or ``_log_softmax`` on what may be float32 by now, which they refuse to widen."""
-    return op(x, dim, half_to_float and x.dtype is not torch.float32)
 
 
 def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., object]:
@@ -265,7 +264,7 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     return choosers.get(rule)
 
 
-# -- Functions written in Python ---------------------------------------------------------------------------------------
+# -- Functions written in Python, and those of users -------------------------------------------------------------------
 def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     """Wrap ``function`` so that its floating tensors, nested ones too but not ``out``, are cast where casts are on.
 
@@ -302,6 +301,33 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     return wrapper
 
 
+def wrap_function(function: Any, rule: Rule) -> Any:
+    """Wrap ``function``, no class; a static or class method stays one.
+
+    For a function of torch's own the user's word beats the list: ``register_float_function(torch, "matmul")``
+    multiplies in float32.
+    """
+    if isinstance(function, (staticmethod, classmethod)):
+        return type(function)(wrap_function(function.__func__, rule))
+    module = str(getattr(function, "__module__", None) or "")
+    of_torch = module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
+    if inspect.isbuiltin(function) or inspect.ismethoddescriptor(function):
+        # methods of Tensor name a class, functions of torch.* a bound type object
+        owners = (getattr(function, "__objclass__", None), type(getattr(function, "__self__", None)))
+        modules = (module, *(getattr(owner, "__module__", "") for owner in owners))
+        of_torch = any(name.split(".")[0] == "torch" for name in modules)
+    return make_wrapper(function, rule, overrule=of_torch)
+
+
+def wrap_class(cls: type, rule: Rule) -> tuple[str, Any]:
+    """Wrap the method that stands for calling ``cls``, which keeps its identity; return its name and the wrapper."""
+    if issubclass(cls, torch.autograd.Function):
+        return "apply", staticmethod(make_wrapper(cls.apply, rule))
+    name = "forward" if issubclass(cls, torch.nn.Module) else "__call__"
+    of_torch = cls.__module__.split(".")[0] == "torch"
+    return name, make_wrapper(getattr(cls, name), rule, overrule=rule is Rule.FLOAT and of_torch)
+
+
 def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
     """Find the function called ``name``, and what holds it."""
     found = ((owner, getattr(owner, name, None)) for owner in (F, torch, torch.Tensor))
@@ -335,26 +361,34 @@ def acquire(device_types: Iterable[str]) -> None:
                 if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
                     _torch.wrap_everywhere(*found, functools.partial(make_wrapper, rule=rule), undo)
             state.undo.callback(release)
-        bind_compiled_code([*rules.plans, *plans, *(f"{name} {rule.value}" for name, rule in table.items())], undo)
+        # torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a
+        # plain process's cache, would ignore them, and ours would serve a plain program. Key its caches, in memory and
+        # on disk, to the rules, and compile backward graphs without casts.
+        named = [f"{name} {rule.value}" for name, rule in table.items()]
+        digest = hashlib.sha256(repr(sorted([__version__, *rules.plans, *plans, *named])).encode()).hexdigest()[:16]
+        undo.callback(_torch.forget_compiled_graphs)
+        _torch.tag_compile_caches(f"ampcompat-{digest}", undo)
+        _torch.compile_backward_without_autocast(undo)
+        _torch.forget_compiled_graphs()
         rules.undo.push(undo.pop_all())
     rules.plans.update(plans)
     rules.table = table
+
+
+def wrap_registered() -> None:
+    """Wrap everything registered, once, until ``state.casts.functions`` is closed; the registrations stay."""
+    undo = state.casts.functions
+    undo.close()
+    for module, name, rule in state.functions.values():
+        target = getattr(module, name)
+        if isinstance(target, type):
+            _torch.replace(target, *wrap_class(target, rule), undo)
+            continue
+        own = getattr(module, "__dict__", {}).get(name)  # a static method must not turn into a method
+        _torch.replace(module, name, wrap_function(own if isinstance(own, staticmethod) else target, rule), undo)
 
 
 def release() -> None:
     """Uninstall all rules. Idempotent."""
     state.rules.plans.clear()
     state.rules.undo.close()
-
-
-def bind_compiled_code(lines: Iterable[str], undo: ExitStack) -> None:
-    """Key torch's compile caches, in memory and on disk, to ``lines``, and compile backward graphs without casts.
-
-    torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a plain
-    process's cache, would ignore them, and ours would serve a plain program.
-    """
-    digest = hashlib.sha256("\n".join([__version__, *sorted(lines)]).encode()).hexdigest()[:16]
-    undo.callback(_torch.forget_compiled_graphs)
-    _torch.tag_compile_caches(f"ampcompat-{digest}", undo)
-    _torch.compile_backward_without_autocast(undo)
-    _torch.forget_compiled_graphs()

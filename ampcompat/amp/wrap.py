@@ -2,11 +2,10 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from ampcompat.amp.autocast import disable_casts
-from ampcompat.amp.functions import wrap_function
-from ampcompat.amp.rules import Rule
+from ampcompat.amp.rules import Rule, wrap_function
 from ampcompat.amp.utils import casted_args
 
 __all__ = ["disable_casts", "make_cast_wrapper", "make_promote_wrapper"]
@@ -14,7 +13,9 @@ __all__ = ["disable_casts", "make_cast_wrapper", "make_promote_wrapper"]
 Function = Callable[..., Any]
 
 
-def make_cast_wrapper(orig_fn: Function, cast_fn: Function, handle: Any, try_caching: bool = False) -> Function:
+def make_cast_wrapper(
+    orig_fn: Callable[..., Any], cast_fn: Callable[..., Any], handle: Any, try_caching: bool = False
+) -> Any:
     """Wrap ``orig_fn`` so that ``cast_fn`` is applied to its floating arguments while ``handle`` is active."""
 
     @functools.wraps(orig_fn)
@@ -24,6 +25,6 @@ def make_cast_wrapper(orig_fn: Function, cast_fn: Function, handle: Any, try_cac
     return wrapper
 
 
-def make_promote_wrapper(orig_fn: Function, cast_fn: object = None, handle: object = None) -> Function:
+def make_promote_wrapper(orig_fn: Function, cast_fn: object = None, handle: object = None) -> Any:
     """Wrap ``orig_fn`` so that it gets its floating arguments in the widest dtype among them while casts are on."""
-    return cast(Function, wrap_function(orig_fn, Rule.PROMOTE))
+    return wrap_function(orig_fn, Rule.PROMOTE)
