@@ -17,7 +17,7 @@ from ampcompat.amp.amp_model import device_types_of
 from ampcompat.amp.autocast import cover, set_ambient
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.properties import read_properties
-from ampcompat.amp.rules import Rule, wrap_class, wrap_function, wrap_registered
+from ampcompat.amp.rules import Rule, wrap, wrap_registered
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
@@ -83,9 +83,10 @@ def register_promote_function(module: object, name: str) -> None:
 
 
 def _decorated(function: F, rule: Rule) -> F:
-    if not isinstance(function, type):
-        return cast(F, wrap_function(function, rule))
-    setattr(function, *wrap_class(function, rule))
+    method, wrapper = wrap(function, rule)
+    if not method:
+        return cast(F, wrapper)
+    setattr(function, method, wrapper)
     return function
 
 

@@ -120,8 +120,7 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     "prelu": ("prelu", "_prelu_kernel"),
     "norm": (
         *("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype"),
-        *("norm.ScalarOpt_dim_dtype", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
-        *("linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
+        *("norm.ScalarOpt_dim_dtype", "frobenius_norm.dim", "nuclear_norm.*", "linalg_matrix_norm.*"),
     ),
     "std": ("std.correction",),
     "var": ("var.correction",),
@@ -301,31 +300,28 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     return wrapper
 
 
-def wrap_function(function: Any, rule: Rule) -> Any:
-    """Wrap ``function``, no class; a static or class method stays one.
+def wrap(target: Any, rule: Rule) -> tuple[str, Any]:
+    """Wrap a function, or of a class, which keeps its identity, the method that stands for calling it.
 
     For a function of torch's own the user's word beats the list: ``register_float_function(torch, "matmul")``
-    multiplies in float32.
+    multiplies in float32. A static or class method stays one. Returns the method's name, "" for a function, too.
     """
-    if isinstance(function, (staticmethod, classmethod)):
-        return type(function)(wrap_function(function.__func__, rule))
-    module = str(getattr(function, "__module__", None) or "")
-    of_torch = module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
-    if inspect.isbuiltin(function) or inspect.ismethoddescriptor(function):
-        # methods of Tensor name a class, functions of torch.* a bound type object
-        owners = (getattr(function, "__objclass__", None), type(getattr(function, "__self__", None)))
+    if isinstance(target, (staticmethod, classmethod)):
+        return "", type(target)(wrap(target.__func__, rule)[1])
+    module = str(getattr(target, "__module__", None) or "")
+    if isinstance(target, type):
+        if issubclass(target, torch.autograd.Function):
+            return "apply", staticmethod(make_wrapper(target.apply, rule))
+        name = "forward" if issubclass(target, torch.nn.Module) else "__call__"
+        overrule = rule is Rule.FLOAT and module.split(".")[0] == "torch"
+        return name, make_wrapper(getattr(target, name), rule, overrule)
+    overrule = module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
+    if inspect.isbuiltin(target) or inspect.ismethoddescriptor(target):
+        # Methods of Tensor name a class, functions of torch.* a bound type object.
+        owners = (getattr(target, "__objclass__", None), type(getattr(target, "__self__", None)))
         modules = (module, *(getattr(owner, "__module__", "") for owner in owners))
-        of_torch = any(name.split(".")[0] == "torch" for name in modules)
-    return make_wrapper(function, rule, overrule=of_torch)
-
-
-def wrap_class(cls: type, rule: Rule) -> tuple[str, Any]:
-    """Wrap the method that stands for calling ``cls``, which keeps its identity; return its name and the wrapper."""
-    if issubclass(cls, torch.autograd.Function):
-        return "apply", staticmethod(make_wrapper(cls.apply, rule))
-    name = "forward" if issubclass(cls, torch.nn.Module) else "__call__"
-    of_torch = cls.__module__.split(".")[0] == "torch"
-    return name, make_wrapper(getattr(cls, name), rule, overrule=rule is Rule.FLOAT and of_torch)
+        overrule = any(name.split(".")[0] == "torch" for name in modules)
+    return "", make_wrapper(target, rule, overrule)
 
 
 def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
@@ -380,12 +376,10 @@ def wrap_registered() -> None:
     undo = state.casts.functions
     undo.close()
     for module, name, rule in state.functions.values():
-        target = getattr(module, name)
-        if isinstance(target, type):
-            _torch.replace(target, *wrap_class(target, rule), undo)
-            continue
         own = getattr(module, "__dict__", {}).get(name)  # a static method must not turn into a method
-        _torch.replace(module, name, wrap_function(own if isinstance(own, staticmethod) else target, rule), undo)
+        target = own if isinstance(own, staticmethod) else getattr(module, name)
+        method, wrapper = wrap(target, rule)
+        _torch.replace(target if method else module, method or name, wrapper, undo)
 
 
 def release() -> None:

@@ -1,13 +1,10 @@
 """Home of names that scripts import from ``apex.amp.utils``."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ampcompat.amp.trees import map_tree, tensors_in
-
-__all__ = ["casted_args", "get_func", "has_func", "is_fp_tensor", "is_nested", "maybe_float", "maybe_half", "set_func"]
 
 has_func, get_func, set_func = hasattr, getattr, setattr
 
@@ -42,9 +39,3 @@ def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
     """Cast the floating tensors in ``x`` to float32."""
     return map_tree(x, lambda t: t.float() if is_fp_tensor(t) else t)
-
-
-def casted_args(cast_fn: Callable[[Any], Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Cast the floating arguments: positional ones are returned, those in ``kwargs`` replaced there."""
-    kwargs.update({key: cast_fn(value) for key, value in kwargs.items() if is_fp_tensor(value)})
-    return [cast_fn(value) if is_fp_tensor(value) else value for value in args]

@@ -5,8 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ampcompat.amp.autocast import disable_casts
-from ampcompat.amp.rules import Rule, wrap_function
-from ampcompat.amp.utils import casted_args
+from ampcompat.amp.rules import Rule, wrap
+from ampcompat.amp.trees import map_tree
+from ampcompat.amp.utils import is_fp_tensor
 
 __all__ = ["disable_casts", "make_cast_wrapper", "make_promote_wrapper"]
 
@@ -19,12 +20,14 @@ def make_cast_wrapper(
     """Wrap ``orig_fn`` so that ``cast_fn`` is applied to its floating arguments while ``handle`` is active."""
 
     @functools.wraps(orig_fn)
-    def wrapper(*args: object, **kwargs: Any) -> object:
-        return orig_fn(*(casted_args(cast_fn, args, kwargs) if handle.is_active() else args), **kwargs)
+    def wrapper(*args: object, **kwargs: object) -> object:
+        if handle.is_active():
+            args, kwargs = map_tree((args, kwargs), lambda t: cast_fn(t) if is_fp_tensor(t) else t)
+        return orig_fn(*args, **kwargs)
 
     return wrapper
 
 
 def make_promote_wrapper(orig_fn: Function, cast_fn: object = None, handle: object = None) -> Any:
     """Wrap ``orig_fn`` so that it gets its floating arguments in the widest dtype among them while casts are on."""
-    return wrap_function(orig_fn, Rule.PROMOTE)
+    return wrap(orig_fn, Rule.PROMOTE)[1]
