@@ -90,7 +90,7 @@ def rules_by_name() -> dict[str, Rule]:
         removed.update(dict.fromkeys(sorted(shipped - now), Rule.UNCAST))
         for name in sorted(now - shipped):
             added.setdefault(name, rule)
-            if name not in SHIPPED and not _overloads(name, True) and _python_function(name) is None:
+            if name not in SHIPPED and not _overloads(name) and _python_function(name) is None:
                 warn_once(
                     f"no op {name}",
                     f"{module.__name__}.{list_name} holds {name!r}, which is no function of torch, torch.nn.functional"
@@ -110,10 +110,9 @@ def rules_by_name() -> dict[str, Rule]:
 _LAYERS: Final = ("rnn_tanh", "rnn_relu", "gru", "lstm")
 _CELLS: Final = ("rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm_cell")
 
-#: Aten overloads by public name, where they are not simply aten::name. None: made of other listed ops (softmin), or
-#: written in Python (see PYTHON).
+#: Aten overloads by public name, where they are not simply all of aten::name. None: made of other listed ops (softmin),
+#: or written in Python (see PYTHON).
 ATEN: Final[dict[str, tuple[str, ...]]] = {
-    **{name: (f"{name}.*",) for name in (*_LAYERS, "pow", "prod", "sum", "ctc_loss")},
     **{name: (name, "convolution") for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d")},
     "conv_transpose2d": ("conv_transpose2d.input", "convolution"),
     "conv_transpose3d": ("conv_transpose3d.input", "convolution"),
@@ -153,12 +152,9 @@ PYTHON: Final = (
 )
 
 
-def _overloads(name: str, edited: bool) -> list[torch._ops.OpOverload]:
-    """List the overloads that ``name`` stands for: those of the table, all of ``aten::name`` where users added it."""
-    wanted: tuple[str, ...] = (f"{name}.*",)
-    if not name.endswith("_"):
-        wanted = (ATEN.get(name) or wanted) if edited else ATEN.get(name, (name,))
-    return [op for aten in wanted for op in _torch.aten_overloads(aten)]
+def _overloads(name: str) -> list[torch._ops.OpOverload]:
+    """List the overloads that ``name`` stands for: those of the table, else all of ``aten::name``."""
+    return [op for aten in ATEN.get(name) or (f"{name}.*",) for op in _torch.aten_overloads(aten)]
 
 
 def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
@@ -166,12 +162,12 @@ def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) ->
     plan, native = {}, _torch.ops_with_kernel(key)
     for name, rule in (rules_by_name() if table is None else table).items():
         edited = not name.endswith("_") and SHIPPED.get(name) is not rule
-        if edited and rule is Rule.UNCAST and ATEN.get(name) == ():
+        if ATEN.get(name) == () and (rule is Rule.UNCAST or not edited):
             continue  # torch promotes by itself, or casts nothing
         # Native refuses binary_cross_entropy in every dtype (CUDA) or in none (CPU), and promotes grid_sample (CUDA).
         ours = edited or rule in (Rule.BANNED, Rule.UNCAST) or (name == "grid_sample" and device_type != "cpu")
         cudnn = name in _LAYERS and device_type == "cuda"  # cast inside _cudnn_rnn, with cuDNN's flat weight buffer
-        for op in _overloads(name, edited):
+        for op in _overloads(name):
             if ours or not (cudnn or _torch.op_name(op) in native):
                 plan[op] = name, rule
     return plan
@@ -352,7 +348,7 @@ def acquire(device_types: Iterable[str]) -> None:
             return
         if not rules.plans:
             for name, rule in table.items():  # cast also in functions that users added and no op stands for
-                added = SHIPPED.get(name) is not rule and not _overloads(name, True)
+                added = SHIPPED.get(name) is not rule and not _overloads(name)
                 found = _python_function(name) if name in PYTHON or added else None
                 if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
                     _torch.wrap_everywhere(*found, functools.partial(make_wrapper, rule=rule), undo)
