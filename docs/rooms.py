@@ -35,7 +35,7 @@ ROWS: Final[tuple[dict[str, float], ...]] = (
 BASE: Final = 2
 #: Rooms that hold names which legacy code imports, and little else.
 THIN: Final = frozenset(
-    ("__version__", "_amp_state", "_initialize", "amp", "compat", "handle", "opt", "rnn_compat", "utils", "wrap")
+    ("__version__", "_amp_state", "_initialize", "compat", "handle", "opt", "rnn_compat", "utils", "wrap")
 )
 #: Of these, names alone: the facade imports them so that scripts find them, which takes no arrow.
 NAMES: Final = frozenset(("__version__", "_initialize", "compat", "rnn_compat", "utils", "wrap"))
