@@ -62,9 +62,9 @@ def check(optimizers: list[Any], options: Properties) -> None:
             if shared and not any(inner is other for other in optimizers):
                 raise RuntimeError(
                     f"amp.initialize got a {type(outer).__name__} around a {type(inner).__name__} at"
-                    f" opt_level={level!r} - each has param groups of its own, and masters put into the first's do"
-                    f" not reach the second, which steps - pass the {type(inner).__name__}, have both share the groups (self.param_groups ="
-                    " inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
+                    f" opt_level={level!r} - each has param groups of its own, and masters put into the first's do not"
+                    f" reach the second, which steps - pass the {type(inner).__name__}, have both share the groups"
+                    " (self.param_groups = inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
                 )
 
 
