@@ -20,7 +20,7 @@ ROWS: Final[tuple[dict[str, float], ...]] = (
     {"lists": 0.0, "trees": 1.0, "observers": 2.2, "masters": 3.4, "_amp_state": 4.8, "scaler": 6.0},
     {"_initialize": 1.5, "utils": 2.4, "properties": 4.4},
     {"rules": 0.5},
-    {"functions": 0.5, "cpu_convolution": 1.6, "weights": 3.2, "ddp": 4.15, "nested": 5.1},
+    {"cpu_convolution": 1.1, "weights": 3.2, "ddp": 4.15, "nested": 5.1},
     {"autocast": 1.0},
     {"amp_model": 2.2},
     {"keep_fp32": 1.1, "wrap": 2.0, "session": 4.0},
@@ -35,7 +35,7 @@ ROWS: Final[tuple[dict[str, float], ...]] = (
 BASE: Final = 2
 #: Rooms that hold names which legacy code imports, and little else.
 THIN: Final = frozenset(
-    ("__version__", "_amp_state", "_initialize", "amp", "compat", "handle", "opt", "rnn_compat", "utils", "wrap")
+    ("__version__", "_amp_state", "_initialize", "compat", "handle", "opt", "rnn_compat", "utils", "wrap")
 )
 #: Of these, names alone: the facade imports them so that scripts find them, which takes no arrow.
 NAMES: Final = frozenset(("__version__", "_initialize", "compat", "rnn_compat", "utils", "wrap"))

@@ -37,7 +37,7 @@ def autocast_key(device_type: str) -> str | None:
 def autocast_device_types() -> list[str]:
     """The device types that this torch can autocast: an added backend too, which has a module saying so."""
     added = torch._C._get_privateuse1_backend_name()
-    found = [device_type for device_type in _AUTOCAST_KEYS if autocast_key(device_type)]
+    found = list(filter(autocast_key, _AUTOCAST_KEYS))
     return [*found, added] if hasattr(getattr(torch, added, None), "get_amp_supported_dtype") else found
 
 
@@ -47,13 +47,12 @@ def aten_overloads(name: str) -> list[torch._ops.OpOverload]:
     packet = getattr(torch.ops.aten, packet_name, None)
     if packet is None:
         return []
-    if wanted == "*":
-        names = [n for n in packet.overloads() if "out" not in n.split("_") and "dimname" not in n.lower()]
-        # TorchScript's own overloads, on strings and lists, are no ops of the dispatcher.
-        names = [n for n in names if torch._C._dispatch_has_kernel(op_name(getattr(packet, n)))]
-    else:
-        names = [wanted or "default"] if (wanted or "default") in packet.overloads() else []
-    return [getattr(packet, n) for n in names]
+    if wanted != "*":
+        op = getattr(packet, wanted or "default", None)
+        return [] if op is None else [op]
+    ops = [getattr(packet, n) for n in packet.overloads() if "out" not in n.split("_") and "dimname" not in n.lower()]
+    # TorchScript's own overloads, on strings and lists, are no ops of the dispatcher.
+    return [op for op in ops if torch._C._dispatch_has_kernel(op_name(op))]
 
 
 def op_name(op: torch._ops.OpOverload) -> str:
@@ -79,10 +78,8 @@ def keys_excluded(key: str) -> Callable[[], AbstractContextManager[object]]:
 
 def composite(op: torch._ops.OpOverload) -> Callable[..., object]:
     """The kernel of ``op`` that is made of other ops, below every rule for ``op`` itself."""
-    key = "CompositeImplicitAutograd"
-    if not has_kernel(op, key):
-        key = "CompositeExplicitAutograd"
-    return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
+    implicit, explicit = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.CompositeExplicitAutograd
+    return functools.partial(op._op_dk, implicit if op.has_kernel_for_dispatch_key(implicit) else explicit)
 
 
 def register_kernels(kernels: Mapping[torch._ops.OpOverload, Callable[..., object]], key: str, undo: ExitStack) -> None:

@@ -15,13 +15,20 @@ from ampcompat.amp import _amp_state as _amp_state_module  # noqa: F401 - see ab
 from ampcompat.amp import _initialize, compat, lists, rnn_compat, utils, wrap  # noqa: F401
 from ampcompat.amp.__version__ import __version__
 from ampcompat.amp._amp_state import _amp_state, master_params
-from ampcompat.amp.amp import float_function, half_function, init, promote_function
+from ampcompat.amp.amp import (
+    float_function,
+    half_function,
+    init,
+    promote_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from ampcompat.amp.amp_model import unwrap
 from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.block import scale_loss
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.frontend import initialize
-from ampcompat.amp.functions import register_float_function, register_half_function, register_promote_function
 from ampcompat.amp.masters import sync_masters
 from ampcompat.amp.optimizer import step_was_skipped
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ampcompat._log import rank, say
+from ampcompat._log import say
 from ampcompat._state import state
 
 
@@ -44,8 +44,8 @@ def warn_or_err(message: str) -> None:
 
 
 def maybe_print(message: str, rank0: bool = False) -> None:
-    """Print ``message`` unless ``verbosity`` is 0; on rank 0."""
-    if _amp_state.verbosity > 0 and (not rank0 or rank() == 0):
+    """Print ``message`` on rank 0, whatever ``rank0``, unless ``verbosity`` is 0."""
+    if _amp_state.verbosity > 0:
         say(message)
 
 

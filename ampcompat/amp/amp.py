@@ -1,27 +1,126 @@
-"""``amp.init``, the API of before 2019: casts without a model, and a handle to scale losses with."""
+"""Functions that users have cast: ``register_*_function``, the decorators, and ``amp.init``, the API of before 2019.
+
+Users register functions by module and name, or decorate their own. The next ``initialize`` whose casts are on replaces
+registered ones in their module; they are put back when casts end, and the registrations stay. ``init`` casts without a
+model, and returns a handle to scale losses with.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.amp_model import device_types_of
 from ampcompat.amp.autocast import cover, set_ambient
-from ampcompat.amp.functions import (
-    float_function,
-    half_function,
-    promote_function,
-    register_float_function,
-    register_half_function,
-    register_promote_function,
-)
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.properties import read_properties
+from ampcompat.amp.rules import Rule, wrap, wrap_registered
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
 __all__ = ["float_function", "half_function", "init", "promote_function"]
 __all__ += ["register_float_function", "register_half_function", "register_promote_function"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _register(module: object, name: str, rule: Rule) -> None:
+    if not isinstance(name, str) or not hasattr(module, name):
+        raise ValueError(
+            f"No function named {name!r} in module {getattr(module, '__name__', type(module).__name__)} - it must exist"
+            " when it is registered - check the spelling, and pass the function's name as a string."
+        )
+    state.functions[id(module), name] = module, name, rule
+    if state.casts.patches is not None:
+        wrap_registered()
+
+
+def register_half_function(module: object, name: str) -> None:
+    """Have ``module.name`` cast its arguments to half while casts are on (``apex/amp/amp.py: register_half_function``).
+
+    Args:
+        module: Module, class or namespace object that holds the function.
+        name: Its attribute name. A class found there keeps its identity: a module's ``forward`` is wrapped, an
+            ``autograd.Function``'s ``apply``, any other class's ``__call__``.
+
+    Raises:
+        ValueError: ``module`` has no such attribute.
+    """
+    _register(module, name, Rule.HALF)
+
+
+def register_float_function(module: object, name: str) -> None:
+    """Have ``module.name`` cast its arguments to float32 while casts are on.
+
+    As in apex (``apex/amp/amp.py: register_float_function``).
+
+    Args:
+        module: Module, class or namespace object that holds the function.
+        name: Its attribute name; see :func:`register_half_function` for classes.
+
+    Raises:
+        ValueError: ``module`` has no such attribute.
+    """
+    _register(module, name, Rule.FLOAT)
+
+
+def register_promote_function(module: object, name: str) -> None:
+    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
+
+    As in apex (``apex/amp/amp.py: register_promote_function``).
+
+    Args:
+        module: Module, class or namespace object that holds the function.
+        name: Its attribute name; see :func:`register_half_function` for classes.
+
+    Raises:
+        ValueError: ``module`` has no such attribute.
+    """
+    _register(module, name, Rule.PROMOTE)
+
+
+def _decorated(function: F, rule: Rule) -> F:
+    method, wrapper = wrap(function, rule)
+    if not method:
+        return cast(F, wrapper)
+    setattr(function, method, wrapper)
+    return function
+
+
+def half_function(fn: F) -> F:
+    """Decorate ``fn`` to get its floating tensor arguments in half while casts are on.
+
+    Works on Python functions, C builtins, ``Function.apply``, methods of every kind and classes, before or after any
+    ``initialize`` (``apex/amp/amp.py: half_function``).
+
+    Args:
+        fn: The function or class.
+
+    Returns:
+        A function in its place, or the class itself.
+    """
+    return _decorated(fn, Rule.HALF)
+
+
+def float_function(fn: F) -> F:
+    """Decorate ``fn`` to get its half arguments in float32 while casts are on (``apex/amp/amp.py: float_function``).
+
+    Args:
+        fn: What :func:`half_function` takes; what that returns is returned.
+    """
+    return _decorated(fn, Rule.FLOAT)
+
+
+def promote_function(fn: F) -> F:
+    """Decorate ``fn`` to get its arguments in the widest dtype among them (``apex/amp/amp.py: promote_function``).
+
+    Args:
+        fn: What :func:`half_function` takes; what that returns is returned.
+    """
+    return _decorated(fn, Rule.PROMOTE)
 
 
 def init(

@@ -37,7 +37,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import cpu_convolution, functions, rules
+from ampcompat.amp import cpu_convolution, rules
 
 T = TypeVar("T")
 
@@ -195,7 +195,7 @@ def cover(device_types: Iterable[str]) -> None:
             room.patches = undo.pop_all()
         state.undo.callback(uncover)
     rules.acquire(device_types)
-    functions.activate()
+    rules.wrap_registered()
     if "cpu" in device_types:
         cpu_convolution.acquire()
 
@@ -209,7 +209,7 @@ def uncover() -> None:
     if room.patches is not None:
         room.patches.close()
     room.found, room.ambient, room.device_types, room.patches = None, None, (), None
-    functions.deactivate()
+    room.functions.close()
     rules.release()
     if not any(model.__dict__["_amp_policy"].half for model in state.models.live):
         cpu_convolution.release()

@@ -51,7 +51,31 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         RuntimeError: A key that is none of a loss scaler.
         ValueError: A scale or count that cannot be one. Nothing is loaded by a call that raises.
     """
-    entries, session = _read(state_dict), state.session
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"amp.load_state_dict got {type(state_dict).__name__} - it takes the dict that amp.state_dict() returned -"
+            " for a checkpoint, pass checkpoint['amp']."
+        )
+    if "scale" in state_dict and "_growth_tracker" in state_dict:  # torch.amp.GradScaler
+        maybe_print("amp.load_state_dict: this is a torch.amp.GradScaler's state.", True)
+        entries = [
+            _entry("GradScaler", {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]})
+        ]
+    else:
+        names = [f"{_PREFIX}{index}" for index in range(len(state_dict))]
+        unknown = sorted(str(key) for key in state_dict if key not in names)
+        if unknown:
+            marks = (f"{_PREFIX}0", "_growth_tracker")  # of a whole checkpoint's part: apex's before torch's
+            held = [(key, part) for key, part in state_dict.items() if isinstance(part, Mapping)]
+            inside = next((key for mark in marks for key, part in held if mark in part), None)
+            raise RuntimeError(
+                "Error(s) in loading state_dict. Unexpected key(s) in state_dict: "
+                + ", ".join(f'"{key}"' for key in unknown)
+                + " - the keys are loss_scaler0, loss_scaler1, ... - pass what amp.state_dict() returned"
+                + (f", which lies here under {inside!r}." if inside else ".")
+            )
+        entries = [_entry(name, state_dict[name]) for name in names]
+    session = state.session
     if session is not None and session.enabled:
         _apply(entries, session.scalers)
     elif session is not None and entries:
@@ -79,30 +103,6 @@ def _apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
         scaler._loss_scale, scaler._unskipped = scale, unskipped
         what = f"loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}"
         maybe_print(f"amp.load_state_dict: restored {what}.", True)
-
-
-def _read(saved: object) -> list[Entry]:
-    if not isinstance(saved, Mapping):
-        raise TypeError(
-            f"amp.load_state_dict got {type(saved).__name__} - it takes the dict that amp.state_dict() returned - for a"
-            " checkpoint, pass checkpoint['amp']."
-        )
-    if "scale" in saved and "_growth_tracker" in saved:  # torch.amp.GradScaler
-        maybe_print("amp.load_state_dict: this is a torch.amp.GradScaler's state.", True)
-        return [_entry("GradScaler", {"loss_scale": saved["scale"], "unskipped": saved["_growth_tracker"]})]
-    names = [f"{_PREFIX}{index}" for index in range(len(saved))]
-    unknown = sorted(str(key) for key in saved if key not in names)
-    if unknown:
-        marks = (f"{_PREFIX}0", "_growth_tracker")  # of a whole checkpoint's part: apex's before torch's
-        parts = [(key, part) for key, part in saved.items() if isinstance(part, Mapping)]
-        inside = next((key for mark in marks for key, part in parts if mark in part), None)
-        raise RuntimeError(
-            "Error(s) in loading state_dict. Unexpected key(s) in state_dict: "
-            + ", ".join(f'"{key}"' for key in unknown)
-            + " - the keys are loss_scaler0, loss_scaler1, ... - pass what amp.state_dict() returned"
-            + (f", which lies here under {inside!r}." if inside else ".")
-        )
-    return [_entry(name, saved[name]) for name in names]
 
 
 def _entry(name: str, parts: object) -> Entry:

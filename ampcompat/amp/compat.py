@@ -2,11 +2,9 @@
 
 import torch
 
-from ampcompat.amp.utils import is_fp_tensor as is_floating_point
+from ampcompat.amp.utils import is_fp_tensor
 
-__all__ = ["filter_attrs", "is_floating_point", "is_tensor_like", "scalar_python_val", "variable_is_tensor"]
-
-is_tensor_like, scalar_python_val = torch.is_tensor, torch.Tensor.item
+is_tensor_like, is_floating_point, scalar_python_val = torch.is_tensor, is_fp_tensor, torch.Tensor.item
 
 
 def variable_is_tensor() -> bool:

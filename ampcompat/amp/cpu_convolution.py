@@ -27,19 +27,17 @@ def _in_float(
     ``emulated`` dtype torch has a forward of its own, whose results are contiguous in 3-d; oneDNN keeps the layout.
     """
 
-    def rounded(result: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # The strides of torch's half kernels, as compiled graphs expect.
-        layout = torch.contiguous_format if result.dim() == 5 and dtype in emulated else torch.preserve_format
-        return result.to(dtype, memory_format=layout)
-
     def kernel(*args: Any, **settings: object) -> object:
         tensors, dtype = args[:3], args[0].dtype
         if dtype not in slow or any(t is not None and t.dtype is not dtype for t in tensors):
             return native(*args, **settings)  # mixed dtypes: torch's own error
         wide = native(*(None if t is None else t.float() for t in tensors), *args[3:], **settings)
+        # The strides of torch's half kernels, as compiled graphs expect.
+        contiguous = args[0].dim() == 5 and dtype in emulated
+        layout = torch.contiguous_format if contiguous else torch.preserve_format
         if isinstance(wide, torch.Tensor):
-            return rounded(wide, dtype)
-        return tuple(None if g is None else rounded(g, dtype) for g in wide)
+            return wide.to(dtype, memory_format=layout)
+        return tuple(None if g is None else g.to(dtype, memory_format=layout) for g in wide)
 
     return kernel
 
@@ -50,10 +48,10 @@ def acquire() -> None:
         return
     emulated = _torch.halves_without_cpu_convolution()
     # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
+    (forward,), (backward,) = map(_torch.aten_overloads, ("_convolution", "convolution_backward"))
     kernels = {
-        op: _in_float(_torch.composite(op), slow, emulated)
-        for name, slow in (("_convolution", emulated), ("convolution_backward", emulated | {torch.float16}))
-        for op in _torch.aten_overloads(name)
+        forward: _in_float(_torch.composite(forward), emulated, emulated),
+        backward: _in_float(_torch.composite(backward), emulated | {torch.float16}, emulated),
     }
     with ExitStack() as undo:
         _torch.register_kernels(kernels, "CPU", undo)

@@ -22,16 +22,16 @@ from ampcompat.amp.properties import HALF_DTYPES
 
 def install() -> None:
     """Patch DDP's constructor to tell us of every wrapper made from now on."""
-    if state.models.ddp is None and dist.is_available():
-        state.models.ddp = weakref.WeakSet()
-        _torch.patch_ddp_constructor(_made, state.undo)
+    if state.models.ddp is not None or not dist.is_available():
+        return
+    wrappers = state.models.ddp = weakref.WeakSet()
 
+    def made(wrapper: Any, synchronised: bool) -> None:
+        wrappers.add(wrapper)
+        if synchronised:
+            broadcast_masters(wrapper.module, wrapper.process_group, set(wrapper.parameters_to_ignore))
 
-def _made(wrapper: Any, synchronised: bool) -> None:
-    if state.models.ddp is not None:
-        state.models.ddp.add(wrapper)
-    if synchronised:
-        broadcast_masters(wrapper.module, wrapper.process_group, set(wrapper.parameters_to_ignore))
+    _torch.patch_ddp_constructor(made, state.undo)
 
 
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) -> None:

@@ -25,7 +25,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -38,12 +38,10 @@ from ampcompat.amp.masters import drop_master, ensure_master, master_of, push
 from ampcompat.amp.properties import HALF_DTYPES, Optimizer, Properties, inner_optimizers
 
 
-def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
+def check(optimizers: list[Any], options: Properties) -> None:
     """Refuse optimizers around others where masters would not reach the one inside, or cannot work at all."""
-    given: list[Any] = list(optimizers)
     level = options.opt_level
-    for outer in given:
-        name = type(outer).__name__
+    for outer in optimizers:
         if _torch.is_zero(outer):
             if _torch.steps_in_backward(outer):
                 raise RuntimeError(
@@ -61,12 +59,12 @@ def check(optimizers: Iterable[Optimizer], options: Properties) -> None:
         for inner in inner_optimizers(outer) if options.master_weights else ():
             apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in lists]
             shared = not params.isdisjoint(id(param) for some in apart for param in some)
-            if shared and not any(inner is other for other in given):
+            if shared and not any(inner is other for other in optimizers):
                 raise RuntimeError(
-                    f"amp.initialize got a {name} around a {type(inner).__name__} at opt_level={level!r} - each has"
-                    " param groups of its own, and masters put into the first's do not reach the second, which steps -"
-                    f" pass the {type(inner).__name__}, have both share the groups (self.param_groups ="
-                    " inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
+                    f"amp.initialize got a {type(outer).__name__} around a {type(inner).__name__} at"
+                    f" opt_level={level!r} - each has param groups of its own, and masters put into the first's do not"
+                    f" reach the second, which steps - pass the {type(inner).__name__}, have both share the groups"
+                    " (self.param_groups = inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
                 )
 
 
@@ -94,20 +92,25 @@ def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..
     inner = [one for one in inner_optimizers(outer) if _lists(one) == lists]
     for one in inner:
         one.step = types.MethodType(_as_outers(weakref.ref(outer), one.step, step), one)
-    return functools.update_wrapper(functools.partial(_mark, outer, original), original) if inner else original
+    return _marked(outer, original) if inner else original
 
 
 def _lists(optimizer: Optimizer) -> set[int]:
     return {id(group["params"]) for group in optimizer.param_groups}
 
 
-def _mark(outer: Optimizer, original: Callable[..., Any], *args: object, **kwargs: object) -> object:
-    """Call ``original``, the step of ``outer`` or of one inside, and note meanwhile that ``outer`` is stepping."""
-    outer._amp_stepping = True
-    try:
-        return original(*args, **kwargs)
-    finally:
-        outer._amp_stepping = False
+def _marked(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``original``, the step of ``outer`` or of one inside, to note meanwhile that ``outer`` is stepping."""
+
+    @functools.wraps(original)
+    def stepping(*args: object, **kwargs: object) -> object:
+        outer._amp_stepping = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            outer._amp_stepping = False
+
+    return stepping
 
 
 def _as_outers(reference: weakref.ref[Optimizer], original: Callable[..., Any], step: Callable[..., Any]) -> Any:
@@ -117,8 +120,7 @@ def _as_outers(reference: weakref.ref[Optimizer], original: Callable[..., Any], 
         held = vars(outer or self)
         if outer is None or "_amp_stash" not in held or held.get("_amp_stepping") or "_amp_stash" in vars(self):
             return original(*args, **kwargs)
-        marked = functools.update_wrapper(functools.partial(_mark, outer, original), original)
-        return step(outer, marked, *args, **kwargs)
+        return step(outer, _marked(outer, original), *args, **kwargs)
 
     return wrapper
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import Enum
@@ -89,7 +90,7 @@ def rules_by_name() -> dict[str, Rule]:
         removed.update(dict.fromkeys(sorted(shipped - now), Rule.UNCAST))
         for name in sorted(now - shipped):
             added.setdefault(name, rule)
-            if name not in SHIPPED and not _overloads(name, True) and _python_function(name) is None:
+            if name not in SHIPPED and not _overloads(name) and _python_function(name) is None:
                 warn_once(
                     f"no op {name}",
                     f"{module.__name__}.{list_name} holds {name!r}, which is no function of torch, torch.nn.functional"
@@ -109,22 +110,17 @@ def rules_by_name() -> dict[str, Rule]:
 _LAYERS: Final = ("rnn_tanh", "rnn_relu", "gru", "lstm")
 _CELLS: Final = ("rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm_cell")
 
-#: Aten overloads by public name, where they are not simply aten::name. None: made of other listed ops (softmin), or
-#: written in Python (see PYTHON).
+#: Aten overloads by public name, where they are not simply all of aten::name. None: made of other listed ops (softmin),
+#: or written in Python (see PYTHON).
 ATEN: Final[dict[str, tuple[str, ...]]] = {
     **{name: (name, "convolution") for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d")},
     "conv_transpose2d": ("conv_transpose2d.input", "convolution"),
     "conv_transpose3d": ("conv_transpose3d.input", "convolution"),
     "prelu": ("prelu", "_prelu_kernel"),
-    **{layer: (f"{layer}.input", f"{layer}.data") for layer in _LAYERS},
-    "pow": ("pow.Tensor_Tensor", "pow.Scalar", "pow.Tensor_Scalar"),
     "norm": (
         *("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype"),
-        *("norm.ScalarOpt_dim_dtype", "frobenius_norm.dim", "nuclear_norm", "nuclear_norm.dim"),
-        *("linalg_matrix_norm", "linalg_matrix_norm.str_ord"),
+        *("norm.ScalarOpt_dim_dtype", "frobenius_norm.dim", "nuclear_norm.*", "linalg_matrix_norm.*"),
     ),
-    "prod": ("prod", "prod.dim_int"),
-    "sum": ("sum", "sum.dim_IntList"),
     "std": ("std.correction",),
     "var": ("var.correction",),
     "softmax": ("softmax.int", "_softmax"),
@@ -139,7 +135,6 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     "grid_sample": ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
     "cross_entropy": ("nll_loss_forward", "nll_loss2d_forward"),
     "nll_loss": ("nll_loss", "nll_loss2d"),
-    "ctc_loss": ("ctc_loss.IntList", "ctc_loss.Tensor"),
     "bilinear": ("bilinear", "_trilinear"),
     "cross": ("cross", "linalg_cross"),
     **dict.fromkeys(("softmin", "local_response_norm", "normalize", "gaussian_nll_loss", "cpu"), ()),
@@ -157,12 +152,9 @@ PYTHON: Final = (
 )
 
 
-def _overloads(name: str, edited: bool) -> list[torch._ops.OpOverload]:
-    """List the overloads that ``name`` stands for: those of the table, all of ``aten::name`` where users added it."""
-    wanted: tuple[str, ...] = (f"{name}.*",)
-    if not name.endswith("_"):
-        wanted = (ATEN.get(name) or wanted) if edited else ATEN.get(name, (name,))
-    return [op for aten in wanted for op in _torch.aten_overloads(aten)]
+def _overloads(name: str) -> list[torch._ops.OpOverload]:
+    """List the overloads that ``name`` stands for: those of the table, else all of ``aten::name``."""
+    return [op for aten in ATEN.get(name) or (f"{name}.*",) for op in _torch.aten_overloads(aten)]
 
 
 def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
@@ -170,12 +162,12 @@ def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) ->
     plan, native = {}, _torch.ops_with_kernel(key)
     for name, rule in (rules_by_name() if table is None else table).items():
         edited = not name.endswith("_") and SHIPPED.get(name) is not rule
-        if edited and rule is Rule.UNCAST and ATEN.get(name) == ():
+        if ATEN.get(name) == () and (rule is Rule.UNCAST or not edited):
             continue  # torch promotes by itself, or casts nothing
         # Native refuses binary_cross_entropy in every dtype (CUDA) or in none (CPU), and promotes grid_sample (CUDA).
         ours = edited or rule in (Rule.BANNED, Rule.UNCAST) or (name == "grid_sample" and device_type != "cpu")
         cudnn = name in _LAYERS and device_type == "cuda"  # cast inside _cudnn_rnn, with cuDNN's flat weight buffer
-        for op in _overloads(name, edited):
+        for op in _overloads(name):
             if ours or not (cudnn or _torch.op_name(op) in native):
                 plan[op] = name, rule
     return plan
@@ -189,8 +181,11 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
     """
     if name in _CELLS and rule is Rule.HALF:
         return _cell_kernel(op, device_type)
+    # These two refuse to widen what is float32 by now.
     softmax = _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax")
-    call: Callable[..., object] = functools.partial(_softmax, op) if softmax else op
+    call: Callable[..., object] = (
+        (lambda x, dim, widen: op(x, dim, widen and x.dtype is not torch.float32)) if softmax else op
+    )
     below, target = _torch.keys_excluded(key), _target(name, rule, device_type)
 
     def kernel(*args: object, **kwargs: object) -> object:
@@ -220,11 +215,6 @@ def _cast_list(tensors: Any, dtype: torch.dtype, device_type: str) -> list[Any]:
     return [t if t is None or t.dtype not in CASTABLE or t.device.type != device_type else t.to(dtype) for t in tensors]
 
 
-def _softmax(op: torch._ops.OpOverload, x: torch.Tensor, dim: int, half_to_float: bool) -> Any:
-    """Call ``_softmax`` or ``_log_softmax`` on what may be float32 by now, which they refuse to widen."""
-    return op(x, dim, half_to_float and x.dtype is not torch.float32)
-
-
 def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., object]:
     """Cast input and states of a recurrent cell; its inner ``linear`` casts the weights, through autocast's cache."""
     inner = _torch.composite(op)
@@ -241,14 +231,8 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     """Make what chooses the dtype to cast arguments to (None: leave them) of these; float32 needs no choice."""
 
     def dtypes(args: tuple[object, ...]) -> set[torch.dtype]:
-        found, pending = set(), list(args)
-        for a in pending:
-            if isinstance(a, torch.Tensor):
-                if a.dtype in CASTABLE and a.device.type == device_type:
-                    found.add(a.dtype)
-            elif isinstance(a, (list, tuple)):
-                pending.extend(a)
-        return found
+        tensors = tensors_in(args, objects=False)
+        return {t.dtype for t in tensors if t.dtype in CASTABLE and t.device.type == device_type}
 
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
@@ -275,54 +259,71 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     return choosers.get(rule)
 
 
-# -- Functions written in Python ---------------------------------------------------------------------------------------
-def cast_arguments(rule: Rule, args: Any, kwargs: Any) -> tuple[str | None, Any, Any]:
-    """Cast a call's floating tensors, nested ones too but not ``out``, where casts are on for their device.
+# -- Functions written in Python, and those of users -------------------------------------------------------------------
+def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
+    """Wrap ``function`` so that its floating tensors, nested ones too but not ``out``, are cast where casts are on.
 
-    Returns also the device type of the first floating tensor whose casts are on, or None.
+    Ops inside still follow the lists; with ``overrule`` they do not. Takes any callable; returned is a plain function,
+    so that it binds as a method.
     """
-    device_types, casting, out = state.rules.plans, [], kwargs.get("out")
-    widest = None
-    if rule is Rule.PROMOTE:
-        dtypes = [t.dtype for t in tensors_in((args, kwargs), objects=False) if t.is_floating_point()]
-        widest = functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
-    def cast(t: torch.Tensor) -> torch.Tensor:
-        now, device_type = t.dtype, t.device.type
-        if not now.is_floating_point or device_type not in device_types or not torch.is_autocast_enabled(device_type):
-            return t
-        casting.append(device_type)
-        if t is out or (now not in CASTABLE and widest is None):
-            return t
-        dtype = widest or (torch.float32 if rule is Rule.FLOAT else torch.get_autocast_dtype(device_type))
-        return t if now == dtype else t.to(dtype)
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> object:
+        device_types, out, widest = state.rules.plans, kwargs.get("out"), None
+        casting: list[str] = []
+        if not device_types:  # amp casts nothing in this process now
+            return function(*args, **kwargs)
+        if rule is Rule.PROMOTE:
+            dtypes = [t.dtype for t in tensors_in((args, kwargs), objects=False) if t.is_floating_point()]
+            widest = functools.reduce(torch.promote_types, dtypes) if dtypes else None
 
-    args, kwargs = map_tree(args, cast, objects=False), kwargs and map_tree(kwargs, cast, objects=False)
-    return casting[0] if casting else None, args, kwargs
+        def cast(t: torch.Tensor) -> torch.Tensor:
+            now, on = t.dtype, t.device.type
+            if not now.is_floating_point or on not in device_types or not torch.is_autocast_enabled(on):
+                return t
+            casting.append(on)
+            if t is out or (now not in CASTABLE and widest is None):
+                return t
+            dtype = widest or (torch.float32 if rule is Rule.FLOAT else torch.get_autocast_dtype(on))
+            return t if now == dtype else t.to(dtype)
+
+        args, kwargs = map_tree(args, cast, objects=False), kwargs and map_tree(kwargs, cast, objects=False)
+        if not casting or not overrule:
+            return function(*args, **kwargs)
+        with torch.autocast(casting[0], enabled=False):
+            return function(*args, **kwargs)
+
+    return wrapper
+
+
+def wrap(target: Any, rule: Rule) -> tuple[str, Any]:
+    """Wrap a function, or of a class, which keeps its identity, the method that stands for calling it.
+
+    For a function of torch's own the user's word beats the list: ``register_float_function(torch, "matmul")``
+    multiplies in float32. A static or class method stays one. Returns the method's name, "" for a function, too.
+    """
+    if isinstance(target, (staticmethod, classmethod)):
+        return "", type(target)(wrap(target.__func__, rule)[1])
+    module = str(getattr(target, "__module__", None) or "")
+    if isinstance(target, type):
+        if issubclass(target, torch.autograd.Function):
+            return "apply", staticmethod(make_wrapper(target.apply, rule))
+        name = "forward" if issubclass(target, torch.nn.Module) else "__call__"
+        overrule = rule is Rule.FLOAT and module.split(".")[0] == "torch"
+        return name, make_wrapper(getattr(target, name), rule, overrule)
+    overrule = module in ("torch", "torch.functional", "torch.nn.functional", "torch._tensor")
+    if inspect.isbuiltin(target) or inspect.ismethoddescriptor(target):
+        # Methods of Tensor name a class, functions of torch.* a bound type object.
+        owners = (getattr(target, "__objclass__", None), type(getattr(target, "__self__", None)))
+        modules = (module, *(getattr(owner, "__module__", "") for owner in owners))
+        overrule = any(name.split(".")[0] == "torch" for name in modules)
+    return "", make_wrapper(target, rule, overrule)
 
 
 def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
     """Find the function called ``name``, and what holds it."""
     found = ((owner, getattr(owner, name, None)) for owner in (F, torch, torch.Tensor))
     return next(((owner, function) for owner, function in found if callable(function)), None)
-
-
-def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
-    """Cast the arguments of the functions in :data:`PYTHON`, and of those that users added and no op stands for."""
-
-    def casting(function: Callable[..., object], rule: Rule) -> Callable[..., object]:
-        @functools.wraps(function)
-        def cast(*args: object, **kwargs: object) -> object:
-            _, args, kwargs = cast_arguments(rule, args, kwargs)
-            return function(*args, **kwargs)
-
-        return cast
-
-    for name, rule in table.items():
-        edited = SHIPPED.get(name) is not rule
-        found = _python_function(name) if name in PYTHON or (edited and not _overloads(name, True)) else None
-        if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
-            _torch.wrap_everywhere(*found, functools.partial(casting, rule=rule), undo)
 
 
 # -- In force ----------------------------------------------------------------------------------------------------------
@@ -346,28 +347,38 @@ def acquire(device_types: Iterable[str]) -> None:
         if not plans:
             return
         if not rules.plans:
-            _wrap_functions(table, undo)
+            for name, rule in table.items():  # cast also in functions that users added and no op stands for
+                added = SHIPPED.get(name) is not rule and not _overloads(name)
+                found = _python_function(name) if name in PYTHON or added else None
+                if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
+                    _torch.wrap_everywhere(*found, functools.partial(make_wrapper, rule=rule), undo)
             state.undo.callback(release)
-        bind_compiled_code([*rules.plans, *plans, *(f"{name} {rule.value}" for name, rule in table.items())], undo)
+        # torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a
+        # plain process's cache, would ignore them, and ours would serve a plain program. Key its caches, in memory and
+        # on disk, to the rules, and compile backward graphs without casts.
+        named = [f"{name} {rule.value}" for name, rule in table.items()]
+        digest = hashlib.sha256(repr(sorted([__version__, *rules.plans, *plans, *named])).encode()).hexdigest()[:16]
+        undo.callback(_torch.forget_compiled_graphs)
+        _torch.tag_compile_caches(f"ampcompat-{digest}", undo)
+        _torch.compile_backward_without_autocast(undo)
+        _torch.forget_compiled_graphs()
         rules.undo.push(undo.pop_all())
     rules.plans.update(plans)
     rules.table = table
+
+
+def wrap_registered() -> None:
+    """Wrap everything registered, once, until ``state.casts.functions`` is closed; the registrations stay."""
+    undo = state.casts.functions
+    undo.close()
+    for module, name, rule in state.functions.values():
+        own = getattr(module, "__dict__", {}).get(name)  # a static method must not turn into a method
+        target = own if isinstance(own, staticmethod) else getattr(module, name)
+        method, wrapper = wrap(target, rule)
+        _torch.replace(target if method else module, method or name, wrapper, undo)
 
 
 def release() -> None:
     """Uninstall all rules. Idempotent."""
     state.rules.plans.clear()
     state.rules.undo.close()
-
-
-def bind_compiled_code(lines: Iterable[str], undo: ExitStack) -> None:
-    """Key torch's compile caches, in memory and on disk, to ``lines``, and compile backward graphs without casts.
-
-    torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a plain
-    process's cache, would ignore them, and ours would serve a plain program.
-    """
-    digest = hashlib.sha256("\n".join([__version__, *sorted(lines)]).encode()).hexdigest()[:16]
-    undo.callback(_torch.forget_compiled_graphs)
-    _torch.tag_compile_caches(f"ampcompat-{digest}", undo)
-    _torch.compile_backward_without_autocast(undo)
-    _torch.forget_compiled_graphs()

@@ -2,11 +2,10 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from ampcompat.amp.autocast import disable_casts
-from ampcompat.amp.functions import make_wrapper
-from ampcompat.amp.rules import Rule
+from ampcompat.amp.rules import Rule, wrap
 from ampcompat.amp.utils import casted_args
 
 __all__ = ["disable_casts", "make_cast_wrapper", "make_promote_wrapper"]
@@ -24,6 +23,6 @@ def make_cast_wrapper(orig_fn: Function, cast_fn: Function, handle: Any, try_cac
     return wrapper
 
 
-def make_promote_wrapper(orig_fn: Function, cast_fn: object = None, handle: object = None) -> Function:
+def make_promote_wrapper(orig_fn: Function, cast_fn: object = None, handle: object = None) -> Any:
     """Wrap ``orig_fn`` so that it gets its floating arguments in the widest dtype among them while casts are on."""
-    return cast(Function, make_wrapper(orig_fn, Rule.PROMOTE))
+    return wrap(orig_fn, Rule.PROMOTE)[1]

@@ -17,10 +17,9 @@ from torch.utils.hooks import RemovableHandle
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.amp_model import Args, Kwargs
-from ampcompat.amp.functions import make_wrapper
 from ampcompat.amp.keep_fp32 import BorderPolicy
 from ampcompat.amp.optimizer import step_was_skipped
-from ampcompat.amp.rules import Rule, make_kernel
+from ampcompat.amp.rules import Rule, make_kernel, make_wrapper
 from ampcompat.explain.tensors import HALVES, readable, tensors_in
 
 #: Multiplications of these dimensions run on tensor cores without padding.

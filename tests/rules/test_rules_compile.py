@@ -1,7 +1,5 @@
 """Compiled code has the dtypes, outputs and gradients of eager code, without graph breaks."""
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,10 +161,10 @@ def test_the_cache_tag_follows_the_rules_and_keeps_the_users_own():
     config.cache_key_tag = "mine"
     try:
         tags = []
-        for lines in (["a"], ["a", "b"], ["b", "a"]):
-            with ExitStack() as undo:
-                rules.bind_compiled_code(lines, undo)
-                tags.append(config.cache_key_tag)
+        for device_types in (["cpu"], ["cpu", "cuda"], ["cuda", "cpu"]):
+            rules.acquire(device_types)
+            tags.append(config.cache_key_tag)
+            rules.release()
             assert config.cache_key_tag == "mine"
         assert tags[0] != tags[1] == tags[2]
         assert all(tag.startswith("mine") and len(tag) > 4 for tag in tags)

@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from o1_casts import casts_on
 from torch import exp as early_exp
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import conv2d as early_conv2d
 from torch.nn.functional import cross_entropy as early_cross_entropy
 from torch.nn.functional import layer_norm as early_layer_norm
 from torch.nn.functional import linear as early_linear
 from torch.nn.functional import softmax as early_softmax
+from torch.utils._python_dispatch import TorchDispatchMode
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -40,6 +42,21 @@ def test_methods_operators_and_aliases(h):
         assert (x @ x.t()).dtype is x.mv(x[0]).dtype is torch.inner(x, x).dtype is HALF
         assert torch.special.expm1(h).dtype is torch.special.log_softmax(h, 1).dtype is FLOAT
         assert torch.arccos(h.clamp(-0.9, 0.9)).dtype is FLOAT
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten.mm, "dtype"), reason="this torch's mm takes no out_dtype")
+def test_a_product_with_out_dtype_gets_its_arguments_in_half():
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op is torch.ops.aten.mm.dtype:
+                seen.extend(x.dtype for x in args[:2])
+            return op(*args, **kwargs or {})
+
+    seen = []
+    with casts_on("cuda"), FakeTensorMode(), Seen():
+        x = torch.ones(16, 16, device="cuda")
+        assert torch.mm(x, x, out_dtype=FLOAT).dtype is FLOAT
+    assert seen == [HALF, HALF]
 
 
 def test_modules(h):
