@@ -6,7 +6,8 @@ import functools
 import gc
 import operator
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
 
@@ -21,6 +22,7 @@ from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.autocast import OFF, set_ambient
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.masters import master_of
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Optimizer, Properties
 from ampcompat.amp.scaler import LossScaler
@@ -163,9 +165,7 @@ def initialize(
         _describe(options)
     if enabled and len(modules) < len(found):
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
-    with ExitStack() as undo:
-        _take_over(session, modules, optimizer_list, kept, undo)
-        undo.pop_all()
+    _take_over(session, modules, optimizer_list, kept)
     if enabled:
         state.view["verbosity"] = int(verbosity)
         if state.observers:
@@ -173,49 +173,49 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], kept: Modules, undo: ExitStack) -> None:
-    """Change everything that a call changes; each change puts its own undo on ``undo``.
+def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], kept: Modules) -> None:
+    """Change everything that a call changes, or nothing: each change puts its own undo on a stack.
 
     A session that is not enabled takes models and optimizers out of amp, and leaves alone what is not under it.
     """
     enabled, options, policy = session.enabled, session.properties.options, session.policy
-    under = [*modules, *[one for one in optimizers if "_amp_stash" in vars(one)]]
-    undo.callback(set_ambient, state.casts.ambient or OFF, state.casts.device_types)
-    undo.callback(session.end_casts)
-    for model in modules:
-        undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
-    for one in optimizers:
-        if "optim" in vars(one):
-            nested.gather(one)
-    cast_weights(
-        modules,
-        policy.input_dtype,
-        undo,
-        keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
-        master_weights=policy.master_weights,
-        trained=optimizer.held_params(optimizers) if policy.master_weights else set(),
-        kept=frozenset(inner for module in kept for inner in module.modules()),
-    )
-    if kept or [m for model in modules for m in model.modules() if "_amp_policy" in vars(m)]:
-        keep_fp32_.build_borders(modules, kept, policy, undo)
-    for model in modules:
-        amp_model.set_policy(model, policy if enabled else None)
-    for one in optimizers:
-        optimizer.remember(one, undo)
+    view = {**state.view, "opt_properties": session.properties, "loss_scalers": session.scalers}
+    if enabled or modules or any("_amp_stash" in vars(one) for one in optimizers):
+        view["handle"] = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
+    with ExitStack() as undo:
+        undo.callback(set_ambient, state.casts.ambient or OFF, state.casts.device_types)
+        undo.callback(session.end_casts)
+        for model in modules:
+            undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
+        for one in optimizers:
+            if "optim" in vars(one):
+                nested.gather(one)
+        cast_weights(
+            modules,
+            policy.input_dtype,
+            undo,
+            keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
+            trained=optimizer.held_params(optimizers) if policy.master_weights else None,
+            kept=frozenset(inner for module in kept for inner in module.modules()),
+        )
+        if kept or any("_amp_policy" in vars(m) for model in modules for m in model.modules()):
+            keep_fp32_.build_borders(modules, kept, policy, undo)
+        for model in modules:
+            amp_model.set_policy(model, policy if enabled else None)
+        for one in optimizers:
+            optimizer.remember(one, undo)
+            if enabled:
+                optimizer.attach(one, session)
+                continue
+            if "_amp_stash" in vars(one):
+                optimizer.detach(one)
+            state.optimizers.disabled.add(one)
         if enabled:
-            optimizer.attach(one, session)
-            continue
-        if "_amp_stash" in vars(one):
-            optimizer.detach(one)
-        state.optimizers.disabled.add(one)
-    values: dict[str, object] = {"opt_properties": session.properties, "loss_scalers": session.scalers}
-    if enabled:
-        session.begin_casts()
-        if state.loaded_scalers is not None:
-            checkpoint.apply_loaded(session.scalers, undo)
-    if enabled or under:
-        values["handle"] = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
-    _show(session, values, undo)
+            session.begin_casts()
+            if state.loaded_scalers is not None:
+                checkpoint.apply_loaded(session.scalers, undo)
+        undo.pop_all()
+    state.view, state.session = view, session
     if modules and not enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
 
@@ -226,32 +226,25 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
     loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
     """
-
-    def left() -> Iterator[Optimizer]:
-        fit = operator.attrgetter("opt_level", "casts", "half", "master_weights")
-        going = {id(param) for model in models for param in model.parameters()}
-        for one in list(state.optimizers.live):
-            if not any(one is other for other in given) and fit(one._amp_stash.session.policy) != fit(policy):
-                one._amp_stash.look_up(one)
-                if not going.isdisjoint(map(id, one._amp_stash.leaves())):
-                    yield one
-
-    if next(left(), None) is not None:
+    fit = operator.attrgetter("opt_level", "casts", "half", "master_weights")
+    params = [param for model in models for param in model.parameters()]
+    going = {id(tensor) for tensor in (*params, *[m.value for m in map(master_of, params) if m is not None])}
+    left = weakref.WeakSet[Any](
+        one
+        for one in state.optimizers.live
+        if not any(one is other for other in given)
+        and fit(one._amp_stash.session.policy) != fit(policy)
+        and any(id(param) in going for group in one.param_groups for param in group["params"])
+    )
+    if left:
         gc.collect()  # an optimizer that is not used any more is part of a cycle: its methods are bound to it
-        for one in left():
-            before, after = one._amp_stash.session.properties.opt_level, policy.opt_level or "out of amp"
-            raise RuntimeError(
-                f"amp.initialize got a model without its {type(one).__name__}, which an earlier call put under amp at"
-                f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
-                " it too, with all of its models, or drop it (del optimizer) before (D32)."
-            )
-
-
-def _show(session: Session, values: dict[str, object], undo: ExitStack) -> None:
-    """Make ``session`` the one that the module-level views show."""
-    for name, value in (("view", {**state.view, **values}), ("session", session)):
-        undo.callback(setattr, state, name, getattr(state, name))
-        setattr(state, name, value)
+    for one in left:
+        before, after = one._amp_stash.session.properties.opt_level, policy.opt_level or "out of amp"
+        raise RuntimeError(
+            f"amp.initialize got a model without its {type(one).__name__}, which an earlier call put under amp at"
+            f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
+            " it too, with all of its models, or drop it (del optimizer) before (D32)."
+        )
 
 
 def _describe(properties: Properties) -> None:

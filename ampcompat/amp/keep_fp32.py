@@ -8,7 +8,6 @@ deepcopy, pickle, DataParallel, a direct ``module.forward(x)`` and ``torch.compi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
@@ -61,20 +60,33 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
     wanted = [] if keep_fp32 is None else list(keep_fp32) if several else [keep_fp32]
     patterns = [p.strip() for p in os.environ.get("AMPCOMPAT_KEEP_FP32", "").split(",") if p.strip()]
     names = {module: name for model in reversed(models) for name, module in model.named_modules()}
-    found: Names = {}
+    found: list[torch.nn.Module] = []
     for one in wanted:
-        found.update(matches := _matches(one, names))
+        found += (matches := _matches(one, names))
         if not matches:
             raise ValueError(f"keep_fp32={_show(one)} - it matches no module of the model - {_hint(names)}")
     for pattern in patterns:
-        found.update(matches := _matches(pattern, names))
+        found += (matches := _matches(pattern, names))
         missed = f"matches no module of this model, which has {_list(names)}"
         say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} {f'keeps {_list(matches)} in float32' if matches else missed}.")
         if not matches and not any(isinstance(one, Unmatched) for one in state.observers):
             state.observers.append(Unmatched(patterns))
-    kept = _with_tied(_forwarding(found), names)
-    for module in kept:
-        _check(module, models, names)
+    holders: dict[int, list[torch.nn.Module]] = {}
+    for module in names:
+        for _, tensor in own_tensors(module):
+            holders.setdefault(id(tensor), []).append(module)
+    covered = {module for one in found for module in one.modules()}
+    for one in found:  # grows meanwhile
+        if isinstance(one, _CONTAINERS):  # without a forward: what it contains is kept
+            found += one.children()
+            continue
+        _check(one, models, names)
+        for part in one.modules():
+            for module in (m for _, tensor in own_tensors(part) for m in holders[id(tensor)] if m not in covered):
+                say(f"keep_fp32: {names[module]!r} shares a tensor with {names[part]!r} and stays float32 with it.")
+                found.append(module)
+                covered.update(module.modules())
+    kept = dict.fromkeys(one for one in found if not isinstance(one, _CONTAINERS))
     inner = {child for module in kept for child in list(module.modules())[1:]}
     return [module for module in kept if module not in inner]
 
@@ -110,32 +122,10 @@ def _matches(one: object, names: Names) -> Names:
     )
 
 
-def _forwarding(found: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, None]:
-    """Replace containers, which have no forward, by what they contain."""
-    flat: dict[torch.nn.Module, None] = {}
-    for module in found:
-        flat.update(_forwarding(module.children()) if isinstance(module, _CONTAINERS) else {module: None})
-    return flat
-
-
-def _with_tied(kept: dict[torch.nn.Module, None], names: Names) -> dict[torch.nn.Module, None]:
-    while True:
-        covered = {module for one in kept for module in one.modules()}
-        shared = {id(t): module for module in covered for _, t in own_tensors(module)}
-        for module, name in names.items():
-            tied = [shared[id(t)] for _, t in own_tensors(module) if id(t) in shared]
-            if module not in covered and tied:
-                say(f"keep_fp32: {name!r} shares a tensor with {names[tied[0]]!r} and stays float32 with it.")
-                kept[module] = None
-                break
-        else:
-            return kept
-
-
 def _check(module: torch.nn.Module, models: list[torch.nn.Module], names: Names) -> None:
-    name, inside = names[module], set(module.modules())
-    parents = [one for one in names if isinstance(one, torch.nn.MultiheadAttention) and module in set(one.children())]
-    if not inside.isdisjoint(models):
+    name = names[module]
+    parents = [n for m, n in names.items() if isinstance(m, torch.nn.MultiheadAttention) and module in {*m.children()}]
+    if not set(module.modules()).isdisjoint(models):
         raise ValueError(
             f"keep_fp32 keeps a whole model ({type(module).__name__}) - it keeps modules inside of one - initialize"
             " this model with opt_level='O0', or name modules in it."
@@ -145,7 +135,7 @@ def _check(module: torch.nn.Module, models: list[torch.nn.Module], names: Names)
     if parents:
         raise ValueError(
             f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without calling"
-            f" them - keep the whole of {names[parents[0]]!r}."
+            f" them - keep the whole of {parents[0]!r}."
         )
 
 

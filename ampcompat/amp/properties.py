@@ -53,50 +53,46 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
+def _require(fits: bool, name: str, value: object, rule: str, error: type[Exception] = ValueError) -> None:
+    if not fits:
+        raise error(f"{name}={value!r} - it must be {rule}.")
+
+
 def checked_option(name: str, value: object) -> Any:
     """Return the override ``name=value`` in its canonical type, or raise an error; None overrides nothing."""
-    error: type[Exception] = ValueError
-    rule = "True, False, 'True', 'False' or None - pass one of these"
     if value is None:
         return None
     if name == "cast_model_type":
-        if value is False or (isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)):
-            return value
-        error, rule = TypeError, "torch.float16, torch.bfloat16, torch.float32, False (no cast) or None"
-        rule += " - pass the dtype object itself"
-    elif name == "loss_scale":
-        if value == "dynamic":
-            return value
-        with contextlib.suppress(TypeError, ValueError):
-            if not isinstance(value, bool) and _is_positive(scale := float(value)):  # type: ignore[arg-type]
-                return scale
-        rule = "'dynamic' or a positive number (or such a number as a string) - pass loss_scale='dynamic' if unsure"
-    elif isinstance(value, bool):
+        rule = "torch.float16, torch.bfloat16, torch.float32, False (no cast) or None - pass the dtype object itself"
+        known = isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)
+        _require(known or value is False, name, value, rule, TypeError)
         return value
-    elif value in ("True", "False"):
-        return value == "True"
-    raise error(f"{name}={value!r} - it must be {rule}.")
+    if name == "loss_scale":
+        scale: Any = value
+        with contextlib.suppress(TypeError, ValueError):
+            scale = value if value == "dynamic" or isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+        rule = "'dynamic' or a positive number (or such a number as a string) - pass loss_scale='dynamic' if unsure"
+        _require(value == "dynamic" or _is_positive(scale), name, value, rule)
+        return scale
+    rule = "True, False, 'True', 'False' or None - pass one of these"
+    _require(isinstance(value, bool) or value in ("True", "False"), name, value, rule)
+    return value in (True, "True")
 
 
 def check_keywords(
-    num_losses: object, min_loss_scale: object, max_loss_scale: Any, cast_model_outputs: object, verbosity: object
+    num_losses: Any, min_loss_scale: Any, max_loss_scale: Any, cast_model_outputs: Any, verbosity: object
 ) -> None:
     """Check the keywords of ``initialize`` that are no options of a level."""
-    low: Any = max_loss_scale if min_loss_scale is None else min_loss_scale
     counted = isinstance(num_losses, int) and not isinstance(num_losses, bool) and num_losses > 0
-    floating = isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
-    outputs = "a floating torch.dtype or None - pass torch.float32 for instance"
-    power, quiet = "a positive number - pass a power of two", "an integer - pass 0 for silence, 1 for apex's messages"
-    checks: tuple[tuple[bool, type[Exception], str, object, str], ...] = (
-        (counted, ValueError, "num_losses", num_losses, "a positive integer - pass how many losses you scale"),
-        (_is_positive(max_loss_scale), ValueError, "max_loss_scale", max_loss_scale, power),
-        (_is_positive(low), ValueError, "min_loss_scale", low, power),
-        (floating or cast_model_outputs is None, TypeError, "cast_model_outputs", cast_model_outputs, outputs),
-        (isinstance(verbosity, int), TypeError, "verbosity", verbosity, quiet),  # scripts pass False, too
-    )
-    for fits, error, name, value, rule in checks:
-        if not fits:
-            raise error(f"{name}={value!r} - it must be {rule}.")
+    _require(counted, "num_losses", num_losses, "a positive integer - pass how many losses you scale")
+    low = max_loss_scale if min_loss_scale is None else min_loss_scale
+    for name, value in (("max_loss_scale", max_loss_scale), ("min_loss_scale", low)):
+        _require(_is_positive(value), name, value, "a positive number - pass a power of two")
+    outputs = isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
+    rule = "a floating torch.dtype or None - pass torch.float32 for instance"
+    _require(outputs or cast_model_outputs is None, "cast_model_outputs", cast_model_outputs, rule, TypeError)
+    rule = "an integer - pass 0 for silence, 1 for apex's messages"  # scripts pass False, too
+    _require(isinstance(verbosity, int), "verbosity", verbosity, rule, TypeError)
     if low > max_loss_scale:
         raise ValueError(
             f"min_loss_scale={low!r} with max_loss_scale={max_loss_scale!r} - the minimum must not exceed the maximum"

@@ -32,61 +32,55 @@ def cast_weights(
     dtype: torch.dtype | None,
     undo: ExitStack,
     keep_batchnorm_fp32: bool = False,
-    master_weights: bool = False,
-    trained: Collection[int] = frozenset(),
+    trained: Collection[int] | None = None,
     kept: frozenset[torch.nn.Module] = frozenset(),
 ) -> None:
     """Cast every floating parameter and buffer of ``models`` to ``dtype``, in place; complex tensors stay.
 
     Parameters keep their identity; weights that an earlier call had cast are restored from their masters first. None
     leaves alone what no earlier call had cast, and restores the rest. ``keep_batchnorm_fp32`` keeps affine batch norm
-    in float32, as apex's ``convert_module``; ``kept`` are modules that stay float32 too. With ``master_weights`` half
-    tensors get float32 masters: now where some optimizer holds them (``trained``, by id), else when needed.
+    in float32, as apex's ``convert_module``; ``kept`` are modules that stay float32 too. Half tensors get float32
+    masters: now where some optimizer holds them (``trained``, by id; None: no masters at all), else when needed.
     """
     modules = {id(m): m for model in models for m in model.modules()}.values()
     for module in [one for one in modules if "_amp_half" in one.__dict__]:
         hook_new(module, *module.__dict__["_amp_half"])
     for module in modules:
-        before = module.__dict__.get("_amp_half")
+        before, held = module.__dict__.get("_amp_half"), dict(module.__dict__.get("_amp_masters", {}))
         norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
         wide = module in kept or (keep_batchnorm_fp32 and norm)
         target = torch.float32 if (before is not None if dtype is None else wide) else dtype
         if target is None:
             continue
         half = None if target == torch.float32 else target
-        undo.callback(set_masters, module, dict(module.__dict__.get("_amp_masters", {})))
+        undo.callback(set_masters, module, held)
         undo.callback(hook, module, *(before or (None, False)))
         for name, tensor in own_tensors(module):
-            if tensor.dtype in _CASTABLE:
-                _cast(module, name, tensor, target, trained if half and master_weights else (), undo)
-        hook(module, half, master_weights)
+            if tensor.dtype not in _CASTABLE:
+                continue
+            master = held.get(name) or master_of(tensor)
+            if master is not None:
+                master.register()
+                master.absorb()
+            alone = tensor.dtype == torch.float32 != target and master is None and _torch.owns_memory_alone(tensor)
+            exact = tensor.detach() if master is None else master.value.detach()
+            if tensor.dtype != target:
+                undo.callback(_put_data_back, tensor, tensor.data, tensor.grad, master)
+                # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
+                tensor.grad = None
+                tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
+                if master is not None and half is not None:
+                    master.dtype = half
+                    master.push()
+                elif master is not None:
+                    master.retire()
+            if half and trained and (id(tensor) in trained or (master is not None and id(master.value) in trained)):
+                if alone:  # the master takes the memory that the weight just left: no copy, no second peak
+                    exact = torch.nn.Parameter(exact.data, tensor.requires_grad)
+                ensure_master(module, name, exact, adopt=alone)
+        hook(module, half, trained is not None)
         if half is None:
             set_masters(module, {})
-
-
-def _cast(
-    module: torch.nn.Module, name: str, tensor: Any, target: torch.dtype, trained: Collection[int], undo: ExitStack
-) -> None:
-    master = module.__dict__.get("_amp_masters", {}).get(name) or master_of(tensor)
-    if master is not None:
-        master.register()
-        master.absorb()
-    alone = tensor.dtype == torch.float32 != target and master is None and _torch.owns_memory_alone(tensor)
-    exact = tensor.detach() if master is None else master.value.detach()
-    if tensor.dtype != target:
-        undo.callback(_put_data_back, tensor, tensor.data, tensor.grad, master)
-        # A gradient cannot have another dtype than its parameter, and an optimizer must not step with a stale one.
-        tensor.grad = None
-        tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
-        if master is not None and target != torch.float32:
-            master.dtype = target
-            master.push()
-        elif master is not None:
-            master.retire()
-    if id(tensor) in trained or (master is not None and id(master.value) in trained):
-        if alone:  # the master takes the memory that the weight just left: no copy, no second peak
-            exact = torch.nn.Parameter(exact.data, tensor.requires_grad)
-        ensure_master(module, name, exact, adopt=alone)
 
 
 def _put_data_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, master: Master | None) -> None:
@@ -224,12 +218,8 @@ class HalfAverage:
 
 def watch_averages(model: torch.nn.Module) -> None:
     """Have deepcopies of ``model`` looked at: is one updated as a moving average, in half?"""
-    half = [
-        (param.numel(), module, param)
-        for module in model.modules()
-        for param in module._parameters.values()
-        if param is not None and param.dtype in HALF_DTYPES
-    ]
+    held = [(module, param) for module in model.modules() for param in module._parameters.values() if param is not None]
+    half = [(param.numel(), module, param) for module, param in held if param.dtype in HALF_DTYPES]
     if half:
         _, module, param = max(half, key=itemgetter(0))
         object.__setattr__(module, "_amp_average", HalfAverage(param))
