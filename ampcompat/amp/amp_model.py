@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import copy
 import functools
-import operator
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ from ampcompat.amp.weights import cast_weights, watch_averages
 Forward = Callable[..., object]
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
-_IS_THERE = functools.partial(operator.is_not, None)
 
 
 @dataclass(eq=False)
@@ -146,20 +145,15 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
 
 def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
     """Device types that hold parameters or buffers of ``models``."""
-    modules = {module for model in models for module in model.modules()}  # scripts override ``parameters()``
+    modules = itertools.chain.from_iterable(map(torch.nn.Module.modules, models))  # scripts override ``parameters()``
     return {t.device.type for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
 
 
 def _device_type(model: torch.nn.Module) -> str:
     """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along."""
     room = state.casts
-    first: torch.Tensor | None = None
-    for module in model.modules():  # not parameters(), whose nested generators are slower
-        first = next(filter(_IS_THERE, module._parameters.values()), None)
-        if first is not None:
-            break
-    if first is None:
-        first = next(model.buffers(), None)
+    params = (param for module in model.modules() for param in module._parameters.values() if param is not None)
+    first = next(itertools.chain(params, model.buffers()), None)  # not ``model.parameters()``, which is slower
     if first is None:
         return room.device_types[0] if room.device_types else "cpu"
     device_type = str(first.device.type)
@@ -253,7 +247,7 @@ def amp_class(cls: Any) -> Any:
             replica.__dict__["_amp_stamp"] = casts, device_type  # for its own thread
         return replica
 
-    body = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+    body: dict[str, Any] = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     body |= {"_amp_of": cls, "forward": forward, "__reduce_ex__": __reduce_ex__}
     body["_replicate_for_data_parallel"] = _replicate_for_data_parallel
     # Past the user's metaclass, which may count or rename classes; what it set on the class is inherited. An abstract

@@ -145,22 +145,23 @@ def initialize(
         given = (cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale)
         options, half = properties.read_properties(opt_level, dict(zip(properties.OPTIONS, given, strict=True)))
         properties.check_keywords(num_losses, min_loss_scale, max_loss_scale, cast_model_outputs, verbosity)
-        found = properties.as_models(models, options)
+        found = properties.as_models(models, options.options)
         modules = [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
         optimizer_list = properties.as_optimizers(optimizers)
-        if any(_torch.is_zero(one) or properties.inner_optimizers(one) for one in optimizer_list):
+        if any(map(_torch.is_zero, optimizer_list)) or any(map(properties.inner_optimizers, optimizer_list)):
             nested.check(optimizer_list, options)
         if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
             kept = keep_fp32_.select(found, keep_fp32)
         make = functools.partial(LossScaler, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        scalers = [make(options.loss_scale, loss_id=loss_id) for loss_id in range(num_losses)]
+        scalers = [make(options.options["loss_scale"], loss_id=loss_id) for loss_id in range(num_losses)]
         session = Session(options, half, cast_model_outputs, scalers)
     else:
         several = models if isinstance(models, (list, tuple)) else [models]
         roots = [_torch.uncompiled(model) for model in several if isinstance(model, torch.nn.Module)]
         modules = list({m: None for root in roots for m in root.modules() if m in state.models.live})
         optimizer_list, session = properties.as_optimizers(optimizers), Session(Properties())
-    _refuse_to_leave(modules, optimizer_list, session.policy)
+    if state.optimizers.live:
+        _refuse_to_leave(modules, optimizer_list, session.policy)
     if enabled and verbosity > 0:
         _describe(options)
     if enabled and len(modules) < len(found):
@@ -190,14 +191,12 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
         for one in optimizers:
             if "optim" in vars(one):
                 nested.gather(one)
-        cast_weights(
-            modules,
-            policy.input_dtype,
-            undo,
-            keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
-            trained=optimizer.held_params(optimizers) if policy.master_weights else None,
-            kept=frozenset(inner for module in kept for inner in module.modules()),
-        )
+        wide = set[torch.nn.Module]().union(*map(torch.nn.Module.modules, kept))
+        if options["keep_batchnorm_fp32"]:  # affine ones, as apex's ``convert_module``
+            norm = torch.nn.modules.batchnorm._BatchNorm
+            wide |= {m for model in modules for m in model.modules() if isinstance(m, norm) and m.affine}
+        trained = optimizer.held_params(optimizers) if policy.master_weights else None
+        cast_weights(modules, policy.input_dtype, undo, wide, trained)
         if kept or any("_amp_policy" in vars(m) for model in modules for m in model.modules()):
             keep_fp32_.build_borders(modules, kept, policy, undo)
         for model in modules:

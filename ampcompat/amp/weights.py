@@ -10,7 +10,7 @@ whether there are masters, while its tensors are half.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from contextlib import ExitStack
 from operator import itemgetter
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils.weak import TensorWeakRef
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.masters import Master, ensure_master, master_of, own_tensors, rebind, set_masters
+from ampcompat.amp.masters import ensure_master, master_of, own_tensors, rebind, set_masters
 from ampcompat.amp.properties import HALF_DTYPES, Optimizer
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
@@ -31,25 +31,22 @@ def cast_weights(
     models: Iterable[torch.nn.Module],
     dtype: torch.dtype | None,
     undo: ExitStack,
-    keep_batchnorm_fp32: bool = False,
+    kept: Set[torch.nn.Module] = frozenset(),
     trained: Collection[int] | None = None,
-    kept: frozenset[torch.nn.Module] = frozenset(),
 ) -> None:
     """Cast every floating parameter and buffer of ``models`` to ``dtype``, in place; complex tensors stay.
 
     Parameters keep their identity; weights that an earlier call had cast are restored from their masters first. None
-    leaves alone what no earlier call had cast, and restores the rest. ``keep_batchnorm_fp32`` keeps affine batch norm
-    in float32, as apex's ``convert_module``; ``kept`` are modules that stay float32 too. Half tensors get float32
-    masters: now where some optimizer holds them (``trained``, by id; None: no masters at all), else when needed.
+    leaves alone what no earlier call had cast, and restores the rest. ``kept`` modules stay float32. Half tensors get
+    float32 masters: now where an optimizer holds them (``trained``, by id), else when needed; without ``trained`` none.
     """
-    modules = {id(m): m for model in models for m in model.modules()}.values()
-    for module in [one for one in modules if "_amp_half" in one.__dict__]:
-        hook_new(module, *module.__dict__["_amp_half"])
+    modules = {m: None for model in models for m in model.modules()}
+    for module in modules:
+        if "_amp_half" in module.__dict__:
+            hook_new(module, *module.__dict__["_amp_half"])
     for module in modules:
         before, held = module.__dict__.get("_amp_half"), dict(module.__dict__.get("_amp_masters", {}))
-        norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
-        wide = module in kept or (keep_batchnorm_fp32 and norm)
-        target = torch.float32 if (before is not None if dtype is None else wide) else dtype
+        target = torch.float32 if (before is not None if dtype is None else module in kept) else dtype
         if target is None:
             continue
         half = None if target == torch.float32 else target
@@ -65,7 +62,12 @@ def cast_weights(
             alone = tensor.dtype == torch.float32 != target and master is None and _torch.owns_memory_alone(tensor)
             exact = tensor.detach() if master is None else master.value.detach()
             if tensor.dtype != target:
-                undo.callback(_put_data_back, tensor, tensor.data, tensor.grad, master)
+                if master is not None:
+                    undo.callback(master.settle)
+                    undo.callback(master.register)
+                    undo.callback(setattr, master, "dtype", tensor.dtype)
+                undo.callback(setattr, tensor, "grad", tensor.grad)
+                undo.callback(setattr, tensor, "data", tensor.data)  # runs first
                 # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
                 tensor.grad = None
                 tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
@@ -81,15 +83,6 @@ def cast_weights(
         hook(module, half, trained is not None)
         if half is None:
             set_masters(module, {})
-
-
-def _put_data_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, master: Master | None) -> None:
-    tensor.data = data
-    tensor.grad = grad
-    if master is not None:
-        master.dtype = data.dtype
-        master.register()
-        master.settle()
 
 
 def hook(module: torch.nn.Module, half: torch.dtype | None, master_weights: bool) -> None:
@@ -218,8 +211,12 @@ class HalfAverage:
 
 def watch_averages(model: torch.nn.Module) -> None:
     """Have deepcopies of ``model`` looked at: is one updated as a moving average, in half?"""
-    held = [(module, param) for module in model.modules() for param in module._parameters.values() if param is not None]
-    half = [(param.numel(), module, param) for module, param in held if param.dtype in HALF_DTYPES]
+    half = [
+        (param.numel(), module, param)
+        for module in model.modules()
+        for param in module._parameters.values()
+        if param is not None and param.dtype in HALF_DTYPES
+    ]
     if half:
         _, module, param = max(half, key=itemgetter(0))
         object.__setattr__(module, "_amp_average", HalfAverage(param))
