@@ -289,7 +289,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     while _torch.parallel_wrapper(model := _torch.uncompiled(model)):
         model = model.get_submodule("module")
     plain = copy.deepcopy(model)
-    cast_weights([plain], None, ExitStack())
+    cast_weights(list(plain.modules()), None, ExitStack())
     for module in plain.modules():
         set_policy(module, None)
     return plain

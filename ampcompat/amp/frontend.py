@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import operator
 import os
 import weakref
@@ -17,16 +18,17 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
-from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.autocast import OFF, set_ambient
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.keep_fp32 import BorderPolicy, select, set_border
 from ampcompat.amp.masters import master_of
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Optimizer, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
+from ampcompat.amp.stash import stepper
 from ampcompat.amp.weights import cast_weights
 
 if TYPE_CHECKING:
@@ -151,7 +153,7 @@ def initialize(
         if any(map(_torch.is_zero, optimizer_list)) or any(map(properties.inner_optimizers, optimizer_list)):
             nested.check(optimizer_list, options)
         if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
-            kept = keep_fp32_.select(found, keep_fp32)
+            kept = select(found, keep_fp32)
         make = functools.partial(LossScaler, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         scalers = [make(options.options["loss_scale"], loss_id=loss_id) for loss_id in range(num_losses)]
         session = Session(options, half, cast_model_outputs, scalers)
@@ -162,8 +164,15 @@ def initialize(
         optimizer_list, session = properties.as_optimizers(optimizers), Session(Properties())
     if state.optimizers.live:
         _refuse_to_leave(modules, optimizer_list, session.policy)
-    if enabled and verbosity > 0:
-        _describe(options)
+    if enabled and verbosity > 0:  # what apex printed, for people and scripts that look for it
+        level = options.options["opt_level"]
+        say(f"Selected optimization level {BRIEFS[level]}")
+        say("Defaults for this optimization level are:")
+        for name, value in {"enabled": True, "opt_level": level, **LEVELS[level]}.items():
+            say(f"{name:22} : {value}")
+        say("After processing overrides, optimization options are:")
+        for name, value in options.options.items():
+            say(f"{name:22} : {value}")
     if enabled and len(modules) < len(found):
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
     _take_over(session, modules, optimizer_list, kept)
@@ -191,14 +200,16 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
         for one in optimizers:
             if "optim" in vars(one):
                 nested.gather(one)
-        wide = set[torch.nn.Module]().union(*map(torch.nn.Module.modules, kept))
-        if options["keep_batchnorm_fp32"]:  # affine ones, as apex's ``convert_module``
-            norm = torch.nn.modules.batchnorm._BatchNorm
-            wide |= {m for model in modules for m in model.modules() if isinstance(m, norm) and m.affine}
-        trained = optimizer.held_params(optimizers) if policy.master_weights else None
-        cast_weights(modules, policy.input_dtype, undo, wide, trained)
-        if kept or any("_amp_policy" in vars(m) for model in modules for m in model.modules()):
-            keep_fp32_.build_borders(modules, kept, policy, undo)
+        parts = dict.fromkeys(itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)))
+        # What this rank steps gets its masters now.
+        trained = {id(p) for one in map(stepper, optimizers) for group in one.param_groups for p in group["params"]}
+        wide, norms = set().union(*map(torch.nn.Module.modules, kept)), bool(options["keep_batchnorm_fp32"])
+        cast_weights(parts, policy.input_dtype, undo, wide, norms, trained if policy.master_weights else None)
+        for part in parts:
+            before = part.__dict__.get("_amp_policy")
+            if part not in modules and (part in kept or isinstance(before, BorderPolicy)):
+                undo.callback(set_border, part, before)
+                set_border(part, BorderPolicy(policy.opt_level, policy.half) if part in kept else None)
         for model in modules:
             amp_model.set_policy(model, policy if enabled else None)
         for one in optimizers:
@@ -244,15 +255,3 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
             f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
             " it too, with all of its models, or drop it (del optimizer) before (D32)."
         )
-
-
-def _describe(properties: Properties) -> None:
-    """Print what apex printed, for people and scripts that look for it."""
-    level = properties.opt_level
-    say(f"Selected optimization level {BRIEFS[level]}")
-    say("Defaults for this optimization level are:")
-    for name, value in {"enabled": True, "opt_level": level, **LEVELS[level]}.items():
-        say(f"{name:22} : {value}")
-    say("After processing overrides, optimization options are:")
-    for name, value in properties.options.items():
-        say(f"{name:22} : {value}")

@@ -8,7 +8,7 @@ deepcopy, pickle, DataParallel, a direct ``module.forward(x)`` and ``torch.compi
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -80,7 +80,22 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
         if isinstance(one, _CONTAINERS):  # without a forward: what it contains is kept
             found += one.children()
             continue
-        _check(one, models, names)
+        name = names[one]
+        if not set(one.modules()).isdisjoint(models):
+            raise ValueError(
+                f"keep_fp32 keeps a whole model ({type(one).__name__}) - it keeps modules inside of one - initialize"
+                " this model with opt_level='O0', or name modules in it."
+            )
+        if isinstance(one, torch.jit.ScriptModule):
+            raise ValueError(
+                f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as it was scripted - script it later."
+            )
+        for parent in names:
+            if isinstance(parent, torch.nn.MultiheadAttention) and one in {*parent.children()}:
+                raise ValueError(
+                    f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without"
+                    f" calling them - keep the whole of {names[parent]!r}."
+                )
         for part in one.modules():
             for module in (m for _, tensor in own_tensors(part) for m in holders[id(tensor)] if m not in covered):
                 say(f"keep_fp32: {names[module]!r} shares a tensor with {names[part]!r} and stays float32 with it.")
@@ -122,35 +137,8 @@ def _matches(one: object, names: Names) -> Names:
     )
 
 
-def _check(module: torch.nn.Module, models: list[torch.nn.Module], names: Names) -> None:
-    name = names[module]
-    parents = [n for m, n in names.items() if isinstance(m, torch.nn.MultiheadAttention) and module in {*m.children()}]
-    if not set(module.modules()).isdisjoint(models):
-        raise ValueError(
-            f"keep_fp32 keeps a whole model ({type(module).__name__}) - it keeps modules inside of one - initialize"
-            " this model with opt_level='O0', or name modules in it."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as it was scripted - script it later.")
-    if parents:
-        raise ValueError(
-            f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without calling"
-            f" them - keep the whole of {parents[0]!r}."
-        )
-
-
-def build_borders(
-    modules: list[torch.nn.Module], kept: list[torch.nn.Module], policy: ModelPolicy, undo: ExitStack
-) -> None:
-    """Put borders around ``kept`` and take those of earlier calls off every other module under ``modules``."""
-    for module in {m for model in modules for m in model.modules()} - set(modules):
-        before = module.__dict__.get("_amp_policy")
-        if module in kept or isinstance(before, BorderPolicy):
-            undo.callback(_set, module, before)
-            _set(module, BorderPolicy(policy.opt_level, policy.half) if module in kept else None)
-
-
-def _set(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
+def set_border(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
+    """Put the border ``policy`` around ``module``, or what was there before."""
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _pass]:
         del hooks[key]

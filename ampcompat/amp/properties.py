@@ -44,10 +44,8 @@ BRIEFS: Mapping[str, str] = {
     "O4": "O4:  Insert automatic casts to BFLOAT16 around Pytorch functions and Tensor methods.",
     "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
 }
-_DTYPE_NAMES: Mapping[str, torch.dtype] = {
-    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
-    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
-}
+_DTYPE_NAMES = dict.fromkeys(("float16", "fp16", "half"), torch.float16)
+_DTYPE_NAMES |= dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16)
 
 
 def _is_positive(value: object) -> bool:

@@ -10,8 +10,9 @@ whether there are masters, while its tensors are half.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -28,25 +29,27 @@ _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
 def cast_weights(
-    models: Iterable[torch.nn.Module],
+    modules: Collection[torch.nn.Module],
     dtype: torch.dtype | None,
     undo: ExitStack,
-    kept: Set[torch.nn.Module] = frozenset(),
+    kept: Collection[torch.nn.Module] = (),
+    keep_batchnorm_fp32: bool = False,
     trained: Collection[int] | None = None,
 ) -> None:
-    """Cast every floating parameter and buffer of ``models`` to ``dtype``, in place; complex tensors stay.
+    """Cast every floating parameter and buffer that ``modules`` hold to ``dtype``, in place; complex tensors stay.
 
     Parameters keep their identity; weights that an earlier call had cast are restored from their masters first. None
-    leaves alone what no earlier call had cast, and restores the rest. ``kept`` modules stay float32. Half tensors get
-    float32 masters: now where an optimizer holds them (``trained``, by id), else when needed; without ``trained`` none.
+    leaves alone what no earlier call had cast, and restores the rest. ``kept`` modules stay float32, and with
+    ``keep_batchnorm_fp32`` affine batch norm, as in apex's ``convert_module``. Half tensors get float32 masters: now
+    where an optimizer holds them (``trained``, by id), else when needed; without ``trained`` none.
     """
-    modules = {m: None for model in models for m in model.modules()}
     for module in modules:
         if "_amp_half" in module.__dict__:
             hook_new(module, *module.__dict__["_amp_half"])
     for module in modules:
         before, held = module.__dict__.get("_amp_half"), dict(module.__dict__.get("_amp_masters", {}))
-        target = torch.float32 if (before is not None if dtype is None else module in kept) else dtype
+        norm = keep_batchnorm_fp32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
+        target = torch.float32 if (before is not None if dtype is None else norm or module in kept) else dtype
         if target is None:
             continue
         half = None if target == torch.float32 else target
@@ -162,6 +165,7 @@ def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
 _WRITES, _SAMPLE, _FOLLOWS = 8, 256, 0.75
 
 
+@dataclass(eq=False)
 class HalfAverage:
     """Notices an average of weights that is kept in half, where it cannot move.
 
@@ -171,16 +175,18 @@ class HalfAverage:
     copy far behind its original is such an average; a teacher that is frozen, or copied whole at times, is not.
     """
 
-    def __init__(self, param: torch.Tensor, original: torch.Tensor | None = None) -> None:
-        self.param, self.original = TensorWeakRef(param), TensorWeakRef(param if original is None else original)
-        self.birth = _sample(param)
-        self.writes, self.version = 0, param._version
+    param: TensorWeakRef
+    original: TensorWeakRef  # itself, where it is no copy
+    birth: torch.Tensor | None = None  # a sample of a copy as it was made
+    writes: int = 0
+    version: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HalfAverage | None:
         param = self.param()
         if param is None or not _torch.has_storage(param):
             return None
-        copied = HalfAverage(copy.deepcopy(param, memo), param)
+        twin = copy.deepcopy(param, memo)
+        copied = HalfAverage(TensorWeakRef(twin), self.param, _sample(twin), 0, twin._version)
         state.observers.append(copied)
         return copied
 
@@ -189,15 +195,15 @@ class HalfAverage:
 
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Count writes after a step; once there are enough, compare: one host sync."""
-        param, original = self.param(), self.original()
-        if param is not None and original is not None and original.shape == param.shape:
+        param, original, birth = self.param(), self.original(), self.birth
+        if param is not None and original is not None and birth is not None and original.shape == param.shape:
             master = master_of(param)
             if master is None or master.before_writes is not None or param._version != master.seen[0]:
                 self.writes += param._version - self.version  # by others: amp's own writes come from the master
             self.version = param._version
             if self.writes < _WRITES:
                 return
-            now, birth, goal = [t.to(param.device).float() for t in (_sample(param), self.birth, _sample(original))]
+            now, birth, goal = [t.to(param.device).float() for t in (_sample(param), birth, _sample(original))]
             if (now - birth).abs().sum() < _FOLLOWS * (goal - birth).abs().sum():
                 warn_once(
                     "half average",
@@ -219,7 +225,7 @@ def watch_averages(model: torch.nn.Module) -> None:
     ]
     if half:
         _, module, param = max(half, key=itemgetter(0))
-        object.__setattr__(module, "_amp_average", HalfAverage(param))
+        object.__setattr__(module, "_amp_average", HalfAverage(TensorWeakRef(param), TensorWeakRef(param)))
 
 
 def _sample(param: torch.Tensor) -> torch.Tensor:
