@@ -205,11 +205,12 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
         trained = {id(p) for one in map(stepper, optimizers) for group in one.param_groups for p in group["params"]}
         wide, norms = set().union(*map(torch.nn.Module.modules, kept)), bool(options["keep_batchnorm_fp32"])
         cast_weights(parts, policy.input_dtype, undo, wide, norms, trained if policy.master_weights else None)
+        border = BorderPolicy(policy.opt_level, OFF, torch.float32, policy.half, None, False)
         for part in parts:
             before = part.__dict__.get("_amp_policy")
             if part not in modules and (part in kept or isinstance(before, BorderPolicy)):
                 undo.callback(set_border, part, before)
-                set_border(part, BorderPolicy(policy.opt_level, policy.half) if part in kept else None)
+                set_border(part, border if part in kept else None)
         for model in modules:
             amp_model.set_policy(model, policy if enabled else None)
         for one in optimizers:

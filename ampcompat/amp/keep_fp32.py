@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -18,7 +19,6 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import amp_model
 from ampcompat.amp.amp_model import Args, Forward, Kwargs, ModelPolicy
-from ampcompat.amp.autocast import OFF
 from ampcompat.amp.masters import own_tensors
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.trees import cast_tree, tensors_in
@@ -28,10 +28,7 @@ Names = dict[torch.nn.Module, str]
 
 
 class BorderPolicy(ModelPolicy):
-    """How a kept module runs in a model at ``opt_level``; ``outside`` is the half dtype of its outputs, if any."""
-
-    def __init__(self, opt_level: str, outside: torch.dtype | None) -> None:
-        super().__init__(opt_level, OFF, torch.float32, outside, None, False)
+    """How a kept module runs; ``output_dtype`` is the half dtype around it, if any."""
 
     def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run ``forward`` on float32 inputs, casts off."""
@@ -106,11 +103,11 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
     return [module for module in kept if module not in inner]
 
 
+@dataclass(eq=False)
 class Unmatched:
     """Refuses to train while a pattern of the environment matches no module of any model under amp."""
 
-    def __init__(self, patterns: list[str]) -> None:
-        self.patterns = patterns
+    patterns: list[str]
 
     def on_scale_loss(self, *_: object) -> None:
         """Look at all models, once."""
