@@ -143,17 +143,21 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
     _torch.note_cure(error, _torch.raised_in(error, model))
 
 
+@_torch.eager
 def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
     """Device types that hold parameters or buffers of ``models``."""
     modules = itertools.chain.from_iterable(map(torch.nn.Module.modules, models))  # scripts override ``parameters()``
     return {t.device.type for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
 
 
+@_torch.eager
 def _device_type(model: torch.nn.Module) -> str:
     """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along."""
     room = state.casts
-    params = (param for module in model.modules() for param in module._parameters.values() if param is not None)
-    first = next(itertools.chain(params, model.buffers()), None)  # not ``model.parameters()``, which is slower
+    held = (param for module in model.modules() for param in module._parameters.values() if param is not None)
+    first = next(held, None)  # not ``model.parameters()``, which is slower
+    if first is None:
+        first = next(model.buffers(), None)
     if first is None:
         return room.device_types[0] if room.device_types else "cpu"
     device_type = str(first.device.type)

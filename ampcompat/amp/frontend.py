@@ -238,14 +238,15 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
     loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
     """
     fit = operator.attrgetter("opt_level", "casts", "half", "master_weights")
-    params = [param for model in models for param in model.parameters()]
-    going = {id(tensor) for tensor in (*params, *[m.value for m in map(master_of, params) if m is not None])}
+    going = {id(param) for model in models for param in model.parameters()}
     left = weakref.WeakSet[Any](
         one
         for one in state.optimizers.live
         if not any(one is other for other in given)
         and fit(one._amp_stash.session.policy) != fit(policy)
-        and any(id(param) in going for group in one.param_groups for param in group["params"])
+        and any(
+            id(m.half if (m := master_of(p)) else p) in going for group in one.param_groups for p in group["params"]
+        )
     )
     if left:
         gc.collect()  # an optimizer that is not used any more is part of a cycle: its methods are bound to it
