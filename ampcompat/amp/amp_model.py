@@ -155,7 +155,7 @@ def _device_type(model: torch.nn.Module) -> str:
     """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along."""
     room = state.casts
     held = (param for module in model.modules() for param in module._parameters.values() if param is not None)
-    first = next(held, None)  # not ``model.parameters()``, which is slower
+    first: torch.Tensor | None = next(held, None)  # not ``model.parameters()``, which is slower
     if first is None:
         first = next(model.buffers(), None)
     if first is None:

@@ -244,9 +244,7 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
         for one in state.optimizers.live
         if not any(one is other for other in given)
         and fit(one._amp_stash.session.policy) != fit(policy)
-        and any(
-            id(m.half if (m := master_of(p)) else p) in going for group in one.param_groups for p in group["params"]
-        )
+        and any(id(m.half if (m := master_of(p)) else p) in going for g in one.param_groups for p in g["params"])
     )
     if left:
         gc.collect()  # an optimizer that is not used any more is part of a cycle: its methods are bound to it
