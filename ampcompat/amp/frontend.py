@@ -206,9 +206,9 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
         wide, norms = set().union(*map(torch.nn.Module.modules, kept)), bool(options["keep_batchnorm_fp32"])
         cast_weights(parts, policy.input_dtype, undo, wide, norms, trained if policy.master_weights else None)
         border = BorderPolicy(policy.opt_level, OFF, torch.float32, policy.half, None, False)
-        for part in parts:
+        for part in parts.keys() - modules:
             before = part.__dict__.get("_amp_policy")
-            if part not in modules and (part in kept or isinstance(before, BorderPolicy)):
+            if part in kept or isinstance(before, BorderPolicy):
                 undo.callback(set_border, part, before)
                 set_border(part, border if part in kept else None)
         for model in modules:
