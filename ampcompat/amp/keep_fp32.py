@@ -61,7 +61,8 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
     for one in wanted:
         found += (matches := _matches(one, names))
         if not matches:
-            raise ValueError(f"keep_fp32={_show(one)} - it matches no module of the model - {_hint(names)}")
+            shown = type(one).__name__ if isinstance(one, torch.nn.Module) else repr(one)
+            raise ValueError(f"keep_fp32={shown} - it matches no module of the model - {_hint(names)}")
     for pattern in patterns:
         found += (matches := _matches(pattern, names))
         missed = f"matches no module of this model, which has {_list(names)}"
@@ -129,7 +130,7 @@ def _matches(one: object, names: Names) -> Names:
     if isinstance(one, str):
         return {m: n for m, n in names.items() if n and (fnmatchcase(n, one) or fnmatchcase(type(m).__name__, one))}
     raise TypeError(
-        f"keep_fp32 got {_show(one)} - it takes modules, module types and name patterns, or a list of these - pass"
+        f"keep_fp32 got {one!r} - it takes modules, module types and name patterns, or a list of these - pass"
         " keep_fp32=['encoder.*.wo'] for instance."
     )
 
@@ -148,10 +149,6 @@ def set_border(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
 
 def _pass(module: torch.nn.Module, args: object) -> None:
     """Disable torch's fused encoder path, by being a hook."""
-
-
-def _show(one: object) -> str:
-    return type(one).__name__ if isinstance(one, torch.nn.Module) else repr(one)
 
 
 def _hint(names: Names) -> str:

@@ -97,8 +97,7 @@ def hook(module: torch.nn.Module, half: torch.dtype | None, master_weights: bool
         return
     object.__setattr__(module, "_amp_half", (half, master_weights))
     if "_amp_state_hooks" not in module.__dict__:
-        hooks = _torch.register_state_dict_hooks(module, _hand_out, _take_in, _loaded)
-        object.__setattr__(module, "_amp_state_hooks", hooks)
+        module.__dict__["_amp_state_hooks"] = _torch.register_state_dict_hooks(module, _hand_out, _take_in, _loaded)
 
 
 def hook_new(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -> list[tuple[str, torch.nn.Module]]:
