@@ -11,7 +11,7 @@ from __future__ import annotations
 import abc
 import copy
 import functools
-import operator
+import itertools
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +30,6 @@ from ampcompat.amp.weights import cast_weights, watch_averages
 Forward = Callable[..., object]
 Args = tuple[object, ...]
 Kwargs = dict[str, object]
-_IS_THERE = functools.partial(operator.is_not, None)
 
 
 @dataclass(eq=False)
@@ -51,10 +50,14 @@ class ModelPolicy:
         """``forward(*args, **kwargs)`` of ``model`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(forward, args, kwargs)
+        room, thread, casts = state.casts, state.casts.thread, self.casts
+        if casts.enabled and room.patches is None:  # unpickled in a process that has called no initialize
+            _torch.run_uncompiled(cover, [_device_type(model)])
+            return _torch.run_uncompiled(self.run, model, forward, args, kwargs)
         if state.observers:
             notify("on_forward", model, args, kwargs)
-        half = self.half is not None and "_amp_stamp" not in model.__dict__
-        running = state.casts.thread.running
+        stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
+        half, running = self.half is not None and stamp is None, thread.running
         around = running[-1] if half and running else None
         if half:
             running.append(model)
@@ -63,7 +66,20 @@ class ModelPolicy:
                 reconcile(masters_of(model))
             if self.input_dtype is not None:
                 args, kwargs = cast_tree(args, self.input_dtype), kwargs and cast_tree(kwargs, self.input_dtype)
-            output = self._run_casting(model, forward, args, kwargs)
+            device_type: str | None = None  # nobody casts functions: nothing to switch off
+            if stamp is not None:
+                casts, device_type = stamp
+            elif casts.enabled or room.found is not None:
+                device_type = _device_type(model)
+                if thread.disabled:
+                    casts = OFF
+                elif thread.regions.get(device_type):
+                    device_type = None  # in a region of the user's, who decides
+            if device_type is None:
+                output = forward(*args, **kwargs)
+            else:
+                with switched(casts, device_type):
+                    output = forward(*args, **kwargs)
             # ``initialize([model, model.generator], ...)``: as a part of a running model, the generator gives it half.
             is_part = around is not None and any(part is model for part in around.modules())
             if self.output_dtype is not None and not is_part:
@@ -77,25 +93,6 @@ class ModelPolicy:
         if state.observers:
             notify("on_output", model, output)
         return output
-
-    def _run_casting(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
-        room, casts = state.casts, self.casts
-        if casts.enabled and room.patches is None:  # unpickled in a process that has called no initialize
-            _torch.run_uncompiled(cover, [_device_type(model)])
-            return _torch.run_uncompiled(self._run_casting, model, forward, args, kwargs)
-        if stamp is not None:
-            casts, device_type = stamp
-        elif not casts.enabled and room.found is None:
-            return forward(*args, **kwargs)  # nobody casts functions: nothing to switch off
-        else:
-            device_type = _device_type(model)
-            if room.thread.disabled:
-                casts = OFF
-            elif room.thread.regions.get(device_type):
-                return forward(*args, **kwargs)  # in a region of the user's, who decides
-        with switched(casts, device_type):
-            return forward(*args, **kwargs)
 
     def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         # Leave out what dynamo cannot trace: checks of masters (the step makes them) and the thread's state. A user's
@@ -126,14 +123,6 @@ class ModelPolicy:
         with torch.autocast(first, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
             return self._in_graph(others, forward, args, kwargs)
 
-    def stamp(self, model: torch.nn.Module) -> tuple[Casts, str]:
-        """The casts and device type of a DataParallel replica, for its own thread."""
-        device_type, thread = _device_type(model), state.casts.thread
-        if thread.disabled or not thread.regions.get(device_type):
-            return OFF if thread.disabled else self.casts, device_type
-        # A user's region: hand on its dtype too, which torch does not.
-        return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)), device_type
-
 
 def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
     """Add to torch's own error what cures it, where mixed precision provokes it."""
@@ -154,20 +143,19 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
     _torch.note_cure(error, _torch.raised_in(error, model))
 
 
+@_torch.eager
 def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
     """Device types that hold parameters or buffers of ``models``."""
-    modules = {module for model in models for module in model.modules()}  # scripts override ``parameters()``
+    modules = itertools.chain.from_iterable(map(torch.nn.Module.modules, models))  # scripts override ``parameters()``
     return {t.device.type for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
 
 
+@_torch.eager
 def _device_type(model: torch.nn.Module) -> str:
     """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along."""
     room = state.casts
-    first: torch.Tensor | None = None
-    for module in model.modules():  # not parameters(), whose nested generators are slower
-        first = next(filter(_IS_THERE, module._parameters.values()), None)
-        if first is not None:
-            break
+    held = (param for module in model.modules() for param in module._parameters.values() if param is not None)
+    first: torch.Tensor | None = next(held, None)  # not ``model.parameters()``, which is slower
     if first is None:
         first = next(model.buffers(), None)
     if first is None:
@@ -250,14 +238,20 @@ def amp_class(cls: Any) -> Any:
         return (rebuild, (cls, build, args), *rest)
 
     def _replicate_for_data_parallel(self: Any) -> Any:
-        if self._amp_policy is not None and self._amp_policy.master_weights:
+        policy: ModelPolicy | None = self._amp_policy
+        if policy is not None and policy.master_weights:
             reconcile(masters_of(self))  # here and not in the replicas, which run in threads
         replica = super(made, self)._replicate_for_data_parallel()
-        if self._amp_policy is not None:
-            replica.__dict__["_amp_stamp"] = self._amp_policy.stamp(self)
+        if policy is not None:
+            device_type, thread = _device_type(self), state.casts.thread
+            casts = OFF if thread.disabled else policy.casts
+            if thread.regions.get(device_type) and not thread.disabled:
+                # A user's region: hand on its dtype too, which torch does not.
+                casts = Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+            replica.__dict__["_amp_stamp"] = casts, device_type  # for its own thread
         return replica
 
-    body = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+    body: dict[str, Any] = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
     body |= {"_amp_of": cls, "forward": forward, "__reduce_ex__": __reduce_ex__}
     body["_replicate_for_data_parallel"] = _replicate_for_data_parallel
     # Past the user's metaclass, which may count or rename classes; what it set on the class is inherited. An abstract
@@ -299,7 +293,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     while _torch.parallel_wrapper(model := _torch.uncompiled(model)):
         model = model.get_submodule("module")
     plain = copy.deepcopy(model)
-    cast_weights([plain], None, ExitStack())
+    cast_weights(list(plain.modules()), None, ExitStack())
     for module in plain.modules():
         set_policy(module, None)
     return plain

@@ -150,7 +150,8 @@ def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
         if _torch.autocast_nesting():  # outside the user's regions it is as torch begins
             begin = {"cpu": torch.bfloat16, "xla": torch.bfloat16}
             room.found = Saved(tuple((d, False, begin.get(d, torch.float16)) for d in types), cache=True)
-    _switch_off(set(room.device_types).difference(wanted))
+    for device_type in set(room.device_types).difference(wanted):
+        torch.set_autocast_enabled(device_type, False)
     room.ambient, room.device_types = casts if casts.enabled else None, wanted
     room.owner = threading.get_ident()
     assert_ambience()
@@ -174,13 +175,14 @@ def assert_ambience() -> None:
     torch.set_autocast_cache_enabled(room.found.cache and room.ambient is None)
 
 
-def _switch_off(device_types: Iterable[str]) -> None:
-    for device_type in device_types:
+def _forked() -> None:
+    """Switch casts off: a forked worker (DataLoader) inherits this thread's, but works beside it."""
+    for device_type in state.casts.device_types if state.casts.ambient else ():
         torch.set_autocast_enabled(device_type, False)
 
 
-if hasattr(os, "register_at_fork"):  # a forked worker (DataLoader) inherits this thread's casts, but works beside it
-    os.register_at_fork(after_in_child=lambda: _switch_off(state.casts.device_types if state.casts.ambient else ()))
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 def cover(device_types: Iterable[str]) -> None:

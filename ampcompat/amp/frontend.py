@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import operator
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
 
@@ -16,15 +18,17 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
-from ampcompat.amp import keep_fp32 as keep_fp32_
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.autocast import OFF, set_ambient
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.keep_fp32 import BorderPolicy, select, set_border
+from ampcompat.amp.masters import master_of
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Optimizer, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
+from ampcompat.amp.stash import stepper
 from ampcompat.amp.weights import cast_weights
 
 if TYPE_CHECKING:
@@ -143,29 +147,35 @@ def initialize(
         given = (cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale)
         options, half = properties.read_properties(opt_level, dict(zip(properties.OPTIONS, given, strict=True)))
         properties.check_keywords(num_losses, min_loss_scale, max_loss_scale, cast_model_outputs, verbosity)
-        found = properties.as_models(models, options)
+        found = properties.as_models(models, options.options)
         modules = [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
         optimizer_list = properties.as_optimizers(optimizers)
-        if any(_torch.is_zero(one) or properties.inner_optimizers(one) for one in optimizer_list):
+        if any(map(_torch.is_zero, optimizer_list)) or any(map(properties.inner_optimizers, optimizer_list)):
             nested.check(optimizer_list, options)
         if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
-            kept = keep_fp32_.select(found, keep_fp32)
+            kept = select(found, keep_fp32)
         make = functools.partial(LossScaler, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        scalers = [make(options.loss_scale, loss_id=loss_id) for loss_id in range(num_losses)]
+        scalers = [make(options.options["loss_scale"], loss_id=loss_id) for loss_id in range(num_losses)]
         session = Session(options, half, cast_model_outputs, scalers)
     else:
         several = models if isinstance(models, (list, tuple)) else [models]
         roots = [_torch.uncompiled(model) for model in several if isinstance(model, torch.nn.Module)]
         modules = list({m: None for root in roots for m in root.modules() if m in state.models.live})
         optimizer_list, session = properties.as_optimizers(optimizers), Session(Properties())
-    _refuse_to_leave(modules, optimizer_list, session.policy)
-    if enabled and verbosity > 0:
-        _describe(options)
+    if state.optimizers.live:
+        _refuse_to_leave(modules, optimizer_list, session.policy)
+    if enabled and verbosity > 0:  # what apex printed, for people and scripts that look for it
+        level = options.options["opt_level"]
+        say(f"Selected optimization level {BRIEFS[level]}")
+        say("Defaults for this optimization level are:")
+        for name, value in {"enabled": True, "opt_level": level, **LEVELS[level]}.items():
+            say(f"{name:22} : {value}")
+        say("After processing overrides, optimization options are:")
+        for name, value in options.options.items():
+            say(f"{name:22} : {value}")
     if enabled and len(modules) < len(found):
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
-    with ExitStack() as undo:
-        _take_over(session, modules, optimizer_list, kept, undo)
-        undo.pop_all()
+    _take_over(session, modules, optimizer_list, kept)
     if enabled:
         state.view["verbosity"] = int(verbosity)
         if state.observers:
@@ -173,49 +183,50 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], kept: Modules, undo: ExitStack) -> None:
-    """Change everything that a call changes; each change puts its own undo on ``undo``.
+def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], kept: Modules) -> None:
+    """Change everything that a call changes, or nothing: each change puts its own undo on a stack.
 
     A session that is not enabled takes models and optimizers out of amp, and leaves alone what is not under it.
     """
     enabled, options, policy = session.enabled, session.properties.options, session.policy
-    under = [*modules, *[one for one in optimizers if "_amp_stash" in vars(one)]]
-    undo.callback(set_ambient, state.casts.ambient or OFF, state.casts.device_types)
-    undo.callback(session.end_casts)
-    for model in modules:
-        undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
-    for one in optimizers:
-        if "optim" in vars(one):
-            nested.gather(one)
-    cast_weights(
-        modules,
-        policy.input_dtype,
-        undo,
-        keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
-        master_weights=policy.master_weights,
-        trained=optimizer.held_params(optimizers) if policy.master_weights else set(),
-        kept=frozenset(inner for module in kept for inner in module.modules()),
-    )
-    if kept or [m for model in modules for m in model.modules() if "_amp_policy" in vars(m)]:
-        keep_fp32_.build_borders(modules, kept, policy, undo)
-    for model in modules:
-        amp_model.set_policy(model, policy if enabled else None)
-    for one in optimizers:
-        optimizer.remember(one, undo)
+    view = {**state.view, "opt_properties": session.properties, "loss_scalers": session.scalers}
+    if enabled or modules or any("_amp_stash" in vars(one) for one in optimizers):
+        view["handle"] = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
+    with ExitStack() as undo:
+        undo.callback(set_ambient, state.casts.ambient or OFF, state.casts.device_types)
+        undo.callback(session.end_casts)
+        for model in modules:
+            undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
+        for one in optimizers:
+            if "optim" in vars(one):
+                nested.gather(one)
+        parts = dict.fromkeys(itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)))
+        # What this rank steps gets its masters now.
+        trained = {id(p) for one in map(stepper, optimizers) for group in one.param_groups for p in group["params"]}
+        wide, norms = set().union(*map(torch.nn.Module.modules, kept)), bool(options["keep_batchnorm_fp32"])
+        cast_weights(parts, policy.input_dtype, undo, wide, norms, trained if policy.master_weights else None)
+        border = BorderPolicy(policy.opt_level, OFF, torch.float32, policy.half, None, False)
+        for part in parts.keys() - modules:
+            before = part.__dict__.get("_amp_policy")
+            if part in kept or isinstance(before, BorderPolicy):
+                undo.callback(set_border, part, before)
+                set_border(part, border if part in kept else None)
+        for model in modules:
+            amp_model.set_policy(model, policy if enabled else None)
+        for one in optimizers:
+            optimizer.remember(one, undo)
+            if enabled:
+                optimizer.attach(one, session)
+                continue
+            if "_amp_stash" in vars(one):
+                optimizer.detach(one)
+            state.optimizers.disabled.add(one)
         if enabled:
-            optimizer.attach(one, session)
-            continue
-        if "_amp_stash" in vars(one):
-            optimizer.detach(one)
-        state.optimizers.disabled.add(one)
-    values: dict[str, object] = {"opt_properties": session.properties, "loss_scalers": session.scalers}
-    if enabled:
-        session.begin_casts()
-        if state.loaded_scalers is not None:
-            checkpoint.apply_loaded(session.scalers, undo)
-    if enabled or under:
-        values["handle"] = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
-    _show(session, values, undo)
+            session.begin_casts()
+            if state.loaded_scalers is not None:
+                checkpoint.apply_loaded(session.scalers, undo)
+        undo.pop_all()
+    state.view, state.session = view, session
     if modules and not enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
 
@@ -226,41 +237,21 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
     Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
     loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
     """
-
-    def left() -> Iterator[Optimizer]:
-        fit = operator.attrgetter("opt_level", "casts", "half", "master_weights")
-        going = {id(param) for model in models for param in model.parameters()}
-        for one in list(state.optimizers.live):
-            if not any(one is other for other in given) and fit(one._amp_stash.session.policy) != fit(policy):
-                one._amp_stash.look_up(one)
-                if not going.isdisjoint(map(id, one._amp_stash.leaves())):
-                    yield one
-
-    if next(left(), None) is not None:
+    fit = operator.attrgetter("opt_level", "casts", "half", "master_weights")
+    going = {id(param) for model in models for param in model.parameters()}
+    left = weakref.WeakSet[Any](
+        one
+        for one in state.optimizers.live
+        if not any(one is other for other in given)
+        and fit(one._amp_stash.session.policy) != fit(policy)
+        and any(id(m.half if (m := master_of(p)) else p) in going for g in one.param_groups for p in g["params"])
+    )
+    if left:
         gc.collect()  # an optimizer that is not used any more is part of a cycle: its methods are bound to it
-        for one in left():
-            before, after = one._amp_stash.session.properties.opt_level, policy.opt_level or "out of amp"
-            raise RuntimeError(
-                f"amp.initialize got a model without its {type(one).__name__}, which an earlier call put under amp at"
-                f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
-                " it too, with all of its models, or drop it (del optimizer) before (D32)."
-            )
-
-
-def _show(session: Session, values: dict[str, object], undo: ExitStack) -> None:
-    """Make ``session`` the one that the module-level views show."""
-    for name, value in (("view", {**state.view, **values}), ("session", session)):
-        undo.callback(setattr, state, name, getattr(state, name))
-        setattr(state, name, value)
-
-
-def _describe(properties: Properties) -> None:
-    """Print what apex printed, for people and scripts that look for it."""
-    level = properties.opt_level
-    say(f"Selected optimization level {BRIEFS[level]}")
-    say("Defaults for this optimization level are:")
-    for name, value in {"enabled": True, "opt_level": level, **LEVELS[level]}.items():
-        say(f"{name:22} : {value}")
-    say("After processing overrides, optimization options are:")
-    for name, value in properties.options.items():
-        say(f"{name:22} : {value}")
+    for one in left:
+        before, after = one._amp_stash.session.properties.opt_level, policy.opt_level or "out of amp"
+        raise RuntimeError(
+            f"amp.initialize got a model without its {type(one).__name__}, which an earlier call put under amp at"
+            f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
+            " it too, with all of its models, or drop it (del optimizer) before (D32)."
+        )

@@ -8,8 +8,8 @@ deepcopy, pickle, DataParallel, a direct ``module.forward(x)`` and ``torch.compi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +19,6 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import amp_model
 from ampcompat.amp.amp_model import Args, Forward, Kwargs, ModelPolicy
-from ampcompat.amp.autocast import OFF
 from ampcompat.amp.masters import own_tensors
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.trees import cast_tree, tensors_in
@@ -29,10 +28,7 @@ Names = dict[torch.nn.Module, str]
 
 
 class BorderPolicy(ModelPolicy):
-    """How a kept module runs in a model at ``opt_level``; ``outside`` is the half dtype of its outputs, if any."""
-
-    def __init__(self, opt_level: str, outside: torch.dtype | None) -> None:
-        super().__init__(opt_level, OFF, torch.float32, outside, None, False)
+    """How a kept module runs; ``output_dtype`` is the half dtype around it, if any."""
 
     def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run ``forward`` on float32 inputs, casts off."""
@@ -61,29 +57,58 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
     wanted = [] if keep_fp32 is None else list(keep_fp32) if several else [keep_fp32]
     patterns = [p.strip() for p in os.environ.get("AMPCOMPAT_KEEP_FP32", "").split(",") if p.strip()]
     names = {module: name for model in reversed(models) for name, module in model.named_modules()}
-    found: Names = {}
+    found: list[torch.nn.Module] = []
     for one in wanted:
-        found.update(matches := _matches(one, names))
+        found += (matches := _matches(one, names))
         if not matches:
-            raise ValueError(f"keep_fp32={_show(one)} - it matches no module of the model - {_hint(names)}")
+            shown = type(one).__name__ if isinstance(one, torch.nn.Module) else repr(one)
+            raise ValueError(f"keep_fp32={shown} - it matches no module of the model - {_hint(names)}")
     for pattern in patterns:
-        found.update(matches := _matches(pattern, names))
+        found += (matches := _matches(pattern, names))
         missed = f"matches no module of this model, which has {_list(names)}"
         say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} {f'keeps {_list(matches)} in float32' if matches else missed}.")
         if not matches and not any(isinstance(one, Unmatched) for one in state.observers):
             state.observers.append(Unmatched(patterns))
-    kept = _with_tied(_forwarding(found), names)
-    for module in kept:
-        _check(module, models, names)
+    holders: dict[int, list[torch.nn.Module]] = {}
+    for module in names:
+        for _, tensor in own_tensors(module):
+            holders.setdefault(id(tensor), []).append(module)
+    covered = {module for one in found for module in one.modules()}
+    for one in found:  # grows meanwhile
+        if isinstance(one, _CONTAINERS):  # without a forward: what it contains is kept
+            found += one.children()
+            continue
+        name = names[one]
+        if not set(one.modules()).isdisjoint(models):
+            raise ValueError(
+                f"keep_fp32 keeps a whole model ({type(one).__name__}) - it keeps modules inside of one - initialize"
+                " this model with opt_level='O0', or name modules in it."
+            )
+        if isinstance(one, torch.jit.ScriptModule):
+            raise ValueError(
+                f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as it was scripted - script it later."
+            )
+        for parent in names:
+            if isinstance(parent, torch.nn.MultiheadAttention) and one in {*parent.children()}:
+                raise ValueError(
+                    f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without"
+                    f" calling them - keep the whole of {names[parent]!r}."
+                )
+        for part in one.modules():
+            for module in (m for _, tensor in own_tensors(part) for m in holders[id(tensor)] if m not in covered):
+                say(f"keep_fp32: {names[module]!r} shares a tensor with {names[part]!r} and stays float32 with it.")
+                found.append(module)
+                covered.update(module.modules())
+    kept = dict.fromkeys(one for one in found if not isinstance(one, _CONTAINERS))
     inner = {child for module in kept for child in list(module.modules())[1:]}
     return [module for module in kept if module not in inner]
 
 
+@dataclass(eq=False)
 class Unmatched:
     """Refuses to train while a pattern of the environment matches no module of any model under amp."""
 
-    def __init__(self, patterns: list[str]) -> None:
-        self.patterns = patterns
+    patterns: list[str]
 
     def on_scale_loss(self, *_: object) -> None:
         """Look at all models, once."""
@@ -105,62 +130,13 @@ def _matches(one: object, names: Names) -> Names:
     if isinstance(one, str):
         return {m: n for m, n in names.items() if n and (fnmatchcase(n, one) or fnmatchcase(type(m).__name__, one))}
     raise TypeError(
-        f"keep_fp32 got {_show(one)} - it takes modules, module types and name patterns, or a list of these - pass"
+        f"keep_fp32 got {one!r} - it takes modules, module types and name patterns, or a list of these - pass"
         " keep_fp32=['encoder.*.wo'] for instance."
     )
 
 
-def _forwarding(found: Iterable[torch.nn.Module]) -> dict[torch.nn.Module, None]:
-    """Replace containers, which have no forward, by what they contain."""
-    flat: dict[torch.nn.Module, None] = {}
-    for module in found:
-        flat.update(_forwarding(module.children()) if isinstance(module, _CONTAINERS) else {module: None})
-    return flat
-
-
-def _with_tied(kept: dict[torch.nn.Module, None], names: Names) -> dict[torch.nn.Module, None]:
-    while True:
-        covered = {module for one in kept for module in one.modules()}
-        shared = {id(t): module for module in covered for _, t in own_tensors(module)}
-        for module, name in names.items():
-            tied = [shared[id(t)] for _, t in own_tensors(module) if id(t) in shared]
-            if module not in covered and tied:
-                say(f"keep_fp32: {name!r} shares a tensor with {names[tied[0]]!r} and stays float32 with it.")
-                kept[module] = None
-                break
-        else:
-            return kept
-
-
-def _check(module: torch.nn.Module, models: list[torch.nn.Module], names: Names) -> None:
-    name, inside = names[module], set(module.modules())
-    parents = [one for one in names if isinstance(one, torch.nn.MultiheadAttention) and module in set(one.children())]
-    if not inside.isdisjoint(models):
-        raise ValueError(
-            f"keep_fp32 keeps a whole model ({type(module).__name__}) - it keeps modules inside of one - initialize"
-            " this model with opt_level='O0', or name modules in it."
-        )
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as it was scripted - script it later.")
-    if parents:
-        raise ValueError(
-            f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without calling"
-            f" them - keep the whole of {names[parents[0]]!r}."
-        )
-
-
-def build_borders(
-    modules: list[torch.nn.Module], kept: list[torch.nn.Module], policy: ModelPolicy, undo: ExitStack
-) -> None:
-    """Put borders around ``kept`` and take those of earlier calls off every other module under ``modules``."""
-    for module in {m for model in modules for m in model.modules()} - set(modules):
-        before = module.__dict__.get("_amp_policy")
-        if module in kept or isinstance(before, BorderPolicy):
-            undo.callback(_set, module, before)
-            _set(module, BorderPolicy(policy.opt_level, policy.half) if module in kept else None)
-
-
-def _set(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
+def set_border(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
+    """Put the border ``policy`` around ``module``, or what was there before."""
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _pass]:
         del hooks[key]
@@ -173,10 +149,6 @@ def _set(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
 
 def _pass(module: torch.nn.Module, args: object) -> None:
     """Disable torch's fused encoder path, by being a hook."""
-
-
-def _show(one: object) -> str:
-    return type(one).__name__ if isinstance(one, torch.nn.Module) else repr(one)
 
 
 def _hint(names: Names) -> str:

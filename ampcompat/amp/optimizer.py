@@ -366,9 +366,3 @@ _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
     "_prepare_amp_backward": lambda one: block.begin(one, one._amp_stash, one._amp_stash.session.scalers[0]),
     "_post_amp_backward": lambda one, scaler: block.end([one], scaler, scaler.scale_on(), check=None),
 }
-
-
-def held_params(optimizers: list[Optimizer]) -> set[int]:
-    """Ids of the tensors that ``optimizers`` step on this rank."""
-    steppers = [stepper(one) if "optim" in vars(one) else one for one in optimizers]
-    return {id(p) for one in steppers for group in one.param_groups for p in group["params"]}

@@ -6,6 +6,7 @@ apex kept the same in ``apex/amp/frontend.py``: ``Properties`` and the classes `
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping
@@ -43,60 +44,54 @@ BRIEFS: Mapping[str, str] = {
     "O4": "O4:  Insert automatic casts to BFLOAT16 around Pytorch functions and Tensor methods.",
     "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
 }
-_DTYPE_NAMES: Mapping[str, torch.dtype] = {
-    **dict.fromkeys(("float16", "fp16", "half"), torch.float16),
-    **dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16),
-}
+_DTYPE_NAMES = dict.fromkeys(("float16", "fp16", "half"), torch.float16)
+_DTYPE_NAMES |= dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16)
 
 
 def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
+def _require(fits: bool, name: str, value: object, rule: str, error: type[Exception] = ValueError) -> None:
+    if not fits:
+        raise error(f"{name}={value!r} - it must be {rule}.")
+
+
 def checked_option(name: str, value: object) -> Any:
     """Return the override ``name=value`` in its canonical type, or raise an error; None overrides nothing."""
-    error: type[Exception] = ValueError
-    rule = "True, False, 'True', 'False' or None - pass one of these"
     if value is None:
         return None
     if name == "cast_model_type":
-        if value is False or (isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)):
-            return value
-        error, rule = TypeError, "torch.float16, torch.bfloat16, torch.float32, False (no cast) or None"
-        rule += " - pass the dtype object itself"
-    elif name == "loss_scale":
-        if value == "dynamic":
-            return value
-        with contextlib.suppress(TypeError, ValueError):
-            if not isinstance(value, bool) and _is_positive(scale := float(value)):  # type: ignore[arg-type]
-                return scale
-        rule = "'dynamic' or a positive number (or such a number as a string) - pass loss_scale='dynamic' if unsure"
-    elif isinstance(value, bool):
+        rule = "torch.float16, torch.bfloat16, torch.float32, False (no cast) or None - pass the dtype object itself"
+        known = isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)
+        _require(known or value is False, name, value, rule, TypeError)
         return value
-    elif value in ("True", "False"):
-        return value == "True"
-    raise error(f"{name}={value!r} - it must be {rule}.")
+    if name == "loss_scale":
+        scale: Any = value
+        with contextlib.suppress(TypeError, ValueError):
+            scale = value if value == "dynamic" or isinstance(value, bool) else float(value)  # type: ignore[arg-type]
+        rule = "'dynamic' or a positive number (or such a number as a string) - pass loss_scale='dynamic' if unsure"
+        _require(value == "dynamic" or _is_positive(scale), name, value, rule)
+        return scale
+    rule = "True, False, 'True', 'False' or None - pass one of these"
+    _require(isinstance(value, bool) or value in ("True", "False"), name, value, rule)
+    return value in (True, "True")
 
 
 def check_keywords(
-    num_losses: object, min_loss_scale: object, max_loss_scale: Any, cast_model_outputs: object, verbosity: object
+    num_losses: Any, min_loss_scale: Any, max_loss_scale: Any, cast_model_outputs: Any, verbosity: object
 ) -> None:
     """Check the keywords of ``initialize`` that are no options of a level."""
-    low: Any = max_loss_scale if min_loss_scale is None else min_loss_scale
     counted = isinstance(num_losses, int) and not isinstance(num_losses, bool) and num_losses > 0
-    floating = isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
-    outputs = "a floating torch.dtype or None - pass torch.float32 for instance"
-    power, quiet = "a positive number - pass a power of two", "an integer - pass 0 for silence, 1 for apex's messages"
-    checks: tuple[tuple[bool, type[Exception], str, object, str], ...] = (
-        (counted, ValueError, "num_losses", num_losses, "a positive integer - pass how many losses you scale"),
-        (_is_positive(max_loss_scale), ValueError, "max_loss_scale", max_loss_scale, power),
-        (_is_positive(low), ValueError, "min_loss_scale", low, power),
-        (floating or cast_model_outputs is None, TypeError, "cast_model_outputs", cast_model_outputs, outputs),
-        (isinstance(verbosity, int), TypeError, "verbosity", verbosity, quiet),  # scripts pass False, too
-    )
-    for fits, error, name, value, rule in checks:
-        if not fits:
-            raise error(f"{name}={value!r} - it must be {rule}.")
+    _require(counted, "num_losses", num_losses, "a positive integer - pass how many losses you scale")
+    low = max_loss_scale if min_loss_scale is None else min_loss_scale
+    for name, value in (("max_loss_scale", max_loss_scale), ("min_loss_scale", low)):
+        _require(_is_positive(value), name, value, "a positive number - pass a power of two")
+    outputs = isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
+    rule = "a floating torch.dtype or None - pass torch.float32 for instance"
+    _require(outputs or cast_model_outputs is None, "cast_model_outputs", cast_model_outputs, rule, TypeError)
+    rule = "an integer - pass 0 for silence, 1 for apex's messages"  # scripts pass False, too
+    _require(isinstance(verbosity, int), "verbosity", verbosity, rule, TypeError)
     if low > max_loss_scale:
         raise ValueError(
             f"min_loss_scale={low!r} with max_loss_scale={max_loss_scale!r} - the minimum must not exceed the maximum"
@@ -114,12 +109,12 @@ _NOT_AT_O1: Mapping[str, str] = {
 
 def refusal(level: str, name: str, value: object) -> str | None:
     """Say why ``level`` does not allow ``name=value``, or None where it does; apex allowed and refused the same."""
-    no_cast = name == "cast_model_type" and value in (False, torch.float32)
+    reason = None
     if level not in ("O1", "O4"):
-        patches = "only O1 (O4) inserts casts around functions - select opt_level='O1' instead."
-        reason = patches if name == "patch_torch_functions" and value else None
-    else:
-        reason = None if value is None or no_cast else _NOT_AT_O1.get(name)
+        if name == "patch_torch_functions" and value:
+            reason = "only O1 (O4) inserts casts around functions - select opt_level='O1' instead."
+    elif value is not None and not (name == "cast_model_type" and value in (False, torch.float32)):
+        reason = _NOT_AT_O1.get(name)
     return reason and f"{name}={value!r} at {level} - {reason}"
 
 
@@ -191,7 +186,7 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     if half == torch.bfloat16 and overrides.get("loss_scale") is None and options["loss_scale"] == "dynamic":
         options["loss_scale"] = 1.0  # bfloat16 has float32's range: nothing to scale
     properties = Properties()
-    properties._update_options_dict({"enabled": True, "opt_level": level, **options})
+    properties.options.update({"enabled": True, "opt_level": level, **options})
     if outside and outside != opt_level:
         say(f"AMPCOMPAT_OPT_LEVEL={outside} overrides the script's opt_level={opt_level!r}.")
     if dtype is not None:
@@ -199,12 +194,12 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     return properties, half
 
 
-def as_models(models: object, options: Properties) -> list[torch.nn.Module]:
+def as_models(models: object, options: Mapping[str, Any]) -> list[torch.nn.Module]:
     """Return ``models`` as a list, each out of ``torch.compile`` and checked to be fit for ``options``."""
     wanted = "a model - models must be a torch.nn.Module, or a list or tuple of them - pass the module itself."
-    given = _as_list(models, lambda one: isinstance(one, torch.nn.Module), wanted)
-    found = [_torch.uncompiled(model) for model in given]
-    half = options.cast_model_type in HALF_DTYPES
+    found = list(map(_torch.uncompiled, _as_list(models, torch.nn.Module, wanted)))
+    half = options["cast_model_type"] in HALF_DTYPES
+    refused = () if state.view["allow_incoming_model_not_fp32"] else HALF_DTYPES
     for model in found:
         if wrapper := _torch.parallel_wrapper(model):
             raise RuntimeError(
@@ -215,45 +210,44 @@ def as_models(models: object, options: Properties) -> list[torch.nn.Module]:
             if half and isinstance(module, torch.jit.ScriptModule) and not isinstance(model, torch.jit.ScriptModule):
                 raise RuntimeError(
                     f"amp.initialize got a model with the scripted submodule {path!r} at opt_level="
-                    f"{options.opt_level!r} - the weights of a ScriptModule cannot be cast in place - script it after"
-                    " amp.initialize, or use opt_level='O1'."
+                    f"{options['opt_level']!r} - the weights of a ScriptModule cannot be cast in place - script it"
+                    " after amp.initialize, or use opt_level='O1'."
                 )
+            before = module.__dict__.get("_amp_half", (None,))[0]  # what an earlier call cast the weights to
             for name, param in module._parameters.items():
-                if param is not None and (trouble := _unfit(module, param, half)):
-                    name = f"parameter {name!r} of a {type(module).__name__}"
-                    raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble.format(name)}")
+                if param is None:
+                    continue
+                shown, trouble = f"parameter {name!r} of a {type(module).__name__}", ""
+                if _torch.is_uninitialized(param):
+                    trouble = f"uninitialized {shown} - its shape must be known - run one forward pass first."
+                elif param.device.type == "meta":
+                    trouble = (
+                        f"{shown} on the meta device - masters and loss scales need values - move it with"
+                        " to_empty(device=...), load its weights, and call amp.initialize then."
+                    )
+                elif param.is_inference():
+                    trouble = f"{shown} made under torch.inference_mode - it cannot be trained"
+                    trouble += " - make the model outside of it."
+                elif half and type(param) is not torch.nn.Parameter and _torch.is_sharded(param):
+                    trouble = (
+                        f"{shown} is sharded by fully_shard - amp keeps no float32 masters of shards - use"
+                        " opt_level='O1' (O4 for bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
+                    )
+                elif param.dtype in refused and param.dtype != before:
+                    trouble = (
+                        f"{shown} is {param.dtype} already - amp casts the model itself and needs its float32 weights -"
+                        " do not call .half() or .bfloat16() on it (amp._amp_state.allow_incoming_model_not_fp32 = True"
+                        " lifts this check)."
+                    )
+                if trouble:
+                    raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble}")
     return found
 
 
-def _unfit(module: torch.nn.Module, param: torch.Tensor, half: bool) -> str | None:
-    """Say why amp cannot train ``param``, or cannot cast it where weights become ``half``; ``{}`` is its name."""
-    if _torch.is_uninitialized(param):
-        return "uninitialized {} - its shape must be known - run one forward pass first."
-    if param.device.type == "meta":
-        return (
-            "{} on the meta device - masters and loss scales need values - move it with to_empty(device=...), load its"
-            " weights, and call amp.initialize then."
-        )
-    if param.is_inference():
-        return "{} made under torch.inference_mode - it cannot be trained - make the model outside of it."
-    if half and type(param) is not torch.nn.Parameter and _torch.is_sharded(param):
-        return (
-            "{} is sharded by fully_shard - amp keeps no float32 masters of shards - use opt_level='O1' (O4 for"
-            " bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
-        )
-    cast_before = param.dtype == module.__dict__.get("_amp_half", (None,))[0]
-    if param.dtype in HALF_DTYPES and not cast_before and not state.view["allow_incoming_model_not_fp32"]:
-        return (
-            f"{{}} is {param.dtype} already - amp casts the model itself and needs its float32 weights - do not call"
-            " .half() or .bfloat16() on it (amp._amp_state.allow_incoming_model_not_fp32 = True lifts this check)."
-        )
-    return None
-
-
-def _as_list(given: object, fits: Callable[[object], bool], wanted: str) -> list[Any]:
+def _as_list(given: object, kind: type | None, wanted: str) -> list[Any]:
     found = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in found:
-        if not fits(one):
+        if not (is_optimizer(one) if kind is None else isinstance(one, kind)):
             shown = f"the class {one.__name__}" if isinstance(one, type) else f"an object of type {type(one).__name__}"
             raise TypeError(f"amp.initialize got {shown} as {wanted}")
     return found
@@ -265,7 +259,7 @@ def as_optimizers(optimizers: object) -> list[Optimizer]:
         "an optimizer - optimizers must be a torch.optim.Optimizer (or a wrapper with its methods, as LARC), or a list"
         " or tuple of them - pass the optimizer itself."
     )
-    found = [] if optimizers is None else _as_list(optimizers, is_optimizer, wanted)
+    found = [] if optimizers is None else _as_list(optimizers, None, wanted)
     for optimizer in found:
         if getattr(getattr(optimizer, "_amp_stash", None), "in_block", False):
             raise RuntimeError(
@@ -294,7 +288,7 @@ class Optimizer(Protocol):
 def is_optimizer(value: object) -> bool:
     """Whether ``value`` is an optimizer, or has what amp needs of one."""
     names = ("param_groups", "state", "step", "zero_grad", "add_param_group")
-    return not isinstance(value, type) and all(hasattr(value, name) for name in names)
+    return not isinstance(value, type) and all(map(functools.partial(hasattr, value), names))
 
 
 def inner_optimizers(optimizer: object) -> list[Any]:

@@ -10,8 +10,9 @@ whether there are masters, while its tensors are half.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
@@ -21,81 +22,70 @@ from torch.utils.weak import TensorWeakRef
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.masters import Master, ensure_master, master_of, own_tensors, rebind, set_masters
+from ampcompat.amp.masters import ensure_master, master_of, own_tensors, rebind, set_masters
 from ampcompat.amp.properties import HALF_DTYPES, Optimizer
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
 def cast_weights(
-    models: Iterable[torch.nn.Module],
+    modules: Collection[torch.nn.Module],
     dtype: torch.dtype | None,
     undo: ExitStack,
+    kept: Collection[torch.nn.Module] = (),
     keep_batchnorm_fp32: bool = False,
-    master_weights: bool = False,
-    trained: Collection[int] = frozenset(),
-    kept: frozenset[torch.nn.Module] = frozenset(),
+    trained: Collection[int] | None = None,
 ) -> None:
-    """Cast every floating parameter and buffer of ``models`` to ``dtype``, in place; complex tensors stay.
+    """Cast every floating parameter and buffer that ``modules`` hold to ``dtype``, in place; complex tensors stay.
 
     Parameters keep their identity; weights that an earlier call had cast are restored from their masters first. None
-    leaves alone what no earlier call had cast, and restores the rest. ``keep_batchnorm_fp32`` keeps affine batch norm
-    in float32, as apex's ``convert_module``; ``kept`` are modules that stay float32 too. With ``master_weights`` half
-    tensors get float32 masters: now where some optimizer holds them (``trained``, by id), else when needed.
+    leaves alone what no earlier call had cast, and restores the rest. ``kept`` modules stay float32, and with
+    ``keep_batchnorm_fp32`` affine batch norm, as in apex's ``convert_module``. Half tensors get float32 masters: now
+    where an optimizer holds them (``trained``, by id), else when needed; without ``trained`` none.
     """
-    modules = {id(m): m for model in models for m in model.modules()}.values()
-    for module in [one for one in modules if "_amp_half" in one.__dict__]:
-        hook_new(module, *module.__dict__["_amp_half"])
     for module in modules:
-        before = module.__dict__.get("_amp_half")
-        norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
-        wide = module in kept or (keep_batchnorm_fp32 and norm)
-        target = torch.float32 if (before is not None if dtype is None else wide) else dtype
+        if "_amp_half" in module.__dict__:
+            hook_new(module, *module.__dict__["_amp_half"])
+    for module in modules:
+        before, held = module.__dict__.get("_amp_half"), dict(module.__dict__.get("_amp_masters", {}))
+        norm = keep_batchnorm_fp32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
+        target = torch.float32 if (before is not None if dtype is None else norm or module in kept) else dtype
         if target is None:
             continue
         half = None if target == torch.float32 else target
-        undo.callback(set_masters, module, dict(module.__dict__.get("_amp_masters", {})))
+        undo.callback(set_masters, module, held)
         undo.callback(hook, module, *(before or (None, False)))
         for name, tensor in own_tensors(module):
-            if tensor.dtype in _CASTABLE:
-                _cast(module, name, tensor, target, trained if half and master_weights else (), undo)
-        hook(module, half, master_weights)
+            if tensor.dtype not in _CASTABLE:
+                continue
+            master = held.get(name) or master_of(tensor)
+            if master is not None:
+                master.register()
+                master.absorb()
+            alone = tensor.dtype == torch.float32 != target and master is None and _torch.owns_memory_alone(tensor)
+            exact = tensor.detach() if master is None else master.value.detach()
+            if tensor.dtype != target:
+                if master is not None:
+                    undo.callback(master.settle)
+                    undo.callback(master.register)
+                    undo.callback(setattr, master, "dtype", tensor.dtype)
+                undo.callback(setattr, tensor, "grad", tensor.grad)
+                undo.callback(setattr, tensor, "data", tensor.data)  # runs first
+                # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
+                tensor.grad = None
+                tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
+                if master is not None and half is not None:
+                    master.dtype = half
+                    master.push()
+                elif master is not None:
+                    master.retire()
+            if half and trained and (id(tensor) in trained or (master is not None and id(master.value) in trained)):
+                if alone:  # the master takes the memory that the weight just left: no copy, no second peak
+                    exact = torch.nn.Parameter(exact.data, tensor.requires_grad)
+                ensure_master(module, name, exact, adopt=alone)
+        hook(module, half, trained is not None)
         if half is None:
             set_masters(module, {})
-
-
-def _cast(
-    module: torch.nn.Module, name: str, tensor: Any, target: torch.dtype, trained: Collection[int], undo: ExitStack
-) -> None:
-    master = module.__dict__.get("_amp_masters", {}).get(name) or master_of(tensor)
-    if master is not None:
-        master.register()
-        master.absorb()
-    alone = tensor.dtype == torch.float32 != target and master is None and _torch.owns_memory_alone(tensor)
-    exact = tensor.detach() if master is None else master.value.detach()
-    if tensor.dtype != target:
-        undo.callback(_put_data_back, tensor, tensor.data, tensor.grad, master)
-        # A gradient cannot have another dtype than its parameter, and an optimizer must not step with a stale one.
-        tensor.grad = None
-        tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
-        if master is not None and target != torch.float32:
-            master.dtype = target
-            master.push()
-        elif master is not None:
-            master.retire()
-    if id(tensor) in trained or (master is not None and id(master.value) in trained):
-        if alone:  # the master takes the memory that the weight just left: no copy, no second peak
-            exact = torch.nn.Parameter(exact.data, tensor.requires_grad)
-        ensure_master(module, name, exact, adopt=alone)
-
-
-def _put_data_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None, master: Master | None) -> None:
-    tensor.data = data
-    tensor.grad = grad
-    if master is not None:
-        master.dtype = data.dtype
-        master.register()
-        master.settle()
 
 
 def hook(module: torch.nn.Module, half: torch.dtype | None, master_weights: bool) -> None:
@@ -107,8 +97,7 @@ def hook(module: torch.nn.Module, half: torch.dtype | None, master_weights: bool
         return
     object.__setattr__(module, "_amp_half", (half, master_weights))
     if "_amp_state_hooks" not in module.__dict__:
-        hooks = _torch.register_state_dict_hooks(module, _hand_out, _take_in, _loaded)
-        object.__setattr__(module, "_amp_state_hooks", hooks)
+        module.__dict__["_amp_state_hooks"] = _torch.register_state_dict_hooks(module, _hand_out, _take_in, _loaded)
 
 
 def hook_new(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -> list[tuple[str, torch.nn.Module]]:
@@ -175,6 +164,7 @@ def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
 _WRITES, _SAMPLE, _FOLLOWS = 8, 256, 0.75
 
 
+@dataclass(eq=False)
 class HalfAverage:
     """Notices an average of weights that is kept in half, where it cannot move.
 
@@ -184,16 +174,18 @@ class HalfAverage:
     copy far behind its original is such an average; a teacher that is frozen, or copied whole at times, is not.
     """
 
-    def __init__(self, param: torch.Tensor, original: torch.Tensor | None = None) -> None:
-        self.param, self.original = TensorWeakRef(param), TensorWeakRef(param if original is None else original)
-        self.birth = _sample(param)
-        self.writes, self.version = 0, param._version
+    param: TensorWeakRef
+    original: TensorWeakRef  # itself, where it is no copy
+    birth: torch.Tensor | None = None  # a sample of a copy as it was made
+    writes: int = 0
+    version: int = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HalfAverage | None:
         param = self.param()
         if param is None or not _torch.has_storage(param):
             return None
-        copied = HalfAverage(copy.deepcopy(param, memo), param)
+        twin = copy.deepcopy(param, memo)
+        copied = HalfAverage(TensorWeakRef(twin), self.param, _sample(twin), 0, twin._version)
         state.observers.append(copied)
         return copied
 
@@ -202,15 +194,15 @@ class HalfAverage:
 
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """Count writes after a step; once there are enough, compare: one host sync."""
-        param, original = self.param(), self.original()
-        if param is not None and original is not None and original.shape == param.shape:
+        param, original, birth = self.param(), self.original(), self.birth
+        if param is not None and original is not None and birth is not None and original.shape == param.shape:
             master = master_of(param)
             if master is None or master.before_writes is not None or param._version != master.seen[0]:
                 self.writes += param._version - self.version  # by others: amp's own writes come from the master
             self.version = param._version
             if self.writes < _WRITES:
                 return
-            now, birth, goal = [t.to(param.device).float() for t in (_sample(param), self.birth, _sample(original))]
+            now, birth, goal = [t.to(param.device).float() for t in (_sample(param), birth, _sample(original))]
             if (now - birth).abs().sum() < _FOLLOWS * (goal - birth).abs().sum():
                 warn_once(
                     "half average",
@@ -232,7 +224,7 @@ def watch_averages(model: torch.nn.Module) -> None:
     ]
     if half:
         _, module, param = max(half, key=itemgetter(0))
-        object.__setattr__(module, "_amp_average", HalfAverage(param))
+        object.__setattr__(module, "_amp_average", HalfAverage(TensorWeakRef(param), TensorWeakRef(param)))
 
 
 def _sample(param: torch.Tensor) -> torch.Tensor:
