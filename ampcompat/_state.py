@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+    from ampcompat._optimizers import Optimizer
     from ampcompat.amp.autocast import Casts, Saved
     from ampcompat.amp.masters import Master
-    from ampcompat.amp.properties import Optimizer
     from ampcompat.amp.rules import Plan, Rule
     from ampcompat.amp.session import Session
 

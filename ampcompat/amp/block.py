@@ -38,13 +38,13 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
+from ampcompat._optimizers import Optimizer, is_optimizer
 from ampcompat._state import state
 from ampcompat.amp import misuse
 from ampcompat.amp.autocast import assert_ambience
 from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.masters import Master, heed_cleared
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import Optimizer, is_optimizer
 from ampcompat.amp.scaler import MANY, LossScaler, any_of
 from ampcompat.amp.session import DISABLED, Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending

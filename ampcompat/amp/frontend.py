@@ -16,6 +16,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
+from ampcompat._optimizers import Optimizer, inner_optimizers
 from ampcompat._state import state
 from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
 from ampcompat.amp.amp_model import ModelPolicy
@@ -25,7 +26,7 @@ from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.keep_fp32 import BorderPolicy, select, set_border
 from ampcompat.amp.masters import master_of
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import BRIEFS, LEVELS, Optimizer, Properties
+from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
 from ampcompat.amp.stash import stepper
@@ -150,7 +151,7 @@ def initialize(
         found = properties.as_models(models, options.options)
         modules = [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
         optimizer_list = properties.as_optimizers(optimizers)
-        if any(map(_torch.is_zero, optimizer_list)) or any(map(properties.inner_optimizers, optimizer_list)):
+        if any(map(_torch.is_zero, optimizer_list)) or any(map(inner_optimizers, optimizer_list)):
             nested.check(optimizer_list, options)
         if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
             kept = select(found, keep_fp32)

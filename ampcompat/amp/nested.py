@@ -33,9 +33,10 @@ import torch
 import torch.distributed as dist
 
 from ampcompat import _torch
+from ampcompat._optimizers import Optimizer, inner_optimizers
 from ampcompat._state import state
 from ampcompat.amp.masters import drop_master, ensure_master, master_of, push
-from ampcompat.amp.properties import HALF_DTYPES, Optimizer, Properties, inner_optimizers
+from ampcompat.amp.properties import HALF_DTYPES, Properties
 
 
 def check(optimizers: list[Any], options: Properties) -> None:

@@ -21,12 +21,12 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
+from ampcompat._optimizers import Optimizer, inner_optimizers
 from ampcompat._state import state
 from ampcompat.amp import block, misuse, nested
 from ampcompat.amp.autocast import OFF, Saved, switched
 from ampcompat.amp.masters import heed_cleared, master_of, push, reconcile
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import Optimizer, inner_optimizers
 from ampcompat.amp.scaler import any_of
 from ampcompat.amp.session import Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, adopt_masters, announce, match_state, stepper

@@ -6,21 +6,18 @@ apex kept the same in ``apex/amp/frontend.py``: ``Properties`` and the classes `
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
+from ampcompat._optimizers import Optimizer, is_optimizer
 from ampcompat._state import state
 from ampcompat.amp._amp_state import warn_or_err
-
-if TYPE_CHECKING:
-    from ampcompat.amp.stash import AmpOptimizerState
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -267,37 +264,3 @@ def as_optimizers(optimizers: object) -> list[Optimizer]:
                 " multiplied by the loss scale - close the block first."
             )
     return found
-
-
-class Optimizer(Protocol):
-    """Type what amp needs of an optimizer (torch's own, or a wrapper as LARC), and what it sets on one."""
-
-    param_groups: list[dict[str, Any]]
-    _amp_stash: AmpOptimizerState  # while it is under amp
-    _amp_wrapped: bool  # for good: the wrappers of its methods stay
-    _amp_stepping: bool  # one that steps by another, meanwhile
-    _opt_called: bool  # LR schedulers ask it whether there was a step
-    grad_scale: torch.Tensor | None  # both as torch.amp.GradScaler lends them
-    found_inf: torch.Tensor
-    state: MutableMapping[Any, Any]
-    step: Callable[..., object]
-    zero_grad: Callable[..., object]
-    add_param_group: Callable[..., object]
-
-
-def is_optimizer(value: object) -> bool:
-    """Whether ``value`` is an optimizer, or has what amp needs of one."""
-    names = ("param_groups", "state", "step", "zero_grad", "add_param_group")
-    return not isinstance(value, type) and all(map(functools.partial(hasattr, value), names))
-
-
-def inner_optimizers(optimizer: object) -> list[Any]:
-    """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
-    found: list[object] = [optimizer]
-    for one in found:  # grows meanwhile
-        for held in getattr(one, "__dict__", {}).values():
-            several = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
-            for inner in several:
-                if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in found):
-                    found.append(inner)
-    return found[1:]

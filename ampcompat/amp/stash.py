@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
+from ampcompat._optimizers import Optimizer, inner_optimizers
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, ensure_master, heed_cleared, master_of, reconcile
-from ampcompat.amp.properties import HALF_DTYPES, Optimizer, inner_optimizers
+from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.weights import hook

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ampcompat._optimizers import Optimizer
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.optimizer import step_was_skipped
-from ampcompat.amp.properties import Optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.explain import message, numbers, ranges, weights
 from ampcompat.explain.frames import hide_tools

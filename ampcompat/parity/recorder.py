@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ampcompat._optimizers import Optimizer
 from ampcompat.amp.autocast import OFF, switched
 from ampcompat.amp.optimizer import step_was_skipped
-from ampcompat.amp.properties import Optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.parity.memory import cuda_in_use, peak_memory
 from ampcompat.parity.record import Step

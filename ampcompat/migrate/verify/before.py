@@ -10,9 +10,9 @@ def main(record: str, steps: str, seed: str, *target: str) -> None:
     """Run the script; what it raises is let through when it has been noted."""
     import torch
 
+    from ampcompat._optimizers import Optimizer
     from ampcompat.alias import install_as_apex
     from ampcompat.amp.observers import observers
-    from ampcompat.amp.properties import Optimizer
     from ampcompat.amp.scaler import LossScaler
     from ampcompat.cli import _script
     from ampcompat.migrate.verify.recording import Recording, dtype_of, seed_all
