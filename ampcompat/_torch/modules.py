@@ -108,30 +108,19 @@ def _holders(storage: torch.UntypedStorage) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
 
 
-def _counts(tensors: list[torch.Tensor | None]) -> list[tuple[int, int, int, bool] | None]:
-    return [
-        None
-        if one is None
-        else (
-            sys.getrefcount(one),
-            one._use_count(),  # type: ignore[attr-defined]
-            _holders(storage := one.untyped_storage()),
-            storage.resizable(),
-        )
-        for one in tensors
-    ]
-
-
-#: Counts of a tensor that nothing holds but a list; versions of torch differ.
-(_ALONE,) = _counts([torch.empty(1, device="cpu")])
-
-
 def reusable(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """``tensors``, with None in the place of those whose memory anything else holds than the caller's list.
 
     Arrays and shared files hold theirs unseen: such memory cannot be resized.
     """
-    return [one if count == _ALONE else None for one, count in zip(tensors, _counts(tensors), strict=True)]
+    # Counted like one that is known to be alone: versions of torch differ, and processes where it has compiled.
+    probe, holders = torch.empty(1, device="cpu"), _holders
+    *counts, alone = [
+        storage and (sys.getrefcount(one), one._use_count(), holders(storage), storage.resizable())  # type: ignore[union-attr]
+        for one in (*tensors, probe)
+        for storage in (None if one is None else one.untyped_storage(),)
+    ]
+    return [one if count == alone else None for one, count in zip(tensors, counts, strict=True)]
 
 
 def owns_memory_alone(tensor: torch.Tensor) -> bool:

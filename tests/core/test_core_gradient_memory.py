@@ -30,6 +30,13 @@ def test_memory_is_reused(opt_level):
     assert set(again) <= first
 
 
+def test_memory_is_reused_after_torch_failed_to_compile():
+    # From then on an interpreter counts one more holder of what is passed to a Python function.
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)(torch.zeros(1))
+    test_memory_is_reused("O2")
+
+
 HOLDS = {
     "the gradient": lambda grad: grad,
     "a view": lambda grad: grad[:1],
