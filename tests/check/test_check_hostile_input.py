@@ -20,7 +20,7 @@ BYTES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=BYTES)
 def test_arbitrary_bytes_give_a_report(tmp_path, data):
     (tmp_path / "a.py").write_bytes(data)

@@ -4,7 +4,7 @@ from collections import OrderedDict, namedtuple
 
 import law_profiles  # noqa: F401 - loads the profile
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ampcompat import amp
@@ -51,10 +51,6 @@ def build(recipe):
     return model, OPTIMIZERS[recipe["optimizer"]](model.parameters())
 
 
-#: A recipe trains two or three models: a third of the profile's examples.
-fewer = settings(max_examples=settings().max_examples // 3)
-
-
 def train(recipe, model, optimizer, backward):
     torch.manual_seed(recipe["seed"] + 1)
     for _ in range(recipe["steps"]):
@@ -71,7 +67,6 @@ def same(left, right):
     return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(left, right, strict=True))
 
 
-@fewer
 @given(recipe=recipes(), keywords=st.sampled_from([{"enabled": False}, {"opt_level": "O0"}]))
 def test_disabled_and_o0_are_plain_pytorch(recipe, keywords):
     plain = train(recipe, *build(recipe), torch.Tensor.backward)
@@ -86,7 +81,6 @@ def test_disabled_and_o0_are_plain_pytorch(recipe, keywords):
     assert amp.state_dict() == ({} if "enabled" in keywords else {"loss_scaler0": amp.state_dict()["loss_scaler0"]})
 
 
-@fewer
 @given(recipe=recipes(), opt_level=st.sampled_from(["O0", "O1", "O2", "O3", "O4", "O5"]))
 def test_after_a_reset_torch_is_plain_again(recipe, opt_level):
     plain = train(recipe, *build(recipe), torch.Tensor.backward)
