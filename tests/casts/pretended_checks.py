@@ -121,7 +121,7 @@ def an_overflow_skips_and_halves(level, make):
 
 def waits(level, make, want):
     with Ops() as ops:
-        run = Run(level, make, True).steps(*[1] * 10)  # masters are compared by value in their first steps
+        run = Run(level, make, True).steps(*[1] * 6)  # masters are compared by value in their first steps
         ops.waits.clear()
         run.step()
         assert len(ops.waits) == want, ops.waits

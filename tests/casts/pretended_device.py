@@ -8,7 +8,6 @@ there; each op runs on the CPU tensors inside of them, and raises, as on a real 
 import torch
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 NAME = "pretended"
 
@@ -81,7 +80,7 @@ class Ops(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = on_device(func, args, kwargs)
-        given = [isinstance(leaf, Shell) for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        given = [isinstance(tensor, Shell) for tensor in tensors_in(args)]
         if func.name() in ("aten::_local_scalar_dense", "aten::equal", "aten::nonzero") and any(given):
             self.waits.append(func.name())
         elif func.name() == "aten::_to_copy" and not kwargs.get("non_blocking"):
@@ -92,12 +91,27 @@ class Ops(TorchDispatchMode):
         return result
 
 
+def mapped(change, value):
+    """``value``, arguments or results of an op, with ``change`` made to its leaves; torch's ``tree_map``, in little."""
+    if isinstance(value, (list, tuple)):
+        return type(value)([mapped(change, one) for one in value])
+    if isinstance(value, dict):
+        return {name: mapped(change, one) for name, one in value.items()}
+    return change(value)
+
+
+def tensors_in(value):
+    found = []
+    mapped(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, value)
+    return found
+
+
 def on_device(func, args, kwargs):
     """Run ``func`` inside of the shells; the result is in a shell where it would lie on the device."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in((args, kwargs))
     shells = [tensor for tensor in tensors if isinstance(tensor, Shell)]
     there = bool(shells)
-    inside, named = tree_map(lambda leaf: leaf.inside if isinstance(leaf, Shell) else leaf, (args, kwargs))
+    inside, named = mapped(lambda leaf: leaf.inside if isinstance(leaf, Shell) else leaf, (args, kwargs))
     if named.get("device") is not None:
         there = torch.device(named["device"]).type == NAME
         named["device"] = torch.device("cpu")
@@ -108,7 +122,7 @@ def on_device(func, args, kwargs):
     results = func(*inside, **named)
     if not there:
         return results
-    shelled = tree_map(lambda leaf: Shell(leaf) if isinstance(leaf, torch.Tensor) else leaf, results)
+    shelled = mapped(lambda leaf: Shell(leaf) if isinstance(leaf, torch.Tensor) else leaf, results)
     return return_and_correct_aliasing(func, args, kwargs, shelled)
 
 

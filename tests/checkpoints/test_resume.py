@@ -12,6 +12,7 @@ from ampcompat import amp
 STEPS = 5
 
 
+@pytest.mark.cover(1)  # after three steps, all of them: the next test
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("level", LEVELS)
 def test_interrupted_at_any_step(level, optimizer):

@@ -83,6 +83,8 @@ raise RuntimeError("gone")
 }
 
 
+# The same ways as others here take: an exit status, an exception, a module that fails, options of the script's own.
+LIKE_OTHERS = ("fine", "exit_none", "exception")
 OF_TORCH = ("patches_torch", "takes_torch_away")
 # A hook that raises is reported with its own frames; python's file tokenizer words two errors otherwise than compile().
 WORDED_APART = ("broken_hook", "null_byte", "wrong_encoding")
@@ -118,16 +120,23 @@ def both(folder, *arguments, **keywords):
 @pytest.mark.parametrize(
     "arguments",
     [
-        *[[f"{name}.py"] for name in SCRIPTS if name not in (*WORDED_APART, *OF_TORCH)],
+        *[
+            pytest.param([f"{name}.py"], marks=[pytest.mark.slow] * (name in LIKE_OTHERS))
+            for name in SCRIPTS
+            if name not in (*WORDED_APART, *OF_TORCH)
+        ],
         ["missing.py"],
         ["missing folder/missing.py"],
         ["parses.py", "--opt-level", "O9", "-m", "x", "--lr=-1e-3", "--", "-a", "--dtype"],
         ["parses.py", "--help"],
-        ["parses.py", "--lr"],
-        *[["-m", name] for name in ("syntax_error", "exception", "sibling")],
+        pytest.param(["parses.py", "--lr"], marks=pytest.mark.slow),
+        ["-m", "exception"],
         *[
             pytest.param(["-m", *words], marks=pytest.mark.slow)
-            for words in (["exit_3"], ["interrupt"], ["killed"], ["own_hook"], ["patches_torch", "O1"])
+            for words in (
+                *(["syntax_error"], ["sibling"], ["exit_3"], ["interrupt"], ["killed"], ["own_hook"]),
+                ["patches_torch", "O1"],
+            )
         ],
         ["-m", "package.relative", "--flag", "--", "-x"],
         ["-m", "package"],
@@ -138,7 +147,7 @@ def both(folder, *arguments, **keywords):
         ["-c", SCRIPTS["identity"].replace("'__main__'", '"__main__"'), "--opt-level", "x"],
         ["-c", "import helper; print(helper.NAME)\n1 / 0"],
         ["-c", "x = 1\nif x\n"],
-        ["-c", "import sys; sys.exit(3)"],
+        pytest.param(["-c", "import sys; sys.exit(3)"], marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )
