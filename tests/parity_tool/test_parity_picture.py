@@ -83,7 +83,7 @@ def test_each_optimizer_has_a_column(tmp_path):
         pytest.param([1.0], 0.0, marks=pytest.mark.slow),
         ([0.0, 0.0], 0.0),
         ([-1.0, 5.0], 0.1),
-        pytest.param([1.0, math.nan, 1.0], 0.1, marks=pytest.mark.slow),
+        ([1.0, math.nan, 1.0], 0.1),
     ],
 )
 def test_whatever_was_recorded_can_be_drawn(tmp_path, losses, rtol):
