@@ -239,7 +239,7 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
     loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
     """
     fit = operator.attrgetter("opt_level", "casts", "half", "master_weights")
-    going = {id(param) for model in models for param in model.parameters()}
+    going = {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
     left = weakref.WeakSet[Any](
         one
         for one in state.optimizers.live

@@ -60,7 +60,8 @@ SHIM = str(ROOT / "ampcompat" / "_shim")
     [
         (PLAIN, ["-m", "ampcompat", "run"], []),
         pytest.param(WITH_APEX, ["-m", "ampcompat", "run"], [], marks=pytest.mark.slow),
-        (WITH_APEX, [], [SHIM]),  # as in the processes that a script under run starts
+        # As in the processes that a script under run starts.
+        pytest.param(WITH_APEX, [], [SHIM], marks=pytest.mark.slow),
     ],
 )
 def test_threads_of_gloo_get_the_interpreter_before_the_group_is_destroyed(tmp_path, imports, words, paths):
