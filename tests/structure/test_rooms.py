@@ -29,6 +29,13 @@ def test_every_room_has_one_place_and_every_place_a_room():
     assert sorted(names) == sorted(rooms)
 
 
+def test_boxes_neither_overlap_nor_leave_the_picture():
+    for row in ROOMS["ROWS"]:
+        places = sorted(row.values())
+        assert 0 <= places[0] <= places[-1] <= 6
+        assert all(right - left > 0.92 for left, right in zip(places, places[1:], strict=False)), row
+
+
 def test_rooms_import_lower_rooms_only():
     upward = []
     for one in imports():
