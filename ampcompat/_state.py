@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from ampcompat._optimizers import Optimizer
+    from ampcompat._types import Optimizer
     from ampcompat.amp.autocast import Casts, Saved
     from ampcompat.amp.masters import Master
     from ampcompat.amp.rules import Plan, Rule

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterable, MutableMapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
+
+if TYPE_CHECKING:
+    from ampcompat.amp.stash import AmpOptimizerState
 
 #: A param group, as torch has it: ``"params"``, and hyperparameters by name.
 ParamGroup: TypeAlias = dict[str, Any]
@@ -15,3 +18,19 @@ ParamGroup: TypeAlias = dict[str, Any]
 Params: TypeAlias = Iterable[torch.Tensor | ParamGroup | tuple[str, torch.Tensor]]
 #: ``state`` of an optimizer, as torch has it.
 ParamState: TypeAlias = defaultdict[torch.Tensor, Any]
+
+
+class Optimizer(Protocol):
+    """Type what amp needs of an optimizer (torch's own, or a wrapper as LARC), and what it sets on one."""
+
+    param_groups: list[dict[str, Any]]
+    _amp_stash: AmpOptimizerState  # while it is under amp
+    _amp_wrapped: bool  # for good: the wrappers of its methods stay
+    _amp_stepping: bool  # one that steps by another, meanwhile
+    _opt_called: bool  # LR schedulers ask it whether there was a step
+    grad_scale: torch.Tensor | None  # both as torch.amp.GradScaler lends them
+    found_inf: torch.Tensor
+    state: MutableMapping[Any, Any]
+    step: Callable[..., object]
+    zero_grad: Callable[..., object]
+    add_param_group: Callable[..., object]

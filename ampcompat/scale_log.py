@@ -11,8 +11,8 @@ from typing import Any, Protocol, TypeAlias
 import torch
 
 from ampcompat import _torch
-from ampcompat._optimizers import Optimizer
 from ampcompat._state import state
+from ampcompat._types import Optimizer
 from ampcompat.amp.scaler import LossScaler
 
 __all__ = ["StepHandle", "StepRecord", "on_step"]

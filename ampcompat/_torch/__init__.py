@@ -71,6 +71,8 @@ from ampcompat._torch.modules import (
     buffers_keyword,
     fingerprint,
     has_storage,
+    inner_optimizers,
+    is_optimizer,
     is_sharded,
     is_uninitialized,
     is_zero,

@@ -163,3 +163,21 @@ def separate_inner_groups(optimizer: Any) -> None:
     """Let the optimizer inside hold other tensors than those that are broadcast; torch gives both the same dicts."""
     groups = optimizer._partition_parameters()[optimizer.rank]
     groups[:] = [{**group, "params": list(group["params"])} for group in groups]
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether ``value`` is an optimizer, or has what amp needs of one."""
+    names = ("param_groups", "state", "step", "zero_grad", "add_param_group")
+    return not isinstance(value, type) and all(map(functools.partial(hasattr, value), names))
+
+
+def inner_optimizers(optimizer: object) -> list[Any]:
+    """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
+    found: list[object] = [optimizer]
+    for one in found:  # grows meanwhile
+        for held in getattr(one, "__dict__", {}).values():
+            several = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
+            for inner in several:
+                if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in found):
+                    found.append(inner)
+    return found[1:]

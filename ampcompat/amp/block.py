@@ -38,8 +38,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
-from ampcompat._optimizers import Optimizer, is_optimizer
 from ampcompat._state import state
+from ampcompat._types import Optimizer
 from ampcompat.amp import misuse
 from ampcompat.amp.autocast import assert_ambience
 from ampcompat.amp.ddp import holds_back
@@ -448,15 +448,15 @@ def _find(optimizers: Any) -> tuple[list[Any], Session]:
             "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
             " amp.initialize(model, optimizer, opt_level=...)` must come first."
         )
-    several = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not is_optimizer(optimizers)
+    several = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not _torch.is_optimizer(optimizers)
     given = list(map(known, optimizers)) if several else [known(optimizers)]  # apex took any iterable
     unique = {id(one): one for one in given}
     for one in unique.values():
-        if is_optimizer(one) and "_amp_stash" in vars(one):
+        if _torch.is_optimizer(one) and "_amp_stash" in vars(one):
             continue
-        if not latest.enabled or (is_optimizer(one) and one in state.optimizers.disabled):
+        if not latest.enabled or (_torch.is_optimizer(one) and one in state.optimizers.disabled):
             return [], DISABLED
-        if not is_optimizer(one):
+        if not _torch.is_optimizer(one):
             got = type(given if several else optimizers).__name__
             raise TypeError(
                 f"scale_loss got {got} as optimizers - it takes an optimizer or a list of them - pass what"

@@ -16,8 +16,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
-from ampcompat._optimizers import Optimizer, inner_optimizers
 from ampcompat._state import state
+from ampcompat._types import Optimizer
 from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.autocast import OFF, set_ambient
@@ -151,7 +151,7 @@ def initialize(
         found = properties.as_models(models, options.options)
         modules = [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
         optimizer_list = properties.as_optimizers(optimizers)
-        if any(map(_torch.is_zero, optimizer_list)) or any(map(inner_optimizers, optimizer_list)):
+        if any(map(_torch.is_zero, optimizer_list)) or any(map(_torch.inner_optimizers, optimizer_list)):
             nested.check(optimizer_list, options)
         if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
             kept = select(found, keep_fp32)

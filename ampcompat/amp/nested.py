@@ -33,8 +33,8 @@ import torch
 import torch.distributed as dist
 
 from ampcompat import _torch
-from ampcompat._optimizers import Optimizer, inner_optimizers
 from ampcompat._state import state
+from ampcompat._types import Optimizer
 from ampcompat.amp.masters import drop_master, ensure_master, master_of, push
 from ampcompat.amp.properties import HALF_DTYPES, Properties
 
@@ -57,7 +57,7 @@ def check(optimizers: list[Any], options: Properties) -> None:
                 )
             continue
         lists, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
-        for inner in inner_optimizers(outer) if options.master_weights else ():
+        for inner in _torch.inner_optimizers(outer) if options.master_weights else ():
             apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in lists]
             shared = not params.isdisjoint(id(param) for some in apart for param in some)
             if shared and not any(inner is other for other in optimizers):
@@ -75,7 +75,8 @@ def refuse_lookahead(optimizer: Optimizer) -> None:
     while frame is not None:
         # Of short-lived frames only: f_locals keeps what is in there alive.
         outer, frame = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None, frame.f_back
-        if "lookahead" in type(outer).__name__.lower() and any(one is optimizer for one in inner_optimizers(outer)):
+        held = _torch.inner_optimizers(outer) if "lookahead" in type(outer).__name__.lower() else []
+        if any(one is optimizer for one in held):
             inner, outer = type(optimizer).__name__, type(outer).__name__
             raise RuntimeError(
                 f"A {inner} under amp is stepped by a {outer} - it reads gradients and writes weights after the"
@@ -90,7 +91,7 @@ def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..
     Returns ``original``, the own step of ``outer``, in which inner optimizers step as ever.
     """
     lists = _lists(outer)
-    inner = [one for one in inner_optimizers(outer) if _lists(one) == lists]
+    inner = [one for one in _torch.inner_optimizers(outer) if _lists(one) == lists]
     for one in inner:
         one.step = types.MethodType(_as_outers(weakref.ref(outer), one.step, step), one)
     return _marked(outer, original) if inner else original

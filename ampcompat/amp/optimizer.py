@@ -21,8 +21,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
-from ampcompat._optimizers import Optimizer, inner_optimizers
 from ampcompat._state import state
+from ampcompat._types import Optimizer
 from ampcompat.amp import block, misuse, nested
 from ampcompat.amp.autocast import OFF, Saved, switched
 from ampcompat.amp.masters import heed_cleared, master_of, push, reconcile
@@ -52,7 +52,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
         optimizer._amp_wrapped = True
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
             original = getattr(optimizer, name)
-            if name == "step" and inner_optimizers(optimizer):
+            if name == "step" and _torch.inner_optimizers(optimizer):
                 original = nested.wrap_steps(optimizer, original, _step)
             setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
 
@@ -74,7 +74,7 @@ def detach(optimizer: Optimizer) -> None:
 
 def remember(optimizer: Optimizer, undo: ExitStack) -> None:
     """Have ``undo`` put ``optimizer`` back as it is now."""
-    for one in (optimizer, *inner_optimizers(optimizer)):
+    for one in (optimizer, *_torch.inner_optimizers(optimizer)):
         for group in one.param_groups:
             undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
         undo.callback(one.state.update, dict(one.state))

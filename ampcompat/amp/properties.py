@@ -15,8 +15,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
-from ampcompat._optimizers import Optimizer, is_optimizer
 from ampcompat._state import state
+from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import warn_or_err
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -244,7 +244,7 @@ def as_models(models: object, options: Mapping[str, Any]) -> list[torch.nn.Modul
 def _as_list(given: object, kind: type | None, wanted: str) -> list[Any]:
     found = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in found:
-        if not (is_optimizer(one) if kind is None else isinstance(one, kind)):
+        if not (_torch.is_optimizer(one) if kind is None else isinstance(one, kind)):
             shown = f"the class {one.__name__}" if isinstance(one, type) else f"an object of type {type(one).__name__}"
             raise TypeError(f"amp.initialize got {shown} as {wanted}")
     return found

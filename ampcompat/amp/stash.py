@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._optimizers import Optimizer, inner_optimizers
 from ampcompat._state import state
+from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, ensure_master, heed_cleared, master_of, reconcile
 from ampcompat.amp.properties import HALF_DTYPES
@@ -158,7 +158,7 @@ def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> Optim
     steps = stepper(optimizer)
     if steps is not optimizer:  # a ZeroRedundancyOptimizer
         _torch.separate_inner_groups(optimizer)
-    states = [one.state for one in (optimizer, *inner_optimizers(optimizer))]
+    states = [one.state for one in (optimizer, *_torch.inner_optimizers(optimizer))]
     for group in steps.param_groups:
         params = group["params"]
         for index, param in enumerate(params):
@@ -173,7 +173,7 @@ def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> Optim
 
 def match_state(optimizer: Optimizer) -> None:
     """Give state from before ``initialize`` the dtype of its param, where torch's own ``load_state_dict`` does so."""
-    for one in (optimizer, *inner_optimizers(optimizer)):
+    for one in (optimizer, *_torch.inner_optimizers(optimizer)):
         if getattr(type(one), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
             continue
         for param, held in list(one.state.items()):

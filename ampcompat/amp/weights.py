@@ -21,8 +21,8 @@ from torch.utils.weak import TensorWeakRef
 
 from ampcompat import _torch
 from ampcompat._log import warn_once
-from ampcompat._optimizers import Optimizer
 from ampcompat._state import state
+from ampcompat._types import Optimizer
 from ampcompat.amp.masters import ensure_master, master_of, own_tensors, rebind, set_masters
 from ampcompat.amp.properties import HALF_DTYPES
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampcompat._optimizers import Optimizer
-from ampcompat._types import ParamGroup
+from ampcompat._types import Optimizer, ParamGroup
 from ampcompat.explain.tensors import HALVES
 from ampcompat.explain.words import Message, cure_fields
 

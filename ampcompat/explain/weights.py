@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ampcompat import _torch
-from ampcompat._optimizers import Optimizer
 from ampcompat._state import state
-from ampcompat._types import ParamGroup
+from ampcompat._types import Optimizer, ParamGroup
 from ampcompat.amp.masters import Master, master_of
 from ampcompat.explain.cure import BFLOAT16
 from ampcompat.explain.numbers import MASTERS, Unheld, optimizer_name, unheld

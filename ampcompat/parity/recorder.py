@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ampcompat._optimizers import Optimizer
+from ampcompat._types import Optimizer
 from ampcompat.amp.autocast import OFF, switched
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.scaler import LossScaler

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ampcompat._optimizers import Optimizer
+from ampcompat._types import Optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.stash import Gradients
 from ampcompat.parity.recorder import Recorder

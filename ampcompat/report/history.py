@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ampcompat._optimizers import Optimizer
+from ampcompat._types import Optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.report import schema
 

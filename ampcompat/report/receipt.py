@@ -14,8 +14,8 @@ import torch
 
 from ampcompat import __version__
 from ampcompat._log import rank
-from ampcompat._optimizers import Optimizer
 from ampcompat._state import state
+from ampcompat._types import Optimizer
 from ampcompat.amp.observers import observers
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.explain.frames import hide_tools

@@ -10,7 +10,7 @@ def main(record: str, steps: str, seed: str, *target: str) -> None:
     """Run the script; what it raises is let through when it has been noted."""
     import torch
 
-    from ampcompat._optimizers import Optimizer
+    from ampcompat._types import Optimizer
     from ampcompat.alias import install_as_apex
     from ampcompat.amp.observers import observers
     from ampcompat.amp.scaler import LossScaler
