@@ -15,7 +15,7 @@ PICTURE: Final = ROOT / "docs" / "images" / "rooms.svg"
 
 #: Rows of rooms, lowest first, each room with its place from left to right. A room imports rooms of lower rows only.
 ROWS: Final[tuple[dict[str, float], ...]] = (
-    {"_state": 2.0, "_torch": 4.0},
+    {"_state": 2.0, "_torch": 3.4, "_types": 4.8},
     {"_log": 3.0},
     {"lists": 0.0, "trees": 1.0, "observers": 2.2, "masters": 3.4, "_amp_state": 4.8, "scaler": 6.0},
     {"_initialize": 1.4, "utils": 2.4, "properties": 4.4},
@@ -101,7 +101,7 @@ def room_of(module: str) -> str | None:
     parts = module.split(".")
     if parts[1:2] == ["amp"]:
         return parts[2] if len(parts) > 2 else "__init__"
-    return parts[1] if parts[1:2] and parts[1] in {"_state", "_log", "_torch"} else None
+    return parts[1] if parts[1:2] and parts[1] in {"_state", "_log", "_torch", "_types"} else None
 
 
 def arrows() -> dict[str, set[str]]:
