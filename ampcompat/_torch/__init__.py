@@ -72,7 +72,6 @@ from ampcompat._torch.modules import (
     fingerprint,
     has_storage,
     inner_optimizers,
-    is_optimizer,
     is_sharded,
     is_uninitialized,
     is_zero,

@@ -165,12 +165,6 @@ def separate_inner_groups(optimizer: Any) -> None:
     groups[:] = [{**group, "params": list(group["params"])} for group in groups]
 
 
-def is_optimizer(value: object) -> bool:
-    """Whether ``value`` is an optimizer, or has what amp needs of one."""
-    names = ("param_groups", "state", "step", "zero_grad", "add_param_group")
-    return not isinstance(value, type) and all(map(functools.partial(hasattr, value), names))
-
-
 def inner_optimizers(optimizer: object) -> list[Any]:
     """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
     found: list[object] = [optimizer]

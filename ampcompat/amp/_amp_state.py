@@ -44,7 +44,7 @@ def warn_or_err(message: str) -> None:
 
 
 def maybe_print(message: str, rank0: bool = False) -> None:
-    """Print ``message`` on rank 0, whatever ``rank0``, unless ``verbosity`` is 0."""
+    """Print ``message`` on rank 0 unless ``verbosity`` is 0; ``rank0`` is accepted, as in apex."""
     if _amp_state.verbosity > 0:
         say(message)
 

@@ -45,6 +45,7 @@ from ampcompat.amp.autocast import assert_ambience
 from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.masters import Master, heed_cleared
 from ampcompat.amp.observers import notify
+from ampcompat.amp.properties import is_optimizer
 from ampcompat.amp.scaler import MANY, LossScaler, any_of
 from ampcompat.amp.session import DISABLED, Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
@@ -448,15 +449,15 @@ def _find(optimizers: Any) -> tuple[list[Any], Session]:
             "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
             " amp.initialize(model, optimizer, opt_level=...)` must come first."
         )
-    several = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not _torch.is_optimizer(optimizers)
+    several = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not is_optimizer(optimizers)
     given = list(map(known, optimizers)) if several else [known(optimizers)]  # apex took any iterable
     unique = {id(one): one for one in given}
     for one in unique.values():
-        if _torch.is_optimizer(one) and "_amp_stash" in vars(one):
+        if is_optimizer(one) and "_amp_stash" in vars(one):
             continue
-        if not latest.enabled or (_torch.is_optimizer(one) and one in state.optimizers.disabled):
+        if not latest.enabled or (is_optimizer(one) and one in state.optimizers.disabled):
             return [], DISABLED
-        if not _torch.is_optimizer(one):
+        if not is_optimizer(one):
             got = type(given if several else optimizers).__name__
             raise TypeError(
                 f"scale_loss got {got} as optimizers - it takes an optimizer or a list of them - pass what"

@@ -123,6 +123,7 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
     casting = room.found is not None or any(map(torch.is_autocast_enabled, room.device_types))
     with switched(OFF) if casting or closure is not None else nullcontext() as outside:
         if closure is not None:
+            # ``outside`` is None only where there is no closure.
             return _step_with_closure(optimizer, original, closure, outside, **kwargs)  # type: ignore[arg-type]
         plain = not (stash.overflows or stash.reports or stash.masters or stash.pending)
         if stash.gradients is Gradients.UNSCALED and plain:

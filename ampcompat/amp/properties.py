@@ -244,7 +244,7 @@ def as_models(models: object, options: Mapping[str, Any]) -> list[torch.nn.Modul
 def _as_list(given: object, kind: type | None, wanted: str) -> list[Any]:
     found = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in found:
-        if not (_torch.is_optimizer(one) if kind is None else isinstance(one, kind)):
+        if not (is_optimizer(one) if kind is None else isinstance(one, kind)):
             shown = f"the class {one.__name__}" if isinstance(one, type) else f"an object of type {type(one).__name__}"
             raise TypeError(f"amp.initialize got {shown} as {wanted}")
     return found
@@ -264,3 +264,9 @@ def as_optimizers(optimizers: object) -> list[Optimizer]:
                 " multiplied by the loss scale - close the block first."
             )
     return found
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether ``value`` is an optimizer, or has what amp needs of one."""
+    names = ("param_groups", "state", "step", "zero_grad", "add_param_group")
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names)

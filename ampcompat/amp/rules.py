@@ -231,8 +231,15 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     """Make what chooses the dtype to cast arguments to (None: leave them) of these; float32 needs no choice."""
 
     def dtypes(args: tuple[object, ...]) -> set[torch.dtype]:
-        tensors = tensors_in(args, objects=False)
-        return {t.dtype for t in tensors if t.dtype in CASTABLE and t.device.type == device_type}
+        # A loop of its own, which is faster than ``tensors_in``: a part of the price of every promoted op.
+        found, pending = set(), list(args)
+        for a in pending:
+            if isinstance(a, torch.Tensor):
+                if a.dtype in CASTABLE and a.device.type == device_type:
+                    found.add(a.dtype)
+            elif isinstance(a, (list, tuple)):
+                pending.extend(a)
+        return found
 
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
