@@ -30,6 +30,13 @@ def say(message: str, error: bool = False, all_ranks: bool = False) -> None:
         print(message, flush=True, file=sys.stderr if error else sys.stdout)
 
 
+def say_once(key: str, message: str) -> None:
+    """Print ``message``, on rank 0 to standard error, the first time that ``key`` comes up."""
+    if key not in state.warned:
+        state.warned.add(key)
+        say(message, error=True)
+
+
 def warn_once(key: str, message: str) -> None:
     """Warn with ``message``, at the script's line, the first time that ``key`` comes up (until ``state.reset()``)."""
     if key not in state.warned:

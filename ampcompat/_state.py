@@ -137,7 +137,7 @@ class State:
 
     Attributes:
         undo: Undo of every change made to torch; ``reset()`` runs them in reverse.
-        warned: Keys of the warnings already given (see :func:`ampcompat._log.warn_once`).
+        warned: Keys of the warnings and notes already given (see :func:`ampcompat._log.warn_once`).
         view: What ``amp._amp_state`` shows.
         session: The latest call of ``initialize``.
         loaded_scalers: Scale and clean passes that were loaded before any ``initialize``.

@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
+from ampcompat._log import say_once
 from ampcompat._state import state
+from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched
 from ampcompat.amp.masters import masters_of, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.trees import cast_tree, tensors_in
-from ampcompat.amp.weights import cast_weights, watch_averages
+from ampcompat.amp.weights import cast_weights
 
 Forward = Callable[..., object]
 Args = tuple[object, ...]
@@ -44,6 +46,13 @@ class ModelPolicy:
     master_weights: bool  # whether half weights have float32 masters
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
+        if self.half is not None and _amp_state.verbosity > 0:
+            say_once(
+                "half average",
+                f"Note: a deepcopy of a model with {self.half} weights. If it is to be a moving average, average over"
+                " state_dict() values (at O2 and O5 the float32 masters): over parameters(), small updates round to"
+                " nothing (with a decay of 0.9999, all).",
+            )
         return self
 
     def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
@@ -201,8 +210,6 @@ def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
                 object.__setattr__(model, "forward", own.inner)
             model.__dict__.pop("_amp_policy", None)
             model.__class__ = type(model).__mro__[2]
-        for module in model.modules():
-            module.__dict__.pop("_amp_average", None)
         state.models.live.discard(model)
         return
     if not isinstance(model, AmpModel):
@@ -210,7 +217,6 @@ def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
     object.__setattr__(model, "_amp_policy", policy)
     if own is not None and not isinstance(own, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own))
-    watch_averages(model)
     state.models.live.add(model)
 
 
@@ -292,7 +298,8 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
         raise TypeError(f"amp.unwrap got {type(model).__name__} - it takes a model - pass the module.")
     while _torch.parallel_wrapper(model := _torch.uncompiled(model)):
         model = model.get_submodule("module")
-    plain = copy.deepcopy(model)
+    policies = [module.__dict__.get("_amp_policy") for module in model.modules()]
+    plain = copy.deepcopy(model, {id(policy): policy for policy in policies})
     cast_weights(list(plain.modules()), None, ExitStack())
     for module in plain.modules():
         set_policy(module, None)

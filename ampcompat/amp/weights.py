@@ -9,20 +9,13 @@ whether there are masters, while its tensors are half.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 import torch
-from torch.utils.weak import TensorWeakRef
 
 from ampcompat import _torch
-from ampcompat._log import warn_once
-from ampcompat._state import state
-from ampcompat._types import Optimizer
 from ampcompat.amp.masters import ensure_master, master_of, own_tensors, rebind, set_masters
 from ampcompat.amp.properties import HALF_DTYPES
 
@@ -62,7 +55,7 @@ def cast_weights(
             master = held.get(name) or master_of(tensor)
             if master is not None:
                 master.register()
-                master.absorb()
+                master.reconcile(compare=True)
             alone = tensor.dtype == torch.float32 != target and master is None and _torch.owns_memory_alone(tensor)
             exact = tensor.detach() if master is None else master.value.detach()
             if tensor.dtype != target:
@@ -125,7 +118,7 @@ def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, 
             state_dict[prefix + name] = handed.float()
             continue
         master = ensure_master(module, name)
-        master.absorb()
+        master.reconcile(compare=True)
         state_dict[prefix + name] = master.value if handed is tensor else master.hand_out()  # tensor: keep_vars
 
 
@@ -150,85 +143,9 @@ def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, l
 
 
 def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
-    average: HalfAverage | None = module.__dict__.get("_amp_average")
-    if average is not None and (param := average.param()) is not None:
-        average.writes, average.version = 0, param._version  # what was loaded is no average in half
     for name, master in module.__dict__.get("_amp_masters", {}).items():
         now = module._parameters.get(name, module._buffers.get(name))
         if now is not None and now is not master.half:  # load_state_dict(assign=True)
             rebind(master, now)
         elif now is not None and master.value._version != master.seen[1]:
             master.push()
-
-
-#: Writes before the look, elements looked at, and the least share of the way that a copy which follows has come.
-_WRITES, _SAMPLE, _FOLLOWS = 8, 256, 0.75
-
-
-@dataclass(eq=False)
-class HalfAverage:
-    """Notices an average of weights that is kept in half, where it cannot move.
-
-    ``ema = copy.deepcopy(model)`` and then ``e.mul_(.9999).add_(p, alpha=.0001)`` over ``parameters()`` rounds to half
-    at every update at O2 and O3, as under apex. The module that holds a model's largest half weight carries such an
-    object; that of a deepcopy knows the original's weight and looks once, after several writes by others than amp: a
-    copy far behind its original is such an average; a teacher that is frozen, or copied whole at times, is not.
-    """
-
-    param: TensorWeakRef
-    original: TensorWeakRef  # itself, where it is no copy
-    birth: torch.Tensor | None = None  # a sample of a copy as it was made
-    writes: int = 0
-    version: int = 0
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> HalfAverage | None:
-        param = self.param()
-        if param is None or not _torch.has_storage(param):
-            return None
-        twin = copy.deepcopy(param, memo)
-        copied = HalfAverage(TensorWeakRef(twin), self.param, _sample(twin), 0, twin._version)
-        state.observers.append(copied)
-        return copied
-
-    def __reduce__(self) -> Any:
-        return type(None), ()  # what comes from a file is no copy of a running model
-
-    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        """Count writes after a step; once there are enough, compare: one host sync."""
-        param, original, birth = self.param(), self.original(), self.birth
-        if param is not None and original is not None and birth is not None and original.shape == param.shape:
-            master = master_of(param)
-            if master is None or master.before_writes is not None or param._version != master.seen[0]:
-                self.writes += param._version - self.version  # by others: amp's own writes come from the master
-            self.version = param._version
-            if self.writes < _WRITES:
-                return
-            now, birth, goal = [t.to(param.device).float() for t in (_sample(param), birth, _sample(original))]
-            if (now - birth).abs().sum() < _FOLLOWS * (goal - birth).abs().sum():
-                warn_once(
-                    "half average",
-                    f"A deepcopy of a model whose weights amp.initialize cast to {param.dtype} is being updated over"
-                    " its parameters(), as a moving average is - in half small updates round to nothing (a decay of"
-                    " 0.9999 cannot move) - average over state_dict() values instead: at O2 these are the float32"
-                    " masters.",
-                )
-        state.observers[:] = [one for one in state.observers if one is not self]
-
-
-def watch_averages(model: torch.nn.Module) -> None:
-    """Have deepcopies of ``model`` looked at: is one updated as a moving average, in half?"""
-    half = [
-        (param.numel(), module, param)
-        for module in model.modules()
-        for param in module._parameters.values()
-        if param is not None and param.dtype in HALF_DTYPES
-    ]
-    if half:
-        _, module, param = max(half, key=itemgetter(0))
-        object.__setattr__(module, "_amp_average", HalfAverage(TensorWeakRef(param), TensorWeakRef(param)))
-
-
-def _sample(param: torch.Tensor) -> torch.Tensor:
-    # Copied as integers: a report counts the floating point ops of the script.
-    flat = _torch.bits(param.detach()).reshape(-1)
-    return flat[:: max(1, flat.numel() // _SAMPLE)].clone().view(param.dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "ampcompat"
 
 #: Functions whose argument at this position is a message to the user.
-SAYS = {"say": 0, "maybe_print": 0, "warn_or_err": 0, "warn": 0, "warn_once": 1}
+SAYS = {"say": 0, "maybe_print": 0, "warn_or_err": 0, "warn": 0, "say_once": 1, "warn_once": 1}
 
 
 def text_of(node: ast.expr) -> str:

@@ -49,7 +49,7 @@ def test_messages_are_found_in_the_source():
     found = dict(of_the_package())
     assert len(found) > 100
     assert any(text.startswith("Invoked 'with amp.scale_loss'") for text in found)
-    assert any("is being updated over its parameters()" in text for text in found)
+    assert any("the optimizer holds the master of the old one" in text for text in found)
 
 
 def test_every_message_of_the_package_is_on_the_page():
