@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
 
 import torch
 
 if TYPE_CHECKING:
     from ampcompat.amp.stash import AmpOptimizerState
 
+#: The optimization levels, for annotations: a checker refuses any other string.
+OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 #: A param group, as torch has it: ``"params"``, and hyperparameters by name.
 ParamGroup: TypeAlias = dict[str, Any]
 #: What an optimizer is made of. torch's ``ParamsT`` is a union of iterables, of which mypy does not infer the type of a
@@ -18,6 +20,22 @@ ParamGroup: TypeAlias = dict[str, Any]
 Params: TypeAlias = Iterable[torch.Tensor | ParamGroup | tuple[str, torch.Tensor]]
 #: ``state`` of an optimizer, as torch has it.
 ParamState: TypeAlias = defaultdict[torch.Tensor, Any]
+
+
+class Options(TypedDict, total=False):
+    """The keywords of ``amp.initialize`` after ``opt_level``, for its overloads; its docstring says what they are."""
+
+    cast_model_type: torch.dtype | Literal[False] | None
+    patch_torch_functions: bool | None
+    keep_batchnorm_fp32: bool | Literal["True", "False"] | None
+    master_weights: bool | None
+    loss_scale: float | str | None
+    cast_model_outputs: torch.dtype | None
+    num_losses: int
+    verbosity: int
+    min_loss_scale: float | None
+    max_loss_scale: float
+    keep_fp32: Any
 
 
 class Optimizer(Protocol):

@@ -7,7 +7,7 @@ from typing import Final
 
 from ampcompat import _torch
 from ampcompat.amp.lists import UNCAST, torch_overrides
-from ampcompat.amp.rules import ATEN, PYTHON, Rule, rules_by_name
+from ampcompat.amp.rules import PYTHON, Rule, rules_by_name
 
 PAGE: Final = Path(__file__).with_suffix(".md")
 RULES: Final = rules_by_name()
@@ -104,7 +104,7 @@ def native_rule(name: str, device_type: str) -> str:
     if name in _BY_TORCH:
         return _WORDS[Rule.PROMOTE]
     rule, key = RULES[name], _torch.autocast_key(device_type)
-    for op in [op for aten in ATEN.get(name, (f"{name}.*",))[:1] for op in _torch.aten_overloads(aten)]:
+    for op in [op for aten in _torch.ATEN.get(name, (f"{name}.*",))[:1] for op in _torch.aten_overloads(aten)]:
         if rule is not Rule.INPLACE_BANNED and key is not None and _torch.has_kernel(op, key):
             return _WORDS[rule]
     return "as given"
@@ -128,12 +128,12 @@ def rule_for(name: str, device_type: str) -> str:
 
 def enforced_by(name: str) -> str:
     """What does it for the listed ``name``: "native", "rule on CPU", "whole function", ..."""
-    if name in PYTHON and ATEN.get(name) == ():
+    if name in PYTHON and _torch.ATEN.get(name) == ():
         return "whole function"
     differs = [d for d in ("cpu", "cuda") if native_rule(name, d) != _WORDS[RULES[name]]]
     if not differs:
         return "native"
-    if not ATEN.get(name, (name,)):
+    if not _torch.ATEN.get(name, (name,)):
         return "through the ops inside"
     return "rule on " + ", ".join(d.upper() for d in differs)
 

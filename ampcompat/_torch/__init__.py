@@ -50,10 +50,14 @@ from ampcompat._torch.compiler import (
     tag_compile_caches,
 )
 from ampcompat._torch.dispatcher import (
+    ATEN,
+    RECURRENT_CELLS,
+    RECURRENT_LAYERS,
     aten_overloads,
     autocast_device_types,
     autocast_key,
     composite,
+    convolve_on_cpu_in_float,
     current_node,
     flop_formula,
     halves_without_cpu_convolution,
@@ -62,6 +66,7 @@ from ampcompat._torch.dispatcher import (
     keys_excluded,
     op_name,
     ops_with_kernel,
+    overloads_of,
     register_kernels,
 )
 from ampcompat._torch.errors import add_note, cure_of, note_cure, raised_in

@@ -1,4 +1,4 @@
-"""The dispatcher: autocast keys, overloads, registrations, and watching what runs."""
+"""The dispatcher: autocast keys, overloads, registrations, half convolutions on the CPU, and watching what runs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,44 @@ _AUTOCAST_KEYS: Final = {
     "maia": "AutocastMAIA",
 }
 
+#: Functions behind the recurrent layers, and behind their cells.
+RECURRENT_LAYERS: Final = ("rnn_tanh", "rnn_relu", "gru", "lstm")
+RECURRENT_CELLS: Final = ("rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm_cell")
+
+#: Aten overloads by public name, where they are not simply all of aten::name. Empty: no op of the function itself needs
+#: a cast, for it is made of others that get theirs (softmin), written in Python, or promoted by torch.
+ATEN: Final[dict[str, tuple[str, ...]]] = {
+    **{name: (name, "convolution") for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d")},
+    "conv_transpose2d": ("conv_transpose2d.input", "convolution"),
+    "conv_transpose3d": ("conv_transpose3d.input", "convolution"),
+    "prelu": ("prelu", "_prelu_kernel"),
+    "norm": (
+        *("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype"),
+        *("norm.ScalarOpt_dim_dtype", "frobenius_norm.dim", "nuclear_norm.*", "linalg_matrix_norm.*"),
+    ),
+    "std": ("std.correction",),
+    "var": ("var.correction",),
+    "softmax": ("softmax.int", "_softmax"),
+    "log_softmax": ("log_softmax.int", "_log_softmax"),
+    "layer_norm": ("layer_norm", "native_layer_norm"),
+    "group_norm": ("group_norm", "native_group_norm"),
+    "interpolate": (
+        *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d"),
+        *("_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d"),
+        *("upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
+    ),
+    "grid_sample": ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
+    "cross_entropy": ("nll_loss_forward", "nll_loss2d_forward"),
+    "nll_loss": ("nll_loss", "nll_loss2d"),
+    "bilinear": ("bilinear", "_trilinear"),
+    "cross": ("cross", "linalg_cross"),
+    **dict.fromkeys(("softmin", "local_response_norm", "normalize", "gaussian_nll_loss", "cpu"), ()),
+    **dict.fromkeys(("multilabel_soft_margin_loss", "triplet_margin_with_distance_loss"), ()),
+    # torch promotes these itself. It lets a 0-dim tensor widen nothing, where apex did; to follow apex here would cost
+    # every addition of a model 5 microseconds and more.
+    **dict.fromkeys(("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne", "cat", "stack"), ()),
+}
+
 
 def autocast_key(device_type: str) -> str | None:
     """The dispatch key of autocast on ``device_type``; None where this torch has none."""
@@ -39,6 +77,11 @@ def autocast_device_types() -> list[str]:
     added = torch._C._get_privateuse1_backend_name()
     found = list(filter(autocast_key, _AUTOCAST_KEYS))
     return [*found, added] if hasattr(getattr(torch, added, None), "get_amp_supported_dtype") else found
+
+
+def overloads_of(name: str) -> list[torch._ops.OpOverload]:
+    """The overloads that the public ``name`` stands for: those of the table, else all of ``aten::name``."""
+    return [op for aten in ATEN.get(name) or (f"{name}.*",) for op in aten_overloads(aten)]
 
 
 def aten_overloads(name: str) -> list[torch._ops.OpOverload]:
@@ -101,6 +144,50 @@ def halves_without_cpu_convolution() -> frozenset[torch.dtype]:
     }
     on = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return frozenset(dtype for dtype, ask in supported.items() if not (on and ask is not None and ask()))
+
+
+def convolve_on_cpu_in_float(emulated: frozenset[torch.dtype], undo: ExitStack) -> None:
+    """Compute half convolutions on the CPU in float32, rounded once as on tensor cores, until ``undo`` runs.
+
+    torch's own kernels are tens of times slower than float32's where oneDNN has none: in a dtype that the processor has
+    no arithmetic for, and backward in float16 on any. These are registered below autograd: they serve half models and
+    casts of functions alike, forward, backward and double backward, eager and compiled.
+
+    Args:
+        emulated: The half dtypes that this processor has no arithmetic for.
+        undo: Gets the undo.
+    """
+    # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
+    (forward,), (backward,) = map(aten_overloads, ("_convolution", "convolution_backward"))
+    kernels = {
+        forward: _in_float(composite(forward), emulated, emulated),
+        backward: _in_float(composite(backward), emulated | {torch.float16}, emulated),
+    }
+    register_kernels(kernels, "CPU", undo)
+
+
+def _in_float(
+    native: Callable[..., Any], slow: frozenset[torch.dtype], emulated: frozenset[torch.dtype]
+) -> Callable[..., Any]:
+    """Make a kernel that computes ``native`` in float32 where the tensors are of a ``slow`` dtype.
+
+    The leading three arguments are tensors: input, weight and bias (or None), or gradient, input and weight. For an
+    ``emulated`` dtype torch has a forward of its own, whose results are contiguous in 3-d; oneDNN keeps the layout.
+    """
+
+    def kernel(*args: Any, **settings: object) -> object:
+        tensors, dtype = args[:3], args[0].dtype
+        if dtype not in slow or any(t is not None and t.dtype is not dtype for t in tensors):
+            return native(*args, **settings)  # mixed dtypes: torch's own error
+        wide = native(*(None if t is None else t.float() for t in tensors), *args[3:], **settings)
+        # The strides of torch's half kernels, as compiled graphs expect.
+        contiguous = args[0].dim() == 5 and dtype in emulated
+        layout = torch.contiguous_format if contiguous else torch.preserve_format
+        if isinstance(wide, torch.Tensor):
+            return wide.to(dtype, memory_format=layout)
+        return tuple(None if g is None else g.to(dtype, memory_format=layout) for g in wide)
+
+    return kernel
 
 
 def current_node() -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, MutableMapping
-from contextlib import ExitStack
 from typing import Any
 
 from ampcompat._log import say, warn_once
@@ -77,7 +76,7 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         entries = [_entry(name, state_dict[name]) for name in names]
     session = state.session
     if session is not None and session.enabled:
-        _apply(entries, session.scalers)
+        apply(entries, session.scalers)
     elif session is not None and entries:
         warn_once("load disabled", "amp.load_state_dict after amp.initialize(enabled=False): nothing to restore.")
     elif entries:
@@ -85,15 +84,8 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         say("amp.load_state_dict before amp.initialize: the next amp.initialize restores the loss scalers.")
 
 
-def apply_loaded(scalers: list[LossScaler], undo: ExitStack) -> None:
-    """Restore into a new call's scalers what was loaded before it, unless ``undo`` runs."""
-    if state.loaded_scalers is not None:
-        _apply(state.loaded_scalers, scalers)
-        undo.callback(setattr, state, "loaded_scalers", state.loaded_scalers)
-        state.loaded_scalers = None
-
-
-def _apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
+def apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
+    """Restore ``scalers`` from what was loaded."""
     if len(entries) != len(scalers):
         say(
             f"Warning: amp.load_state_dict got {len(entries)} loss scalers where amp.initialize(num_losses="

@@ -55,7 +55,7 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) ->
             if master is not None:
                 master.push()
         elif master is not None:
-            master.absorb()  # also what the constructor has written past the version counter
+            master.reconcile(compare=True)  # also what the constructor has written past the version counter
 
 
 def holds_back(params: Iterable[torch.Tensor]) -> bool:

@@ -10,14 +10,14 @@ import os
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat._types import Optimizer
+from ampcompat._types import Optimizer, Options, OptLevel
 from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.autocast import OFF, set_ambient
@@ -39,26 +39,8 @@ __all__ = ["O0", "O1", "O2", "O3", "OptLevel", "Properties", "initialize", "load
 __all__ += ["state_dict"]
 
 Modules = list[torch.nn.Module]
-#: The levels, for annotations: a checker refuses any other string.
-OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 _Models = TypeVar("_Models", bound=torch.nn.Module | Sequence[torch.nn.Module])
 _Given = TypeVar("_Given", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
-
-
-class _Options(TypedDict, total=False):
-    """The keywords of ``initialize`` after ``opt_level``, for its overloads; the docstring says what they are."""
-
-    cast_model_type: torch.dtype | Literal[False] | None
-    patch_torch_functions: bool | None
-    keep_batchnorm_fp32: bool | Literal["True", "False"] | None
-    master_weights: bool | None
-    loss_scale: float | str | None
-    cast_model_outputs: torch.dtype | None
-    num_losses: int
-    verbosity: int
-    min_loss_scale: float | None
-    max_loss_scale: float
-    keep_fp32: Any
 
 
 class _Level:
@@ -77,11 +59,11 @@ opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3)}
 
 @overload
 def initialize(
-    models: _Models, optimizers: None = None, enabled: bool = True, opt_level: OptLevel = "O1", **rest: Unpack[_Options]
+    models: _Models, optimizers: None = None, enabled: bool = True, opt_level: OptLevel = "O1", **rest: Unpack[Options]
 ) -> _Models: ...
 @overload
 def initialize(
-    models: _Models, optimizers: _Given, enabled: bool = True, opt_level: OptLevel = "O1", **rest: Unpack[_Options]
+    models: _Models, optimizers: _Given, enabled: bool = True, opt_level: OptLevel = "O1", **rest: Unpack[Options]
 ) -> tuple[_Models, _Given]: ...
 def initialize(
     models: Any,
@@ -225,7 +207,8 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
         if enabled:
             session.begin_casts()
             if state.loaded_scalers is not None:
-                checkpoint.apply_loaded(session.scalers, undo)
+                checkpoint.apply(state.loaded_scalers, session.scalers)
+                state.loaded_scalers = None
         undo.pop_all()
     state.view, state.session = view, session
     if modules and not enabled:

@@ -95,8 +95,7 @@ class Master:
         self.rounds: float = EARLY_ROUNDS if isinstance(half, torch.nn.Parameter) else 0
         self.watch = Watch() if self.rounds else None
         self.settle()
-        index = state.masters.by_tensor
-        index[id(half)] = index[id(exact)] = self
+        self.register()
 
     def register(self) -> None:
         """Be found by either side."""
@@ -152,7 +151,8 @@ class Master:
     def reconcile(self, stepping: bool = False, compare: bool = False) -> bool:
         """Restore the invariant; returns whether either side had been written. No write before ``stepping`` comes back.
 
-        Host syncs: one where values are compared (with ``compare``, of any parameter), one where it was handed out.
+        ``compare`` a parameter by value in any case, before ``value`` is saved or copied. Host syncs: one where values
+        are compared, one where it was handed out.
         """
         if self.value.device != self.half.device:
             self._follow_device()
@@ -204,10 +204,6 @@ class Master:
         self._catch()
         return written, not written  # the master was: ``group["params"][0].data.mul_()``
 
-    def absorb(self) -> bool:
-        """Reconcile before ``value`` is saved or copied. Reads the device: one host sync for a parameter."""
-        return self.reconcile(compare=True)
-
     def _follow_device(self) -> None:
         """Move the master after ``module.to(device)``; it keeps its identity, for the optimizer that holds it."""
         warn_once(
@@ -242,7 +238,7 @@ class Master:
         self.push()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
-        self.absorb()
+        self.reconcile(compare=True)
         # Copy both sides through the memo: an optimizer copied along goes on holding the copy's masters.
         half, value = copy.deepcopy(self.half, memo), copy.deepcopy(self.value, memo)
         if not _torch.has_storage(half):
@@ -251,7 +247,7 @@ class Master:
         return clone
 
     def __reduce__(self) -> Any:
-        self.absorb()
+        self.reconcile(compare=True)
         return Master, (self.half, self.value, True)
 
 
@@ -415,7 +411,7 @@ def sync_masters(model: torch.nn.Module) -> int:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
-    return sum([master.absorb() for master in masters_of(model)])
+    return sum([master.reconcile(compare=True) for master in masters_of(model)])
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

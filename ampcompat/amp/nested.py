@@ -165,7 +165,7 @@ def gather(optimizer: Any, to: int | None = None) -> None:
             if half.dtype not in HALF_DTYPES:
                 continue
             if rank == optimizer.rank and master is not None:
-                master.absorb()
+                master.reconcile(compare=True)
                 value = master.value.detach()
             else:
                 value = torch.empty_like(half, dtype=torch.float32)

@@ -90,7 +90,7 @@ def rules_by_name() -> dict[str, Rule]:
         removed.update(dict.fromkeys(sorted(shipped - now), Rule.UNCAST))
         for name in sorted(now - shipped):
             added.setdefault(name, rule)
-            if name not in SHIPPED and not _overloads(name) and _python_function(name) is None:
+            if name not in SHIPPED and not _torch.overloads_of(name) and _python_function(name) is None:
                 warn_once(
                     f"no op {name}",
                     f"{module.__name__}.{list_name} holds {name!r}, which is no function of torch, torch.nn.functional"
@@ -106,44 +106,6 @@ def rules_by_name() -> dict[str, Rule]:
 
 
 # -- From names to ops -------------------------------------------------------------------------------------------------
-
-_LAYERS: Final = ("rnn_tanh", "rnn_relu", "gru", "lstm")
-_CELLS: Final = ("rnn_tanh_cell", "rnn_relu_cell", "gru_cell", "lstm_cell")
-
-#: Aten overloads by public name, where they are not simply all of aten::name. None: made of other listed ops (softmin),
-#: or written in Python (see PYTHON).
-ATEN: Final[dict[str, tuple[str, ...]]] = {
-    **{name: (name, "convolution") for name in ("conv1d", "conv2d", "conv3d", "conv_transpose1d")},
-    "conv_transpose2d": ("conv_transpose2d.input", "convolution"),
-    "conv_transpose3d": ("conv_transpose3d.input", "convolution"),
-    "prelu": ("prelu", "_prelu_kernel"),
-    "norm": (
-        *("linalg_vector_norm", "norm.Scalar", "norm.ScalarOpt_dim", "norm.ScalarOpt_dtype"),
-        *("norm.ScalarOpt_dim_dtype", "frobenius_norm.dim", "nuclear_norm.*", "linalg_matrix_norm.*"),
-    ),
-    "std": ("std.correction",),
-    "var": ("var.correction",),
-    "softmax": ("softmax.int", "_softmax"),
-    "log_softmax": ("log_softmax.int", "_log_softmax"),
-    "layer_norm": ("layer_norm", "native_layer_norm"),
-    "group_norm": ("group_norm", "native_group_norm"),
-    "interpolate": (
-        *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "_upsample_nearest_exact1d"),
-        *("_upsample_nearest_exact2d", "_upsample_nearest_exact3d", "upsample_linear1d", "upsample_bilinear2d"),
-        *("upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
-    ),
-    "grid_sample": ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
-    "cross_entropy": ("nll_loss_forward", "nll_loss2d_forward"),
-    "nll_loss": ("nll_loss", "nll_loss2d"),
-    "bilinear": ("bilinear", "_trilinear"),
-    "cross": ("cross", "linalg_cross"),
-    **dict.fromkeys(("softmin", "local_response_norm", "normalize", "gaussian_nll_loss", "cpu"), ()),
-    **dict.fromkeys(("multilabel_soft_margin_loss", "triplet_margin_with_distance_loss"), ()),
-    # torch promotes these itself. It lets a 0-dim tensor widen nothing, where apex did; to follow apex here would cost
-    # every addition of a model 5 microseconds and more.
-    **dict.fromkeys(("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne", "cat", "stack"), ()),
-}
-
 #: Functions on the float list that the dispatcher cannot see whole: each would compute in half before or between the
 #: listed ops inside, or add half gradients that nearly cancel (``normalize``). ``Tensor.cpu`` is no op.
 PYTHON: Final = (
@@ -152,22 +114,18 @@ PYTHON: Final = (
 )
 
 
-def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    """List the overloads that ``name`` stands for: those of the table, else all of ``aten::name``."""
-    return [op for aten in ATEN.get(name) or (f"{name}.*",) for op in _torch.aten_overloads(aten)]
-
-
 def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
     """List the public name and rule of each overload that needs a kernel of ours on ``device_type``."""
     plan, native = {}, _torch.ops_with_kernel(key)
     for name, rule in (rules_by_name() if table is None else table).items():
         edited = not name.endswith("_") and SHIPPED.get(name) is not rule
-        if ATEN.get(name) == () and (rule is Rule.UNCAST or not edited):
+        if _torch.ATEN.get(name) == () and (rule is Rule.UNCAST or not edited):
             continue  # torch promotes by itself, or casts nothing
         # Native refuses binary_cross_entropy in every dtype (CUDA) or in none (CPU), and promotes grid_sample (CUDA).
         ours = edited or rule in (Rule.BANNED, Rule.UNCAST) or (name == "grid_sample" and device_type != "cpu")
-        cudnn = name in _LAYERS and device_type == "cuda"  # cast inside _cudnn_rnn, with cuDNN's flat weight buffer
-        for op in _overloads(name):
+        # Cast inside _cudnn_rnn, with cuDNN's flat weight buffer.
+        cudnn = device_type == "cuda" and name in _torch.RECURRENT_LAYERS
+        for op in _torch.overloads_of(name):
             if ours or not (cudnn or _torch.op_name(op) in native):
                 plan[op] = name, rule
     return plan
@@ -179,7 +137,7 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
 
     It casts the positional arguments, and those alone: no listed op takes a tensor as a keyword-only argument.
     """
-    if name in _CELLS and rule is Rule.HALF:
+    if name in _torch.RECURRENT_CELLS and rule is Rule.HALF:
         return _cell_kernel(op, device_type)
     # These two refuse to widen what is float32 by now.
     softmax = _torch.op_name(op) in ("aten::_softmax", "aten::_log_softmax")
@@ -355,7 +313,7 @@ def acquire(device_types: Iterable[str]) -> None:
             return
         if not rules.plans:
             for name, rule in table.items():  # cast also in functions that users added and no op stands for
-                added = SHIPPED.get(name) is not rule and not _overloads(name)
+                added = SHIPPED.get(name) is not rule and not _torch.overloads_of(name)
                 found = _python_function(name) if name in PYTHON or added else None
                 if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
                     _torch.wrap_everywhere(*found, functools.partial(make_wrapper, rule=rule), undo)

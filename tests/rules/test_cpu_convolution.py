@@ -64,7 +64,7 @@ def test_float16_goes_back_in_float32_where_the_processor_has_a_forward_alone(dt
 
         return kernel
 
-    monkeypatch.setattr("ampcompat._torch.composite", recorded)
+    monkeypatch.setattr("ampcompat._torch.dispatcher.composite", recorded)
     monkeypatch.setattr("ampcompat._torch.halves_without_cpu_convolution", frozenset)
     cpu_convolution.acquire()
     run(2, False, arguments(2, 1, dtype))
