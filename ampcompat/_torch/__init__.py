@@ -29,6 +29,7 @@ from ampcompat._torch.arithmetic import (
     unscale_and_check_,
     update_scale_,
     widened,
+    without_grad,
 )
 from ampcompat._torch.autograd import (
     CACHES_WEIGHTS_ACROSS_GRAD_MODES,

@@ -114,9 +114,9 @@ def reusable(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     Arrays and shared files hold theirs unseen: such memory cannot be resized.
     """
     # Counted like one that is known to be alone: versions of torch differ, and processes where it has compiled.
-    probe, holders = torch.empty(1, device="cpu"), _holders
+    probe, owners, names = torch.empty(1, device="cpu"), torch._C._storage_Use_Count, sys.getrefcount
     *counts, alone = [
-        storage and (sys.getrefcount(one), one._use_count(), holders(storage), storage.resizable())  # type: ignore[union-attr]
+        storage and (names(one), one._use_count(), owners(storage._cdata), names(storage), storage.resizable())  # type: ignore[union-attr]
         for one in (*tensors, probe)
         for storage in (None if one is None else one.untyped_storage(),)
     ]

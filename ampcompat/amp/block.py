@@ -222,7 +222,7 @@ class Block:
 
 
 # -- the end of a backward pass ----------------------------------------------------------------------------------------
-@torch.no_grad()
+@_torch.without_grad
 def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | None, check: bool | None = True) -> bool:
     """Unscale new gradients, add them to accumulated ones, and make the scaler's transition. No host sync.
 

@@ -433,7 +433,7 @@ def heed_cleared(masters: list[Master]) -> bool:
 
 
 # -- push --------------------------------------------------------------------------------------------------------------
-@torch.no_grad()
+@_torch.without_grad
 def push(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
     if not masters:

@@ -24,7 +24,7 @@ MANY = 1024
 #: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
 FLOOR = 2.0**-24
 
-_KIND = attrgetter("device", "dtype")
+_KIND, _DTYPE, _DEVICE = attrgetter("device", "dtype"), attrgetter("dtype"), torch.Tensor.get_device
 
 
 def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
@@ -148,9 +148,8 @@ class LossScaler(torch.amp.GradScaler):
 
         ``scale`` is what they were scaled by (0-dim float32), where that may not be the current scale. No host sync.
         """
-        kinds = dict.fromkeys(map(_KIND, grads))
-        if len(kinds) != 1:
-            for kind in kinds:
+        if len(set(map(_DTYPE, grads))) != 1 or len(set(map(_DEVICE, grads))) != 1:
+            for kind in dict.fromkeys(map(_KIND, grads)):
                 self.unscale_([grad for grad in grads if _KIND(grad) == kind], scale)
             return
         device = grads[0].device
