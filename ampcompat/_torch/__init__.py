@@ -6,6 +6,7 @@ When a new torch breaks something, this is the place to mend.
 from ampcompat._torch.arithmetic import (
     HostCopy,
     coalesced,
+    float32_like,
     foreach_add,
     foreach_add_,
     foreach_copy_,
@@ -86,7 +87,6 @@ from ampcompat._torch.modules import (
     params_by_rank,
     patch_ddp_constructor,
     register_state_dict_hooks,
-    reusable,
     separate_inner_groups,
     steps_in_backward,
     tensor_of,

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -114,13 +115,21 @@ def reusable(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     Arrays and shared files hold theirs unseen: such memory cannot be resized.
     """
     # Counted like one that is known to be alone: versions of torch differ, and processes where it has compiled.
-    probe, owners, names = torch.empty(1, device="cpu"), torch._C._storage_Use_Count, sys.getrefcount
-    *counts, alone = [
-        storage and (names(one), one._use_count(), owners(storage._cdata), names(storage), storage.resizable())  # type: ignore[union-attr]
-        for one in (*tensors, probe)
-        for storage in (None if one is None else one.untyped_storage(),)
-    ]
-    return [one if count == alone else None for one, count in zip(tensors, counts, strict=True)]
+    probe = torch.empty(1, device="cpu")
+    held = [one for one in tensors if one is not None]
+    held.append(probe)
+    # By columns: this is the price of every small gradient.
+    storages = list(map(torch.Tensor.untyped_storage, held))
+    *counts, alone = zip(
+        map(sys.getrefcount, held),
+        map(torch.Tensor._use_count, held),  # type: ignore[attr-defined]
+        map(sys.getrefcount, storages),
+        map(torch._C._storage_Use_Count, map(attrgetter("_cdata"), storages)),
+        map(torch.UntypedStorage.resizable, storages),
+        strict=True,
+    )
+    free = map(alone.__eq__, counts)
+    return [one if one is not None and next(free) else None for one in tensors]
 
 
 def owns_memory_alone(tensor: torch.Tensor) -> bool:

@@ -31,7 +31,8 @@ import weakref
 from collections.abc import Iterator, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import repeat
+from itertools import accumulate, repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -53,6 +54,8 @@ from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
 #: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
 #: kernels take in one launch; on the CPU, which has no launches, what stays in its cache.
 CHUNK, CPU_CHUNK = 2**24, 2**18
+
+_IS_SPARSE = attrgetter("is_sparse")
 
 
 @_torch.eager
@@ -367,19 +370,17 @@ def unscale(
 
     Only where there is a ``scale``. ``memory`` is that of earlier gradients of masters. Needs grad mode off.
     """
-    fresh: list[torch.Tensor] = []
-    for param in direct:
-        grad = param.grad
-        if grad is not None and grad.is_sparse:
-            param.grad = _torch.coalesced(grad)
-            grad = param.grad._values()
-        if grad is not None:
-            fresh.append(grad)
-    reached, filled = bool(fresh or masters), 0.0
+    fresh = [grad for param in direct if (grad := param.grad) is not None]
+    if any(map(_IS_SPARSE, fresh)):
+        for param in direct:
+            if param.grad is not None and param.grad.is_sparse:
+                param.grad = _torch.coalesced(param.grad)
+        fresh = [g._values() if g.is_sparse else g for param in direct if (g := param.grad) is not None]
+    reached = bool(fresh or masters)
     chunks: dict[int, list[Master]] = {}
-    for master in masters:
-        filled += master.half.numel() / (CPU_CHUNK if master.half.is_cpu else CHUNK)
-        chunks.setdefault(int(filled), []).append(master)
+    limit = CPU_CHUNK if masters and masters[0].half.is_cpu else CHUNK
+    for size, master in zip(accumulate([m.half.numel() for m in masters]), masters, strict=True):
+        chunks.setdefault(size // limit, []).append(master)
     for chunk in chunks.values():
         _fold(chunk, fresh, scaler, scale, memory)
         fresh = []
@@ -397,19 +398,12 @@ def _fold(
 ) -> None:
     """Add the half gradients of ``masters``, widened and unscaled, to those of the masters; unscale ``fresh`` too."""
     halves: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # the caller has looked
-    if any([grad.is_sparse for grad in halves]):  # noqa: C419 - faster
+    if any(map(_IS_SPARSE, halves)):
         # Sum duplicate entries in float32: their half sum may overflow.
         wide = [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in halves]
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
     else:
-        # Write into the memory of earlier gradients, where nothing else holds it.
-        kept = _torch.reusable([memory.pop(master, None) for master in masters]) if memory else repeat(None)
-        wide = [
-            old
-            if old is not None and grad.is_cpu and old.stride() == grad.stride()
-            else torch.empty_like(grad, dtype=torch.float32)
-            for old, grad in zip(kept, halves, strict=False)
-        ]
+        wide = _torch.float32_like(halves, list(map(memory.pop, masters, repeat(None))) if memory else [])
         _torch.foreach_copy_(wide, halves)
         fresh += wide
     if scale is not None:

@@ -328,8 +328,8 @@ def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
         if (m.half._version, m.value._version, m.half.data_ptr()) != m.seen
         or m.handed_out is not None
         or m.rounds
-        or len(m.homes) > 1
-        or (m.homes and m.homes[0].tensors.get(m.homes[0].name) is not m.half)
+        or len(m.homes) != 1
+        or m.homes[0].tensors.get(m.homes[0].name) is not m.half
     ]
     for master in suspects:
         _torch.run_untraced(_follow_replacement, master)

@@ -231,13 +231,14 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
             live = list(state.optimizers.live) if len(state.optimizers.live) > 1 else []
             others = [one._amp_stash for one in live if one is not optimizer]
             kept = {m for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
+            memory = stash.spent.memory
             for master in masters:
-                master.folded = None
-                if master not in kept:
-                    grad, master.value.grad = master.value.grad, None
-                    # Elsewhere torch's allocator keeps freed memory.
-                    if grad is not None and grad.is_cpu and not grad.is_sparse:
-                        stash.spent.memory[master] = grad
+                master.folded, value = None, master.value
+                if kept and master in kept:
+                    continue
+                grad, value.grad = value.grad, None
+                if grad is not None and grad.is_cpu and not grad.is_sparse:  # elsewhere torch's allocator keeps it
+                    memory[master] = grad
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------

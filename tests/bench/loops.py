@@ -37,14 +37,15 @@ class Case:
 def make_step(variant, case, model, x, y):
     """A function that makes one training step of ``model`` on ``x`` and ``y``.
 
-    Variants: levels; "hand-written masters", a half model and its float32 copies; "native", torch's own casts; "native,
-    same casts", the same loop with ampcompat's rules registered; "fp32"; "fp32 again", the same in another process: how
-    far the two differ is what a table of such ratios cannot resolve.
+    Variants: levels; "hand-written masters", a half model and its float32 copies, which accumulates gradients in half;
+    "hand-written, float32 sums", the same but that it accumulates them in float32, as ampcompat and apex do; "native",
+    torch's own casts; "native, same casts", the same loop with ampcompat's rules registered; "fp32"; "fp32 again", the
+    same in another process: how far the two differ is what a table of such ratios cannot resolve.
     """
     if variant.startswith("O"):
         step = _with_amp(variant, case, model, x, y)
-    elif variant == "hand-written masters":
-        step = _with_masters(case, model, x, y)
+    elif variant.startswith("hand-written"):
+        step = _with_masters(case, model, x, y, float32_sums="float32 sums" in variant)
     else:
         step = _native(variant, case, model, x, y)
     return torch.compile(step) if case.compiled else step
@@ -88,7 +89,7 @@ def _native(variant, case, model, x, y):
     return step
 
 
-def _with_masters(case, model, x, y):
+def _with_masters(case, model, x, y, float32_sums):
     if case.device == "cpu":
         from ampcompat.amp import cpu_convolution
 
@@ -106,10 +107,15 @@ def _with_masters(case, model, x, y):
     def backward():
         loss = F.cross_entropy(model(x.to(case.dtype)).float(), y) / (1 + case.accumulated)
         scaler.scale(loss).backward()
+        if float32_sums:
+            with torch.no_grad():
+                for master, half in zip(masters, halves, strict=True):
+                    wide, half.grad = half.grad.float(), None
+                    master.grad = wide if master.grad is None else master.grad.add_(wide)
 
     def step():
         _repeat(case, backward)
-        for master, half in zip(masters, halves, strict=True):
+        for master, half in zip(masters, halves, strict=True) if not float32_sums else ():
             master.grad, half.grad = half.grad.float(), None
         if case.clipped:
             scaler.unscale_(optimizer)
