@@ -105,10 +105,6 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
 
 
-def _holders(storage: torch.UntypedStorage) -> int:
-    return int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
-
-
 def reusable(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     """``tensors``, with None in the place of those whose memory anything else holds than the caller's list.
 
@@ -147,9 +143,10 @@ def owns_memory_alone(tensor: torch.Tensor) -> bool:
     dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     shared = tensor.is_cpu and storage.is_shared()
     # Counted like one that is known to be alone, here and now: versions of torch and tracers hold references too.
-    other = torch.empty(1, device="cpu")
+    other, names, owners = torch.empty(1, device="cpu"), sys.getrefcount, torch._C._storage_Use_Count
     alone = other.untyped_storage()
-    return dense and not shared and _holders(storage) == _holders(alone)
+    unnamed = names(storage) == names(alone) and owners(storage._cdata) == owners(alone._cdata)
+    return dense and not shared and unnamed
 
 
 def is_zero(optimizer: object) -> bool:

@@ -95,7 +95,8 @@ class Master:
         self.rounds: float = EARLY_ROUNDS if isinstance(half, torch.nn.Parameter) else 0
         self.watch = Watch() if self.rounds else None
         self.settle()
-        self.register()
+        index = state.masters.by_tensor
+        index[id(half)] = index[id(exact)] = self
 
     def register(self) -> None:
         """Be found by either side."""
