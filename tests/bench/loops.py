@@ -146,7 +146,8 @@ def _with_amp(level, case, model, x, y):
 
     def step():
         _repeat(case, backward)
-        _clip(case, amp.master_params(optimizer))
+        if case.clipped:
+            _clip(case, amp.master_params(optimizer))
         optimizer.step()
         optimizer.zero_grad()
 
