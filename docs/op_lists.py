@@ -38,6 +38,9 @@ _NATIVE: Final = {
     ("cross_entropy", "cpu"): "float32",
 }
 
+#: On apex's list by kind alone: losses that torch got after it.
+SINCE_APEX: Final = frozenset(("gaussian_nll_loss", "huber_loss", "triplet_margin_with_distance_loss"))
+
 # torch's own type promotion does this, with or without autocast.
 _BY_TORCH: Final = frozenset(
     ("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne", *torch_overrides.SEQUENCE_CASTS)
@@ -145,7 +148,7 @@ def page() -> str:
         parts.append(f"\n## {title}\n\n| op | apex | native CUDA | native CPU | ampcompat |\n|---|---|---|---|---|\n")
         for name in names:
             rule = _WORDS[RULES[name]]
-            apex = "not listed" if RULES[name] is Rule.LEFT else rule
+            apex = "not listed" if RULES[name] is Rule.LEFT or name in SINCE_APEX else rule
             native = " | ".join(native_rule(name, d) for d in ("cuda", "cpu"))
             parts.append(f"| `{name}` | {apex} | {native} | {rule} ({enforced_by(name)}) |\n")
     return "".join(parts)

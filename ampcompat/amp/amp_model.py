@@ -40,7 +40,7 @@ class ModelPolicy:
 
     opt_level: str
     casts: Casts  # function casts inside the forward
-    input_dtype: torch.dtype | None  # floating inputs are cast to it (O0, O2, O3)
+    input_dtype: torch.dtype | None  # floating inputs are cast to it (not at O1 and O4)
     output_dtype: torch.dtype | None  # floating outputs are cast to it
     half: torch.dtype | None  # the weights were cast to it; None where they stay float32
     master_weights: bool  # whether half weights have float32 masters

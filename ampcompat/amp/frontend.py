@@ -187,7 +187,8 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
         # What this rank steps gets its masters now.
         trained = {id(p) for one in map(stepper, optimizers) for group in one.param_groups for p in group["params"]}
         wide, norms = set().union(*map(torch.nn.Module.modules, kept)), bool(options["keep_batchnorm_fp32"])
-        cast_weights(parts, policy.input_dtype, undo, wide, norms, trained if policy.master_weights else None)
+        dtype = options["cast_model_type"] or None
+        cast_weights(parts, dtype, undo, wide, norms, trained if policy.master_weights else None)
         border = BorderPolicy(policy.opt_level, OFF, torch.float32, policy.half, None, False)
         for part in parts.keys() - modules:
             before = part.__dict__.get("_amp_policy")

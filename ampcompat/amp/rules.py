@@ -100,7 +100,9 @@ def rules_by_name() -> dict[str, Rule]:
     table = {**edits, **SHIPPED, **edits}  # edits first, in order and in value
     in_place = {Rule.HALF: Rule.LEFT, Rule.FLOAT: Rule.INPLACE_BANNED}
     for name, rule in list(table.items()):
-        if rule in in_place and hasattr(torch.Tensor, f"{name}_"):
+        # An added function may have one that is no method: F.silu(x, inplace=True) calls aten::silu_.
+        in_aten = name in added and _torch.overloads_of(f"{name}_")
+        if rule in in_place and (in_aten or hasattr(torch.Tensor, f"{name}_")):
             table[f"{name}_"] = in_place[rule]
     return table
 
@@ -202,9 +204,10 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
         if rule is Rule.INPLACE_BANNED and dtype in HALVES and args[0].device.type == device_type:
+            form = f"x.{name[:-1]}(...)" if hasattr(torch.Tensor, name) else f"torch.nn.functional.{name[:-1]}(x)"
             raise NotImplementedError(
                 f"In-place {name} on a {dtype} tensor: amp runs {name[:-1]} in float32, and a half tensor cannot hold"
-                f" the result. Use the out-of-place form, x = x.{name[:-1]}(...), or x.float() before it."
+                f" the result. Use the out-of-place form, x = {form}, or x.float() before it."
             )
         return dtype if dtype.is_floating_point else None
 

@@ -1,6 +1,7 @@
 """The page of op lists is what the lists say."""
 
 import importlib.util
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -23,6 +24,13 @@ def op_lists():
 
 def test_the_committed_page_is_up_to_date(op_lists):
     assert SCRIPT.with_suffix(".md").read_text() == op_lists.page(), "run: python docs/op_lists.py"
+
+
+def test_apex_is_said_to_cast_only_what_it_was_recorded_to_cast(op_lists):
+    recorded = (Path(__file__).parents[1] / "parity" / "o1_op_dtypes.json").read_text()
+    unseen = {name for name in op_lists.names(Rule.FLOAT) if not re.search(rf"\b{name}\b", recorded)}
+    assert unseen - {"cpu"} == op_lists.SINCE_APEX
+    assert "| `huber_loss` | not listed |" in op_lists.page()
 
 
 def test_no_name_ships_with_two_rules():

@@ -7,6 +7,7 @@ from o1_casts import casts_on
 
 from ampcompat._state import state
 from ampcompat.amp import rules
+from ampcompat.amp.lists import functional_overrides
 
 P = torch.tensor([0.2, 0.7])
 T = torch.tensor([0.0, 1.0])
@@ -47,6 +48,18 @@ def test_reset_bans_again():
     state.rules.allow_banned = True
     state.reset()
     assert not state.rules.allow_banned
+
+
+@pytest.mark.parametrize("function", [F.silu, F.mish, F.elu])
+def test_functions_put_on_the_float_list_refuse_half_in_place_though_no_method_does(function, monkeypatch):
+    monkeypatch.setattr(functional_overrides, "FP32_FUNCS", [*functional_overrides.FP32_FUNCS, function.__name__])
+    x = torch.full((2, 2), 0.5).half()
+    with casts_on():
+        with pytest.raises(NotImplementedError, match=rf"x = torch\.nn\.functional\.{function.__name__}\(x\)"):
+            function(x, inplace=True)
+        assert x.eq(0.5).all()
+        assert function(x.float(), inplace=True).dtype is torch.float32
+        assert function(x).dtype is torch.float32
 
 
 REFUSED = sorted(name for name, rule in rules.rules_by_name().items() if rule is rules.Rule.INPLACE_BANNED)
