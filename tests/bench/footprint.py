@@ -161,7 +161,7 @@ def section(device, quick):
             found = bytes_per_parameter(OPTIMIZERS[name], accumulated)
             memory.append([name, accumulated, *(f"{value:.2f}" for value in found.values())])
             report.progress(f"memory: {memory[-1]}")
-    torch_alone, both = import_seconds(3 if quick else 9).values()
+    torch_alone, both = import_seconds(3 if quick else 15).values()
     initialize = {size: initialize_ratio(5 if quick else 20, width) for size, width in WIDTHS.items()}
     saved = state_dict_ratio(5 if quick else 20)
     fused = optimizers.fused_adam_ratio(10 if quick else 30, device)
