@@ -378,9 +378,12 @@ def unscale(
         fresh = [g._values() if g.is_sparse else g for param in direct if (g := param.grad) is not None]
     reached = bool(fresh or masters)
     chunks: dict[int, list[Master]] = {}
-    limit = CPU_CHUNK if masters and masters[0].half.is_cpu else CHUNK
-    for size, master in zip(accumulate([m.half.numel() for m in masters]), masters, strict=True):
-        chunks.setdefault(size // limit, []).append(master)
+    if scale is None and masters and masters[0].value.grad is None:  # nothing to unscale or to add
+        chunks[0] = list(masters)
+    else:
+        limit = CPU_CHUNK if masters and masters[0].half.is_cpu else CHUNK
+        for size, master in zip(accumulate([m.half.numel() for m in masters]), masters, strict=True):
+            chunks.setdefault(size // limit, []).append(master)
     for chunk in chunks.values():
         _fold(chunk, fresh, scaler, scale, memory)
         fresh = []
