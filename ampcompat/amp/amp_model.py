@@ -299,7 +299,7 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     while _torch.parallel_wrapper(model := _torch.uncompiled(model)):
         model = model.get_submodule("module")
     policies = [module.__dict__.get("_amp_policy") for module in model.modules()]
-    plain = copy.deepcopy(model, {id(policy): policy for policy in policies})
+    plain = copy.deepcopy(model, {id(policy): policy for policy in policies})  # which print no note then
     cast_weights(list(plain.modules()), None, ExitStack())
     for module in plain.modules():
         set_policy(module, None)

@@ -378,7 +378,7 @@ def unscale(
         fresh = [g._values() if g.is_sparse else g for param in direct if (g := param.grad) is not None]
     reached = bool(fresh or masters)
     chunks: dict[int, list[Master]] = {}
-    if scale is None and masters and masters[0].value.grad is None:  # nothing to unscale or to add
+    if scale is None and masters and masters[0].value.grad is None:  # a first pass: nothing to unscale, few sums
         chunks[0] = list(masters)
     else:
         limit = CPU_CHUNK if masters and masters[0].half.is_cpu else CHUNK

@@ -24,7 +24,7 @@ MANY = 1024
 #: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
 FLOOR = 2.0**-24
 
-_KIND, _DTYPE, _DEVICE = attrgetter("device", "dtype"), attrgetter("dtype"), torch.Tensor.get_device
+_KIND, _DTYPE, _INDEX = attrgetter("device", "dtype"), attrgetter("dtype"), torch.Tensor.get_device  # -1: the CPU
 
 
 def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
@@ -148,7 +148,7 @@ class LossScaler(torch.amp.GradScaler):
 
         ``scale`` is what they were scaled by (0-dim float32), where that may not be the current scale. No host sync.
         """
-        if len(set(map(_DTYPE, grads))) != 1 or len(set(map(_DEVICE, grads))) != 1:
+        if len(set(map(_DTYPE, grads))) != 1 or len(set(map(_INDEX, grads))) != 1:
             for kind in dict.fromkeys(map(_KIND, grads)):
                 self.unscale_([grad for grad in grads if _KIND(grad) == kind], scale)
             return
