@@ -5,12 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from itertools import repeat
 from typing import ParamSpec, TypeVar, cast
 
 import torch
-
-from ampcompat._torch.modules import reusable
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,16 +51,6 @@ unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 #: ``(scale, tracker, found, growth, backoff, interval)``: move ``scale`` and count in ``tracker``, as
 #: ``GradScaler.update`` does, on their device.
 update_scale_ = torch._amp_update_scale_
-
-
-def float32_like(halves: list[torch.Tensor], kept: list[torch.Tensor | None]) -> list[torch.Tensor]:
-    """A float32 tensor laid out like each of ``halves``, which are dense: that of ``kept`` if nothing else holds it."""
-    return [
-        old
-        if old is not None and half.is_cpu and old.stride() == half.stride()
-        else torch.empty_like(half, dtype=torch.float32)
-        for old, half in zip(reusable(kept) if kept else repeat(None), halves, strict=False)
-    ]
 
 
 def has_fused_kernels(device: torch.device) -> bool:

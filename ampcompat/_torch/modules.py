@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -103,50 +102,6 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` holds data, unlike a fake tensor, which stands for one while torch compiles."""
     return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
-
-
-def reusable(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """``tensors``, with None in the place of those whose memory anything else holds than the caller's list.
-
-    Arrays and shared files hold theirs unseen: such memory cannot be resized.
-    """
-    # Counted like one that is known to be alone: versions of torch differ, and processes where it has compiled.
-    probe = torch.empty(1, device="cpu")
-    held = [one for one in tensors if one is not None]
-    held.append(probe)
-    # By columns: this is the price of every small gradient.
-    storages = list(map(torch.Tensor.untyped_storage, held))
-    *counts, alone = zip(
-        map(sys.getrefcount, held),
-        map(torch.Tensor._use_count, held),  # type: ignore[attr-defined]
-        map(sys.getrefcount, storages),
-        map(torch._C._storage_Use_Count, map(attrgetter("_cdata"), storages)),
-        map(torch.UntypedStorage.resizable, storages),
-        strict=True,
-    )
-    free = map(alone.__eq__, counts)
-    return [one if one is not None and next(free) else None for one in tensors]
-
-
-def owns_memory_alone(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is all of its memory, and nobody else holds that: no view, array, file or other process.
-
-    Not seen are raw pointers, and processes that were sent a tensor on a GPU.
-    """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    if tensor.is_inference() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
-        return False
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != tensor.numel() * tensor.element_size() or not storage.resizable():
-        return False  # a part of something, or somebody else's memory: an array's, a file's
-    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-    shared = tensor.is_cpu and storage.is_shared()
-    # Counted like one that is known to be alone, here and now: versions of torch and tracers hold references too.
-    other, names, owners = torch.empty(1, device="cpu"), sys.getrefcount, torch._C._storage_Use_Count
-    alone = other.untyped_storage()
-    unnamed = names(storage) == names(alone) and owners(storage._cdata) == owners(alone._cdata)
-    return dense and not shared and unnamed
 
 
 def is_zero(optimizer: object) -> bool:

@@ -302,12 +302,10 @@ def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler) ->
         heed_cleared(stash.masters)
         for master in stash.masters:
             master.folded = master.half.grad = None
-    for param in stash.direct:
-        grad = param.grad
-        if grad is not None:
-            # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
-            stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
-            param.grad = None
+    for param, grad in [(param, grad) for param in stash.direct if (grad := param.grad) is not None]:
+        # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
+        stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
+        param.grad = None
 
 
 def settle(optimizer: Optimizer, stash: AmpOptimizerState) -> None:

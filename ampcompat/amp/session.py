@@ -56,6 +56,8 @@ class Session:
         """Make this call's casts the ambient ones, on the devices of every live model."""
         ddp.install()
         held = device_types_of(state.models.live)
+        if "cpu" in held:
+            _torch.keep_freed_memory()
         known = held & set(_torch.autocast_device_types())
         if self.policy.casts.enabled:
             for device_type in held - known:

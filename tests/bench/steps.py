@@ -1,5 +1,6 @@
 """Sections on whole training steps, as ratios of variants that take turns."""
 
+import random
 from dataclasses import dataclass, field
 
 import torch
@@ -43,7 +44,7 @@ def measure(cases, pairs, rounds, turns, keeps=True, peaks=False):
     found = Measured(ratios={pair: {} for pair in pairs})
     for at in range(rounds):
         with Workers(variants, keeps) as workers:
-            for case in cases:
+            for case in random.sample(cases, len(cases)):
                 times, found.counts[case] = workers.measure(
                     case, turns, count=at == rounds - 1, peaks=peaks and case.optimizer == "AdamW"
                 )
@@ -137,7 +138,7 @@ def _native_in(dtype, section, device, quick):
         # What loss scaling adds, half of the cases show.
         if dtype == torch.bfloat16 or accumulated == (optimizer == "SGD")
     ]
-    rounds, turns = (1, 10) if quick else (2, 16)
+    rounds, turns = (1, 10) if quick else (8, 5)
     for title, keeps in ALLOCATORS.items():
         if keeps and (dtype != torch.bfloat16 or device != "cpu"):
             continue

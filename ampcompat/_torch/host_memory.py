@@ -1,0 +1,86 @@
+"""Memory of the host: who holds it, and what becomes of it once nobody does."""
+
+from __future__ import annotations
+
+import sys
+from itertools import repeat
+from operator import attrgetter
+
+import torch
+
+_ADDRESS = attrgetter("_cdata")
+
+
+def _counts_of_one() -> tuple[int, int, int]:
+    """What torch counts of a tensor that has one name: its owners, and its storage's names and owners."""
+    one, plain = torch.empty(1, device="cpu"), object()
+    storage = one.untyped_storage()
+    names = sys.getrefcount(storage) - sys.getrefcount(plain)  # beyond those of any other object
+    return one._use_count(), names, torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+
+
+_OWNERS, _STORAGE_NAMES, _STORAGE_OWNERS = _counts_of_one()  # they differ between versions of torch
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep up to 64 MiB of freed memory, as after any program's first free of a block of 32 MiB.
+
+    Until then it keeps twice the largest block that was freed and gives the rest back to the system; a step of training
+    takes it back at once, page fault by page fault: up to a third of the time of a small model's step. Nothing is
+    touched here, so nothing is added to what the process holds; other allocators have no such rule.
+    """
+    torch.UntypedStorage((32 << 20) - 8192, device="cpu")  # type: ignore[no-untyped-call]
+
+
+def float32_like(halves: list[torch.Tensor], kept: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """A float32 tensor laid out like each of ``halves``, which are dense: that of ``kept`` if nothing else holds it."""
+    return [
+        old
+        if old is not None and half.is_cpu and old.stride() == half.stride()
+        else torch.empty_like(half, dtype=torch.float32)
+        for old, half in zip(_unheld(kept) if kept else repeat(None), halves, strict=False)
+    ]
+
+
+def _unheld(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """``tensors``, with None in the place of those whose memory anything else holds than the caller's list.
+
+    Arrays and shared files hold theirs unseen: such memory cannot be resized.
+    """
+    # By columns: this is the price of every gradient.
+    held = [one for one in tensors if one is not None]
+    storages = list(map(torch.Tensor.untyped_storage, held))
+    other = object()  # has a name and a list, as each tensor has two lists
+    *_, two = map(sys.getrefcount, [other])
+    alone = (two, _OWNERS, two - 1 + _STORAGE_NAMES, _STORAGE_OWNERS, True)
+    rows = zip(
+        map(sys.getrefcount, held),
+        map(torch.Tensor._use_count, held),  # type: ignore[attr-defined]
+        map(sys.getrefcount, storages),
+        map(torch._C._storage_Use_Count, map(_ADDRESS, storages)),
+        map(torch.UntypedStorage.resizable, storages),
+        strict=True,
+    )
+    free = iter(list(map(alone.__eq__, rows)))  # counted before the next line names one of them again
+    return [one if one is not None and next(free) else None for one in tensors]
+
+
+def owns_memory_alone(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is all of its memory, and nobody else holds that: no view, array, file or other process.
+
+    Not seen are raw pointers, and processes that were sent a tensor on a GPU.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    if tensor.is_inference() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+        return False
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.numel() * tensor.element_size() or not storage.resizable():
+        return False  # a part of something, or somebody else's memory: an array's, a file's
+    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    shared = tensor.is_cpu and storage.is_shared()
+    # Counted like one that is known to be alone, here and now: versions of torch and tracers hold references too.
+    other, names, owners = torch.empty(1, device="cpu"), sys.getrefcount, torch._C._storage_Use_Count
+    alone = other.untyped_storage()
+    unnamed = names(storage) == names(alone) and owners(storage._cdata) == owners(alone._cdata)
+    return dense and not shared and unnamed
