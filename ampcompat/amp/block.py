@@ -376,7 +376,7 @@ def unscale(
         fresh = [g._values() if g.is_sparse else g for param in direct if (g := param.grad) is not None]
     reached = bool(fresh or masters)
     chunks: dict[int, list[Master]] = {}
-    if scale is None and masters and masters[0].value.grad is None:  # a first pass: nothing to unscale, few sums
+    if scale is None and masters:  # nothing to unscale: few copies
         chunks[0] = list(masters)
     else:
         limit = CPU_CHUNK if masters and masters[0].half.is_cpu else CHUNK
@@ -399,25 +399,25 @@ def _fold(
 ) -> None:
     """Add the half gradients of ``masters``, widened and unscaled, to those of the masters; unscale ``fresh`` too."""
     halves: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # the caller has looked
+    before, wide = [m.value.grad for m in masters], halves
     if any(map(_IS_SPARSE, halves)):
         # Sum duplicate entries in float32: their half sum may overflow.
         wide = [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in halves]
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
-    else:
+    elif scale is not None or not all(old is not None and not old.is_sparse for old in before):
         wide = _torch.float32_like(halves, list(map(memory.pop, masters, repeat(None))) if memory else [])
         _torch.foreach_copy_(wide, halves)
         fresh += wide
     if scale is not None:
         scaler.unscale_(fresh, scale)
     sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for master, half, grad in zip(masters, halves, wide, strict=True):
-        before = master.value.grad
-        if before is None:
+    for master, half, old, grad in zip(masters, halves, before, wide, strict=True):
+        if old is None:
             master.value.grad = grad
-        elif before.is_sparse or grad.is_sparse:
-            master.value.grad = _torch.sum_of(before, grad)
+        elif old.is_sparse or grad.is_sparse:
+            master.value.grad = _torch.sum_of(old, grad)
         else:
-            sums.append((before, grad))
+            sums.append((old, grad))
         master.folded = half, half._version
     if sums:
         _torch.foreach_add_(*map(list, zip(*sums, strict=True)))

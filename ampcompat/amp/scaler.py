@@ -185,7 +185,8 @@ class LossScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(torch.device("cpu") if found is None else found.device)
         scale: torch.Tensor = self._scale  # type: ignore[assignment] # made above
         tracker: torch.Tensor = self._growth_tracker  # type: ignore[assignment] # made with the scale
-        found = torch.zeros_like(scale) if found is None else found.to(scale.device, non_blocking=True)
+        if found is None or found.device != scale.device:
+            found = torch.zeros_like(scale) if found is None else found.to(scale.device, non_blocking=True)
         self._last_found = found
         if not self.dynamic:
             if not put_off:
@@ -201,10 +202,10 @@ class LossScaler(torch.amp.GradScaler):
         counted = any_of([found, *self._put_off]) if self._put_off else found
         self._put_off = []
         growth, back_off = self._growth_factor, self._backoff_factor
-        moved = scale.clone()
+        known = _torch.host_value(scale)
+        moved = scale.clone() if known is None else scale.new_full((), known)  # in half the time
         _torch.update_scale_(moved, tracker, counted, growth, back_off, self._growth_interval)
         cap, floor = self._max_loss_scale, self._min_loss_scale
-        known = _torch.host_value(scale)
         if known is None or not floor <= known * back_off <= known * growth <= cap:
             grown = torch.where(moved > scale, moved.clamp(max=cap), moved)
             moved = torch.where(moved < scale, moved.clamp(min=floor), grown)

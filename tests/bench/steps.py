@@ -138,7 +138,7 @@ def _native_in(dtype, section, device, quick):
         # What loss scaling adds, half of the cases show.
         if dtype == torch.bfloat16 or accumulated == (optimizer == "SGD")
     ]
-    rounds, turns = (1, 10) if quick else (8, 5)
+    rounds, turns = (1, 10) if quick else (6, 6)
     for title, keeps in ALLOCATORS.items():
         if keeps and (dtype != torch.bfloat16 or device != "cpu"):
             continue

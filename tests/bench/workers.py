@@ -134,8 +134,13 @@ class Workers:
             process.join(10)
 
     def _ask(self, variant, what, given=None):
-        self.pipes[variant].send((what, given))
-        return self.pipes[variant].recv()
+        return self._ask_all([variant], what, given)[variant]
+
+    def _ask_all(self, variants, what, given=None):
+        """Each variant's answer; they work at the same time."""
+        for variant in variants:
+            self.pipes[variant].send((what, given))
+        return {variant: self.pipes[variant].recv() for variant in variants}
 
     def measure(self, case, turns, count=True, peaks=False):
         """Seconds per step, turn by turn, and counts, by variant; a variant that cannot run the case has its error.
@@ -143,8 +148,7 @@ class Workers:
         ``peaks``: on a CPU, count the most bytes held, too, which takes as long as eight slow steps.
         """
         times, counts, steps = {}, {}, {}
-        for variant in self.variants:
-            once = self._ask(variant, "case", case)
+        for variant, once in self._ask_all(self.variants, "case", case).items():
             if isinstance(once, str):
                 counts[variant] = {"error": once.strip().splitlines()[-1]}
                 continue
