@@ -53,7 +53,7 @@ from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
 
 #: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
 #: kernels take in one launch; on the CPU, which has no launches, what stays in its cache.
-CHUNK, CPU_CHUNK = 2**24, 2**18
+CHUNK, CPU_CHUNK = 2**24, 2**17
 
 _IS_SPARSE = attrgetter("is_sparse")
 
@@ -376,7 +376,7 @@ def unscale(
         fresh = [g._values() if g.is_sparse else g for param in direct if (g := param.grad) is not None]
     reached = bool(fresh or masters)
     chunks: dict[int, list[Master]] = {}
-    if scale is None and masters:  # nothing to unscale: few copies
+    if masters and (scale is None or masters[0].value.grad is None):  # without temporaries
         chunks[0] = list(masters)
     else:
         limit = CPU_CHUNK if masters and masters[0].half.is_cpu else CHUNK

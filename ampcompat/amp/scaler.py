@@ -163,7 +163,7 @@ class LossScaler(torch.amp.GradScaler):
             scale = scale.to(device, non_blocking=True)
         found = self._found_inf.get(device)
         if found is None:
-            found = self._found_inf[device] = torch.zeros_like(scale)
+            found = self._found_inf[device] = scale.new_full((), 0.0)
         known = _torch.host_value(scale)
         # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
         inverse = scale.new_full((), 1.0 / known) if known else torch.ones_like(scale).div_(scale)
@@ -186,7 +186,7 @@ class LossScaler(torch.amp.GradScaler):
         scale: torch.Tensor = self._scale  # type: ignore[assignment] # made above
         tracker: torch.Tensor = self._growth_tracker  # type: ignore[assignment] # made with the scale
         if found is None or found.device != scale.device:
-            found = torch.zeros_like(scale) if found is None else found.to(scale.device, non_blocking=True)
+            found = scale.new_full((), 0.0) if found is None else found.to(scale.device, non_blocking=True)
         self._last_found = found
         if not self.dynamic:
             if not put_off:
