@@ -12,7 +12,7 @@ _ADDRESS = attrgetter("_cdata")
 
 
 def _counts_of_one() -> tuple[int, int, int]:
-    """What torch counts of a tensor that has one name: its owners, and its storage's names and owners."""
+    """Count what torch counts of a tensor with one name: its owners, and its storage's names and owners."""
     one, plain = torch.empty(1, device="cpu"), object()
     storage = one.untyped_storage()
     names = sys.getrefcount(storage) - sys.getrefcount(plain)  # beyond those of any other object

@@ -121,3 +121,49 @@ def test_a_static_scale_counts_clean_passes_as_apex_did(loss_scale):
     for seed in range(3):
         step(model, optimizer, seed)
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": loss_scale, "unskipped": 3}
+
+
+class Ops(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def passes_of_two_parts(parts):
+    """Train two layers at O5 by passes that each go through the layers in one of ``parts``; ops of the ends of blocks.
+
+    Returns the ops, the masters' gradients, and what they must be: the half gradients, summed in float32.
+    """
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    model.forward = lambda x, part: sum(model[i](x) for i in part)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    ops, sums = [], [None] * 4
+    for part in parts:
+        manager = amp.scale_loss(model(torch.randn(8, 4), part).square().mean(), optimizer)
+        manager.__enter__().backward()
+        for at, param in enumerate(model.parameters()):
+            if param.grad is not None:
+                wide = param.grad.float()
+                sums[at] = wide if sums[at] is None else sums[at] + wide
+        with Ops() as seen:
+            manager.__exit__(None, None, None)
+        ops.append(seen.seen)
+    return ops, [param.grad for param in amp.master_params(optimizer)], sums
+
+
+def test_unscaled_gradients_are_added_without_copies():
+    ops, found, expected = passes_of_two_parts([(0, 1), (0, 1), (0, 1)])
+    assert ops == [["aten::empty_like"] * 4 + ["aten::_foreach_copy_"], *[["aten::_foreach_add_.List"]] * 2]
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("parts", [[(0,), (0, 1), (0, 1)], [(1,), (0, 1)], [(0, 1), (0,), (1,)]])
+def test_gradients_that_come_with_a_later_pass_are_float32(parts):
+    _, found, expected = passes_of_two_parts(parts)
+    assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
