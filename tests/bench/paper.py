@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import block, cpu_convolution
 
@@ -149,7 +150,8 @@ def device_seconds(ops):
 
 def section(device, quick):
     """The tables of counts and of predictions."""
-    block.CPU_CHUNK = block.CHUNK  # launches are a GPU's
+    # Launches are a GPU's, where the host reads no number for nothing.
+    block.CPU_CHUNK, _torch.host_value = block.CHUNK, lambda number: None
     rows, predicted = [], []
     for model in list(COUNTED)[:2] if quick else COUNTED:
         seconds = {}

@@ -136,7 +136,7 @@ def test_out_of_memory_inside_backward(opt_level):
     assert all(torch.equal(a, b) for a, b in zip(failed, smooth, strict=True))
 
 
-@pytest.mark.parametrize("accumulated, at", [(False, 1), (True, 1), (True, 3)])  # a first pass makes all at once
+@pytest.mark.parametrize(("accumulated", "at"), [(False, 1), (True, 1), (True, 3)])  # a first pass makes all at once
 def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, capsys):
     """Where float32 gradients are made: all of them are cleared, the next step is skipped, and training goes on."""
 
