@@ -27,7 +27,8 @@ def keep_freed_memory() -> None:
 
     Until then it keeps twice the largest block that was freed and gives the rest back to the system; a step of training
     takes it back at once, page fault by page fault: up to a third of the time of a small model's step. Nothing is
-    touched here, so nothing is added to what the process holds; other allocators have no such rule.
+    touched here, so nothing is added to what the process holds. glibc has no way back; other allocators have no such
+    rule.
     """
     torch.UntypedStorage((32 << 20) - 8192, device="cpu")  # type: ignore[no-untyped-call]
 
