@@ -42,6 +42,8 @@ def _page(given, found, picture):
     command = "python -m tests.bench" + " --quick" * given.quick + f" --device {given.device}"
     head = f"# Benchmarks: {name}\n\n{sentence}. torch {torch.__version__}, Python {sys.version.split()[0]}."
     head += f" {datetime.date.today()}, `{command}`. Variants take turns in one run; compare ratios, not times."
+    if given.device == "cpu":
+        head += " Times are processor time."
     head += f" Load average over the run's last 15 minutes: {os.getloadavg()[2]:.1f}.\n\n"
     if given.device == "cpu":
         head += "GPU rows: not measured. The same command measures them on a machine with one.\n\n"

@@ -64,9 +64,9 @@ def bytes_per_parameter(make_optimizer, accumulated=False, layers=LAYERS):
 def _best(call, times):
     found = []
     for _ in range(times):
-        start = time.perf_counter()
+        start = time.process_time()
         call()
-        found.append(time.perf_counter() - start)
+        found.append(time.process_time() - start)
     return min(found)
 
 
@@ -75,7 +75,7 @@ def import_seconds(times):
     found = {"import torch": [], "import torch; from ampcompat import amp": []}
     for _ in range(times):
         for statement, values in found.items():
-            code = f"import time; t = time.perf_counter(); {statement}; print(time.perf_counter() - t)"
+            code = f"import time; t = time.process_time(); {statement}; print(time.process_time() - t)"
             values.append(float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout))
     return {statement: min(values) for statement, values in found.items()}
 
@@ -112,9 +112,9 @@ def initialize_turns(times, width, sides):
             gc.freeze()  # from here on collecting does not look at all of torch
         model = copy.deepcopy(plain)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        start = time.perf_counter()
+        start = time.process_time()
         made = ONCE[sides[side]](model, optimizer)
-        best[side] = min(best[side], time.perf_counter() - start)
+        best[side] = min(best[side], time.process_time() - start)
         del model, optimizer, made
     state.reset()
     return best

@@ -36,9 +36,9 @@ def _initialize(level, model):
     state.reset()
     optimizer = own_cost.Idle(model.parameters())
     gc.collect()
-    start = time.perf_counter()
+    start = time.process_time()
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def _seconds(make_model, device):

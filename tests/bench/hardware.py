@@ -1,6 +1,7 @@
-"""What this machine is, and which half dtypes its arithmetic is native for: asked here and nowhere else."""
+"""What this machine is, which half dtypes its arithmetic is native for, and how to measure time on it."""
 
 import platform
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +17,15 @@ def _cpuinfo(*keys):
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return [line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() in keys]
+
+
+def clock(device):
+    """Choose a function that returns seconds: processor time where all work is the caller's, in one thread.
+
+    That leaves out what other programs take, and what the host of a virtual machine gives to others, which can be most
+    of a second here. A GPU works beside its host, and needs the time on the wall.
+    """
+    return time.perf_counter if device == "cuda" else time.process_time
 
 
 def native_halves(device):

@@ -1,13 +1,12 @@
 """FusedAdam under amp beside torch's fused AdamW with masters kept by hand: the part of a step after ``backward``."""
 
-import time
-
 import torch
 
 from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.optimizers import FusedAdam
 
+from . import hardware
 from .workers import Ratio
 
 LAYERS = 16
@@ -23,7 +22,7 @@ def _model(device):
 def _now(device):
     if device == "cuda":
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return hardware.clock(device)()
 
 
 def _by_hand(device):

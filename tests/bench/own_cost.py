@@ -2,7 +2,6 @@
 
 import random
 import statistics
-import time
 from functools import partial
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from ampcompat import amp
 from ampcompat._state import state
 
-from . import report
+from . import hardware, report
 from .counting import counted
 from .report import Section
 from .workers import Ratio
@@ -148,12 +147,13 @@ def _steps(size, device):
 
 def timed(call, calls, device):
     """Seconds per call of ``calls`` calls."""
-    start = time.perf_counter()
+    now = hardware.clock(device)
+    start = now()
     for _ in range(calls):
         call()
     if device == "cuda":
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls
+    return (now() - start) / calls
 
 
 def measure(steps, calls, turns, device, flush=None):

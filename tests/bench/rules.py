@@ -29,10 +29,10 @@ def _ops():
 
 
 def _best(call, calls):
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(calls):
         call()
-    return (time.perf_counter() - start) / calls
+    return (time.process_time() - start) / calls
 
 
 def per_op(quick=False):

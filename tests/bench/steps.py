@@ -205,7 +205,7 @@ def small(device, quick):
     on_gpu = device != "cpu"
     pairs = ON_A_GPU if on_gpu else SHOWN
     cases = list(_all(device) if on_gpu and not quick else _few(device))
-    found = measure(cases, pairs, 1 if quick else 2, 6 if quick or on_gpu else 16)
+    found = measure(cases, pairs, *((1, 6) if quick or on_gpu else (6, 6)))
     rows = []
     for row, times in zip(rows_of(found, "fp32", pairs), found.times.values(), strict=True):
         rows.append([*row[:2], *(_microseconds(times, pair) for pair in SHOWN[:3]), *row[2:]])

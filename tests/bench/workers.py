@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import random
 import statistics
-import time
 import traceback
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ import torch
 
 from ampcompat._state import state
 
-from . import counting, loops, models
+from . import counting, hardware, loops, models
 
 TURN = 0.02  # seconds of work per turn
 #: glibc keeps what is freed, as torch's allocator does on a GPU. Else a third of a step may be page faults, more in one
@@ -65,10 +64,11 @@ def seconds(call, times, device):
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1000 / times
-    start = time.perf_counter()
+    now = hardware.clock(device)
+    start = now()
     for _ in range(times):
         call()
-    return (time.perf_counter() - start) / times
+    return (now() - start) / times
 
 
 def _make_step(variant, case):
