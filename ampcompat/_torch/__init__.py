@@ -71,7 +71,7 @@ from ampcompat._torch.dispatcher import (
     register_kernels,
 )
 from ampcompat._torch.errors import add_note, cure_of, note_cure, raised_in
-from ampcompat._torch.host_memory import float32_like, keep_freed_memory, owns_memory_alone
+from ampcompat._torch.host_memory import float32_like, keep_freed_memory
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
     bits,
@@ -82,6 +82,7 @@ from ampcompat._torch.modules import (
     is_sharded,
     is_uninitialized,
     is_zero,
+    owns_memory_alone,
     parallel_wrapper,
     params_by_rank,
     patch_ddp_constructor,

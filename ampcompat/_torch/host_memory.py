@@ -1,7 +1,8 @@
-"""Memory of the host: who holds it, and what becomes of it once nobody does."""
+"""Memory of the host: whether it may be used again, and what becomes of it once it is freed."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from itertools import repeat
 from operator import attrgetter
@@ -22,15 +23,12 @@ def _counts_of_one() -> tuple[int, int, int]:
 _OWNERS, _STORAGE_NAMES, _STORAGE_OWNERS = _counts_of_one()  # they differ between versions of torch
 
 
-def keep_freed_memory() -> None:
-    """Have glibc keep up to 64 MiB of freed memory, as after any program's first free of a block of 32 MiB.
-
-    Until then it keeps twice the largest block that was freed and gives the rest back to the system; a step of training
-    takes it back at once, page fault by page fault: up to a third of the time of a small model's step. Nothing is
-    touched here, so nothing is added to what the process holds. glibc has no way back; other allocators have no such
-    rule.
-    """
-    torch.UntypedStorage((32 << 20) - 8192, device="cpu")  # type: ignore[no-untyped-call]
+#: Have glibc keep up to 64 MiB of freed memory, as after any program's first free of a block of 32 MiB: allocate one
+#: and drop it. Until then glibc keeps twice the largest block that was freed and gives the rest back to the system. A
+#: step of training takes that back at once, page fault by page fault, in up to a third of the time of a small model's
+#: step. No page of the block is touched, so the process holds no more. glibc has no way back; other allocators have no
+#: such rule.
+keep_freed_memory = functools.partial(torch.UntypedStorage, (32 << 20) - 8192, device="cpu")
 
 
 def float32_like(halves: list[torch.Tensor], kept: list[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -64,24 +62,3 @@ def _unheld(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
     )
     free = iter(list(map(alone.__eq__, rows)))  # counted before the next line names one of them again
     return [one if one is not None and next(free) else None for one in tensors]
-
-
-def owns_memory_alone(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is all of its memory, and nobody else holds that: no view, array, file or other process.
-
-    Not seen are raw pointers, and processes that were sent a tensor on a GPU.
-    """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
-        return False
-    if tensor.is_inference() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
-        return False
-    storage = tensor.untyped_storage()
-    if storage.nbytes() != tensor.numel() * tensor.element_size() or not storage.resizable():
-        return False  # a part of something, or somebody else's memory: an array's, a file's
-    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-    shared = tensor.is_cpu and storage.is_shared()
-    # Counted like one that is known to be alone, here and now: versions of torch and tracers hold references too.
-    other, names, owners = torch.empty(1, device="cpu"), sys.getrefcount, torch._C._storage_Use_Count
-    alone = other.untyped_storage()
-    unnamed = names(storage) == names(alone) and owners(storage._cdata) == owners(alone._cdata)
-    return dense and not shared and unnamed

@@ -104,6 +104,27 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
 
 
+def owns_memory_alone(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is all of its memory, and nobody else holds that: no view, array, file or other process.
+
+    Not seen are raw pointers, and processes that were sent a tensor on a GPU.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
+        return False
+    if tensor.is_inference() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling():
+        return False
+    storage = tensor.untyped_storage()
+    if storage.nbytes() != tensor.numel() * tensor.element_size() or not storage.resizable():
+        return False  # a part of something, or somebody else's memory: an array's, a file's
+    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
+    shared = tensor.is_cpu and storage.is_shared()
+    # Counted like one that is known to be alone, here and now: versions of torch and tracers hold references too.
+    other, names, owners = torch.empty(1, device="cpu"), sys.getrefcount, torch._C._storage_Use_Count
+    alone = other.untyped_storage()
+    unnamed = names(storage) == names(alone) and owners(storage._cdata) == owners(alone._cdata)
+    return dense and not shared and unnamed
+
+
 def is_zero(optimizer: object) -> bool:
     """Whether ``optimizer`` is one. Imports nothing: ``torch.distributed.optim`` takes its time."""
     home = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")

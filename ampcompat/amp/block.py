@@ -376,7 +376,7 @@ def unscale(
         fresh = [g._values() if g.is_sparse else g for param in direct if (g := param.grad) is not None]
     reached = bool(fresh or masters)
     chunks: dict[int, list[Master]] = {}
-    if masters and (scale is None or masters[0].value.grad is None):  # without temporaries
+    if masters and (scale is None or masters[0].value.grad is None):  # no temporaries: all at once
         chunks[0] = list(masters)
     else:
         limit = CPU_CHUNK if masters and masters[0].half.is_cpu else CHUNK

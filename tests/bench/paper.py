@@ -150,7 +150,7 @@ def device_seconds(ops):
 
 def section(device, quick):
     """The tables of counts and of predictions."""
-    # Launches are a GPU's, where the host reads no number for nothing.
+    # Count what a GPU launches: its host cannot read the scale without waiting.
     block.CPU_CHUNK, _torch.host_value = block.CHUNK, lambda number: None
     rows, predicted = [], []
     for model in list(COUNTED)[:2] if quick else COUNTED:
