@@ -25,7 +25,7 @@ _OWNERS, _STORAGE_NAMES, _STORAGE_OWNERS = _counts_of_one()  # they differ betwe
 
 #: Have glibc keep up to 64 MiB of freed memory, as after any program's first free of a block of 32 MiB: allocate one
 #: and drop it. Until then glibc keeps twice the largest block that was freed and gives the rest back to the system. A
-#: step of training takes that back at once, page fault by page fault, in up to a third of the time of a small model's
+#: step of training takes that back at once, page fault by page fault, in up to a quarter of the time of a small model's
 #: step. No page of the block is touched, so the process holds no more. glibc has no way back; other allocators have no
 #: such rule.
 keep_freed_memory = functools.partial(torch.UntypedStorage, (32 << 20) - 8192, device="cpu")
