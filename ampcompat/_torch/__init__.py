@@ -6,6 +6,7 @@ When a new torch breaks something, this is the place to mend.
 from ampcompat._torch.arithmetic import (
     HostCopy,
     coalesced,
+    float32_copies,
     foreach_add,
     foreach_add_,
     foreach_copy_,
@@ -71,7 +72,7 @@ from ampcompat._torch.dispatcher import (
     register_kernels,
 )
 from ampcompat._torch.errors import add_note, cure_of, note_cure, raised_in
-from ampcompat._torch.host_memory import float32_like, keep_freed_memory
+from ampcompat._torch.host_memory import keep_freed_memory
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
     bits,

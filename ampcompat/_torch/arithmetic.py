@@ -156,6 +156,13 @@ def coalesced(grad: torch.Tensor) -> torch.Tensor:
     return grad.coalesce()
 
 
+def float32_copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of ``tensors``, which are dense, in float32, laid out alike."""
+    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
 def sum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket. Either may be sparse."""
     if a.is_sparse and b.is_sparse:

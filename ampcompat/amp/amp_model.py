@@ -23,7 +23,7 @@ from ampcompat import _torch
 from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched
+from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched, uncast
 from ampcompat.amp.masters import masters_of, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.trees import cast_tree, tensors_in
@@ -87,7 +87,7 @@ class ModelPolicy:
             if device_type is None:
                 output = forward(*args, **kwargs)
             else:
-                with switched(casts, device_type):
+                with switched(casts, device_type) if casts.enabled else uncast():
                     output = forward(*args, **kwargs)
             # ``initialize([model, model.generator], ...)``: as a part of a running model, the generator gives it half.
             is_part = around is not None and any(part is model for part in around.modules())

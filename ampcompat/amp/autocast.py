@@ -13,9 +13,9 @@ Python ``autograd.Function`` backward bodies                those of the forward
 a user's own ``torch.autocast`` region                      the user's
 ==========================================================  =====================================================
 
-Whether casts are on is always asked of autocast itself (``torch.is_autocast_enabled``); :class:`switched` is the one
-place that changes it for a time. Autocast's weight cache is fatal when it outlives its use (weights never update), so
-ambient code runs without it; it is on inside the outermost forward of an initialized model and dropped at its exit.
+Autocast itself is always asked whether casts are on; only :class:`switched`, :class:`uncast` and :func:`restored`
+change that for a time. Autocast's weight cache is fatal when it outlives its use (weights never update), so ambient
+code runs without it; it is on inside the outermost forward of an initialized model and dropped at its exit.
 
 While any call casts functions, three places of torch are patched, all with undo: the autograd engine, which must run
 with casts off (a float32 region's gradients would be halved by C++ backward formulas otherwise); bodies of Python
@@ -29,8 +29,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -65,10 +65,8 @@ class Saved(NamedTuple):
 
 def save(device_types: Iterable[str]) -> Saved:
     """Autocast's state for ``device_types`` in this thread."""
-    devices: list[tuple[str, bool, torch.dtype]] = []
-    for device_type in device_types:
-        devices.append((device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)))
-    return Saved(tuple(devices), torch.is_autocast_cache_enabled())
+    devices = tuple([(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in device_types])
+    return Saved(devices, torch.is_autocast_cache_enabled())
 
 
 def restore(saved: Saved) -> None:
@@ -79,67 +77,88 @@ def restore(saved: Saved) -> None:
     torch.set_autocast_cache_enabled(saved.cache)
 
 
-class switched:
-    """Context that changes this thread's casts for the time of a block, and puts them back.
+@contextmanager
+def restored(saved: Saved) -> Iterator[None]:
+    """Context with the casts that :func:`save` read elsewhere."""
+    before = save([device_type for device_type, _, _ in saved.devices])
+    restore(saved)
+    try:
+        yield
+    finally:
+        if state.casts.thread.forwards:  # one that trains a part of its model
+            torch.clear_autocast_cache()
+        restore(before)
 
-    To ``casts`` on every device type that has casts, or to what :func:`save` read outside. With ``forward`` the block
-    is the forward of a model on that device type: the outermost casting forward owns the weight cache, and a forward of
-    another dtype inside it must not find its casts. ``disable`` keeps forwards of models inside uncast too.
+
+class switched:
+    """Context of the forward of a model on ``device_type`` that casts functions.
+
+    The outermost such forward owns the weight cache, and one of another dtype inside it must not find its casts.
     """
 
-    def __init__(self, casts: Casts | Saved, forward: str | None = None, disable: bool = False) -> None:
-        self.casts, self.forward, self.disable = casts, forward, disable
+    def __init__(self, casts: Casts, device_type: str) -> None:
+        self.casts, self.device_type = casts, device_type
 
     @_torch.eager
-    def __enter__(self) -> Saved:
-        room, casts, forward = state.casts, self.casts, self.forward
-        thread, types = room.thread, room.device_types
-        if forward is not None and forward not in types:
-            types = (*types, forward)
-        self.before = before = save(types)
-        self.depths = (thread.forwards, thread.off, thread.disabled)
-        # A forward that trains a part of its model: weights move, or are about to.
-        self.nested, self.clears = False, forward is None and thread.forwards > 0
-        if isinstance(casts, Saved):
-            restore(casts)
-            return before
-        cache = before.cache
-        if forward is None:
-            thread.off += 1
-            thread.disabled += self.disable
-        elif casts.enabled:
-            if not thread.forwards:
-                self.nested = self.clears = True
-                cache = not _torch.CACHES_WEIGHTS_ACROSS_GRAD_MODES
-                torch.autocast_increment_nesting()  # so that a torch.autocast region inside keeps the cache at its exit
-            elif torch.get_autocast_dtype(forward) != casts.dtype:
-                self.clears = True
-                torch.clear_autocast_cache()
-            thread.forwards += 1
+    def __enter__(self) -> None:
+        casts, thread, types = self.casts, state.casts.thread, state.casts.device_types
+        if self.device_type not in types:
+            types = (*types, self.device_type)
+        self.before, self.forwards = save(types), thread.forwards
+        self.is_outermost = self.clears = not thread.forwards
+        if self.is_outermost:
+            torch.autocast_increment_nesting()  # so that a torch.autocast region inside keeps the cache at its exit
+            torch.set_autocast_cache_enabled(not _torch.CACHES_WEIGHTS_ACROSS_GRAD_MODES)
+        elif torch.get_autocast_dtype(self.device_type) != casts.dtype:
+            self.clears = True
+            torch.clear_autocast_cache()
+        thread.forwards += 1
         for device_type in types:
             torch.set_autocast_enabled(device_type, casts.enabled)
-            if casts.enabled:
-                torch.set_autocast_dtype(device_type, casts.dtype)
-        torch.set_autocast_cache_enabled(cache)
-        return before
+            torch.set_autocast_dtype(device_type, casts.dtype)
 
     @_torch.eager
     def __exit__(self, *exc: object) -> None:
-        thread = state.casts.thread
-        thread.forwards, thread.off, thread.disabled = self.depths
-        if self.nested:
+        state.casts.thread.forwards = self.forwards
+        if self.is_outermost:
             torch.autocast_decrement_nesting()
         if self.clears:
             torch.clear_autocast_cache()
         restore(self.before)
 
 
-def disable_casts() -> switched:
+class uncast:
+    """Context without casts in this thread; with ``disable``, forwards inside it have none either."""
+
+    def __init__(self, disable: bool = False) -> None:
+        self.disable = disable
+
+    @_torch.eager
+    def __enter__(self) -> None:
+        room, thread = state.casts, state.casts.thread
+        self.depths = thread.off, thread.disabled
+        thread.off += 1
+        thread.disabled += self.disable
+        self.casting = list(filter(torch.is_autocast_enabled, room.device_types))
+        for device_type in self.casting:
+            torch.set_autocast_enabled(device_type, False)
+
+    @_torch.eager
+    def __exit__(self, *exc: object) -> None:
+        thread = state.casts.thread
+        thread.off, thread.disabled = self.depths
+        if thread.forwards:  # one that trains a part of its model
+            torch.clear_autocast_cache()
+        for device_type in self.casting:
+            torch.set_autocast_enabled(device_type, True)
+
+
+def disable_casts() -> uncast:
     """Return a context in which no function is cast, at any level; nests, and ends with exceptions too.
 
     As in apex (``apex/amp/handle.py: disable_casts``), which switched one flag of its handle.
     """
-    return switched(OFF, disable=True)
+    return uncast(disable=True)
 
 
 def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
@@ -220,7 +239,7 @@ def uncover() -> None:
 def _engine(original: Callable[..., T]) -> Callable[..., T]:
     @functools.wraps(original)
     def run(*args: object, **kwargs: object) -> T:
-        with switched(OFF):
+        with uncast():
             return original(*args, **kwargs)
 
     return run
@@ -240,7 +259,7 @@ def _body(original: Callable[..., object]) -> Callable[..., object]:
         if forward is None or state.casts.thread.disabled:
             return original(self, *args)
         # Without the forward's weight cache: a weight may have changed since.
-        with switched(forward._replace(cache=False)):
+        with restored(forward._replace(cache=False)):
             return original(self, *args)
 
     return apply

@@ -31,7 +31,6 @@ import weakref
 from collections.abc import Iterator, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import accumulate, repeat
 from operator import attrgetter
 from typing import Any
 
@@ -55,7 +54,8 @@ from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
 #: kernels take in one launch; on the CPU, which has no launches, what stays in its cache.
 CHUNK, CPU_CHUNK = 2**24, 2**17
 
-_IS_SPARSE = attrgetter("is_sparse")
+Halves = dict[Master, torch.Tensor]  # half gradients, by the master that they belong to
+_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 @_torch.eager
@@ -158,7 +158,7 @@ class Block:
         if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
             refuse_shared(self.optimizers, among_themselves=self.delay)
         if len(state.optimizers.live) > 1:  # its backward pass may add to what was cleared
-            for one in state.optimizers.live:
+            for one in state.optimizers.listed():
                 if one._amp_stash.gradients is Gradients.UNSCALED:
                     heed_cleared(one._amp_stash.masters)
         try:
@@ -240,21 +240,21 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
             masters = [m for m in masters if id(m) not in seen]
             direct = [p for p in direct if id(p) not in seen]
             seen.update(map(id, (*masters, *direct)))
-        fresh = [master for master in masters if master.half.grad is not None]
-        reached |= unscale(fresh, direct, scaler, scale, stash.spent.memory)
-        if len(fresh) < len(masters):
+        halves = {master: grad for master in masters if (grad := master.half.grad) is not None}
+        reached |= unscale(halves, direct, scaler, scale)
+        if len(halves) < len(masters):
             _show(masters, scale)
-        if stash.pending is not None:
-            others.update(stash.pending.scalers)
+        others.update(stash.pending.scalers if stash.pending else {})
         for param, old in stash.aside:
             param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
+    noted: list[tuple[LossScaler, torch.Tensor]] = []
     if scale is None:
         scaler._unskipped += bool(check)
-    flags = [] if check is None or scale is None else [(scaler, scaler.adjust(put_off=not check))]
-    others.pop(scaler, None)
+    elif check is not None and (found := scaler.adjust(put_off=not check)) is not None:
+        noted.append((scaler, found))
     for other in others:  # the loss of any of them may have overflowed: the pass counts for each
-        flags.append((other, other.adjust(scaler._last_found)))
-    noted = [(owner, found) for owner, found in flags if found is not None]
+        if other is not scaler and (found := other.adjust(scaler._last_found)) is not None:
+            noted.append((other, found))
     for one in optimizers:
         stash = one._amp_stash
         settle(one, stash)
@@ -262,10 +262,8 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
             stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
         stash.overflows = [*stash.overflows, *noted]
         if len(stash.overflows) > MANY:  # a script may never step
-            merged: dict[LossScaler, list[torch.Tensor]] = {}
-            for owner, flag in stash.overflows:
-                merged.setdefault(owner, []).append(flag)
-            stash.overflows = [(owner, any_of(several)) for owner, several in merged.items()]
+            held = stash.overflows
+            stash.overflows = [(one, any_of([flag for owner, flag in held if owner is one])) for one in dict(held)]
     return reached
 
 
@@ -302,10 +300,12 @@ def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler) ->
         heed_cleared(stash.masters)
         for master in stash.masters:
             master.folded = master.half.grad = None
-    for param, grad in [(param, grad) for param in stash.direct if (grad := param.grad) is not None]:
-        # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
-        stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
-        param.grad = None
+    for param in stash.direct:
+        grad = param.grad
+        if grad is not None:
+            # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
+            stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
+            param.grad = None
 
 
 def settle(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
@@ -357,61 +357,49 @@ def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = Fals
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-def unscale(
-    masters: Sequence[Master],
-    direct: Sequence[torch.Tensor],
-    scaler: LossScaler,
-    scale: torch.Tensor | None,
-    memory: dict[Master, torch.Tensor],
-) -> bool:
-    """Unscale ``direct`` in place and half gradients, which all ``masters`` have, into these; whether there were any.
+def unscale(halves: Halves, direct: list[torch.Tensor], scaler: LossScaler, scale: torch.Tensor | None) -> bool:
+    """Unscale gradients of ``direct`` in place and half gradients into their masters; whether there were any.
 
-    Only where there is a ``scale``. ``memory`` is that of earlier gradients of masters. Needs grad mode off.
+    Only where there is a ``scale``. Needs grad mode off.
     """
-    fresh = [grad for param in direct if (grad := param.grad) is not None]
+    fresh = [grad for grad in map(_GRAD, direct) if grad is not None]
     if any(map(_IS_SPARSE, fresh)):
         for param in direct:
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = _torch.coalesced(param.grad)
         fresh = [g._values() if g.is_sparse else g for param in direct if (g := param.grad) is not None]
-    reached = bool(fresh or masters)
-    chunks: dict[int, list[Master]] = {}
-    if masters and (scale is None or masters[0].value.grad is None):  # no temporaries: all at once
-        chunks[0] = list(masters)
+    if not halves:
+        if fresh and scale is not None:
+            scaler.unscale_(fresh, scale)
+        return bool(fresh)
+    chunks: dict[int, Halves] = {}
+    if scale is None or next(iter(halves)).value.grad is None:  # no temporaries: all at once
+        chunks[0] = halves
     else:
-        limit = CPU_CHUNK if masters and masters[0].half.is_cpu else CHUNK
-        for size, master in zip(accumulate([m.half.numel() for m in masters]), masters, strict=True):
-            chunks.setdefault(size // limit, []).append(master)
+        size = 0
+        for master, grad in halves.items():
+            size += grad.numel()
+            chunks.setdefault(size // (CPU_CHUNK if grad.is_cpu else CHUNK), {})[master] = grad
     for chunk in chunks.values():
-        _fold(chunk, fresh, scaler, scale, memory)
+        _fold(chunk, fresh, scaler, scale)
         fresh = []
-    if fresh and scale is not None:
-        scaler.unscale_(fresh, scale)
-    return reached
+    return True
 
 
-def _fold(
-    masters: list[Master],
-    fresh: list[torch.Tensor],
-    scaler: LossScaler,
-    scale: torch.Tensor | None,
-    memory: dict[Master, torch.Tensor],
-) -> None:
-    """Add the half gradients of ``masters``, widened and unscaled, to those of the masters; unscale ``fresh`` too."""
-    halves: list[torch.Tensor] = [m.half.grad for m in masters]  # type: ignore[misc] # the caller has looked
-    before, wide = [m.value.grad for m in masters], halves
-    if any(map(_IS_SPARSE, halves)):
+def _fold(halves: Halves, fresh: list[torch.Tensor], scaler: LossScaler, scale: torch.Tensor | None) -> None:
+    """Add ``halves``, widened and unscaled, to the gradients of their masters; unscale ``fresh`` too."""
+    before, wide = [master.value.grad for master in halves], list(halves.values())
+    if any(map(_IS_SPARSE, wide)):
         # Sum duplicate entries in float32: their half sum may overflow.
-        wide = [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in halves]
+        wide = [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in wide]
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
     elif scale is not None or not all(old is not None and not old.is_sparse for old in before):
-        wide = _torch.float32_like(halves, list(map(memory.pop, masters, repeat(None))) if memory else [])
-        _torch.foreach_copy_(wide, halves)
+        wide = _torch.float32_copies(wide)
         fresh += wide
     if scale is not None:
         scaler.unscale_(fresh, scale)
     sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for master, half, old, grad in zip(masters, halves, before, wide, strict=True):
+    for (master, half), old, grad in zip(halves.items(), before, wide, strict=True):
         if old is None:
             master.value.grad = grad
         elif old.is_sparse or grad.is_sparse:

@@ -204,7 +204,7 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
                 continue
             if "_amp_stash" in vars(one):
                 optimizer.detach(one)
-            state.optimizers.disabled.add(one)
+            state.optimizers.disabled[one] = None
         if enabled:
             session.begin_casts()
             if state.loaded_scalers is not None:
@@ -226,7 +226,7 @@ def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolic
     going = {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
     left = weakref.WeakSet[Any](
         one
-        for one in state.optimizers.live
+        for one in state.optimizers.listed()
         if not any(one is other for other in given)
         and fit(one._amp_stash.session.policy) != fit(policy)
         and any(id(m.half if (m := master_of(p)) else p) in going for g in one.param_groups for p in g["params"])

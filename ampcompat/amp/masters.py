@@ -326,11 +326,11 @@ def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
     suspects = [
         m
         for m in masters
-        if (m.half._version, m.value._version, m.half.data_ptr()) != m.seen
+        if ((half := m.half)._version, m.value._version, half.data_ptr()) != m.seen
         or m.handed_out is not None
         or m.rounds
         or len(m.homes) != 1
-        or m.homes[0].tensors.get(m.homes[0].name) is not m.half
+        or m.homes[0].tensors.get(m.homes[0].name) is not half
     ]
     for master in suspects:
         _torch.run_untraced(_follow_replacement, master)
@@ -441,7 +441,7 @@ def push(masters: list[Master]) -> None:
         return
     _torch.foreach_copy_([m.half for m in masters], [m.value for m in masters])
     for master in masters:
-        master.seen = (master.half._version, master.value._version, master.half.data_ptr())
+        master.seen = (master.half._version, master.value._version, master.seen[2])
         master.handed_out = master.before_writes = None
         watch = master.watch
         if watch is not None:

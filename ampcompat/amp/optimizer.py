@@ -24,7 +24,7 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp import block, misuse, nested
-from ampcompat.amp.autocast import OFF, Saved, switched
+from ampcompat.amp.autocast import Saved, restored, save, uncast
 from ampcompat.amp.masters import heed_cleared, master_of, push, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaler import any_of
@@ -44,8 +44,8 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     if "optim" in vars(optimizer):
         nested.attach_zero(optimizer)
     optimizer._amp_stash = stash
-    state.optimizers.live.add(optimizer)
-    state.optimizers.disabled.discard(optimizer)
+    state.optimizers.live[optimizer] = None
+    state.optimizers.disabled.pop(optimizer, None)
     for name, action in _LEGACY_METHODS.items():
         setattr(optimizer, name, types.MethodType(action, optimizer))
     if not getattr(optimizer, "_amp_wrapped", False):
@@ -69,7 +69,7 @@ def detach(optimizer: Optimizer) -> None:
     match_state(optimizer)
     for name in ("_amp_stash", *_LEGACY_METHODS):
         vars(optimizer).pop(name, None)
-    state.optimizers.live.discard(optimizer)
+    state.optimizers.live.pop(optimizer, None)
 
 
 def remember(optimizer: Optimizer, undo: ExitStack) -> None:
@@ -82,7 +82,7 @@ def remember(optimizer: Optimizer, undo: ExitStack) -> None:
     undo.callback(vars(optimizer).update, dict(vars(optimizer)))
     undo.callback(vars(optimizer).clear)
     for members in (state.optimizers.live, state.optimizers.disabled):
-        undo.callback(members.add if optimizer in members else members.discard, optimizer)
+        undo.callback(members.setdefault if optimizer in members else members.pop, optimizer, None)
 
 
 def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,11 +120,12 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
             " returns the loss, or nothing."
         )
     room = state.casts
+    if closure is not None:
+        outside = save(room.device_types)
+        with uncast():
+            return _step_with_closure(optimizer, original, closure, outside, **kwargs)
     casting = room.found is not None or any(map(torch.is_autocast_enabled, room.device_types))
-    with switched(OFF) if casting or closure is not None else nullcontext() as outside:
-        if closure is not None:
-            # ``outside`` is None only where there is no closure.
-            return _step_with_closure(optimizer, original, closure, outside, **kwargs)  # type: ignore[arg-type]
+    with uncast() if casting else nullcontext():
         plain = not (stash.overflows or stash.reports or stash.masters or stash.pending)
         if stash.gradients is Gradients.UNSCALED and plain:
             result = original(**kwargs)  # fast path: scale one, no masters
@@ -190,7 +191,7 @@ def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = F
     if stash.gradients is not Gradients.UNSCALED and (
         stash.masters or not all(s.is_one for s in stash.session.scalers)
     ):
-        first, old = stash.first_gradient(), stash.spent.first
+        first, old = stash.first_gradient(), stash.spent
         if stash.gradients is Gradients.EMPTY:
             misuse.warn_of("block without gradients")
         elif first is not None and (old is None or _torch.tensor_of(old) is not first):
@@ -220,7 +221,7 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
         say("Gradients of a scale_loss block were lost.  Skipping step")
     stash.overflows, stash.gradients, stash.skipped = [], Gradients.NONE, skip
     first = stash.first_gradient()
-    stash.spent.first = None if first is None else weakref.ref(first)
+    stash.spent = None if first is None else weakref.ref(first)
     if skip:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
     try:
@@ -228,17 +229,12 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
             notify("on_step", optimizer, skip)
     finally:
         if masters:  # another optimizer may have yet to step with some of them
-            live = list(state.optimizers.live) if len(state.optimizers.live) > 1 else []
-            others = [one._amp_stash for one in live if one is not optimizer]
+            others = [one._amp_stash for one in state.optimizers.listed() if one is not optimizer]
             kept = {m for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
-            memory = stash.spent.memory
             for master in masters:
-                master.folded, value = None, master.value
-                if kept and master in kept:
-                    continue
-                grad, value.grad = value.grad, None
-                if grad is not None and grad.is_cpu and not grad.is_sparse:  # elsewhere torch's allocator keeps it
-                    memory[master] = grad
+                master.folded = None
+                if master not in kept:
+                    master.value.grad = None
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------
@@ -277,7 +273,7 @@ def _step_with_closure(
         if ask:
             stash.look_up(optimizer)
             reconcile(stash.masters)
-            with torch.enable_grad(), switched(outside):
+            with torch.enable_grad(), restored(outside):
                 losses.append(closure())
         found = _prepare(optimizer, stash)
         stash.overflows, stash.gradients = [], Gradients.NONE if found else stash.gradients

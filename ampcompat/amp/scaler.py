@@ -66,6 +66,7 @@ class LossScaler(torch.amp.GradScaler):
         self.watched = 0  # blocks whose loss was watched (see misuse)
         self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
         self._last_found: torch.Tensor | None = None
+        self._inverse: tuple[float | None, torch.Tensor] = None, torch.empty(0)  # of the scale with that value
         self._put_off: list[torch.Tensor] = []  # overflow flags that the next transition counts
         self._lent_buffer: torch.Tensor | None = None  # a script's ``_overflow_buf``
 
@@ -166,8 +167,11 @@ class LossScaler(torch.amp.GradScaler):
             found = self._found_inf[device] = scale.new_full((), 0.0)
         known = _torch.host_value(scale)
         # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
-        inverse = scale.new_full((), 1.0 / known) if known else torch.ones_like(scale).div_(scale)
-        _torch.unscale_and_check_(grads, found, inverse)
+        if not known:
+            self._inverse = None, torch.ones_like(scale).div_(scale)
+        elif known != self._inverse[0]:
+            self._inverse = known, scale.new_full((), 1.0 / known)
+        _torch.unscale_and_check_(grads, found, self._inverse[1])
 
     def adjust(self, found: torch.Tensor | None = None, put_off: bool = False) -> torch.Tensor | None:
         """Make the transition for the backward pass whose gradients were just unscaled; no host sync.

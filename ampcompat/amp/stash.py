@@ -10,6 +10,7 @@ import operator
 import weakref
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -43,14 +44,6 @@ class Pending:
 
 
 @dataclass(eq=False)
-class Spent:
-    """Gradients that the last step has used up."""
-
-    first: weakref.ref[torch.Tensor] | None = None  # the model's first one
-    memory: dict[Master, torch.Tensor] = field(default_factory=dict)  # the masters', on the CPU, for the next ones
-
-
-@dataclass(eq=False)
 class AmpOptimizerState:
     """Masters and gradients of one optimizer between blocks and steps."""
 
@@ -68,7 +61,7 @@ class AmpOptimizerState:
     # By step that the device decided, on their way to the host: each flag, with the scale to name.
     reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
     skipped: bool | None = None  # whether the last step was; None before it, and while only the device knows
-    spent: Spent = field(default_factory=Spent)
+    spent: weakref.ref[torch.Tensor] | None = None  # the model's first gradient when the last step had used it up
 
     lazy_init_called = True  # masters exist from ``initialize`` on
 
@@ -83,7 +76,8 @@ class AmpOptimizerState:
 
     def first_gradient(self) -> torch.Tensor | None:
         """The first gradient that there is in the model, to tell new ones from old ones by."""
-        return next((grad for param in self.leaves() if (grad := param.grad) is not None), None)
+        leaves = chain(map(operator.attrgetter("half"), self.masters), self.direct)  # the first of all mostly has one
+        return next((grad for param in leaves if (grad := param.grad) is not None), None)
 
     def look_up(self, optimizer: Optimizer) -> None:
         """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
@@ -101,7 +95,6 @@ class AmpOptimizerState:
         held = {id(p): p for group in groups for p in group["params"]}
         self.direct = [param for key, param in held.items() if key not in with_master]
         self.groups = [list(group["params"]) for group in groups]
-        self.spent.memory.clear()
 
     def hand_out_masters(self, optimizer: Optimizer) -> None:
         """Expect writes to the masters, which are asked for where there is no gradient to clip."""

@@ -1,4 +1,4 @@
-"""One test for each cell of the table at the head of ``ampcompat/amp/casts.py``; each fails without its cure."""
+"""One test for each cell of the table at the head of ``ampcompat/amp/autocast.py``; each fails without its cure."""
 
 import os
 import threading
@@ -112,6 +112,21 @@ def test_deactivate_ends_everything(torch_state):
     assert product() == FLOAT
     model(torch.randn(2, 4))
     assert model.seen == [FLOAT]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_region_inside_an_uncast_forward_leaves_the_rest_of_it_uncast(level):
+    class WithRegion(Probe):
+        def forward(self, x):
+            with torch.autocast("cpu", enabled=False):
+                pass
+            return super().forward(x)
+
+    model, _ = at(level, WithRegion())
+    at("O1")
+    model(torch.randn(2, 4))
+    assert model.seen == [FLOAT]
+    assert product() == HALF
 
 
 # -- inside forward, in any thread ----------------------------------------

@@ -1,4 +1,4 @@
-"""On the CPU, master gradients take over the memory of those that a step used up, unless a script still holds them."""
+"""Gradients of masters: scripts may hold them past the step, and later passes add to them without copies."""
 
 import pytest
 import torch
@@ -17,24 +17,6 @@ def step(model, optimizer, seed):
     optimizer.step()
     optimizer.zero_grad()
     return found
-
-
-@pytest.mark.parametrize("opt_level", ["O2", "O5"])
-def test_memory_is_reused(opt_level):
-    model, optimizer = start(opt_level)
-    first = {grad.data_ptr() for grad in step(model, optimizer, 0) if grad.dtype == torch.float32}
-    masters = {master.value.shape for master in optimizer._amp_stash.masters}
-    backward(model, optimizer, 1)
-    again = [m.value.grad.data_ptr() for m in optimizer._amp_stash.masters]
-    assert masters
-    assert set(again) <= first
-
-
-def test_memory_is_reused_after_torch_failed_to_compile():
-    # From then on an interpreter counts one more holder of what is passed to a Python function.
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch.compile(lambda x: torch._dynamo.graph_break() or x, backend="eager", fullgraph=True)(torch.zeros(1))
-    test_memory_is_reused("O2")
 
 
 HOLDS = {
@@ -105,14 +87,6 @@ def test_a_second_step_without_a_block_moves_nothing():
     before = [param.detach().clone() for param in amp.master_params(optimizer)]
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
-
-
-def test_memory_goes_with_the_masters():
-    model, optimizer = start("O2")
-    step(model, optimizer, 0)
-    assert optimizer._amp_stash.spent.memory
-    amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    assert not optimizer._amp_stash.spent.memory
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 8.0])

@@ -1,6 +1,7 @@
 """What a step costs, counted: dispatcher calls, host syncs, bytes. Counts do not depend on the machine."""
 
 import copy
+import gc
 import sys
 from pathlib import Path
 
@@ -119,9 +120,9 @@ def test_dispatcher_calls_at_o1_are_fewer_than_gradscalers():
     assert counted_step("O1", 10)[0] < counter.ops - 11  # ten gradients and a loss
 
 
-def test_dispatcher_calls_at_o2_do_not_grow_with_masters():
-    # Masters' gradients are written into the memory of the last step's, and conversions run in fused passes.
-    assert counted_step("O2", 10)[0] == counted_step("O2", 310)[0]
+def test_a_master_takes_one_dispatcher_call():
+    # Which allocates its gradient. Conversions, both ways, run in fused passes.
+    assert counted_step("O2", 310)[0] - counted_step("O2", 10)[0] == 300
 
 
 @pytest.mark.parametrize("level", ["O0", "O3"])
@@ -169,7 +170,7 @@ def test_bytes_per_parameter_at_o2_with_adam(monkeypatch):
 
     for _ in range(8):
         step()
-    held = 2 + 4 + 8 + 4  # half weights, masters, moments, and on the CPU the memory of the masters' gradients
+    held = 2 + 4 + 8  # half weights, masters, moments
     found = peaks(step, {"first block", "accumulated block", "Optimizer.step#AdamW.step"})
     found = {name: held + peak / count for name, peak in found.items()}
     assert found["Optimizer.step#AdamW.step"] <= 20.5
@@ -199,6 +200,7 @@ def test_chunks_change_no_bit(monkeypatch):
 
 def python_calls(level, layers):
     """Calls of ampcompat's own Python functions in one training step of ``layers`` linear layers."""
+    gc.collect()  # other tests' optimizers
     model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(layers)))
     model, optimizer = amp.initialize(model, Idle(model.parameters()), opt_level=level, verbosity=0)
     x, calls = torch.ones(2, 4), []

@@ -154,11 +154,11 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
 
     made = []
 
-    def copy(wide, halves, real=_torch.foreach_copy_):
+    def copies(halves, real=_torch.float32_copies):
         made.append(1)
         if len(made) == at:
             raise MemoryError
-        real(wide, halves)
+        return real(halves)
 
     monkeypatch.setattr(block, "CPU_CHUNK", 16)
     model, optimizer = started()
@@ -166,7 +166,7 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
         backward(model, optimizer)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     with monkeypatch.context() as patch:
-        patch.setattr(_torch, "foreach_copy_", copy)
+        patch.setattr(_torch, "float32_copies", copies)
         with pytest.raises(MemoryError):
             backward(model, optimizer)
     assert "its gradients are cleared, and the next step is skipped" in capsys.readouterr().out
