@@ -21,6 +21,7 @@ from ampcompat._torch.arithmetic import (
     found_inf_and_scale,
     fused_adam_,
     fused_adamw_,
+    fused_float32_copies,
     fused_sgd_,
     has_fused_kernels,
     host_value,

@@ -152,6 +152,7 @@ def section(device, quick):
     """The tables of counts and of predictions."""
     # Count what a GPU launches: its host cannot read the scale without waiting.
     block.CPU_CHUNK, _torch.host_value = block.CHUNK, lambda number: None
+    _torch.float32_copies = _torch.fused_float32_copies
     rows, predicted = [], []
     for model in list(COUNTED)[:2] if quick else COUNTED:
         seconds = {}

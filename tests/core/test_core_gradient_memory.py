@@ -4,7 +4,7 @@ import pytest
 import torch
 from core_kit import backward, start
 
-from ampcompat import amp
+from ampcompat import _torch, amp
 
 
 def gradients(optimizer):
@@ -133,8 +133,17 @@ def passes_of_two_parts(parts):
 
 def test_unscaled_gradients_are_added_without_copies():
     ops, found, expected = passes_of_two_parts([(0, 1), (0, 1), (0, 1)])
-    assert ops == [["aten::empty_like"] * 4 + ["aten::_foreach_copy_"], *[["aten::_foreach_add_.List"]] * 2]
+    assert ops == [["aten::_to_copy"] * 4, *[["aten::_foreach_add_.List"]] * 2]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_fused_copies_are_those_of_the_cpu():
+    tensors = [torch.randn(4, 6).half().t(), torch.full((), 70000.0).half(), torch.randn(2, 3, 4, 4).bfloat16()]
+    tensors[2] = tensors[2].to(memory_format=torch.channels_last)
+    for tensor in tensors:
+        (fused,), (one,) = _torch.fused_float32_copies([tensor]), _torch.float32_copies([tensor])
+        assert torch.equal(fused, one)
+        assert fused.stride() == one.stride() == tensor.stride()
 
 
 @pytest.mark.parametrize("parts", [[(0,), (0, 1), (0, 1)], [(1,), (0, 1)], [(0, 1), (0,), (1,)]])

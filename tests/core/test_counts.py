@@ -121,7 +121,7 @@ def test_dispatcher_calls_at_o1_are_fewer_than_gradscalers():
 
 
 def test_a_master_takes_one_dispatcher_call():
-    # Which allocates its gradient. Conversions, both ways, run in fused passes.
+    # Which makes its float32 gradient. Unscaling and the way back to half run in fused passes.
     assert counted_step("O2", 310)[0] - counted_step("O2", 10)[0] == 300
 
 
