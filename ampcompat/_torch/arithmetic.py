@@ -157,14 +157,17 @@ def coalesced(grad: torch.Tensor) -> torch.Tensor:
 
 
 def fused_float32_copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of ``tensors``, which are dense and on one device, in float32, laid out alike, in few launches."""
+    """As :func:`float32_copies`, in as few launches as torch's fused passes take."""
     copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
     torch._foreach_copy_(copies, tensors)
     return copies
 
 
 def float32_copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same; one by one on the CPU, which has no launches to save."""
+    """Copies of ``tensors``, which are dense, in float32 and laid out alike; at least one tensor.
+
+    One by one on the CPU, which has no launches to save.
+    """
     return [tensor.float() for tensor in tensors] if tensors[0].is_cpu else fused_float32_copies(tensors)
 
 

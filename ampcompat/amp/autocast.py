@@ -114,7 +114,7 @@ class switched:
             torch.clear_autocast_cache()
         thread.forwards += 1
         for device_type in types:
-            torch.set_autocast_enabled(device_type, casts.enabled)
+            torch.set_autocast_enabled(device_type, True)
             torch.set_autocast_dtype(device_type, casts.dtype)
 
     @_torch.eager
