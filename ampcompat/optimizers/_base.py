@@ -192,18 +192,17 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _buckets(self, group: ParamGroup, scaling: Scaling) -> Iterator[tuple[Bucket, WorkingCopies]]:
         names = self._names(group)
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for param in group["params"]:
-            if param.grad is not None and param.numel():
-                by_kind.setdefault((param.device, math_dtype(param.dtype)), []).append(param)
-        for (device, _), owners in by_kind.items():
-            is_new: list[bool] = []
-            for param in owners:
-                state = self.state[param]
-                missing = [name for name in names if state.get(name) is None]
-                is_new.append(bool(missing))
-                for name in missing:
-                    state[name] = self._new_state(name, param, group)
+        held = [param for param in group["params"] if param.grad is not None and param.numel()]
+        kinds = [(param.device, math_dtype(param.dtype)) for param in held]
+        for kind in dict.fromkeys(kinds):
+            owners, device = [param for param, its in zip(held, kinds, strict=True) if its == kind], kind[0]
+            states = [self.state[param] for param in owners]
+            is_new = [False] * len(owners)
+            kept = {name: [state.get(name) for state in states] for name in names}
+            for name, values in kept.items():
+                for index in [index for index, value in enumerate(values) if value is None]:
+                    values[index] = states[index][name] = self._new_state(name, owners[index], group)
+                    is_new[index] = True
             copies = WorkingCopies()
             params = self._working_params(owners, copies)
             scaled = scaling.on(device)
@@ -218,11 +217,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 is_new=is_new,
                 grad_scale=scaled.grad_scale,
             )
-            for name in names:
-                kept = [self.state[param][name] for param in owners]
-                if name not in self._state_of_layers:
-                    kept = copies.lend(kept, like=params, changes=True)
-                bucket.state[name] = kept
+            for name, values in kept.items():
+                of_layers = name in self._state_of_layers
+                bucket.state[name] = values if of_layers else copies.lend(values, like=params, changes=True)
             if not self._rule_unscales:
                 bucket.make_usable()
             yield bucket, copies

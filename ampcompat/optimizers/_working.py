@@ -7,11 +7,14 @@ float64 params) whose tensors are laid out alike; what is already so is used as 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from ampcompat import _torch
+
+_DTYPE = attrgetter("dtype")
 
 
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -28,14 +31,22 @@ def _is_ready(param: Tensor) -> bool:
     return param.dtype == math_dtype(param.dtype) and _is_dense(param)
 
 
+def _layouts(tensors: Sequence[Tensor]) -> list[object]:
+    """Dtypes and strides of ``tensors``, to be compared as a whole: models have thousands."""
+    return [*map(_DTYPE, tensors), *map(Tensor.stride, tensors)]
+
+
 class WorkingCopies:
     """Lends lists of tensors in the math dtype and writes the changed ones back. For use under ``no_grad``."""
 
     def __init__(self) -> None:
         self._changed: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._like: tuple[Sequence[Tensor] | None, list[object]] = None, []  # what was asked for last; its layouts
 
     def params(self, params: Sequence[Tensor]) -> list[Tensor]:
         """Lend ``params`` to be changed in place: dense, in their math dtype."""
+        if all(map(Tensor.is_contiguous, params)) and {torch.float32, torch.float64}.issuperset(map(_DTYPE, params)):
+            return list(params)
         models = [p if _is_ready(p) else torch.empty_like(p, dtype=math_dtype(p.dtype), device="meta") for p in params]
         return self.lend(params, models, changes=True)
 
@@ -47,6 +58,10 @@ class WorkingCopies:
             like: A dense tensor each, of the same shape, whose dtype and strides to take; its values do not matter.
             changes: Whether :meth:`write_back` copies the result to ``tensors``.
         """
+        if like is not self._like[0]:
+            self._like = like, _layouts(like)
+        if _layouts(tensors) == self._like[1]:
+            return list(tensors)
         lent, copies, originals = [], [], []
         for tensor, model in zip(tensors, like, strict=True):
             if tensor.dtype == model.dtype and tensor.stride() == model.stride():

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -135,16 +136,6 @@ VARIANTS = {
 }
 
 
-def _steps(size, device):
-    """Every variant at ``size`` tensors, warmed up."""
-    state.reset()
-    steps = {name: make(Tensors(size).to(device)) for name, make in VARIANTS.items()}
-    for step in steps.values():
-        for _ in range(8):  # the first steps compare masters by value
-            step()
-    return steps
-
-
 def timed(call, calls, device):
     """Seconds per call of ``calls`` calls."""
     now = hardware.clock(device)
@@ -156,32 +147,41 @@ def timed(call, calls, device):
     return (now() - start) / calls
 
 
-def measure(steps, calls, turns, device, flush=None):
-    """Seconds per step by variant, turn by turn, with ``flush`` called before each; else warmed up in each turn."""
-    times = {name: [] for name in steps}
-    for _ in range(turns):
-        for name in random.sample(list(steps), len(steps)):
-            if flush is None:  # the others have emptied the caches
-                timed(steps[name], max(1, calls // 4), device)
-            else:
-                flush()
-            times[name].append(timed(steps[name], calls, device))
-    return times
+def measure(size, calls, turns, device, flush=None):
+    """Seconds beyond ``bare`` by variant, turn by turn, and dispatcher calls by variant.
 
-
-def _beyond_bare(times):
-    """Seconds beyond ``bare``, turn by turn, and of the best turns."""
-    floor = min(times["bare"])
-    own = {name: [max(t - floor, 1e-9) for t in values] for name, values in times.items() if name != "bare"}
-    return own, {name: min(values) for name, values in own.items()}
+    Each of ``PAIRS`` by itself: a program has one optimizer under amp. ``flush`` is called before each turn; without it
+    a turn warms up. Only the variant under amp runs with its ambient casts.
+    """
+    own, ops = {}, {}
+    for pair in PAIRS:
+        state.reset()
+        steps = {name: VARIANTS[name](Tensors(size).to(device)) for name in ("bare", *pair)}
+        times = {name: [] for name in steps}
+        for step in steps.values():
+            for _ in range(8):  # the first steps compare masters by value
+                step()
+        for _ in range(turns):
+            for name in random.sample(list(steps), len(steps)):
+                with nullcontext() if name == pair[0] else amp.disable_casts():
+                    if flush is None:  # the others have emptied the caches
+                        timed(steps[name], max(1, calls // 4), device)
+                    else:
+                        flush()
+                    times[name].append(timed(steps[name], calls, device))
+        floor = min(times["bare"])
+        own |= {name: [max(t - floor, 1e-9) for t in times[name]] for name in pair}
+        ops |= {name: counted(step)["ops"] for name, step in steps.items()} if size <= 1000 else {}
+    state.reset()
+    return {name: own[name] for name in VARIANTS if name in own}, [ops.get(name) for name in VARIANTS]
 
 
 def warm(device, quick):
     """The section on the cost beside the model: the same calls in a loop."""
     rows, ops, summary = [], [], []
     for size, limits in SIZES.items():
-        steps = _steps(size, device)
-        own, best = _beyond_bare(measure(steps, max(2, 1000 // size), 12 if quick else 40, device))
+        own, calls = measure(size, max(2, 1000 // size), 12 if quick else 40, device)
+        best = {name: min(values) for name, values in own.items()}
         rows.append([size, *(f"{1e6 * value:.0f}" for value in best.values())])
         for (ours, theirs), limit in zip(PAIRS, limits, strict=True):
             rows[-1].append(f"{best[ours] / best[theirs]:.2f}; {Ratio.of(own[ours], own[theirs])}")
@@ -189,28 +189,27 @@ def warm(device, quick):
                 title = f"own cost, {size} tensors: {ours} / {theirs}"
                 summary.append([title, *report.verdict(best[ours] / best[theirs], limit)])
         if size <= 1000:
-            ops.append([size, *(counted(step)["ops"] for step in steps.values())])
+            ops.append([size, *calls])
         report.progress(f"own cost, {size} tensors: {rows[-1][-2:]}")
-    state.reset()
     text = (
         "## The cost of a step beside the model\n\nMicroseconds beyond setting and clearing the gradients: best turns;"
-        " ratios of the best turns, then medians of ratios and quartiles.\n\n"
+        " ratios of the best turns, then medians of ratios and quartiles. One optimizer under amp at a time, as in a"
+        " program.\n\n"
     )
     text += report.table(HEADS, rows)
-    return Section(text + "\nDispatcher calls:\n\n" + report.table(["parameter tensors", *steps], ops), summary)
+    return Section(text + "\nDispatcher calls:\n\n" + report.table(["parameter tensors", *VARIANTS], ops), summary)
 
 
 def cold(device, quick):
     """The section on the same cost as a real step pays it: between two calls, 64 MiB of other data were touched."""
     others, rows = torch.zeros(FLUSHED // 4), []
     for size in (10, 100, 1000):
-        steps = _steps(size, device)
-        own, best = _beyond_bare(measure(steps, 1, 12 if quick else 60, device, flush=lambda: others.add_(1)))
+        own, _ = measure(size, 1, 12 if quick else 60, device, flush=lambda: others.add_(1))
+        best = {name: min(values) for name, values in own.items()}
         middle = {name: statistics.median(values) for name, values in own.items()}
         rows.append([size, *(f"{1e6 * best[name]:.0f}; {1e6 * value:.0f}" for name, value in middle.items())])
         rows[-1] += [f"{best[a] / best[b]:.2f}; {middle[a] / middle[b]:.2f}" for a, b in PAIRS]
         report.progress(f"own cost, cold, {size} tensors: {rows[-1]}")
-    state.reset()
     text = (
         f"## The same with cold caches\n\nOne call at a time, after {FLUSHED >> 20} MiB of other data were touched, as"
         " between two steps of a model. Microseconds beyond setting and clearing the gradients, and ratios: best turn;"
