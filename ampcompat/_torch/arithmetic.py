@@ -168,7 +168,7 @@ def float32_copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
     One by one on the CPU, which has no launches to save.
     """
-    return [tensor.float() for tensor in tensors] if tensors[0].is_cpu else fused_float32_copies(tensors)
+    return list(map(torch.Tensor.float, tensors)) if tensors[0].is_cpu else fused_float32_copies(tensors)
 
 
 def sum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

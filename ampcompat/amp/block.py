@@ -232,7 +232,8 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
     With no ``scale`` nothing was scaled. With ``check=False`` the next transition counts the overflow; with None the
     caller updates the scaler itself and decides about the step. Returns whether there were new gradients.
     """
-    seen, reached, others = set[int](), False, dict[LossScaler, None]()
+    seen: set[int] = set()
+    reached = False
     for one in optimizers:
         stash: AmpOptimizerState = one._amp_stash
         masters, direct = stash.masters, stash.direct
@@ -244,7 +245,6 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
         reached |= unscale(halves, direct, scaler, scale)
         if len(halves) < len(masters):
             _show(masters, scale)
-        others.update(stash.pending.scalers if stash.pending else {})
         for param, old in stash.aside:
             param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
     noted: list[tuple[LossScaler, torch.Tensor]] = []
@@ -252,9 +252,9 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
         scaler._unskipped += bool(check)
     elif check is not None and (found := scaler.adjust(put_off=not check)) is not None:
         noted.append((scaler, found))
-    for other in others:  # the loss of any of them may have overflowed: the pass counts for each
-        if other is not scaler and (found := other.adjust(scaler._last_found)) is not None:
-            noted.append((other, found))
+    # The loss of any other of them may have overflowed: the pass counts for each.
+    others = {o: None for one in optimizers if (p := one._amp_stash.pending) for o in p.scalers if o is not scaler}
+    noted += [(other, found) for other in others if (found := other.adjust(scaler._last_found)) is not None]
     for one in optimizers:
         stash = one._amp_stash
         settle(one, stash)
