@@ -18,7 +18,7 @@ def section(device, quick):
         for model in list(NATIVE)[: 1 if quick else None]
         for optimizer in ("SGD(foreach)", "AdamW(foreach)")
     ]
-    found = steps.measure(cases, PAIRS, 1, 12 if quick else 36)
+    found = steps.measure(cases, PAIRS, *((1, 12) if quick else (3, 12)))
     rows = [*steps.rows_of(found, "native", PAIRS), steps.means_of(found, PAIRS)]
     text = (
         "## Compiled steps\n\n`torch.compile` of a function that makes a whole step, with torch's own compiler;"

@@ -70,12 +70,18 @@ def _best(call, times):
 
 
 def import_seconds(times):
-    """Best seconds of ``import torch``, and of it and ``ampcompat.amp``, in fresh processes that take turns."""
+    """Best seconds of ``import torch``, and of it and ``ampcompat.amp``, in fresh processes that take turns.
+
+    Both are compiled to bytecode, as pip leaves them; from an edited tree the first process does that.
+    """
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     found = {"import torch": [], "import torch; from ampcompat import amp": []}
     for _ in range(times):
         for statement, values in found.items():
             code = f"import time; t = time.process_time(); {statement}; print(time.process_time() - t)"
-            values.append(float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout))
+            command = [sys.executable, "-c", code]
+            printed = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+            values.append(float(printed))
     return {statement: min(values) for statement, values in found.items()}
 
 

@@ -1,6 +1,7 @@
 """What this machine is, which half dtypes its arithmetic is native for, and how to measure time on it."""
 
 import platform
+import re
 import time
 from pathlib import Path
 
@@ -40,8 +41,14 @@ def describe(device):
     """A name for files, and a sentence."""
     if device == "cuda":
         name = torch.cuda.get_device_name()
-        return name.lower().replace(" ", "-"), f"{name}, CUDA {torch.version.cuda}"
+        return _file_name(name), f"{name}, CUDA {torch.version.cuda}"
     names = _cpuinfo("model name")
     cpu = f"{names[0]}, {len(names)} logical cores" if names else platform.processor() or platform.machine()
     native = " and ".join(str(dtype).removeprefix("torch.") for dtype in native_halves(device)) or "no half dtype"
-    return f"cpu-{platform.machine()}", f"{cpu}; native for {native}; one thread per process; no GPU"
+    return _file_name(names[0] if names else cpu), f"{cpu}; native for {native}; one thread per process; no GPU"
+
+
+def _file_name(model):
+    """As in "intel-xeon" for "Intel(R) Xeon(R) Processor"."""
+    plain = re.sub(r"\(\w+\)|\bprocessor\b|@.*", " ", model.lower())
+    return "-".join(re.findall(r"[a-z0-9_]+", plain))
