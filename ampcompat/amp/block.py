@@ -233,6 +233,7 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
     caller updates the scaler itself and decides about the step. Returns whether there were new gradients.
     """
     seen: set[int] = set()
+    others: dict[LossScaler, None] = {}
     reached = False
     for one in optimizers:
         stash: AmpOptimizerState = one._amp_stash
@@ -245,6 +246,7 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
         reached |= unscale(halves, direct, scaler, scale)
         if len(halves) < len(masters):
             _show(masters, scale)
+        others.update(stash.pending.scalers if stash.pending else {})
         for param, old in stash.aside:
             param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
     noted: list[tuple[LossScaler, torch.Tensor]] = []
@@ -252,9 +254,9 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
         scaler._unskipped += bool(check)
     elif check is not None and (found := scaler.adjust(put_off=not check)) is not None:
         noted.append((scaler, found))
-    # The loss of any other of them may have overflowed: the pass counts for each.
-    others = {o: None for one in optimizers if (p := one._amp_stash.pending) for o in p.scalers if o is not scaler}
-    noted += [(other, found) for other in others if (found := other.adjust(scaler._last_found)) is not None]
+    for other in others:  # the loss of any of them may have overflowed: the pass counts for each
+        if other is not scaler and (found := other.adjust(scaler._last_found)) is not None:
+            noted.append((other, found))
     for one in optimizers:
         stash = one._amp_stash
         settle(one, stash)
@@ -296,10 +298,7 @@ def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler) ->
                     held.mul_(scaler.scale_on(held.device) / pending.scale.to(held.device, non_blocking=True))
         stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
         return
-    if stash.masters:
-        heed_cleared(stash.masters)
-        for master in stash.masters:
-            master.folded = master.half.grad = None
+    heed_cleared(stash.masters, afresh=True)
     for param in stash.direct:
         grad = param.grad
         if grad is not None:

@@ -416,20 +416,21 @@ def sync_masters(model: torch.nn.Module) -> int:
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-def heed_cleared(masters: list[Master]) -> bool:
+def heed_cleared(masters: list[Master], afresh: bool = False) -> bool:
     """Clear masters' gradients where the model's were, by None or zeros; whether any were edited instead.
 
-    One host sync per half gradient that was written.
+    One host sync per half gradient that was written. ``afresh`` clears the model's then, for those of a new pass.
     """
     edited = False
     for master in masters:
         folded = master.folded
-        if folded is None or ((grad := master.half.grad) is folded[0] and grad._version == folded[1]):
-            continue
-        if grad is None or (not grad.is_sparse and not grad.any()):
-            master.folded = master.value.grad = None
-        else:
-            edited = True
+        if folded is not None and ((grad := master.half.grad) is not folded[0] or grad._version != folded[1]):
+            if grad is None or (not grad.is_sparse and not grad.any()):
+                master.folded = master.value.grad = None
+            else:
+                edited = True
+        if afresh:
+            master.folded = master.half.grad = None
     return edited
 
 
