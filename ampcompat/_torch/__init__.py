@@ -88,6 +88,7 @@ from ampcompat._torch.modules import (
     parallel_wrapper,
     params_by_rank,
     patch_ddp_constructor,
+    put_back,
     register_state_dict_hooks,
     separate_inner_groups,
     steps_in_backward,

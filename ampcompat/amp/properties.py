@@ -212,7 +212,8 @@ def as_models(models: object, options: Mapping[str, Any]) -> list[torch.nn.Modul
                 )
             before = module.__dict__.get("_amp_half", (None,))[0]  # what an earlier call cast the weights to
             for name, param in module._parameters.items():
-                if param is None:
+                plain = type(param) is torch.nn.Parameter and not (param.is_meta or param.is_inference())
+                if param is None or (plain and param.dtype not in refused):
                     continue
                 shown, trouble = f"parameter {name!r} of a {type(module).__name__}", ""
                 if _torch.is_uninitialized(param):

@@ -63,8 +63,7 @@ def cast_weights(
                     undo.callback(master.settle)
                     undo.callback(master.register)
                     undo.callback(setattr, master, "dtype", tensor.dtype)
-                undo.callback(setattr, tensor, "grad", tensor.grad)
-                undo.callback(setattr, tensor, "data", tensor.data)  # runs first
+                undo.callback(_torch.put_back, tensor, tensor.data, tensor.grad)
                 # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
                 tensor.grad = None
                 tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
