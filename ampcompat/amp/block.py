@@ -291,8 +291,9 @@ def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler) ->
         stash.report(wait=False)
     pending = stash.pending
     if pending is not None:  # rescale in place, which is exact while half gradients keep their range
+        as_they_are = pending.scale is scaler._scale or (scaler.is_one and pending.scalers.keys() == {scaler})
         with torch.no_grad():
-            for param in stash.leaves() if pending.scale is not scaler._scale else ():
+            for param in () if as_they_are else stash.leaves():
                 if param.grad is not None:
                     held = param.grad._values() if param.grad.is_sparse else param.grad
                     held.mul_(scaler.scale_on(held.device) / pending.scale.to(held.device, non_blocking=True))

@@ -137,6 +137,20 @@ def test_one_accumulation_is_one_backward_pass_of_the_scaler(level):
         assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**7, "unskipped": 0}}
 
 
+def test_gradients_that_wait_at_scale_one_are_not_multiplied_by_one():
+    model, optimizer = start("O5")
+    backward(model, optimizer, 1, delay_unscale=True)
+    waiting = [p.grad._version for p in model.parameters()]
+    with amp.scale_loss(loss_of(model, 2), optimizer) as loss:
+        inside = [p.grad._version for p in model.parameters()]
+        loss.backward()
+    assert inside == waiting
+    got, (model, _) = {p.shape: p.grad for p in amp.master_params(optimizer)}, start("O5")
+    loss_of(model, 1).backward()
+    loss_of(model, 2).backward()
+    assert all(torch.equal(got[p.shape], p.grad.float()) for p in model.parameters() if p.dim() == 2)
+
+
 def test_a_delayed_overflow_check_says_the_scale_that_will_be(capsys):
     model, optimizer = start("O2")
     backward(model, optimizer, 1, times=INF, delay_overflow_check=True)
