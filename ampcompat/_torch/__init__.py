@@ -5,6 +5,7 @@ When a new torch breaks something, this is the place to mend.
 
 from ampcompat._torch.arithmetic import (
     HostCopy,
+    cast_to,
     coalesced,
     float32_copies,
     foreach_add,

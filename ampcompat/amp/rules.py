@@ -162,7 +162,7 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
                 if isinstance(a, torch.Tensor):
                     now = a.dtype
                     if now is not dtype and now in CASTABLE and a.device.type == device_type:
-                        a = a.to(dtype)
+                        a = _torch.cast_to(a, dtype)
                 elif isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor):
                     a = _cast_list(a, dtype, device_type)
                 given.append(a)
@@ -253,7 +253,7 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
             if t is out or (now not in CASTABLE and widest is None):
                 return t
             dtype = widest or (torch.float32 if rule is Rule.FLOAT else torch.get_autocast_dtype(on))
-            return t if now == dtype else t.to(dtype)
+            return t if now == dtype else _torch.cast_to(t, dtype)
 
         args, kwargs = map_tree(args, cast, objects=False), kwargs and map_tree(kwargs, cast, objects=False)
         if not casting or not overrule:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ampcompat import _torch
+
 T = TypeVar("T")
 
 #: Never looked into: they hold no tensors, and some of them have a ``.to`` of their own.
@@ -25,12 +27,7 @@ def cast_tree(value: T, dtype: torch.dtype) -> T:
     dataclasses and mappings of any kind too. What needs no cast is returned itself, containers included, so that a
     forward that writes into its argument writes into the caller's.
     """
-
-    def cast(leaf: Any) -> object:
-        keep = isinstance(leaf, torch.Tensor) and (leaf.dtype == dtype or not leaf.is_floating_point())
-        return leaf if keep else leaf.to(dtype)
-
-    return _map(value, cast, True)[0]
+    return _map(value, lambda leaf: _torch.cast_to(leaf, dtype), True)[0]
 
 
 def tensors_in(value: object, objects: bool = True) -> list[torch.Tensor]:
