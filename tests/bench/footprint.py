@@ -89,13 +89,13 @@ def initialize_ratio(times, width=WIDTH, sides=("initialize", "by hand")):
     """Best seconds of ``initialize`` at O2 with an optimizer, over casting by hand what it casts, once.
 
     By hand: a float32 clone of every parameter (the masters, values taken before the cast) and ``model.half()``. Making
-    the model, its copy and the optimizer is in neither. Three processes, in which memory that was freed is kept and not
+    the model, its copy and the optimizer is in neither. Six processes, in which memory that was freed is kept and not
     given back to the system: else what a turn costs is mostly page faults, by what the turn before it left. With
     ``sides=("by hand", "by hand")`` the two must be alike.
     """
     code = f"from tests.bench import footprint; print(*footprint.initialize_turns({times}, {width}, {sides!r}))"
     root, best = Path(__file__).parents[2], [float("inf")] * 2
-    for _ in range(3):
+    for _ in range(6):
         command = [sys.executable, "-c", code]
         found = subprocess.run(
             command, cwd=root, env={**os.environ, **KEEP_MEMORY}, stdout=subprocess.PIPE, text=True, check=True
