@@ -299,10 +299,10 @@ def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler) ->
                     held.mul_(scaler.scale_on(held.device) / pending.scale.to(held.device, non_blocking=True))
         stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
         return
-    heed_cleared(stash.masters, afresh=True)
+    if stash.masters:
+        heed_cleared(stash.masters, afresh=True)
     for param in stash.direct:
-        grad = param.grad
-        if grad is not None:
+        if (grad := param.grad) is not None:
             # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
             stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
             param.grad = None
