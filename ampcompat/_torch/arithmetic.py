@@ -63,7 +63,7 @@ def cast_to(value: Any, dtype: torch.dtype) -> Any:
     """
     if not isinstance(value, torch.Tensor):
         return value.to(dtype)
-    if value.dtype == dtype or not value.is_floating_point():
+    if not value.is_floating_point():
         return value
     method = _CASTS.get(dtype)
     return value.to(dtype) if method is None else method(value)

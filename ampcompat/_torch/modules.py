@@ -104,9 +104,6 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
 
 
-_ALONE = torch.empty(1, device="cpu")
-
-
 def owns_memory_alone(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is all of its memory, and nobody else holds that: no view, array, file or other process.
 
@@ -121,8 +118,9 @@ def owns_memory_alone(tensor: torch.Tensor) -> bool:
         return False  # a part of something, or somebody else's memory: an array's, a file's
     dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     shared = tensor.is_cpu and storage.is_shared()
-    # Counted like one that is known to be alone, here and now: versions of torch hold references too.
-    alone, names, owners = _ALONE.untyped_storage(), sys.getrefcount, torch._C._storage_Use_Count
+    # Counted like one that is known to be alone, here and now: versions of torch and tracers hold references too.
+    other, names, owners = torch.empty(1, device="cpu"), sys.getrefcount, torch._C._storage_Use_Count
+    alone = other.untyped_storage()
     unnamed = names(storage) == names(alone) and owners(storage._cdata) == owners(alone._cdata)
     return dense and not shared and unnamed
 

@@ -419,7 +419,7 @@ def sync_masters(model: torch.nn.Module) -> int:
 def heed_cleared(masters: list[Master], afresh: bool = False) -> bool:
     """Clear masters' gradients where the model's were, by None or zeros; whether any were edited instead.
 
-    One host sync per half gradient that was written. ``afresh`` clears the model's then, for those of a new pass.
+    One host sync per half gradient that was written. ``afresh``: then clear the model's, whose next pass begins.
     """
     edited = False
     for master in masters:
