@@ -95,7 +95,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     data = tensor.detach()
     if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
         # Sum four elements at a time: summing int16 as int64 was half of ``initialize``.
-        return data.view(-1).view(torch.int64).sum()
+        rows = data.view(-1) if data.shape[-1] % 4 else data
+        return rows.view(torch.int64).sum()
     return bits(data).sum(dtype=torch.int64)
 
 
@@ -104,10 +105,11 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)
 
 
-def owns_memory_alone(tensor: torch.Tensor) -> bool:
+def owns_memory_alone(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
     """Whether ``tensor`` is all of its memory, and nobody else holds that: no view, array, file or other process.
 
-    Not seen are raw pointers, and processes that were sent a tensor on a GPU.
+    Not seen are raw pointers, and processes that were sent a tensor on a GPU. ``fresh`` is a tensor on the CPU that the
+    caller made, to count what versions of torch and tracers hold of any.
     """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_meta:
         return False
@@ -118,9 +120,7 @@ def owns_memory_alone(tensor: torch.Tensor) -> bool:
         return False  # a part of something, or somebody else's memory: an array's, a file's
     dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
     shared = tensor.is_cpu and storage.is_shared()
-    # Counted like one that is known to be alone, here and now: versions of torch and tracers hold references too.
-    other, names, owners = torch.empty(1, device="cpu"), sys.getrefcount, torch._C._storage_Use_Count
-    alone = other.untyped_storage()
+    names, owners, alone = sys.getrefcount, torch._C._storage_Use_Count, fresh.untyped_storage()
     unnamed = names(storage) == names(alone) and owners(storage._cdata) == owners(alone._cdata)
     return dense and not shared and unnamed
 

@@ -40,6 +40,7 @@ def cast_weights(
     for module in modules:
         if "_amp_half" in module.__dict__:
             hook_new(module, *module.__dict__["_amp_half"])
+    new = torch.empty(1, device="cpu")
     for module in modules:
         before, held = module.__dict__.get("_amp_half"), dict(module.__dict__.get("_amp_masters", {}))
         norm = keep_batchnorm_fp32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
@@ -56,14 +57,14 @@ def cast_weights(
             if master is not None:
                 master.register()
                 master.reconcile(compare=True)
-            alone = tensor.dtype == torch.float32 != target and master is None and _torch.owns_memory_alone(tensor)
-            exact = tensor.detach() if master is None else master.value.detach()
+            alone = master is None and tensor.dtype == torch.float32 != target and _torch.owns_memory_alone(tensor, new)
+            exact = tensor.data if master is None else master.value.detach()
             if tensor.dtype != target:
                 if master is not None:
                     undo.callback(master.settle)
                     undo.callback(master.register)
                     undo.callback(setattr, master, "dtype", tensor.dtype)
-                undo.callback(_torch.put_back, tensor, tensor.data, tensor.grad)
+                undo.callback(_torch.put_back, tensor, exact if master is None else tensor.data, tensor.grad)
                 # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
                 tensor.grad = None
                 tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
@@ -74,16 +75,15 @@ def cast_weights(
                     master.retire()
             if half and trained and (id(tensor) in trained or (master is not None and id(master.value) in trained)):
                 if alone:  # the master takes the memory that the weight just left: no copy, no second peak
-                    exact = torch.nn.Parameter(exact.data, tensor.requires_grad)
+                    exact = torch.nn.Parameter(exact, tensor.requires_grad)
                 ensure_master(module, name, exact, adopt=alone)
         hook(module, half, trained is not None)
-        if half is None:
-            set_masters(module, {})
 
 
 def hook(module: torch.nn.Module, half: torch.dtype | None, master_weights: bool) -> None:
-    """Hook saving and loading of ``module``'s own tensors; None takes the hooks off."""
+    """Hook saving and loading of ``module``'s own tensors; None takes the hooks off, and the masters."""
     if half is None:
+        set_masters(module, {})
         for handle in module.__dict__.pop("_amp_state_hooks", ()):
             handle.remove()
         module.__dict__.pop("_amp_half", None)
