@@ -57,9 +57,8 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         )
     if "scale" in state_dict and "_growth_tracker" in state_dict:  # torch.amp.GradScaler
         maybe_print("amp.load_state_dict: this is a torch.amp.GradScaler's state.", True)
-        entries = [
-            _entry("GradScaler", {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]})
-        ]
+        parts = {"loss_scale": state_dict["scale"], "unskipped": state_dict["_growth_tracker"]}
+        entries = [_entry("GradScaler", parts)]
     else:
         names = [f"{_PREFIX}{index}" for index in range(len(state_dict))]
         unknown = sorted(str(key) for key in state_dict if key not in names)

@@ -85,9 +85,7 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
                 " this model with opt_level='O0', or name modules in it."
             )
         if isinstance(one, torch.jit.ScriptModule):
-            raise ValueError(
-                f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as it was scripted - script it later."
-            )
+            raise ValueError(f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as scripted - script it later.")
         for parent in names:
             if isinstance(parent, torch.nn.MultiheadAttention) and one in {*parent.children()}:
                 raise ValueError(
@@ -113,12 +111,10 @@ class Unmatched:
     def on_scale_loss(self, *_: object) -> None:
         """Look at all models, once."""
         names = {module: name for model in state.models.live for name, module in model.named_modules()}
-        for pattern in self.patterns:
-            if not _matches(pattern, names):
-                raise ValueError(
-                    f"AMPCOMPAT_KEEP_FP32 (--keep-fp32): {pattern!r} - it matches no module of any model"
-                    f" - {_hint(names)}"
-                )
+        for pattern in [one for one in self.patterns if not _matches(one, names)]:
+            raise ValueError(
+                f"AMPCOMPAT_KEEP_FP32 (--keep-fp32): {pattern!r} - it matches no module of any model - {_hint(names)}"
+            )
         state.observers[:] = [one for one in state.observers if one is not self]
 
 

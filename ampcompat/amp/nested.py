@@ -152,12 +152,8 @@ def gather(optimizer: Any, to: int | None = None) -> None:
     if stash is None or not stash.session.policy.master_weights or not _torch.is_zero(optimizer):
         return
     stash.look_up(optimizer)
-    homes = {
-        id(param): (module, name)
-        for model in state.models.live
-        for module in model.modules()
-        for name, param in module._parameters.items()
-    }
+    modules = (module for model in state.models.live for module in model.modules())
+    homes = {id(param): (module, name) for module in modules for name, param in module._parameters.items()}
     for rank, params in enumerate(_torch.params_by_rank(optimizer)):
         source = dist.get_global_rank(optimizer.process_group, rank)
         for half in params:

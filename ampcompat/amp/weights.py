@@ -16,9 +16,10 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.masters import ensure_master, master_of, own_tensors, rebind, set_masters
+from ampcompat.amp.masters import Master, ensure_master, master_of, own_tensors, rebind, set_masters
 from ampcompat.amp.properties import HALF_DTYPES
 
+_Taken = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Master | None]
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
@@ -48,8 +49,7 @@ def cast_weights(
         if target is None:
             continue
         half = None if target == torch.float32 else target
-        undo.callback(set_masters, module, held)
-        undo.callback(hook, module, *(before or (None, False)))
+        undo.callback(_put_back, module, before, held, taken := list[_Taken]())
         for name, tensor in own_tensors(module):
             if tensor.dtype not in _CASTABLE:
                 continue
@@ -60,11 +60,7 @@ def cast_weights(
             alone = master is None and tensor.dtype == torch.float32 != target and _torch.owns_memory_alone(tensor, new)
             exact = tensor.data if master is None else master.value.detach()
             if tensor.dtype != target:
-                if master is not None:
-                    undo.callback(master.settle)
-                    undo.callback(master.register)
-                    undo.callback(setattr, master, "dtype", tensor.dtype)
-                undo.callback(_torch.put_back, tensor, exact if master is None else tensor.data, tensor.grad)
+                taken.append((tensor, exact if master is None else tensor.data, tensor.grad, master))
                 # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
                 tensor.grad = None
                 tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
@@ -78,6 +74,18 @@ def cast_weights(
                     exact = torch.nn.Parameter(exact, tensor.requires_grad)
                 ensure_master(module, name, exact, adopt=alone)
         hook(module, half, trained is not None)
+
+
+def _put_back(module: torch.nn.Module, before: Any, held: dict[str, Master], taken: list[_Taken]) -> None:
+    """Undo a cast of ``module``, which was as ``before``, with the masters ``held``."""
+    for tensor, data, grad, master in reversed(taken):
+        _torch.put_back(tensor, data, grad)
+        if master is not None:
+            master.dtype = data.dtype
+            master.register()
+            master.settle()
+    hook(module, *(before or (None, False)))
+    set_masters(module, held)
 
 
 def hook(module: torch.nn.Module, half: torch.dtype | None, master_weights: bool) -> None:

@@ -271,7 +271,7 @@ def test_what_cannot_be_kept_is_refused_before_anything_changes():
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_a_scripted_module_cannot_be_kept():
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Tanh()))
-    with pytest.raises(ValueError, match="keeps '1', a ScriptModule - it runs as it was scripted"):
+    with pytest.raises(ValueError, match="keeps '1', a ScriptModule - it runs as scripted"):
         amp.initialize(model, opt_level="O1", keep_fp32="1", verbosity=0)
 
 
