@@ -373,7 +373,8 @@ def unscale(halves: Halves, direct: list[torch.Tensor], scaler: LossScaler, scal
             scaler.unscale_(fresh, scale)
         return bool(fresh)
     chunks: dict[int, Halves] = {}
-    if scale is None or next(iter(halves)).value.grad is None:  # no temporaries: all at once
+    first, grad = next(iter(halves.items()))
+    if first.value.grad is None or (scale is None and grad.is_cpu):  # no temporaries: all at once
         chunks[0] = halves
     else:
         size = 0
@@ -387,13 +388,13 @@ def unscale(halves: Halves, direct: list[torch.Tensor], scaler: LossScaler, scal
 
 
 def _fold(halves: Halves, fresh: list[torch.Tensor], scaler: LossScaler, scale: torch.Tensor | None) -> None:
-    """Add ``halves``, widened and unscaled, to the gradients of their masters; unscale ``fresh`` too."""
+    """Add ``halves``, unscaled and widened (on the CPU by adding), to their masters' gradients; unscale ``fresh``."""
     before, wide = [master.value.grad for master in halves], list(halves.values())
     if any(map(_IS_SPARSE, wide)):
         # Sum duplicate entries in float32: their half sum may overflow.
         wide = [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in wide]
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
-    elif scale is not None or not all(old is not None and not old.is_sparse for old in before):
+    elif scale is not None or not (wide[0].is_cpu and all(old is not None and not old.is_sparse for old in before)):
         wide = _torch.float32_copies(wide)
         fresh += wide
     if scale is not None:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -86,29 +87,30 @@ def import_seconds(times):
 
 
 def initialize_ratio(times, width=WIDTH, sides=("initialize", "by hand")):
-    """Best seconds of ``initialize`` at O2 with an optimizer, over casting by hand what it casts, once.
+    """Seconds of ``initialize`` at O2 with an optimizer, and of casting by hand what it casts, once.
 
     By hand: a float32 clone of every parameter (the masters, values taken before the cast) and ``model.half()``. Making
-    the model, its copy and the optimizer is in neither. Six processes, in which memory that was freed is kept and not
-    given back to the system: else what a turn costs is mostly page faults, by what the turn before it left. With
-    ``sides=("by hand", "by hand")`` the two must be alike.
+    the model, its copy and the optimizer is in neither. Medians of six processes' medians (best turns of the same code
+    differ by 4 % there, medians by 1 %), in which memory that was freed is kept and not given back to the system: else
+    what a turn costs is mostly page faults, by what the turn before it left. With ``sides=("by hand", "by hand")`` the
+    two must be alike.
     """
     code = f"from tests.bench import footprint; print(*footprint.initialize_turns({times}, {width}, {sides!r}))"
-    root, best = Path(__file__).parents[2], [float("inf")] * 2
+    root, pairs = Path(__file__).parents[2], []
     for _ in range(6):
         command = [sys.executable, "-c", code]
         found = subprocess.run(
             command, cwd=root, env={**os.environ, **KEEP_MEMORY}, stdout=subprocess.PIPE, text=True, check=True
         ).stdout
-        best = [min(pair) for pair in zip(best, map(float, found.split()), strict=True)]
-    return tuple(best)
+        pairs.append(map(float, found.split()))
+    return tuple(map(statistics.median, zip(*pairs, strict=True)))
 
 
 def initialize_turns(times, width, sides):
-    """Best seconds of each of two ``sides`` (names in ``ONCE``) in this process, turn and turn about."""
+    """Median seconds of each of two ``sides`` (names in ``ONCE``) in this process, turn and turn about."""
     torch.set_num_threads(1)
     plain = _model(width)
-    best = [float("inf")] * 2
+    found = [], []
     for turn in range(4 * times):
         side = (turn + turn // 2) % 2  # who goes first changes, too
         state.reset()
@@ -119,10 +121,10 @@ def initialize_turns(times, width, sides):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         start = time.process_time()
         made = ONCE[sides[side]](model, optimizer)
-        best[side] = min(best[side], time.process_time() - start)
+        found[side].append(time.process_time() - start)
         del model, optimizer, made
     state.reset()
-    return best
+    return list(map(statistics.median, found))
 
 
 def _by_hand(model, optimizer):

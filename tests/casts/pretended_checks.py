@@ -109,6 +109,12 @@ def accumulates_as_on_the_cpu(level, options):
         torch.testing.assert_close(ours, want, rtol=0, atol=2e-3 if level == "O1" else 0)
 
 
+def passes_are_fused(level, options):
+    with Ops() as ops:
+        Run(level, "SGD", True, **options).accumulated()
+    assert not ops.unfused, ops.unfused
+
+
 def an_overflow_skips_and_halves(level, make):
     with Ops():
         run = Run(level, make, True).steps(1, 1)
@@ -233,6 +239,10 @@ CHECKS = {
         for level in ("O1", "O2")
         for name, options in ACCUMULATIONS.items()
     },
+    "O5 accumulates, plain": (accumulates_as_on_the_cpu, "O5", {}),
+    "O2 passes are fused": (passes_are_fused, "O2", {}),
+    "O2 passes are fused at a scale of one": (passes_are_fused, "O2", {"loss_scale": 1.0}),
+    "O5 passes are fused": (passes_are_fused, "O5", {}),
     "amp.init": (the_api_of_before_2019_casts_there,),
     "moved": (moving_there_afterwards_is_refused,),
     "every row": (every_row_has_the_dtype_of_the_lists,),

@@ -71,11 +71,12 @@ class Shell(torch.Tensor):
 
 
 class Ops(TorchDispatchMode):
-    """Has factory functions make shells too, and counts when the host waits for the device."""
+    """Has factory functions make shells too, and notes when the host waits, and passes that are not fused."""
 
     def __init__(self):
         super().__init__()
         self.waits = []
+        self.unfused = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -88,6 +89,9 @@ class Ops(TorchDispatchMode):
                 self.waits.append(func.name())
         elif func.name() == "aten::copy_" and given[0] != given[1]:
             self.waits.append(func.name())
+        is_pass = func.name().startswith("aten::_foreach_") and "copy" not in func.name()
+        if is_pass and len({tensor.dtype for tensor in tensors_in(args)}) > 1:
+            self.unfused.append(func.name())  # by a launch for each tensor
         return result
 
 
