@@ -109,9 +109,9 @@ def accumulates_as_on_the_cpu(level, options):
         torch.testing.assert_close(ours, want, rtol=0, atol=2e-3 if level == "O1" else 0)
 
 
-def passes_are_fused(level, options):
+def passes_are_fused(level, make, options):
     with Ops() as ops:
-        Run(level, "SGD", True, **options).accumulated()
+        Run(level, make, True, **options).accumulated()
     assert not ops.unfused, ops.unfused
 
 
@@ -240,9 +240,12 @@ CHECKS = {
         for name, options in ACCUMULATIONS.items()
     },
     "O5 accumulates, plain": (accumulates_as_on_the_cpu, "O5", {}),
-    "O2 passes are fused": (passes_are_fused, "O2", {}),
-    "O2 passes are fused at a scale of one": (passes_are_fused, "O2", {"loss_scale": 1.0}),
-    "O5 passes are fused": (passes_are_fused, "O5", {}),
+    **{
+        f"{level} {make} has fused passes": (passes_are_fused, level, make, {})
+        for level in ("O1", "O2", "O3", "O5")
+        for make in MAKERS
+    },
+    "O2 SGD has fused passes at a scale of one": (passes_are_fused, "O2", "SGD", {"loss_scale": 1.0}),
     "amp.init": (the_api_of_before_2019_casts_there,),
     "moved": (moving_there_afterwards_is_refused,),
     "every row": (every_row_has_the_dtype_of_the_lists,),
