@@ -7,6 +7,7 @@ from core_kit import backward, net, same
 from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.amp import amp_model, optimizer
+from ampcompat.amp.masters import master_of
 from ampcompat.amp.session import Session
 
 PLACES = {
@@ -71,6 +72,39 @@ def test_a_failure_half_way_leaves_no_trace(level, place, monkeypatch, torch_sta
         backward(one, its)
         its.step()
     assert same(list(amp.master_params(sgd)), list(amp.master_params(twin_sgd)))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+def test_a_failure_at_another_level_leaves_the_masters(level, monkeypatch):
+    def stepped(model):
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        amp.initialize(model, sgd, opt_level="O2", verbosity=0)
+        for _ in range(2):
+            backward(model, sgd)
+            sgd.step()
+        return sgd
+
+    def masters(model):
+        held = [module.__dict__.get("_amp_masters", {}) for module in model.modules()]
+        found = [master for its in held for master in its.values()]
+        sides = [(id(m), m.dtype, m.seen == (m.half._version, m.value._version, m.half.data_ptr())) for m in found]
+        return sides, [master_of(m.half) is m is master_of(m.value) for m in found]
+
+    model, twin = net(), net()
+    sgd, twin_sgd = stepped(model), stepped(twin)
+    before = masters(model)
+    with monkeypatch.context() as patch:
+        breaks(patch, *PLACES["attaching the optimizer"])
+        with pytest.raises(Broken):
+            amp.initialize(model, sgd, opt_level=level, verbosity=0)
+    assert masters(model) == before
+    assert before[1]
+    assert all(before[1])
+    for one, its in ((model, sgd), (twin, twin_sgd)):
+        backward(one, its)
+        its.step()
+    assert same(list(model.state_dict().values()), list(twin.state_dict().values()))
+    assert same(list(model.parameters()), list(twin.parameters()))
 
 
 @pytest.mark.parametrize("first", ["O1", "O2", "O4"])
