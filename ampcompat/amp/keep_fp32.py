@@ -111,9 +111,10 @@ class Unmatched:
     def on_scale_loss(self, *_: object) -> None:
         """Look at all models, once."""
         names = {module: name for model in state.models.live for name, module in model.named_modules()}
-        for pattern in [one for one in self.patterns if not _matches(one, names)]:
+        missed = next((pattern for pattern in self.patterns if not _matches(pattern, names)), None)
+        if missed is not None:
             raise ValueError(
-                f"AMPCOMPAT_KEEP_FP32 (--keep-fp32): {pattern!r} - it matches no module of any model - {_hint(names)}"
+                f"AMPCOMPAT_KEEP_FP32 (--keep-fp32): {missed!r} - it matches no module of any model - {_hint(names)}"
             )
         state.observers[:] = [one for one in state.observers if one is not self]
 

@@ -41,7 +41,7 @@ def cast_weights(
     for module in modules:
         if "_amp_half" in module.__dict__:
             hook_new(module, *module.__dict__["_amp_half"])
-    new = torch.empty(1, device="cpu")
+    fresh = torch.empty(1, device="cpu")  # which no other thread holds
     for module in modules:
         before, held = module.__dict__.get("_amp_half"), dict(module.__dict__.get("_amp_masters", {}))
         norm = keep_batchnorm_fp32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
@@ -49,7 +49,7 @@ def cast_weights(
         if target is None:
             continue
         half = None if target == torch.float32 else target
-        undo.callback(_put_back, module, before, held, taken := list[_Taken]())
+        undo.callback(_undo_cast, module, before, held, taken := list[_Taken]())
         for name, tensor in own_tensors(module):
             if tensor.dtype not in _CASTABLE:
                 continue
@@ -57,7 +57,8 @@ def cast_weights(
             if master is not None:
                 master.register()
                 master.reconcile(compare=True)
-            alone = master is None and tensor.dtype == torch.float32 != target and _torch.owns_memory_alone(tensor, new)
+            alone = master is None and tensor.dtype == torch.float32 != target
+            alone = alone and _torch.owns_memory_alone(tensor, fresh)
             exact = tensor.data if master is None else master.value.detach()
             if tensor.dtype != target:
                 taken.append((tensor, exact if master is None else tensor.data, tensor.grad, master))
@@ -76,8 +77,8 @@ def cast_weights(
         hook(module, half, trained is not None)
 
 
-def _put_back(module: torch.nn.Module, before: Any, held: dict[str, Master], taken: list[_Taken]) -> None:
-    """Undo a cast of ``module``, which was as ``before``, with the masters ``held``."""
+def _undo_cast(module: torch.nn.Module, before: Any, held: dict[str, Master], taken: list[_Taken]) -> None:
+    """Give ``module`` its weights, hooks (``before``) and masters (``held``) of before a cast."""
     for tensor, data, grad, master in reversed(taken):
         _torch.put_back(tensor, data, grad)
         if master is not None:

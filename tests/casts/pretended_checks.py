@@ -115,6 +115,19 @@ def passes_are_fused(level, make, options):
     assert not ops.unfused, ops.unfused
 
 
+def later_passes_come_in_chunks(options):
+    """What they convert to float32 at once does not grow with the model."""
+    counts = []
+    for block.CHUNK in (64, 2**24):
+        with Ops() as ops:
+            run = Run("O2", "SGD", True, **options)
+            run.backward()
+            ops.passes.clear()
+            run.backward()
+            counts.append(ops.passes.count("aten::_foreach_add_.List"))
+    assert counts[0] > counts[1] == 1, counts
+
+
 def an_overflow_skips_and_halves(level, make):
     with Ops():
         run = Run(level, make, True).steps(1, 1)
@@ -245,6 +258,8 @@ CHECKS = {
         for level in ("O1", "O2", "O3", "O5")
         for make in MAKERS
     },
+    "chunks": (later_passes_come_in_chunks, {}),
+    "chunks at a scale of one": (later_passes_come_in_chunks, {"loss_scale": 1.0}),
     "O2 SGD has fused passes at a scale of one": (passes_are_fused, "O2", "SGD", {"loss_scale": 1.0}),
     "amp.init": (the_api_of_before_2019_casts_there,),
     "moved": (moving_there_afterwards_is_refused,),
@@ -273,6 +288,7 @@ if __name__ == "__main__":
 
     from ampcompat import amp, optimizers
     from ampcompat._state import state
+    from ampcompat.amp import block
 
     outcomes = {}
     for name in sorted(sys.argv[1:], key=list(CHECKS).index):

@@ -76,6 +76,7 @@ class Ops(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.waits = []
+        self.passes = []
         self.unfused = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -89,9 +90,11 @@ class Ops(TorchDispatchMode):
                 self.waits.append(func.name())
         elif func.name() == "aten::copy_" and given[0] != given[1]:
             self.waits.append(func.name())
-        is_pass = func.name().startswith("aten::_foreach_") and "copy" not in func.name()
-        if is_pass and len({tensor.dtype for tensor in tensors_in(args)}) > 1:
-            self.unfused.append(func.name())  # by a launch for each tensor
+        if func.name().startswith("aten::_foreach_"):
+            self.passes.append(func.name())
+            # torch's kernels take a launch for each tensor then, unless they copy.
+            if "copy" not in func.name() and len({tensor.dtype for tensor in tensors_in(args)}) > 1:
+                self.unfused.append(func.name())
         return result
 
 
