@@ -27,7 +27,9 @@ def cast_tree(value: T, dtype: torch.dtype) -> T:
     dataclasses and mappings of any kind too. What needs no cast is returned itself, containers included, so that a
     forward that writes into its argument writes into the caller's.
     """
-    return _map(value, lambda x: x if getattr(x, "dtype", None) == dtype else _torch.cast_to(x, dtype), True)[0]
+    return _map(
+        value, lambda x: x if isinstance(x, torch.Tensor) and x.dtype == dtype else _torch.cast_to(x, dtype), True
+    )[0]
 
 
 def tensors_in(value: object, objects: bool = True) -> list[torch.Tensor]:

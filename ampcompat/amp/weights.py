@@ -19,7 +19,6 @@ from ampcompat import _torch
 from ampcompat.amp.masters import Master, ensure_master, master_of, own_tensors, rebind, set_masters
 from ampcompat.amp.properties import HALF_DTYPES
 
-_Taken = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Master | None]
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
@@ -41,7 +40,7 @@ def cast_weights(
     for module in modules:
         if "_amp_half" in module.__dict__:
             hook_new(module, *module.__dict__["_amp_half"])
-    fresh = torch.empty(1, device="cpu")  # which no other thread holds
+    new = torch.empty(1, device="cpu")  # which no other thread holds
     for module in modules:
         before, held = module.__dict__.get("_amp_half"), dict(module.__dict__.get("_amp_masters", {}))
         norm = keep_batchnorm_fp32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
@@ -49,7 +48,7 @@ def cast_weights(
         if target is None:
             continue
         half = None if target == torch.float32 else target
-        undo.callback(_undo_cast, module, before, held, taken := list[_Taken]())
+        undo.callback(_undo_cast, module, before, held, taken := list[Any]())
         for name, tensor in own_tensors(module):
             if tensor.dtype not in _CASTABLE:
                 continue
@@ -57,8 +56,7 @@ def cast_weights(
             if master is not None:
                 master.register()
                 master.reconcile(compare=True)
-            alone = master is None and tensor.dtype == torch.float32 != target
-            alone = alone and _torch.owns_memory_alone(tensor, fresh)
+            alone = master is None and tensor.dtype == torch.float32 != target and _torch.owns_memory_alone(tensor, new)
             exact = tensor.data if master is None else master.value.detach()
             if tensor.dtype != target:
                 taken.append((tensor, exact if master is None else tensor.data, tensor.grad, master))
@@ -77,7 +75,7 @@ def cast_weights(
         hook(module, half, trained is not None)
 
 
-def _undo_cast(module: torch.nn.Module, before: Any, held: dict[str, Master], taken: list[_Taken]) -> None:
+def _undo_cast(module: torch.nn.Module, before: Any, held: dict[str, Master], taken: list[Any]) -> None:
     """Give ``module`` its weights, hooks (``before``) and masters (``held``) of before a cast."""
     for tensor, data, grad, master in reversed(taken):
         _torch.put_back(tensor, data, grad)
