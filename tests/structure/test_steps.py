@@ -1,4 +1,4 @@
-"""One training step goes through no more functions and files than ``figures.json`` has, by a tenth at most."""
+"""One training step goes through no more functions and files than ``figures.json`` has, by a fifth at most."""
 
 import importlib
 import json
@@ -29,7 +29,7 @@ def measured(warm_python):
 def test_the_way_is_no_longer_than_recorded(measured, way):
     # Fewer is well: python docs/architecture.py --measure records it.
     longer = {unit: (count, measured[way][unit]) for unit, count in RECORDED["after"][way].items()}
-    assert {unit: pair for unit, pair in longer.items() if pair[1] > 1.1 * pair[0]} == {}
+    assert {unit: pair for unit, pair in longer.items() if pair[1] > 1.2 * pair[0]} == {}
 
 
 @pytest.mark.parametrize("way", WAYS)
