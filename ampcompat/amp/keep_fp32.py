@@ -8,7 +8,7 @@ deepcopy, pickle, DataParallel, a direct ``module.forward(x)`` and ``torch.compi
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
+from collections import deque
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -33,19 +33,30 @@ class BorderPolicy(ModelPolicy):
     def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run ``forward`` on float32 inputs, casts off."""
         tensors = tensors_in((args, kwargs))
-        given = [t.dtype for t in tensors if t.is_floating_point()]
-        args, kwargs = cast_tree(args, torch.float32), cast_tree(kwargs, torch.float32)
+        came_from_half = _may_come_from_half_code(tensors)
+        args = cast_tree(args, torch.float32)
+        kwargs = cast_tree(kwargs, torch.float32)
         tensors = tensors or list(model.parameters())
         device_type = tensors[0].device.type if tensors else "cpu"
-        casting = torch.is_autocast_enabled(device_type)
-        with torch.autocast(device_type, enabled=False) if casting else nullcontext():
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                output = forward(*args, **kwargs)
+        else:
             output = forward(*args, **kwargs)
-        # Integer inputs (an embedding's) come from a half model as well; float32 ones from float32 code.
-        if self.output_dtype is None or (given and not any(dtype in HALF_DTYPES for dtype in given)):
+        if self.output_dtype is None or not came_from_half:
             return output
         return cast_tree(output, self.output_dtype)
 
 
+def _may_come_from_half_code(inputs: list[torch.Tensor]) -> bool:
+    """Whether ``inputs`` may come from a half model, so that what computes with the outputs expects half ones."""
+    dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()]
+    if not dtypes:  # integers, as an embedding takes, say nothing of the model around
+        return True
+    return any(dtype in HALF_DTYPES for dtype in dtypes)
+
+
+# -- which modules are kept --------------------------------------------------------------------------------------------
 def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Module]:
     """List the modules that ``keep_fp32`` and ``AMPCOMPAT_KEEP_FP32`` name, the outermost ones only.
 
@@ -53,53 +64,97 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
     TypeError for what is no module, type or pattern, and a ValueError where nothing matches or a module cannot be kept;
     for a pattern of the environment the first ``scale_loss`` does: a script may initialize its models one by one.
     """
-    several = isinstance(keep_fp32, (list, tuple, set, frozenset))
-    wanted = [] if keep_fp32 is None else list(keep_fp32) if several else [keep_fp32]
-    patterns = [p.strip() for p in os.environ.get("AMPCOMPAT_KEEP_FP32", "").split(",") if p.strip()]
     names = {module: name for model in reversed(models) for name, module in model.named_modules()}
-    found: list[torch.nn.Module] = []
-    for one in wanted:
-        found += (matches := _matches(one, names))
+    chosen = [*_chosen_by_argument(keep_fp32, names), *_chosen_by_environment(names)]
+    kept = _with_sharers(chosen, names, models)
+    inner = {part for module in kept for part in module.modules() if part is not module}
+    return [module for module in kept if module not in inner]
+
+
+def _chosen_by_argument(keep_fp32: Any, names: Names) -> list[torch.nn.Module]:
+    if keep_fp32 is None:
+        return []
+    several = isinstance(keep_fp32, (list, tuple, set, frozenset))
+    chosen: list[torch.nn.Module] = []
+    for wanted in keep_fp32 if several else [keep_fp32]:
+        matches = _matches(wanted, names)
         if not matches:
-            shown = type(one).__name__ if isinstance(one, torch.nn.Module) else repr(one)
+            shown = type(wanted).__name__ if isinstance(wanted, torch.nn.Module) else repr(wanted)
             raise ValueError(f"keep_fp32={shown} - it matches no module of the model - {_hint(names)}")
+        chosen += matches
+    return chosen
+
+
+def _chosen_by_environment(names: Names) -> list[torch.nn.Module]:
+    """List the modules that ``AMPCOMPAT_KEEP_FP32`` names; a pattern that matches none may match a later model."""
+    given = os.environ.get("AMPCOMPAT_KEEP_FP32", "").split(",")
+    patterns = [pattern.strip() for pattern in given if pattern.strip()]
+    chosen: list[torch.nn.Module] = []
     for pattern in patterns:
-        found += (matches := _matches(pattern, names))
-        missed = f"matches no module of this model, which has {_list(names)}"
-        say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} {f'keeps {_list(matches)} in float32' if matches else missed}.")
-        if not matches and not any(isinstance(one, Unmatched) for one in state.observers):
+        matches = _matches(pattern, names)
+        chosen += matches
+        if matches:
+            say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} keeps {_list(matches)} in float32.")
+            continue
+        say(f"AMPCOMPAT_KEEP_FP32: {pattern!r} matches no module of this model, which has {_list(names)}.")
+        if not any(isinstance(observer, Unmatched) for observer in state.observers):
             state.observers.append(Unmatched(patterns))
+    return chosen
+
+
+def _with_sharers(
+    chosen: list[torch.nn.Module], names: Names, models: list[torch.nn.Module]
+) -> dict[torch.nn.Module, None]:
+    """Return ``chosen``, what containers among them contain, and every module that shares a tensor with one of these.
+
+    Raises a ValueError for a module that cannot be kept.
+    """
+    holders = _holders_by_tensor(names)
+    covered = {part for module in chosen for part in module.modules()}
+    kept: dict[torch.nn.Module, None] = {}
+    waiting = deque(chosen)
+    while waiting:
+        module = waiting.popleft()
+        if isinstance(module, _CONTAINERS):  # it has no forward: what it contains is kept
+            waiting.extend(module.children())
+            continue
+        _refuse_unfit(module, names, models)
+        kept[module] = None
+        for part in module.modules():
+            for _, tensor in own_tensors(part):
+                for sharer in holders[id(tensor)]:
+                    if sharer in covered:
+                        continue
+                    say(f"keep_fp32: {names[sharer]!r} shares a tensor with {names[part]!r} and stays float32 with it.")
+                    waiting.append(sharer)
+                    covered.update(sharer.modules())
+    return kept
+
+
+def _holders_by_tensor(names: Names) -> dict[int, list[torch.nn.Module]]:
     holders: dict[int, list[torch.nn.Module]] = {}
     for module in names:
         for _, tensor in own_tensors(module):
             holders.setdefault(id(tensor), []).append(module)
-    covered = {module for one in found for module in one.modules()}
-    for one in found:  # grows meanwhile
-        if isinstance(one, _CONTAINERS):  # without a forward: what it contains is kept
-            found += one.children()
-            continue
-        name = names[one]
-        if not set(one.modules()).isdisjoint(models):
+    return holders
+
+
+def _refuse_unfit(module: torch.nn.Module, names: Names, models: list[torch.nn.Module]) -> None:
+    """Raise a ValueError if ``module`` cannot have a border of its own."""
+    if not set(module.modules()).isdisjoint(models):
+        raise ValueError(
+            f"keep_fp32 keeps a whole model ({type(module).__name__}) - it keeps modules inside of one - initialize"
+            " this model with opt_level='O0', or name modules in it."
+        )
+    name = names[module]
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as scripted - script it later.")
+    for parent in names:
+        if isinstance(parent, torch.nn.MultiheadAttention) and any(child is module for child in parent.children()):
             raise ValueError(
-                f"keep_fp32 keeps a whole model ({type(one).__name__}) - it keeps modules inside of one - initialize"
-                " this model with opt_level='O0', or name modules in it."
+                f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without"
+                f" calling them - keep the whole of {names[parent]!r}."
             )
-        if isinstance(one, torch.jit.ScriptModule):
-            raise ValueError(f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as scripted - script it later.")
-        for parent in names:
-            if isinstance(parent, torch.nn.MultiheadAttention) and one in {*parent.children()}:
-                raise ValueError(
-                    f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without"
-                    f" calling them - keep the whole of {names[parent]!r}."
-                )
-        for part in one.modules():
-            for module in (m for _, tensor in own_tensors(part) for m in holders[id(tensor)] if m not in covered):
-                say(f"keep_fp32: {names[module]!r} shares a tensor with {names[part]!r} and stays float32 with it.")
-                found.append(module)
-                covered.update(module.modules())
-    kept = dict.fromkeys(one for one in found if not isinstance(one, _CONTAINERS))
-    inner = {child for module in kept for child in list(module.modules())[1:]}
-    return [module for module in kept if module not in inner]
 
 
 @dataclass(eq=False)
@@ -111,47 +166,59 @@ class Unmatched:
     def on_scale_loss(self, *_: object) -> None:
         """Look at all models, once."""
         names = {module: name for model in state.models.live for name, module in model.named_modules()}
-        missed = next((pattern for pattern in self.patterns if not _matches(pattern, names)), None)
-        if missed is not None:
-            raise ValueError(
-                f"AMPCOMPAT_KEEP_FP32 (--keep-fp32): {missed!r} - it matches no module of any model - {_hint(names)}"
-            )
-        state.observers[:] = [one for one in state.observers if one is not self]
+        for pattern in self.patterns:
+            if not _matches(pattern, names):
+                raise ValueError(
+                    f"AMPCOMPAT_KEEP_FP32 (--keep-fp32): {pattern!r} - it matches no module of any model -"
+                    f" {_hint(names)}"
+                )
+        state.observers[:] = [observer for observer in state.observers if observer is not self]
 
 
-def _matches(one: object, names: Names) -> Names:
-    if isinstance(one, torch.nn.Module):
-        return {one: names[one]} if one in names else {}
-    if isinstance(one, type) and issubclass(one, torch.nn.Module):
-        return {module: name for module, name in names.items() if isinstance(module, one)}
-    if isinstance(one, str):
-        return {m: n for m, n in names.items() if n and (fnmatchcase(n, one) or fnmatchcase(type(m).__name__, one))}
+def _matches(wanted: object, names: Names) -> Names:
+    """Return the modules in ``names`` that one entry of ``keep_fp32`` means, with their names."""
+    if isinstance(wanted, torch.nn.Module):
+        return {wanted: names[wanted]} if wanted in names else {}
+    if isinstance(wanted, type) and issubclass(wanted, torch.nn.Module):
+        return {module: name for module, name in names.items() if isinstance(module, wanted)}
+    if isinstance(wanted, str):
+        return {module: name for module, name in names.items() if _fits_pattern(module, name, wanted)}
     raise TypeError(
-        f"keep_fp32 got {one!r} - it takes modules, module types and name patterns, or a list of these - pass"
+        f"keep_fp32 got {wanted!r} - it takes modules, module types and name patterns, or a list of these - pass"
         " keep_fp32=['encoder.*.wo'] for instance."
     )
 
 
+def _fits_pattern(module: torch.nn.Module, name: str, pattern: str) -> bool:
+    if not name:  # a whole model
+        return False
+    return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
+
+
+# -- the border --------------------------------------------------------------------------------------------------------
 def set_border(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
     """Put the border ``policy`` around ``module``, or what was there before."""
     hooks = module._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if hook is _pass]:
+    for key in [key for key, hook in hooks.items() if hook is _keep_off_fused_path]:
         del hooks[key]
     amp_model.set_policy(module, policy)
     if isinstance(policy, BorderPolicy):
         state.models.live.discard(module)
-        # torch's fused encoder layer reads its parts' weights past their forward, but not where a part has hooks.
-        module.register_forward_pre_hook(_pass)
+        module.register_forward_pre_hook(_keep_off_fused_path)
 
 
-def _pass(module: torch.nn.Module, args: object) -> None:
-    """Disable torch's fused encoder path, by being a hook."""
+def _keep_off_fused_path(module: torch.nn.Module, args: object) -> None:
+    """Do nothing: torch's fused encoder layer skips its parts' forwards, but not where a part has a hook."""
 
 
+# -- names in messages -------------------------------------------------------------------------------------------------
 def _hint(names: Names) -> str:
     return f"modules are named {_list(names)}; patterns are shell patterns over these names or over class names."
 
 
 def _list(names: Names) -> str:
     shown = sorted(name for name in names.values() if name)
-    return ", ".join(shown[:20]) + (f" and {len(shown) - 20} more" if len(shown) > 20 else "")
+    listed = ", ".join(shown[:20])
+    if len(shown) > 20:
+        listed += f" and {len(shown) - 20} more"
+    return listed

@@ -41,67 +41,83 @@ from ampcompat.amp.properties import HALF_DTYPES, Properties
 
 def check(optimizers: list[Any], options: Properties) -> None:
     """Refuse optimizers around others where masters would not reach the one inside, or cannot work at all."""
-    level = options.opt_level
     for outer in optimizers:
         if _torch.is_zero(outer):
-            if _torch.steps_in_backward(outer):
-                raise RuntimeError(
-                    "amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True - it steps inside the"
-                    " backward pass, before gradients are unscaled - make it with overlap_with_ddp=False."
-                )
-            if outer.parameters_as_bucket_view and options.cast_model_type in HALF_DTYPES:
-                raise RuntimeError(
-                    "amp.initialize got a ZeroRedundancyOptimizer with parameters_as_bucket_view=True at"
-                    f" opt_level={level!r} - its buckets hold the float32 weights, which the level casts - make it with"
-                    " parameters_as_bucket_view=False, or use opt_level='O1' (O4 for bfloat16)."
-                )
+            _refuse_unfit_zero(outer, options)
+        elif options.master_weights:
+            _refuse_separate_groups(outer, optimizers, options.opt_level)
+
+
+def _refuse_unfit_zero(optimizer: Any, options: Properties) -> None:
+    if _torch.steps_in_backward(optimizer):
+        raise RuntimeError(
+            "amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True - it steps inside the"
+            " backward pass, before gradients are unscaled - make it with overlap_with_ddp=False."
+        )
+    if optimizer.parameters_as_bucket_view and options.cast_model_type in HALF_DTYPES:
+        raise RuntimeError(
+            "amp.initialize got a ZeroRedundancyOptimizer with parameters_as_bucket_view=True at"
+            f" opt_level={options.opt_level!r} - its buckets hold the float32 weights, which the level casts - make it"
+            " with parameters_as_bucket_view=False, or use opt_level='O1' (O4 for bfloat16)."
+        )
+
+
+def _refuse_separate_groups(outer: Any, given: list[Any], level: str) -> None:
+    """Refuse ``outer`` if one inside has its params in lists of its own, and is not ``given`` to ``initialize`` too."""
+    outer_lists = _param_lists(outer)
+    outer_params = {id(param) for group in outer.param_groups for param in group["params"]}
+    for inner in _torch.inner_optimizers(outer):
+        own_lists = [group["params"] for group in inner.param_groups if id(group["params"]) not in outer_lists]
+        own_params = {id(param) for params in own_lists for param in params}
+        is_given = any(inner is optimizer for optimizer in given)
+        if is_given or outer_params.isdisjoint(own_params):
             continue
-        lists, params = _lists(outer), {id(param) for group in outer.param_groups for param in group["params"]}
-        for inner in _torch.inner_optimizers(outer) if options.master_weights else ():
-            apart = [group["params"] for group in inner.param_groups if id(group["params"]) not in lists]
-            shared = not params.isdisjoint(id(param) for some in apart for param in some)
-            if shared and not any(inner is other for other in optimizers):
-                raise RuntimeError(
-                    f"amp.initialize got a {type(outer).__name__} around a {type(inner).__name__} at"
-                    f" opt_level={level!r} - each has param groups of its own, and masters put into the first's do not"
-                    f" reach the second, which steps - pass the {type(inner).__name__}, have both share the groups"
-                    " (self.param_groups = inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
-                )
+        raise RuntimeError(
+            f"amp.initialize got a {type(outer).__name__} around a {type(inner).__name__} at"
+            f" opt_level={level!r} - each has param groups of its own, and masters put into the first's do not"
+            f" reach the second, which steps - pass the {type(inner).__name__}, have both share the groups"
+            " (self.param_groups = inner.param_groups), or use opt_level='O1' (O4 for bfloat16; D37)."
+        )
 
 
 def refuse_lookahead(optimizer: Optimizer) -> None:
     """Raise a RuntimeError where a Lookahead that amp was not given calls: it goes on after the masters' step."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        # Of short-lived frames only: f_locals keeps what is in there alive.
-        outer, frame = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None, frame.f_back
-        held = _torch.inner_optimizers(outer) if "lookahead" in type(outer).__name__.lower() else []
-        if any(one is optimizer for one in held):
-            inner, outer = type(optimizer).__name__, type(outer).__name__
-            raise RuntimeError(
-                f"A {inner} under amp is stepped by a {outer} - it reads gradients and writes weights after the"
-                f" masters have stepped - give the {outer} to amp.initialize and amp.scale_loss instead of the {inner}"
-                " (D37)."
-            )
+        if frame.f_code.co_name == "step":  # reading f_locals of other, long-lived frames keeps their objects alive
+            caller = frame.f_locals.get("self")
+            is_lookahead = "lookahead" in type(caller).__name__.lower()
+            if is_lookahead and any(inner is optimizer for inner in _torch.inner_optimizers(caller)):
+                inner_name = type(optimizer).__name__
+                outer_name = type(caller).__name__
+                raise RuntimeError(
+                    f"A {inner_name} under amp is stepped by a {outer_name} - it reads gradients and writes weights"
+                    f" after the masters have stepped - give the {outer_name} to amp.initialize and amp.scale_loss"
+                    f" instead of the {inner_name} (D37)."
+                )
+        frame = frame.f_back
 
 
 def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
     """Have ``step(outer, ...)`` called for the step of an optimizer inside, where no step of ``outer`` calls it.
 
-    Returns ``original``, the own step of ``outer``, in which inner optimizers step as ever.
+    Returns ``original``, the own step of ``outer``, in which inner optimizers step unchanged.
     """
-    lists = _lists(outer)
-    inner = [one for one in _torch.inner_optimizers(outer) if _lists(one) == lists]
-    for one in inner:
-        one.step = types.MethodType(_as_outers(weakref.ref(outer), one.step, step), one)
-    return _marked(outer, original) if inner else original
+    outer_lists = _param_lists(outer)
+    sharing = [inner for inner in _torch.inner_optimizers(outer) if _param_lists(inner) == outer_lists]
+    if not sharing:
+        return original
+    for inner in sharing:
+        inner.step = types.MethodType(_step_as_outer(weakref.ref(outer), inner.step, step), inner)
+    return _noting_step(outer, original)
 
 
-def _lists(optimizer: Optimizer) -> set[int]:
+def _param_lists(optimizer: Optimizer) -> set[int]:
+    """The ids of the lists of params in ``optimizer``'s groups."""
     return {id(group["params"]) for group in optimizer.param_groups}
 
 
-def _marked(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
+def _noting_step(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``original``, the step of ``outer`` or of one inside, to note meanwhile that ``outer`` is stepping."""
 
     @functools.wraps(original)
@@ -115,14 +131,21 @@ def _marked(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any
     return stepping
 
 
-def _as_outers(reference: weakref.ref[Optimizer], original: Callable[..., Any], step: Callable[..., Any]) -> Any:
+def _step_as_outer(
+    outer_ref: weakref.ref[Optimizer], original: Callable[..., Any], step: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Wrap ``original``, the step of an inner optimizer, to step the outer one when it is called past that."""
+
     @functools.wraps(getattr(original, "__func__", original))
     def wrapper(self: Any, *args: object, **kwargs: object) -> object:
-        outer = reference()
-        held = vars(outer or self)
-        if outer is None or "_amp_stash" not in held or held.get("_amp_stepping") or "_amp_stash" in vars(self):
+        outer = outer_ref()
+        if outer is None or "_amp_stash" not in vars(outer):  # not under amp any more
             return original(*args, **kwargs)
-        return step(outer, _marked(outer, original), *args, **kwargs)
+        called_by_outer = vars(outer).get("_amp_stepping", False)
+        has_own_wrapper = "_amp_stash" in vars(self)
+        if called_by_outer or has_own_wrapper:
+            return original(*args, **kwargs)
+        return step(outer, _noting_step(outer, original), *args, **kwargs)
 
     return wrapper
 
@@ -148,48 +171,59 @@ def attach_zero(optimizer: Any) -> None:
 @torch.no_grad()
 def gather(optimizer: Any, to: int | None = None) -> None:
     """Give rank ``to`` (None: every one) the masters of all ranks of a ZeroRedundancyOptimizer; on every rank."""
-    stash = vars(optimizer).get("_amp_stash")
-    if stash is None or not stash.session.policy.master_weights or not _torch.is_zero(optimizer):
+    if not _torch.is_zero(optimizer) or not _has_masters(optimizer):
         return
-    stash.look_up(optimizer)
-    modules = (module for model in state.models.live for module in model.modules())
+    optimizer._amp_stash.look_up(optimizer)
+    modules = [module for model in state.models.live for module in model.modules()]
     homes = {id(param): (module, name) for module in modules for name, param in module._parameters.items()}
+    receives = to is None or to == optimizer.rank
     for rank, params in enumerate(_torch.params_by_rank(optimizer)):
         source = dist.get_global_rank(optimizer.process_group, rank)
+        steps_here = rank == optimizer.rank
         for half in params:
-            master = master_of(half)
             if half.dtype not in HALF_DTYPES:
                 continue
-            if rank == optimizer.rank and master is not None:
+            master = master_of(half)
+            if steps_here and master is not None:
                 master.reconcile(compare=True)
                 value = master.value.detach()
             else:
                 value = torch.empty_like(half, dtype=torch.float32)
             dist.broadcast(value, source, group=optimizer.process_group)
-            if rank != optimizer.rank and to in (None, optimizer.rank):
-                master = ensure_master(*homes[id(half)]) if master is None else master
+            if receives and not steps_here:
+                if master is None:
+                    module, name = homes[id(half)]
+                    master = ensure_master(module, name)
                 master.value.copy_(value)
                 master.settle()
 
 
 def _stepped(optimizer: Any) -> None:
     """Write the masters that this rank has stepped to the model, before its weights are broadcast."""
-    stash = vars(optimizer).get("_amp_stash")
-    if stash is None or not stash.session.policy.master_weights:
+    if not _has_masters(optimizer):
         return
-    push(stash.masters)
+    push(optimizer._amp_stash.masters)
     for rank, params in enumerate(_torch.params_by_rank(optimizer)):
-        for half in params if rank != optimizer.rank else ():
+        if rank == optimizer.rank:
+            continue
+        for half in params:
             master = master_of(half)
             if master is not None:  # of a gathered or loaded weight, which another rank now steps
                 drop_master(master)
 
 
+def _has_masters(optimizer: Any) -> bool:
+    stash = vars(optimizer).get("_amp_stash")
+    return stash is not None and bool(stash.session.policy.master_weights)
+
+
 def _loaded(optimizer: Any) -> None:
     """Move state that was loaded for half weights to their masters."""
     stash = vars(optimizer).get("_amp_stash")
-    inner = optimizer.optim.state
-    for master in stash.masters if stash is not None else ():
+    if stash is None:
+        return
+    inner_state = optimizer.optim.state
+    for master in stash.masters:
         optimizer.state.pop(master.half, None)  # torch's second copy, in half
-        if master.half in inner:
-            inner[master.value] = inner.pop(master.half)
+        if master.half in inner_state:
+            inner_state[master.value] = inner_state.pop(master.half)

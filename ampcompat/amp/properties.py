@@ -194,52 +194,76 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
 def as_models(models: object, options: Mapping[str, Any]) -> list[torch.nn.Module]:
     """Return ``models`` as a list, each out of ``torch.compile`` and checked to be fit for ``options``."""
     wanted = "a model - models must be a torch.nn.Module, or a list or tuple of them - pass the module itself."
-    found = list(map(_torch.uncompiled, _as_list(models, torch.nn.Module, wanted)))
-    half = options["cast_model_type"] in HALF_DTYPES
-    refused = () if state.view["allow_incoming_model_not_fp32"] else HALF_DTYPES
+    given = _as_list(models, torch.nn.Module, wanted)
+    found = [_torch.uncompiled(model) for model in given]
+    casts_weights = options["cast_model_type"] in HALF_DTYPES
     for model in found:
-        if wrapper := _torch.parallel_wrapper(model):
-            raise RuntimeError(
-                f"amp.initialize got a model already wrapped in {wrapper} - amp casts weights, and the wrapper has"
-                " taken note of them - call amp.initialize first and wrap what it returns."
-            )
+        _refuse_wrapped(model)
         for path, module in model.named_modules():
-            if half and isinstance(module, torch.jit.ScriptModule) and not isinstance(model, torch.jit.ScriptModule):
-                raise RuntimeError(
-                    f"amp.initialize got a model with the scripted submodule {path!r} at opt_level="
-                    f"{options['opt_level']!r} - the weights of a ScriptModule cannot be cast in place - script it"
-                    " after amp.initialize, or use opt_level='O1'."
-                )
-            before = module.__dict__.get("_amp_half", (None,))[0]  # what an earlier call cast the weights to
-            for name, param in module._parameters.items():
-                plain = type(param) is torch.nn.Parameter and not (param.is_meta or param.is_inference())
-                if param is None or (plain and param.dtype not in refused):
-                    continue
-                shown, trouble = f"parameter {name!r} of a {type(module).__name__}", ""
-                if _torch.is_uninitialized(param):
-                    trouble = f"uninitialized {shown} - its shape must be known - run one forward pass first."
-                elif param.device.type == "meta":
-                    trouble = (
-                        f"{shown} on the meta device - masters and loss scales need values - move it with"
-                        " to_empty(device=...), load its weights, and call amp.initialize then."
-                    )
-                elif param.is_inference():
-                    trouble = f"{shown} made under torch.inference_mode - it cannot be trained"
-                    trouble += " - make the model outside of it."
-                elif half and type(param) is not torch.nn.Parameter and _torch.is_sharded(param):
-                    trouble = (
-                        f"{shown} is sharded by fully_shard - amp keeps no float32 masters of shards - use"
-                        " opt_level='O1' (O4 for bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
-                    )
-                elif param.dtype in refused and param.dtype != before:
-                    trouble = (
-                        f"{shown} is {param.dtype} already - amp casts the model itself and needs its float32 weights -"
-                        " do not call .half() or .bfloat16() on it (amp._amp_state.allow_incoming_model_not_fp32 = True"
-                        " lifts this check)."
-                    )
-                if trouble:
-                    raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble}")
+            if casts_weights and not isinstance(model, torch.jit.ScriptModule):
+                _refuse_scripted(path, module, options["opt_level"])
+            _refuse_unfit_weights(module, casts_weights)
     return found
+
+
+def _refuse_wrapped(model: torch.nn.Module) -> None:
+    wrapper = _torch.parallel_wrapper(model)
+    if wrapper:
+        raise RuntimeError(
+            f"amp.initialize got a model already wrapped in {wrapper} - amp casts weights, and the wrapper has"
+            " taken note of them - call amp.initialize first and wrap what it returns."
+        )
+
+
+def _refuse_scripted(path: str, module: torch.nn.Module, level: str) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise RuntimeError(
+            f"amp.initialize got a model with the scripted submodule {path!r} at opt_level={level!r} - the weights of"
+            " a ScriptModule cannot be cast in place - script it after amp.initialize, or use opt_level='O1'."
+        )
+
+
+def _refuse_unfit_weights(module: torch.nn.Module, casts_weights: bool) -> None:
+    """Raise a RuntimeError if a parameter of ``module`` itself has no float32 values that amp could cast or train."""
+    allows_half: bool = state.view["allow_incoming_model_not_fp32"]
+    refused_dtypes = () if allows_half else HALF_DTYPES
+    for name, param in module._parameters.items():
+        if param is None:
+            continue
+        is_plain = type(param) is torch.nn.Parameter and not (param.is_meta or param.is_inference())
+        if is_plain and param.dtype not in refused_dtypes:  # nearly always
+            continue
+        shown = f"parameter {name!r} of a {type(module).__name__}"
+        cast_by_earlier_call = module.__dict__.get("_amp_half", (None,))[0]
+        is_half_already = param.dtype in refused_dtypes and param.dtype != cast_by_earlier_call
+        trouble = _trouble_with(param, shown, casts_weights, is_half_already)
+        if trouble is not None:
+            raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble}")
+
+
+def _trouble_with(param: torch.nn.Parameter, shown: str, casts_weights: bool, is_half_already: bool) -> str | None:
+    """Say what makes ``param``, called ``shown``, unfit, and what to do about it; None if it is fit."""
+    if _torch.is_uninitialized(param):
+        return f"uninitialized {shown} - its shape must be known - run one forward pass first."
+    if param.is_meta:
+        return (
+            f"{shown} on the meta device - masters and loss scales need values - move it with"
+            " to_empty(device=...), load its weights, and call amp.initialize then."
+        )
+    if param.is_inference():
+        return f"{shown} made under torch.inference_mode - it cannot be trained - make the model outside of it."
+    if casts_weights and type(param) is not torch.nn.Parameter and _torch.is_sharded(param):
+        return (
+            f"{shown} is sharded by fully_shard - amp keeps no float32 masters of shards - use"
+            " opt_level='O1' (O4 for bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
+        )
+    if is_half_already:
+        return (
+            f"{shown} is {param.dtype} already - amp casts the model itself and needs its float32 weights -"
+            " do not call .half() or .bfloat16() on it (amp._amp_state.allow_incoming_model_not_fp32 = True"
+            " lifts this check)."
+        )
+    return None
 
 
 def _as_list(given: object, kind: type | None, wanted: str) -> list[Any]:
