@@ -1,7 +1,8 @@
 """Writes the generated parts of docs/architecture.md: ``python docs/architecture.py [--measure]``.
 
-They stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``: the tables of states, from the heads of the rooms
-that implement them, and the figures of a step, from tests/structure/figures.json. ``--measure`` records these anew.
+They stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``: the picture of the modules, from their imports;
+the tables of states, from the heads of the modules that implement them; and the figures of a step, from
+tests/structure/figures.json. ``--measure`` records these anew.
 """
 
 from __future__ import annotations
@@ -16,10 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "structure"))
+
+from layers import LAYERS, LEGACY, SHARED, imports_by_module, without_implied  # noqa: E402
+
 PAGE: Final = Path(__file__).with_suffix(".md")
 FIGURES: Final = ROOT / "tests" / "structure" / "figures.json"
 AMP: Final = ROOT / "ampcompat" / "amp"
-#: Rooms with a table at their head, by the name of the part of the page that repeats it.
+#: Modules with a table at their head, by the name of the part of the page that repeats it.
 TABLES: Final = {"gradients": AMP / "block.py", "masters": AMP / "masters.py", "casts": AMP / "autocast.py"}
 
 
@@ -39,38 +44,50 @@ def markdown(rows: list[list[str]]) -> str:
     return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
 
 
-def size() -> dict[str, int]:
-    """Lines and files of ``ampcompat/amp``."""
-    files = sorted(AMP.rglob("*.py"))
-    return {"lines": sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files), "files": len(files)}
+def picture() -> str:
+    """The modules of ``ampcompat/amp`` as a Mermaid graph: an arrow from each to those it imports.
+
+    Arrows that others imply are left out, and so are modules that hold names alone or that every module may import.
+    """
+    left_out = SHARED | LEGACY
+    graph = {name: targets - left_out for name, targets in imports_by_module().items() if name not in left_out}
+    arrows = without_implied(graph)
+    lines = ["```mermaid", "flowchart TD"]
+    for layer in reversed(LAYERS):
+        for name in layer:
+            lines += [f"    {name} --> {target}" for target in sorted(arrows.get(name, ()))]
+    return "\n".join([*lines, "```"])
 
 
 def figures() -> dict[str, dict[str, int]]:
     """The figures of a step and of ``initialize``, measured now, each level in a process of its own."""
     found: dict[str, dict[str, int]] = {}
     environment, levels = {**os.environ, "PYTHONPATH": str(ROOT)}, ("O0", "O1", "O2")
-    walk = [sys.executable, str(ROOT / "tests" / "structure" / "walk.py"), *levels]
-    lines = subprocess.run(walk, env=environment, capture_output=True, check=True).stdout.splitlines()
-    for level, ways in zip(levels, map(json.loads, lines), strict=True):
-        found |= {f"{level} {way}": ways[way] for way in ("step", *["initialize"] * (level == "O2"))}
-    return {**found, "amp": size()}
+    command = [sys.executable, str(ROOT / "tests" / "structure" / "call_path.py"), *levels]
+    lines = subprocess.run(command, env=environment, capture_output=True, check=True).stdout.splitlines()
+    for level, line in zip(levels, lines, strict=True):
+        measured = json.loads(line)
+        found[f"{level} step"] = measured["step"]
+        if level == "O2":
+            found["O2 initialize"] = measured["initialize"]
+    return found
 
 
 def _figures_table() -> str:
     recorded: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
     before, after = recorded["before"], recorded["after"]
     rows = [["", "calls", "functions", "files", "moves between files"]]
-    for name in (name for name in before if name != "amp"):
+    for name in before:
         title = f"`initialize` at {name[:2]}" if name.endswith("initialize") else f"one step at {name[:2]}"
         rows.append([title, *(f"{before[name][unit]} → {after[name][unit]}" for unit in before[name])])
-    lines, files = (f"{before['amp'][unit]:,} → {after['amp'][unit]:,}" for unit in ("lines", "files"))
-    return f"{markdown(rows)}\n\n`ampcompat/amp`: {lines} lines, {files} files."
+    return markdown(rows)
 
 
 def page() -> str:
     """The page with its generated parts as they should be."""
     text = PAGE.read_text(encoding="utf-8")
-    parts = {name: markdown(table_in(path)) for name, path in TABLES.items()} | {"figures": _figures_table()}
+    parts = {name: markdown(table_in(path)) for name, path in TABLES.items()}
+    parts |= {"picture": picture(), "figures": _figures_table()}
     for name, part in parts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         head, _, rest = text.partition(begin)

@@ -10,7 +10,7 @@ copyright = "the ampcompat authors"
 release = re.search(r'__version__ = "(.*)"', (ROOT / "ampcompat" / "__init__.py").read_text())[1]
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode"]
-extensions += ["sphinx_copybutton"]
+extensions += ["sphinx_copybutton", "sphinxcontrib.mermaid"]
 exclude_patterns = ["_build", "examples"]
 html_theme = "furo"
 html_title = f"ampcompat {release}"
@@ -21,6 +21,7 @@ html_css_files = ["wide.css"]
 copybutton_prompt_text = "$ "
 
 myst_enable_extensions = ["colon_fence", "deflist"]
+myst_fence_as_directive = ["mermaid"]
 myst_heading_anchors = 3
 
 autodoc_typehints = "description"

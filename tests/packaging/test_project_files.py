@@ -99,7 +99,7 @@ def test_every_release_and_the_version_itself_are_in_the_changelog():
 def test_the_architecture_page_names_every_file_and_no_other():
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named, folders, folder = [], [], ""
-    for line in page[page.index("## The rooms") : page.index("Three rules hold")].splitlines():
+    for line in page[page.index("## The modules") : page.index("Three rules hold")].splitlines():
         if line.startswith("### "):
             heading = re.search("`ampcompat/(.*?)`", line)
             folder = heading[1] if heading else ""

@@ -1,9 +1,9 @@
 """Follow one warm training step through ampcompat's own Python code, and ``initialize`` before it.
 
-    python tests/structure/walk.py O2 [O1 ...] [--list]
+    python tests/structure/call_path.py O2 [O1 ...] [--list]
 
 Prints for each level, as a line of JSON, the calls of functions defined under ``ampcompat/``, how many functions and
-files these are, and the moves: calls from another file than the callee's. ``--list`` prints the way instead. Torch's
+files these are, and the moves: calls from another file than the callee's. ``--list`` prints the path instead. Torch's
 functions are not counted. Python 3.11 and older count a comprehension as a call; newer ones inline it.
 """
 
@@ -22,7 +22,7 @@ OWN = str(Path(ampcompat.__file__).parent) + "/"
 WARM = 40  # steps: past what happens in the first ones only
 
 
-class Way:
+class CallPath:
     """Context that follows the calls made inside."""
 
     def __init__(self):
@@ -61,16 +61,16 @@ class Way:
 
 
 def follow(level):
-    """The ways of ``initialize`` and of one warm step at ``level``: three linear layers, SGD with momentum."""
+    """The call paths of ``initialize`` and of one warm step at ``level``: three linear layers, SGD with momentum."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    beginning, step, x = Way(), Way(), torch.randn(8, 16)
+    beginning, step, x = CallPath(), CallPath(), torch.randn(8, 16)
     scale = None if level in ("O0", "O3") else "dynamic"
     with beginning:
         amp.initialize(model, optimizer, opt_level=level, loss_scale=scale, verbosity=0)
     for index in range(WARM):
-        now = step if index == WARM - 1 else Way()
+        now = step if index == WARM - 1 else CallPath()
         with now:
             loss = model(x).float().pow(2).mean()
         block = amp.scale_loss(loss, optimizer)  # finds the optimizer's session; the figures leave it out
@@ -83,12 +83,12 @@ def follow(level):
 
 
 def show(level):
-    ways = follow(level)
+    paths = follow(level)
     if "--list" in sys.argv:
-        for name, way in ways.items():
-            print(f"-- {name}", *way.lines, sep="\n")
+        for name, path in paths.items():
+            print(f"-- {name}", *path.lines, sep="\n")
     else:
-        print(json.dumps({name: way.figures() for name, way in ways.items()}))
+        print(json.dumps({name: path.figures() for name, path in paths.items()}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,95 @@
+"""Modules of ``ampcompat/amp`` import lower layers only, lazy imports included; no modules import in a circle."""
+
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+
+import layers
+import pytest
+from layers import FACADE_MAY_IMPORT, LAYERS, layered_name
+
+from ampcompat import amp
+
+LEVEL = {name: index for index, layer in enumerate(LAYERS) for name in layer}
+
+
+@cache
+def imports():
+    return layers.imports()
+
+
+def described(one):
+    return f"{one.source} imports {one.target}" + (" lazily" if one.lazy else "")
+
+
+def test_every_module_is_in_one_layer():
+    names = [name for layer in LAYERS for name in layer]
+    modules = {layered_name(module) for module in layers.modules()} - {None}
+    assert sorted(names) == sorted(modules)
+
+
+def test_modules_import_lower_layers_only():
+    upward = []
+    for one in imports():
+        source, target = layered_name(one.source), layered_name(one.target)
+        if None not in (source, target) and source != target and LEVEL[target] >= LEVEL[source]:
+            upward.append(described(one))
+    assert upward == []
+
+
+def test_amp_imports_nothing_above_but_in_its_facade():
+    upward, facade = [], set()
+    for one in imports():
+        source = layered_name(one.source)
+        if source is None or layered_name(one.target) is not None or one.target == "ampcompat":
+            continue
+        package = one.target.split(".")[1]
+        if source == "__init__" and one.lazy and package in FACADE_MAY_IMPORT:
+            facade.add(package)
+        else:
+            upward.append(described(one))
+    assert upward == []
+    assert facade | set(amp._TOOLS.values()) == FACADE_MAY_IMPORT
+
+
+def test_the_package_imports_none_of_its_modules():
+    assert [described(one) for one in imports() if one.source == "ampcompat" and not one.lazy] == []
+
+
+def test_no_modules_import_in_a_circle():
+    graph = {name: set() for name in layers.modules()}
+    for one in imports():
+        # The facade looks up for its users only, from inside functions: see above.
+        if one.source != "ampcompat.amp" or not one.lazy:
+            graph[one.source].add(one.target)
+    TopologicalSorter(graph).prepare()
+
+
+def test_imports_of_every_kind_are_found(tmp_path, monkeypatch):
+    made = {
+        "__init__": "",
+        "low": "",
+        "top": "import p.low\n",
+        "names": "from p import low\nfrom p.low import thing\n",
+        "relative": "from . import low\nfrom .low import thing\n",
+        "lazy": "def f():\n    from p import low\n",
+        "conditional": "import os\nif os.environ:\n    import importlib\n    importlib.import_module('p.low')\n",
+        "types": "if typing.TYPE_CHECKING:\n    from p import low\nelse:\n    import p.top\n",
+    }
+    for name, text in made.items():
+        (tmp_path / "p").mkdir(exist_ok=True)
+        (tmp_path / "p" / f"{name}.py").write_text(text)
+    known = {f"p.{name}": tmp_path / "p" / f"{name}.py" for name in made if name != "__init__"}
+    known["p"] = tmp_path / "p" / "__init__.py"
+    monkeypatch.setattr(layers, "modules", lambda: known)
+    found = {(one.source, one.target, one.lazy) for one in layers.imports() if one.target != "p"}
+    low = {
+        (f"p.{name}", "p.low", name in ("lazy", "conditional"))
+        for name in made
+        if name not in ("__init__", "low", "types")
+    }
+    assert found == low | {("p.types", "p.top", False)}
+
+
+def test_a_circle_would_be_found():
+    with pytest.raises(CycleError):
+        TopologicalSorter({"a": {"b"}, "b": {"a"}}).prepare()
