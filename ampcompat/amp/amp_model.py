@@ -59,49 +59,69 @@ class ModelPolicy:
         """``forward(*args, **kwargs)`` of ``model`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(forward, args, kwargs)
-        room, thread, casts = state.casts, state.casts.thread, self.casts
-        if casts.enabled and room.patches is None:  # unpickled in a process that has called no initialize
+        if self.casts.enabled and state.casts.patches is None:  # unpickled where nobody has called initialize
             _torch.run_uncompiled(cover, [_device_type(model)])
             return _torch.run_uncompiled(self.run, model, forward, args, kwargs)
         if state.observers:
             notify("on_forward", model, args, kwargs)
-        stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
-        half, running = self.half is not None and stamp is None, thread.running
-        around = running[-1] if half and running else None
-        if half:
-            running.append(model)
+        has_half_weights = self.half is not None and not _is_replica(model)
         try:
-            if half and self.master_weights:
-                reconcile(masters_of(model))
-            if self.input_dtype is not None:
-                args, kwargs = cast_tree(args, self.input_dtype), kwargs and cast_tree(kwargs, self.input_dtype)
-            device_type: str | None = None  # nobody casts functions: nothing to switch off
-            if stamp is not None:
-                casts, device_type = stamp
-            elif casts.enabled or room.found is not None:
-                device_type = _device_type(model)
-                if thread.disabled:
-                    casts = OFF
-                elif thread.regions.get(device_type):
-                    device_type = None  # in a region of the user's, who decides
-            if device_type is None:
-                output = forward(*args, **kwargs)
+            if has_half_weights:
+                output = self._run_half(model, forward, args, kwargs)
             else:
-                with switched(casts, device_type) if casts.enabled else uncast():
-                    output = forward(*args, **kwargs)
-            # ``initialize([model, model.generator], ...)``: as a part of a running model, the generator gives it half.
-            is_part = around is not None and any(part is model for part in around.modules())
-            if self.output_dtype is not None and not is_part:
-                output = cast_tree(output, self.output_dtype)
+                output = self._call(model, forward, args, kwargs)
+                if self.output_dtype is not None:
+                    output = cast_tree(output, self.output_dtype)
         except Exception as error:
             _explain_failure(model, error)
             raise
-        finally:
-            if half:
-                running.pop()
         if state.observers:
             notify("on_output", model, output)
         return output
+
+    def _run_half(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
+        """Run a model of half weights: bring them up to date with their masters, and note that it is running."""
+        running = state.casts.thread.running
+        around = running[-1] if running else None
+        running.append(model)
+        try:
+            if self.master_weights:
+                reconcile(masters_of(model))
+            output = self._call(model, forward, args, kwargs)
+        finally:
+            running.pop()
+        is_part = around is not None and any(part is model for part in around.modules())
+        # Of ``initialize([model, model.generator], ...)``, the generator gives the model around it half outputs.
+        if is_part or self.output_dtype is None:
+            return output
+        return cast_tree(output, self.output_dtype)
+
+    def _call(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
+        """Call ``forward`` on inputs of this policy's dtype, with this policy's casts on, or all casts off."""
+        if self.input_dtype is not None:
+            args = cast_tree(args, self.input_dtype)
+            kwargs = kwargs and cast_tree(kwargs, self.input_dtype)
+        no_policy_casts = state.casts.found is None and not self.casts.enabled
+        if no_policy_casts and not _is_replica(model):  # nothing to switch off
+            return forward(*args, **kwargs)
+        casts = self._casts_for(model)
+        if casts is None:
+            return forward(*args, **kwargs)
+        with casts:
+            return forward(*args, **kwargs)
+
+    def _casts_for(self, model: torch.nn.Module) -> switched | uncast | None:
+        """Return the context for a forward of ``model``; None in an autocast region of the user's, who decides."""
+        if _is_replica(model):
+            casts, device_type = model.__dict__["_amp_stamp"]
+            return switched(casts, device_type) if casts.enabled else uncast()
+        thread = state.casts.thread
+        device_type = _device_type(model)
+        if thread.disabled:
+            return uncast()
+        if thread.regions.get(device_type):
+            return None
+        return switched(self.casts, device_type) if self.casts.enabled else uncast()
 
     def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         # Leave out what dynamo cannot trace: checks of masters (the step makes them) and the thread's state. A user's
@@ -131,6 +151,11 @@ class ModelPolicy:
             return self._in_graph(others, forward, args, kwargs)
         with torch.autocast(first, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
             return self._in_graph(others, forward, args, kwargs)
+
+
+def _is_replica(model: torch.nn.Module) -> bool:
+    """Whether ``model`` is a replica of DataParallel's, which brings its casts along into a thread of its own."""
+    return "_amp_stamp" in model.__dict__
 
 
 def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
