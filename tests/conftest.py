@@ -1,5 +1,6 @@
 """Which tests run by default, and what all of them share; ``torch_left_as_found.py`` has the rest."""
 
+import atexit
 import gc
 import json
 import os
@@ -67,6 +68,8 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    if "triton" in sys.modules:  # its bindings print what outlives them at the end of a process, as frozen objects do
+        atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")

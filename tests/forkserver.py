@@ -6,6 +6,7 @@ the paths of imports and the end are its own, and ``ampcompat`` is not imported.
 imported start ``python`` itself.
 """
 
+import atexit
 import gc
 import itertools
 import json
@@ -242,4 +243,6 @@ if __name__ == "__main__":
     gc.freeze()  # what the children share is neither walked nor copied
     asked, standard_files = serve(requests)
     become(asked, standard_files)
+    if "triton" in sys.modules:  # its bindings print what outlives them at the end of a process, as frozen objects do
+        atexit.register(gc.unfreeze)
     start(asked["command"])
