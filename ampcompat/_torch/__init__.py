@@ -78,6 +78,7 @@ from ampcompat._torch.host_memory import keep_freed_memory
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
     bits,
+    broadcast_elements,
     buffers_keyword,
     fingerprint,
     has_storage,

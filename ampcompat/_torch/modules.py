@@ -39,6 +39,20 @@ def patch_ddp_constructor(after: Callable[[DistributedDataParallel, bool], None]
     setattr(DistributedDataParallel, "__init__", __init__)  # noqa: B010 - types do not allow to assign a method
 
 
+def broadcast_elements(tensor: torch.Tensor, source: int, group: Any) -> None:
+    """Broadcast ``tensor``, whose strides ranks need not share: ``dist.broadcast`` copies raw memory.
+
+    Args:
+        tensor: What ``source`` sends, and the other ranks overwrite.
+        source: Global rank.
+        group: Process group.
+    """
+    rows = tensor.contiguous()
+    torch.distributed.broadcast(rows, source, group=group)
+    if rows is not tensor:
+        tensor.copy_(rows)
+
+
 class AnyDeviceDDP(DistributedDataParallel):
     """torch's, with synchronised batch norm off CUDA too: torch has no kernels for it there; ours needs none."""
 

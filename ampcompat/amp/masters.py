@@ -17,6 +17,7 @@ value written                              rounded from value                  k
 both written after ``state_dict``          rounded from value                  half's elements where half moved
 parameter replaced in its module           the new parameter, cast             takes the elements that differ
 ``model.to(device)``                       moved                               follows
+other strides (``memory_format=``)         laid out anew                       keeps its strides, for fused optimizers
 ``model.float()`` and the like             cast back                           takes the elements that differ
 deepcopy, pickle                           copied                              copied
 ``initialize`` at another level            float32 again, from value           dropped

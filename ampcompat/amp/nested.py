@@ -165,7 +165,7 @@ def gather(optimizer: Any, to: int | None = None) -> None:
                 value = master.value.detach()
             else:
                 value = torch.empty_like(half, dtype=torch.float32)
-            dist.broadcast(value, source, group=optimizer.process_group)
+            _torch.broadcast_elements(value, source, optimizer.process_group)
             if rank != optimizer.rank and to in (None, optimizer.rank):
                 master = ensure_master(*homes[id(half)]) if master is None else master
                 master.value.copy_(value)

@@ -199,6 +199,18 @@ def moved_to_a_device(level):
     run.sides_are(run.exact)
 
 
+def laid_out_anew(level):
+    run = Run(level)
+    run.model.weight.data = run.model.weight.data.t().contiguous().t()
+    run.forward()
+    run.sides_are(run.exact)
+    assert run.held.stride() == (4, 1)
+    run.step(torch.full((2, 4), 2.0**-10))
+    run.sides_are(run.exact - 2.0**-10)
+    assert run.model.weight.stride() == (1, 2)
+    assert run.held.stride() == (4, 1)
+
+
 def made_float(level):
     run = Run(level)
     run.model.float()
@@ -246,6 +258,7 @@ EVENTS = {
     "both written after ``state_dict``": [both_written_after_state_dict],
     "parameter replaced in its module": [replaced, replaced_by_a_float32_one],
     "``model.to(device)``": [moved_to_a_device],
+    "other strides (``memory_format=``)": [laid_out_anew],
     "``model.float()`` and the like": [made_float],
     "deepcopy, pickle": [copied],
     "``initialize`` at another level": [initialized_at_another_level],
