@@ -24,7 +24,7 @@ from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched, uncast
-from ampcompat.amp.masters import masters_of, reconcile
+from ampcompat.amp.masters import follow_replacements, masters_of, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.weights import cast_weights
@@ -300,7 +300,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
         model = model.get_submodule("module")
     policies = [module.__dict__.get("_amp_policy") for module in model.modules()]
     plain = copy.deepcopy(model, {id(policy): policy for policy in policies})  # which print no note then
-    cast_weights(list(plain.modules()), None, ExitStack())
+    modules = list(plain.modules())
+    follow_replacements(modules)
+    cast_weights(modules, None, ExitStack())
     for module in plain.modules():
         set_policy(module, None)
     return plain

@@ -87,3 +87,19 @@ def test_loading_float32_into_a_new_head_reaches_its_masters():
     for name, value in incoming.items():
         assert torch.equal(model.state_dict()[name], value)
     masters_agree(model)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_half_parameter_of_no_model_is_trained_by_a_master(level):
+    model, optimizer = started(level)
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
+    loose = torch.nn.Parameter(torch.ones(4, dtype=HALF[level]))
+    optimizer.add_param_group({"params": [loose], "lr": 2.0**-14, "momentum": 0.0})
+    for _ in range(3):
+        with amp.scale_loss(loose.float().sum() + model(batch()).sum() * 0, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    *_, master = amp.master_params(optimizer)
+    assert torch.equal(master, torch.full((4,), 1 - 3 * 2.0**-14))  # no half holds it
+    assert torch.equal(loose, master.to(HALF[level]))
