@@ -86,6 +86,7 @@ from ampcompat._torch.modules import (
     is_sharded,
     is_uninitialized,
     is_zero,
+    leave_inference_mode,
     owns_memory_alone,
     parallel_wrapper,
     params_by_rank,

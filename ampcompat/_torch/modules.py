@@ -114,6 +114,16 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     return bits(data).sum(dtype=torch.int64)
 
 
+@torch.inference_mode(False)
+def leave_inference_mode(tensor: torch.Tensor) -> None:
+    """Make ``tensor``, where it was made under ``inference_mode``, a normal one with a version counter, in place."""
+    if tensor.is_inference():
+        normal = tensor.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            normal = torch.nn.Parameter(normal, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, normal)  # type: ignore[no-untyped-call]
+
+
 def has_storage(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` holds data, unlike a fake tensor, which stands for one while torch compiles."""
     return not isinstance(tensor, torch._subclasses.fake_tensor.FakeTensor)

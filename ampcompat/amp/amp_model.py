@@ -299,10 +299,11 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     while _torch.parallel_wrapper(model := _torch.uncompiled(model)):
         model = model.get_submodule("module")
     policies = [module.__dict__.get("_amp_policy") for module in model.modules()]
-    plain = copy.deepcopy(model, {id(policy): policy for policy in policies})  # which print no note then
-    modules = list(plain.modules())
-    follow_replacements(modules)
-    cast_weights(modules, None, ExitStack())
-    for module in plain.modules():
+    with torch.inference_mode(False):
+        plain = copy.deepcopy(model, {id(policy): policy for policy in policies})  # which print no note then
+        modules = list(plain.modules())
+        follow_replacements(modules)
+        cast_weights(modules, None, ExitStack())
+    for module in modules:
         set_policy(module, None)
     return plain

@@ -98,12 +98,17 @@ class Master:
     """
 
     def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None, adopt: bool = False) -> None:
-        self.half, self.dtype, exact = half, half.dtype, half if value is None else value
-        if value is None or not adopt:
+        if half.is_inference():  # that of a copy made under inference_mode, say
+            _torch.leave_inference_mode(half)
+        self.half = half
+        self.dtype = half.dtype
+        if value is not None and adopt:
+            _torch.leave_inference_mode(value)
+            self.value = value
+        else:
             with torch.inference_mode(False), torch.no_grad():
-                exact = exact.detach().to(half.device, torch.float32, copy=True)
-                exact = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
-        self.value = exact
+                exact = (half if value is None else value).detach().to(half.device, torch.float32, copy=True)
+                self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
         self.homes: list[Home] = []
         self.took_over = False
         self.folded: tuple[torch.Tensor, int] | None = None
@@ -113,8 +118,7 @@ class Master:
         self.rounds: float = EARLY_ROUNDS if isinstance(half, torch.nn.Parameter) else 0
         self.watch = Watch() if self.rounds else None
         self.settle()
-        index = state.masters.by_tensor
-        index[id(half)] = index[id(exact)] = self
+        self.register()
 
     def register(self) -> None:
         """Be found by either side."""
@@ -271,7 +275,8 @@ class Master:
 
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Cast ``tensor`` in place, and its gradient."""
+    """Cast ``tensor`` in place, and its gradient; a master needs the version counter that a normal tensor has."""
+    _torch.leave_inference_mode(tensor)
     grad, tensor.grad = tensor.grad, None
     tensor.data = tensor.data.to(dtype)
     tensor.grad = None if grad is None else grad.to(dtype)
