@@ -156,3 +156,45 @@ def test_a_convolution_trains_on_in_channels_last(level, make):
         ends.append([p.detach().clone() for p in amp.master_params(optimizer)])
     for straight, moved in zip(*ends, strict=True):
         torch.testing.assert_close(straight, moved, rtol=0, atol=1e-3)
+
+
+#: Weights whose strides say more than their elements need.
+ODD = {
+    "rows cut from wider ones": lambda: torch.randn(1, 5)[:, :4],
+    "one row of a wider matrix": lambda: torch.randn(3, 8)[1:2, :4],
+    "empty, transposed": lambda: torch.randn(0, 5).t(),
+    "empty, of four": lambda: torch.randn(4, 0),
+    "one column": lambda: torch.randn(4, 5)[:, :1],
+    "no dimensions": lambda: torch.randn(4)[2],
+    "a dimension of one with a stride": lambda: torch.randn(8).as_strided((4, 1, 2), (2, 7, 1)),
+    "expanded": lambda: torch.randn(1, 4).expand(4, 4),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("level", LEVELS)
+def test_odd_strides_train_and_are_followed(level, kind):
+    torch.manual_seed(0)
+    weight = ODD[kind]()
+    want = weight.clone()
+    model = Scaled(weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.tensor(2.0**-6)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(model.state_dict()["weight"], want - 2 * 2.0**-6)
+    model.weight.data.fill_(0.5)
+    model(torch.ones(()))
+    assert torch.equal(next(amp.master_params(optimizer)), torch.full_like(want, 0.5))
