@@ -83,6 +83,7 @@ from ampcompat._torch.modules import (
     fingerprint,
     has_storage,
     inner_optimizers,
+    is_parametrized,
     is_sharded,
     is_uninitialized,
     is_zero,

@@ -83,6 +83,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 is_uninitialized: Callable[[torch.Tensor], bool] = torch.nn.parameter.is_lazy
 
 
+def is_parametrized(module: torch.nn.Module) -> bool:
+    """Whether ``torch.nn.utils.parametrize`` has put a class in front of that of ``module``, to take off later."""
+    return isinstance(module._modules.get("parametrizations"), torch.nn.ModuleDict)
+
+
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     """The module behind ``torch.compile(module)``; ``model`` itself where it is not compiled."""
     if type(model).__name__ != "OptimizedModule":
@@ -108,8 +113,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number, on the device, that changes when ``tensor`` does."""
     data = tensor.detach()
     if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
-        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``. As one row, since the strides of
-        # dimensions of one element, or of none, may be anything.
+        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``. As one row, since dimensions of
+        # one element, or of none, may have any stride.
         return data.view(-1).view(torch.int64).sum()
     return bits(data).sum(dtype=torch.int64)
 

@@ -209,11 +209,11 @@ def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
             if isinstance(own, InstanceForward):
                 object.__setattr__(model, "forward", own.inner)
             model.__dict__.pop("_amp_policy", None)
-            model.__class__ = type(model).__mro__[2]
+            model.__class__ = _class_without_amp(model)
         state.models.live.discard(model)
         return
     if not isinstance(model, AmpModel):
-        model.__class__ = amp_class(type(model))
+        model.__class__ = _class_with_amp(model)
     object.__setattr__(model, "_amp_policy", policy)
     if own is not None and not isinstance(own, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own))
@@ -265,6 +265,35 @@ def amp_class(cls: Any) -> Any:
     base = abc.ABCMeta if isinstance(cls, abc.ABCMeta) else type
     made: Any = base.__new__(type(cls), cls.__name__, (AmpModel, cls), body, _amp=True)
     return made
+
+
+def _class_with_amp(model: torch.nn.Module) -> Any:
+    """Return the class of ``model`` with amp's ``forward``; below the class that parametrizations have put in front."""
+    cls = type(model)
+    if _torch.is_parametrized(model):
+        # ``remove_parametrizations`` gives the module the first base of its class.
+        return _over(cls, amp_class(cls.__bases__[0]))
+    return amp_class(cls)
+
+
+def _class_without_amp(model: torch.nn.Module) -> Any:
+    """Return the class of ``model`` as it would be without amp.
+
+    A class that something else than a parametrization has put in front stays: without a policy it is a plain one.
+    """
+    cls = type(model)
+    if "_amp_of" in vars(cls):
+        return vars(cls)["_amp_of"]
+    base = cls.__bases__[0]
+    if _torch.is_parametrized(model) and "_amp_of" in vars(base):
+        return _over(cls, vars(base)["_amp_of"])
+    return cls
+
+
+def _over(cls: Any, base: Any) -> Any:
+    """Make a class like ``cls``, which copies of the module have as well, over ``base``."""
+    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type.__new__(type(cls), cls.__name__, (base,), body)
 
 
 def rebuild(cls: type[torch.nn.Module], build: Any, args: tuple[Any, ...]) -> torch.nn.Module:
