@@ -113,8 +113,8 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number, on the device, that changes when ``tensor`` does."""
     data = tensor.detach()
     if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
-        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``. As one row, since dimensions of
-        # one element, or of none, may have any stride.
+        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``. As one row, since dimensions
+        # of one element, or of none, may have any stride.
         return data.view(-1).view(torch.int64).sum()
     return bits(data).sum(dtype=torch.int64)
 
