@@ -131,15 +131,12 @@ def _rebuild_dataclass(value: Any, items: list[object]) -> Any:
 
 
 def _rebuild_collection(value: Any, items: list[object]) -> Any:
-    if isinstance(value, deque):
-        clone = copy.copy(value)  # keeps its length
-        clone.clear()
-        clone.extend(items)
-        return clone
     if isinstance(value, MappingView):
         return items
     kind: Any = type(value)
     try:
+        if isinstance(value, deque):
+            return kind(items, value.maxlen)
         return kind(items)
     except TypeError as error:
         raise TypeError(
