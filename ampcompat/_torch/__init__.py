@@ -88,6 +88,7 @@ from ampcompat._torch.modules import (
     is_uninitialized,
     is_zero,
     leave_inference_mode,
+    on_module_registration,
     owns_memory_alone,
     parallel_wrapper,
     params_by_rank,

@@ -26,6 +26,11 @@ def register_state_dict_hooks(
     ]
 
 
+def on_module_registration(hook: Callable[[torch.nn.Module, str, torch.nn.Module | None], None]) -> RemovableHandle:
+    """Have ``hook(parent, name, module)`` called whenever a module is put into another."""
+    return torch.nn.modules.module.register_module_module_registration_hook(hook)
+
+
 def patch_ddp_constructor(after: Callable[[DistributedDataParallel, bool], None], undo: ExitStack) -> None:
     """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made."""
     original: Callable[..., None] = DistributedDataParallel.__init__

@@ -16,6 +16,7 @@ half written, then written back            kept                                w
 value written                              rounded from value                  kept
 both written after ``state_dict``          rounded from value                  half's elements where half moved
 parameter replaced in its module           the new parameter, cast             takes the elements that differ
+buffer assigned in its module              the new buffer, as it is            what differs; dropped at another dtype
 replaced, and added to an optimizer        stays, of no model                  stays in its group; the new has its own
 replaced under one of its names: untied    stays under the others              stays; the new one has its own
 replaced by another's half: tied to it     stays, of no model                  stays; the name is the other master's
@@ -290,12 +291,21 @@ def master_of(tensor: torch.Tensor) -> Master | None:
 
 
 def masters_of(model: torch.nn.Module) -> list[Master]:
-    """Every master in ``model``, each once; cached until a master is made or dropped anywhere."""
+    """Every master in ``model``, each once; cached until a master is made, dropped or moved anywhere."""
     index = state.masters
     found = index.by_model.get(model)
     if found is None or found[0] != index.generation:
+        if not index.follows_modules:
+            index.follows_modules = True
+            state.undo.callback(_torch.on_module_registration(_module_registered).remove)
         found = index.by_model[model] = (index.generation, masters_in(model.modules()))
     return found[1]
+
+
+def _module_registered(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Look masters of models up again when a module with masters moves into another (``a[0] = b[0]``)."""
+    if module is not None and any("_amp_masters" in part.__dict__ for part in module.modules()):
+        state.masters.generation += 1
 
 
 def masters_in(modules: Iterable[torch.nn.Module]) -> list[Master]:
@@ -522,15 +532,19 @@ def _take_over(master: Master, now: torch.Tensor, homes: list[Home]) -> None:
 
 def rebind(master: Master, now: torch.Tensor) -> None:
     """Make ``now`` the half side of ``master`` in every home of a tied weight, and write the master into it."""
-    master.half, master.folded = now, None
+    master.half = now
+    master.folded = None
     master.took_over = True
     master.register()
     for home in master.homes:
         module = home.module()
-        if module is not None and home.held is not None:
-            module.__dict__.setdefault("_amp_masters", {})[home.name] = master
-            home.tensors[home.name] = now
-    state.masters.generation += 1
+        if module is None or home.held is None:
+            continue
+        home.tensors[home.name] = now
+        held = module.__dict__.setdefault("_amp_masters", {})
+        if held.get(home.name) is not master:
+            held[home.name] = master
+            state.masters.generation += 1
     if master.value.device != now.device:
         master._follow_device()
     master.push()

@@ -187,6 +187,23 @@ def replaced_by_a_float32_one(level):
     replaced(level, torch.float32)
 
 
+def buffer_assigned(level):
+    run = Run(level)
+    run.model.register_buffer("mean", thirds(3).to(run.dtype))
+    exact = thirds(3)
+    run.model.load_state_dict({"mean": exact}, strict=False)
+    run.model.mean = run.model.mean.clone()
+    run.model.mean[0] = ROW
+    exact[0] = ROW
+    run.forward()
+    assert torch.equal(run.model.state_dict()["mean"], exact)
+    for other in (thirds(4), thirds(4).to(run.dtype)[:1]):
+        run.model.mean = other
+        run.forward()
+        assert run.model.mean is other
+        assert torch.equal(run.model.state_dict()["mean"], other.float())
+
+
 class Tied(torch.nn.Module):
     def __init__(self, weight):
         super().__init__()
@@ -318,6 +335,7 @@ EVENTS = {
     "value written": [value_written],
     "both written after ``state_dict``": [both_written_after_state_dict],
     "parameter replaced in its module": [replaced, replaced_by_a_float32_one],
+    "buffer assigned in its module": [buffer_assigned],
     "replaced, and added to an optimizer": [replaced_and_added],
     "replaced under one of its names: untied": [untied],
     "replaced by another's half: tied to it": [tied_to_another],
