@@ -89,7 +89,9 @@ class MasterIndex:
         by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still
             holds that tensor: ids are reused.
         by_model: Masters of a whole model, valid for one ``generation``.
-        generation: Counts masters that were made or dropped.
+        generation: Counts masters that were made, dropped or moved to another module, and modules with masters that
+            were put into others.
+        follows_modules: Whether torch tells of modules that are put into others.
     """
 
     by_tensor: weakref.WeakValueDictionary[int, Master] = field(default_factory=weakref.WeakValueDictionary)
@@ -97,6 +99,7 @@ class MasterIndex:
         default_factory=weakref.WeakKeyDictionary
     )
     generation: int = 0
+    follows_modules: bool = False
 
 
 @dataclass(eq=False)

@@ -53,6 +53,7 @@ unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
 
 
+_STRIDE = torch.Tensor.stride
 _CASTS = {torch.float16: torch.Tensor.half, torch.bfloat16: torch.Tensor.bfloat16, torch.float32: torch.Tensor.float}
 
 
@@ -172,19 +173,27 @@ def coalesced(grad: torch.Tensor) -> torch.Tensor:
     return grad.coalesce()
 
 
-def fused_float32_copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+def fused_float32_copies(tensors: list[torch.Tensor], like: list[torch.Tensor]) -> list[torch.Tensor]:
     """As :func:`float32_copies`, in as few launches as torch's fused passes take."""
-    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+    copies = [torch.empty_like(model) for model in like]
     torch._foreach_copy_(copies, tensors)
     return copies
 
 
-def float32_copies(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of ``tensors``, which are dense, in float32 and laid out alike; at least one tensor.
+def float32_copies(tensors: list[torch.Tensor], like: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of ``tensors``, which are dense, in float32, each with the strides of its float32 tensor in ``like``.
 
-    One by one on the CPU, which has no launches to save.
+    At least one tensor. One by one on the CPU, which has no launches to save.
     """
-    return list(map(torch.Tensor.float, tensors)) if tensors[0].is_cpu else fused_float32_copies(tensors)
+    if not tensors[0].is_cpu:
+        return fused_float32_copies(tensors, like)
+    copies = list(map(torch.Tensor.float, tensors))
+    if list(map(_STRIDE, copies)) == list(map(_STRIDE, like)):
+        return copies
+    return [
+        copy if copy.stride() == model.stride() else torch.empty_like(model).copy_(copy)
+        for copy, model in zip(copies, like, strict=True)
+    ]
 
 
 def sum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,11 @@ def register_state_dict_hooks(
     ]
 
 
+def on_module_registration(hook: Callable[[torch.nn.Module, str, torch.nn.Module | None], None]) -> RemovableHandle:
+    """Have ``hook(parent, name, module)`` called whenever a module is put into another."""
+    return torch.nn.modules.module.register_module_module_registration_hook(hook)
+
+
 def patch_ddp_constructor(after: Callable[[DistributedDataParallel, bool], None], undo: ExitStack) -> None:
     """Call ``after(ddp, whether it broadcast rank 0's weights)`` for every DDP that is made."""
     original: Callable[..., None] = DistributedDataParallel.__init__
@@ -37,6 +42,20 @@ def patch_ddp_constructor(after: Callable[[DistributedDataParallel, bool], None]
 
     undo.callback(setattr, DistributedDataParallel, "__init__", original)
     setattr(DistributedDataParallel, "__init__", __init__)  # noqa: B010 - types do not allow to assign a method
+
+
+def broadcast_elements(tensor: torch.Tensor, source: int, group: Any) -> None:
+    """Broadcast ``tensor``, whose strides ranks need not share: ``dist.broadcast`` copies raw memory.
+
+    Args:
+        tensor: What ``source`` sends, and the other ranks overwrite.
+        source: Global rank.
+        group: Process group.
+    """
+    rows = tensor.contiguous()
+    torch.distributed.broadcast(rows, source, group=group)
+    if rows is not tensor:
+        tensor.copy_(rows)
 
 
 class AnyDeviceDDP(DistributedDataParallel):
@@ -69,6 +88,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 is_uninitialized: Callable[[torch.Tensor], bool] = torch.nn.parameter.is_lazy
 
 
+def is_parametrized(module: torch.nn.Module) -> bool:
+    """Whether ``torch.nn.utils.parametrize`` has put a class in front of that of ``module``, to take off later."""
+    return isinstance(module._modules.get("parametrizations"), torch.nn.ModuleDict)
+
+
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     """The module behind ``torch.compile(module)``; ``model`` itself where it is not compiled."""
     if type(model).__name__ != "OptimizedModule":
@@ -94,10 +118,20 @@ def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number, on the device, that changes when ``tensor`` does."""
     data = tensor.detach()
     if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
-        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``.
-        rows = data.view(-1) if data.shape[-1] % 4 else data
-        return rows.view(torch.int64).sum()
+        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``. As one row, since dimensions
+        # of one element, or of none, may have any stride.
+        return data.view(-1).view(torch.int64).sum()
     return bits(data).sum(dtype=torch.int64)
+
+
+@torch.inference_mode(False)
+def leave_inference_mode(tensor: torch.Tensor) -> None:
+    """Make ``tensor``, where it was made under ``inference_mode``, a normal one with a version counter, in place."""
+    if tensor.is_inference():
+        normal = tensor.detach().clone()
+        if isinstance(tensor, torch.nn.Parameter):
+            normal = torch.nn.Parameter(normal, requires_grad=tensor.requires_grad)
+        torch.utils.swap_tensors(tensor, normal)  # type: ignore[no-untyped-call]
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched, uncast
-from ampcompat.amp.masters import masters_of, reconcile
+from ampcompat.amp.masters import follow_replacements, masters_of, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.weights import cast_weights
@@ -234,11 +234,11 @@ def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
             if isinstance(own, InstanceForward):
                 object.__setattr__(model, "forward", own.inner)
             model.__dict__.pop("_amp_policy", None)
-            model.__class__ = type(model).__mro__[2]
+            model.__class__ = _class_without_amp(model)
         state.models.live.discard(model)
         return
     if not isinstance(model, AmpModel):
-        model.__class__ = amp_class(type(model))
+        model.__class__ = _class_with_amp(model)
     object.__setattr__(model, "_amp_policy", policy)
     if own is not None and not isinstance(own, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own))
@@ -292,6 +292,35 @@ def amp_class(cls: Any) -> Any:
     return made
 
 
+def _class_with_amp(model: torch.nn.Module) -> Any:
+    """Return the class of ``model`` with amp's ``forward``; below the class that parametrizations have put in front."""
+    cls = type(model)
+    if _torch.is_parametrized(model):
+        # ``remove_parametrizations`` gives the module the first base of its class.
+        return _over(cls, amp_class(cls.__bases__[0]))
+    return amp_class(cls)
+
+
+def _class_without_amp(model: torch.nn.Module) -> Any:
+    """Return the class of ``model`` as it would be without amp.
+
+    A class that something else than a parametrization has put in front stays: without a policy it is a plain one.
+    """
+    cls = type(model)
+    if "_amp_of" in vars(cls):
+        return vars(cls)["_amp_of"]
+    base = cls.__bases__[0]
+    if _torch.is_parametrized(model) and "_amp_of" in vars(base):
+        return _over(cls, vars(base)["_amp_of"])
+    return cls
+
+
+def _over(cls: Any, base: Any) -> Any:
+    """Make a class like ``cls``, which copies of the module have as well, over ``base``."""
+    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type.__new__(type(cls), cls.__name__, (base,), body)
+
+
 def rebuild(cls: type[torch.nn.Module], build: Any, args: tuple[Any, ...]) -> torch.nn.Module:
     """Make an empty copy of a model under amp (deepcopy, unpickling); its state, the policy included, follows."""
     model: torch.nn.Module = build(*args)
@@ -324,8 +353,11 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     while _torch.parallel_wrapper(model := _torch.uncompiled(model)):
         model = model.get_submodule("module")
     policies = [module.__dict__.get("_amp_policy") for module in model.modules()]
-    plain = copy.deepcopy(model, {id(policy): policy for policy in policies})  # which print no note then
-    cast_weights(list(plain.modules()), None, ExitStack())
-    for module in plain.modules():
+    with torch.inference_mode(False):
+        plain = copy.deepcopy(model, {id(policy): policy for policy in policies})  # which print no note then
+        modules = list(plain.modules())
+        follow_replacements(modules)
+        cast_weights(modules, None, ExitStack())
+    for module in modules:
         set_policy(module, None)
     return plain

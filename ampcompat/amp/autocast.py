@@ -30,7 +30,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ContextDecorator, ExitStack, contextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -153,12 +153,30 @@ class uncast:
             torch.set_autocast_enabled(device_type, True)
 
 
-def disable_casts() -> uncast:
-    """Return a context in which no function is cast, at any level; nests, and ends with exceptions too.
+class DisabledCasts(threading.local, ContextDecorator):
+    """What :func:`disable_casts` returns: may be entered again while it is open, and by several threads."""
 
-    As in apex (``apex/amp/handle.py: disable_casts``), which switched one flag of its handle.
+    def __init__(self) -> None:
+        self.open: list[uncast] = []  # those of this thread, outermost first
+
+    @_torch.eager
+    def __enter__(self) -> None:
+        context = uncast(disable=True)
+        context.__enter__()
+        self.open.append(context)
+
+    @_torch.eager
+    def __exit__(self, *exc: object) -> None:
+        self.open.pop().__exit__(*exc)
+
+
+def disable_casts() -> DisabledCasts:
+    """Return a context, or a decorator of functions, in which no function is cast, at any level.
+
+    It nests, and ends with exceptions too. As in apex (``apex/amp/handle.py: disable_casts``), which switched one flag
+    of its handle.
     """
-    return uncast(disable=True)
+    return DisabledCasts()
 
 
 def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:

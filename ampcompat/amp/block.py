@@ -392,10 +392,14 @@ def _fold(halves: Halves, fresh: list[torch.Tensor], scaler: LossScaler, scale: 
     before, wide = [master.value.grad for master in halves], list(halves.values())
     if any(map(_IS_SPARSE, wide)):
         # Sum duplicate entries in float32: their half sum may overflow.
-        wide = [_torch.widened(grad) if grad.is_sparse else grad.float() for grad in wide]
+        wide = [
+            _torch.widened(grad) if grad.is_sparse else _torch.float32_copies([grad], [master.value])[0]
+            for master, grad in halves.items()
+        ]
         fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
     elif scale is not None or not (wide[0].is_cpu and all(old is not None and not old.is_sparse for old in before)):
-        wide = _torch.float32_copies(wide)
+        # With the strides of the masters, which the model's weights need not have any more.
+        wide = _torch.float32_copies(wide, [master.value for master in halves])
         fresh += wide
     if scale is not None:
         scaler.unscale_(fresh, scale)

@@ -51,7 +51,7 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) ->
     for param, master, there in zip(halves, masters, on_rank_0.tolist(), strict=True):
         if there:
             value = torch.empty_like(param, dtype=torch.float32) if master is None else master.value.detach()
-            dist.broadcast(value, source, group=group)
+            _torch.broadcast_elements(value, source, group)
             if master is not None:
                 master.push()
         elif master is not None:

@@ -24,7 +24,7 @@ from ampcompat.amp.autocast import OFF, set_ambient
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.keep_fp32 import BorderPolicy, select, set_border
-from ampcompat.amp.masters import master_of
+from ampcompat.amp.masters import follow_replacements, master_of
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
@@ -186,6 +186,7 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
         parts = dict.fromkeys(itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)))
         # What this rank steps gets its masters now.
         trained = {id(p) for one in map(stepper, optimizers) for group in one.param_groups for p in group["params"]}
+        follow_replacements(parts, trained)
         wide, norms = set().union(*map(torch.nn.Module.modules, kept)), bool(options["keep_batchnorm_fp32"])
         dtype = options["cast_model_type"] or None
         cast_weights(parts, dtype, undo, wide, norms, trained if policy.master_weights else None)

@@ -16,14 +16,20 @@ half written, then written back            kept                                w
 value written                              rounded from value                  kept
 both written after ``state_dict``          rounded from value                  half's elements where half moved
 parameter replaced in its module           the new parameter, cast             takes the elements that differ
+buffer assigned in its module              the new buffer, as it is            what differs; dropped at another dtype
+replaced, and added to an optimizer        stays, of no model                  stays in its group; the new has its own
+replaced under one of its names: untied    stays under the others              stays; the new one has its own
+replaced by another's half: tied to it     stays, of no model                  stays; the name is the other master's
 ``model.to(device)``                       moved                               follows
+other strides (``memory_format=``)         laid out anew                       keeps its strides, for fused optimizers
 ``model.float()`` and the like             cast back                           takes the elements that differ
 deepcopy, pickle                           copied                              copied
 ``initialize`` at another level            float32 again, from value           dropped
 =========================================  ==================================  =======================================
 
-"Elements that differ" are those where ``value`` does not round to what ``half`` holds: every element that nobody else
-wrote keeps its low bits. Writers are found by version counters and data pointers. Writes past both
+"Has its own" and "is the other's" speak of masters: what plain torch would train is trained, in the group that was
+asked for. "Elements that differ" are those where ``value`` does not round to what ``half`` holds: every element that
+nobody else wrote keeps its low bits. Writers are found by version counters and data pointers. Writes past both
 (``p.data.clamp_()``, collectives on ``p.data``) are found by comparing values: in the first rounds and steps of a
 master's life, from then on wherever they were seen once, and whenever a master is saved or copied.
 """
@@ -31,11 +37,12 @@ master's life, from then on wherever they were seen once, and whenever a master 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -47,12 +54,22 @@ from ampcompat._state import state
 EARLY_ROUNDS, EARLY_STEPS = 4, 3
 
 
-class Home(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Home:
     """Locate a half tensor: the module's dict of parameters or buffers, its name in there, and the module."""
 
     tensors: dict[str, torch.Tensor | None]
     name: str
     module: weakref.ref[torch.nn.Module]
+
+    @property
+    def held(self) -> torch.Tensor | None:
+        """What is there now; None where there is nothing, or the module is gone."""
+        return None if self.module() is None else self.tensors.get(self.name)
+
+    def is_at(self, module: torch.nn.Module | None, name: str) -> bool:
+        """Whether this is ``module.name``."""
+        return self.module() is module and self.name == name
 
 
 @dataclass
@@ -70,6 +87,7 @@ class Master:
         half: The model's parameter or buffer; ``initialize`` gave it its ``dtype``.
         value: The master: a float32 ``Parameter`` of the same shape and device.
         homes: Where ``half`` is held (several for tied weights).
+        took_over: Whether ``half`` replaced the parameter that optimizers were given, which ``value`` was made for.
         seen: Version of ``half``, version of ``value`` and address of ``half`` when both were last equal.
         folded: The gradient of ``half`` whose unscaled values are in ``value.grad``, and its version then.
         rounds: Comparisons by value that are left; infinite once a write past the version counters was seen.
@@ -81,13 +99,19 @@ class Master:
     """
 
     def __init__(self, half: torch.Tensor, value: torch.Tensor | None = None, adopt: bool = False) -> None:
-        self.half, self.dtype, exact = half, half.dtype, half if value is None else value
-        if value is None or not adopt:
+        if half.is_inference():  # that of a copy made under inference_mode, say
+            _torch.leave_inference_mode(half)
+        self.half = half
+        self.dtype = half.dtype
+        if value is not None and adopt:
+            _torch.leave_inference_mode(value)
+            self.value = value
+        else:
             with torch.inference_mode(False), torch.no_grad():
-                exact = exact.detach().to(half.device, torch.float32, copy=True)
-                exact = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
-        self.value = exact
+                exact = (half if value is None else value).detach().to(half.device, torch.float32, copy=True)
+                self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
         self.homes: list[Home] = []
+        self.took_over = False
         self.folded: tuple[torch.Tensor, int] | None = None
         self.handed_out: torch.Tensor | None = None
         self.before_writes: torch.Tensor | None = None
@@ -95,8 +119,7 @@ class Master:
         self.rounds: float = EARLY_ROUNDS if isinstance(half, torch.nn.Parameter) else 0
         self.watch = Watch() if self.rounds else None
         self.settle()
-        index = state.masters.by_tensor
-        index[id(half)] = index[id(exact)] = self
+        self.register()
 
     def register(self) -> None:
         """Be found by either side."""
@@ -105,7 +128,7 @@ class Master:
 
     def move_in(self, module: torch.nn.Module, name: str) -> None:
         """Know ``module`` as one that holds ``half``, as ``name``."""
-        if not any(home.module() is module and home.name == name for home in self.homes):
+        if not any(home.is_at(module, name) for home in self.homes):
             tensors: Any = module._parameters if name in module._parameters else module._buffers
             self.homes.append(Home(tensors, name, weakref.ref(module)))
 
@@ -253,7 +276,8 @@ class Master:
 
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Cast ``tensor`` in place, and its gradient."""
+    """Cast ``tensor`` in place, and its gradient; a master needs the version counter that a normal tensor has."""
+    _torch.leave_inference_mode(tensor)
     grad, tensor.grad = tensor.grad, None
     tensor.data = tensor.data.to(dtype)
     tensor.grad = None if grad is None else grad.to(dtype)
@@ -267,17 +291,31 @@ def master_of(tensor: torch.Tensor) -> Master | None:
 
 
 def masters_of(model: torch.nn.Module) -> list[Master]:
-    """Every master in ``model``, each once; cached until a master is made or dropped anywhere."""
+    """Every master in ``model``, each once; cached until a master is made, dropped or moved anywhere."""
     index = state.masters
     found = index.by_model.get(model)
     if found is None or found[0] != index.generation:
-        unique: dict[int, Master] = {}
-        for module in model.modules():
-            for name, master in module.__dict__.get("_amp_masters", {}).items():
-                unique[id(master)] = master
-                master.move_in(module, name)  # those of a copied or unpickled model have no homes yet
-        found = index.by_model[model] = (index.generation, list(unique.values()))
+        if not index.follows_modules:
+            index.follows_modules = True
+            state.undo.callback(_torch.on_module_registration(_module_registered).remove)
+        found = index.by_model[model] = (index.generation, masters_in(model.modules()))
     return found[1]
+
+
+def _module_registered(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Look masters of models up again when a module with masters moves into another (``a[0] = b[0]``)."""
+    if module is not None and any("_amp_masters" in part.__dict__ for part in module.modules()):
+        state.masters.generation += 1
+
+
+def masters_in(modules: Iterable[torch.nn.Module]) -> list[Master]:
+    """Every master of ``modules``' own tensors, each once."""
+    unique: dict[int, Master] = {}
+    for module in modules:
+        for name, master in module.__dict__.get("_amp_masters", {}).items():
+            unique[id(master)] = master
+            master.move_in(module, name)  # those of a copied or unpickled model have no homes yet
+    return list(unique.values())
 
 
 def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
@@ -292,6 +330,7 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
     held: dict[str, Master] = module.__dict__.setdefault("_amp_masters", {})
     half: Any = module._parameters.get(name, module._buffers.get(name))
     if name in held and held[name].half is not half:
+        held[name].move_in(module, name)
         _follow_replacement(held[name])
     if name not in held or held[name].half is not half:
         found = master_of(half)
@@ -337,41 +376,149 @@ def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
         _torch.run_untraced(master.reconcile, stepping)
 
 
-def _follow_replacement(master: Master) -> None:
-    """Take over a parameter that was put in the place of ``half`` (``module.weight = nn.Parameter(...)``).
+# -- parameters that are replaced --------------------------------------------------------------------------------------
+def follow_replacements(modules: Iterable[torch.nn.Module], trained: Collection[int] = ()) -> None:
+    """Heed tensors that were put in the place of half ones of ``modules`` now, not at their next forward.
+
+    Args:
+        modules: Modules under amp, or not.
+        trained: Ids of the parameters of optimizers that are about to come under amp.
+    """
+    for master in masters_in(modules):
+        _follow_replacement(master, trained)
+
+
+def _follow_replacement(master: Master, trained: Collection[int] = ()) -> None:
+    """Heed what was put in the place of ``half`` (``module.weight = nn.Parameter(...)``).
+
+    A parameter that replaces ``half`` in all of its homes takes its place under the master, so that it is trained on.
+    It has a master of its own where that is not what was meant: another home still holds ``half`` (the weight was
+    untied), an optimizer was given the new parameter, or its shape is another. Where it is the half side of another
+    master (the weight was tied to another one), its homes become those of that master.
 
     ``functional_call`` puts plain tensors there for the time of a forward: these are left alone.
     """
-    for tensors, name, module in master.homes:
-        now, owner = tensors.get(name), module()
-        if owner is not None and now is not None and now is not master.half and _torch.has_storage(now):
-            break
-    else:
-        return
-    if isinstance(master.half, torch.nn.Parameter) and not isinstance(now, torch.nn.Parameter):
-        return
-    where = f"{name!r} of a {type(owner).__name__}"
+    replaced: dict[torch.Tensor, list[Home]] = {}
+    is_held = False
+    for home in master.homes:
+        now = home.held
+        if now is master.half:
+            is_held = True
+        elif now is not None and _torch.has_storage(now):
+            replaced.setdefault(now, []).append(home)
+    for now, homes in replaced.items():
+        if not isinstance(master.half, torch.nn.Parameter):
+            _follow_buffer(master, now, homes, is_held)
+        elif isinstance(now, torch.nn.Parameter):
+            _follow_parameter(master, now, homes, is_held, trained)
+        is_held = is_held or now is master.half
+
+
+def _follow_parameter(
+    master: Master, now: torch.nn.Parameter, homes: list[Home], is_held: bool, trained: Collection[int]
+) -> None:
+    """Decide about ``now``, which ``homes`` hold in the place of ``master.half``; ``is_held``: others keep that."""
+    where = f"{homes[0].name!r} of a {type(homes[0].module()).__name__}"
     if _torch.is_sharded(now):
         raise RuntimeError(
             f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
             " not sharded - use opt_level='O1', calling fully_shard before the optimizer and amp.initialize."
         )
-    if now.shape != master.value.shape:
-        warn_once(
-            f"resized {where}",
-            f"Parameter {where} was replaced by one of shape {tuple(now.shape)} after amp.initialize - the optimizer"
-            f" holds the old one's master, of shape {tuple(master.value.shape)}, and does not train the new one - make"
-            " a new optimizer and call amp.initialize again.",
+    other = master_of(now)
+    if other is not None and other.value is now:
+        raise RuntimeError(
+            f"Parameter {where} was replaced by a float32 master (of amp.master_params, or an optimizer's groups) -"
+            f" the optimizer steps that one, and the model computes with a {master.dtype} parameter - put a copy there:"
+            " torch.nn.Parameter(master.detach().clone())."
         )
-        if now.dtype == torch.float32:
-            now.data = now.data.to(master.dtype)
+    if other is not None and _is_held_elsewhere(other, homes):
+        _move_homes(master, homes, other)
+        return
+    is_resized = now.shape != master.value.shape
+    is_trained = id(now) in trained or _is_in_an_optimizer(now)
+    if is_held or is_resized or is_trained:
+        _move_homes(master, homes, _own_master(now, master.dtype))
+        if not is_trained and is_resized:
+            warn_once(
+                f"resized {where}",
+                f"Parameter {where} was replaced by one of shape {tuple(now.shape)} after amp.initialize - the"
+                f" optimizer holds the old one's master, of shape {tuple(master.value.shape)}, and does not train the"
+                " new one - give it to optimizer.add_param_group, or make a new optimizer and call amp.initialize"
+                " again.",
+            )
+        elif not is_trained:
+            warn_once(
+                f"untied {where}",
+                f"Parameter {where} was untied after amp.initialize from the weight that it shared with another"
+                " module - no optimizer trains the new parameter, as in plain PyTorch - give it to"
+                " optimizer.add_param_group, or untie before the optimizer is made.",
+            )
         return
     warn_once(
         f"replaced {where}",
         f"Parameter {where} was replaced after amp.initialize - the optimizer holds the master of the old one - the"
         " master takes the new values and goes on training them (D15).",
     )
-    other = master_of(now)  # made for the new one by a state_dict or a load in between
+    _take_over(master, now, homes)
+
+
+def _follow_buffer(master: Master, now: torch.Tensor, homes: list[Home], is_held: bool) -> None:
+    """Follow a buffer that code assigned (``self.mean = ...`` in a forward), while its dtype and shape stay."""
+    if not is_held and now.dtype == master.dtype and now.shape == master.value.shape:
+        _take_over(master, now, homes)
+        return
+    for home in homes:
+        module: Any = home.module()
+        module.__dict__["_amp_masters"].pop(home.name)
+    master.homes = [home for home in master.homes if home not in homes]
+    state.masters.generation += 1
+
+
+def _is_held_elsewhere(master: Master, homes: list[Home]) -> bool:
+    """Whether any home of ``master`` but ``homes`` holds its half side."""
+    for home in master.homes:
+        if home.held is master.half and not any(home.is_at(one.module(), one.name) for one in homes):
+            return True
+    return False
+
+
+def _is_in_an_optimizer(param: torch.Tensor) -> bool:
+    """Whether an optimizer under amp holds ``param``, or its master. One that holds ``param`` looks its params up."""
+    master = master_of(param)
+    value = None if master is None else master.value
+    found = False
+    for optimizer in state.optimizers.listed():
+        for held in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
+            if held is param:
+                optimizer._amp_stash.groups = []  # it is to hold the master instead
+            found = found or held is param or held is value
+    return found
+
+
+def _own_master(param: torch.Tensor, dtype: torch.dtype) -> Master:
+    """Return the master of ``param``, which is cast to ``dtype``; made of its values as they are if missing."""
+    exact = param.detach()
+    _recast(param, dtype)
+    master = master_of(param)
+    if master is None:
+        return Master(param, exact)
+    master.dtype = dtype
+    return master
+
+
+def _move_homes(master: Master, homes: list[Home], other: Master) -> None:
+    """Make ``homes`` of ``master`` homes of ``other``."""
+    for home in homes:
+        module: Any = home.module()
+        module.__dict__.setdefault("_amp_masters", {})[home.name] = other
+        other.move_in(module, home.name)
+    master.homes = [home for home in master.homes if home not in homes]
+    state.masters.generation += 1
+
+
+def _take_over(master: Master, now: torch.Tensor, homes: list[Home]) -> None:
+    """Put ``now``, which ``homes`` hold, in the place of ``master.half``, with the values that it has."""
+    other = master_of(now)
     exact = now.detach() if other is None else other.value.detach()
     _recast(now, master.dtype)
     with torch.no_grad():
@@ -379,22 +526,45 @@ def _follow_replacement(master: Master) -> None:
             master._take(exact.to(master.value.device))
         else:
             master.value.copy_(exact)
+    master.homes = homes
     rebind(master, now)
 
 
 def rebind(master: Master, now: torch.Tensor) -> None:
     """Make ``now`` the half side of ``master`` in every home of a tied weight, and write the master into it."""
-    master.half, master.folded = now, None
+    master.half = now
+    master.folded = None
+    master.took_over = True
     master.register()
     for home in master.homes:
         module = home.module()
-        if module is not None:
-            module.__dict__.setdefault("_amp_masters", {})[home.name] = master
-            home.tensors[home.name] = now
-    state.masters.generation += 1
+        if module is None or home.held is None:
+            continue
+        home.tensors[home.name] = now
+        held = module.__dict__.setdefault("_amp_masters", {})
+        if held.get(home.name) is not master:
+            held[home.name] = master
+            state.masters.generation += 1
     if master.value.device != now.device:
         master._follow_device()
     master.push()
+
+
+def give_up_half(master: Master) -> None:
+    """Give ``master.half`` a master of its own, with the gradient that it has; ``master`` is left without a model.
+
+    For a parameter that took the place of an old one (``took_over``), when a script adds it to an optimizer. As in
+    plain torch, the old one stays where it is in the groups, and has no gradients any more.
+    """
+    half = master.half
+    master.half = torch.nn.Parameter(half.detach().clone(), requires_grad=half.requires_grad)
+    own = Master(half, master.value)
+    own.folded, own.value.grad = master.folded, master.value.grad
+    _move_homes(master, master.homes, own)
+    master.folded = master.value.grad = None
+    master.took_over = False
+    master.register()
+    master.settle()
 
 
 def sync_masters(model: torch.nn.Module) -> int:

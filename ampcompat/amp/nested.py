@@ -189,7 +189,7 @@ def gather(optimizer: Any, to: int | None = None) -> None:
                 value = master.value.detach()
             else:
                 value = torch.empty_like(half, dtype=torch.float32)
-            dist.broadcast(value, source, group=optimizer.process_group)
+            _torch.broadcast_elements(value, source, optimizer.process_group)
             if receives and not steps_here:
                 if master is None:
                     module, name = homes[id(half)]

@@ -25,7 +25,7 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp import block, misuse, nested
 from ampcompat.amp.autocast import Saved, restored, save, uncast
-from ampcompat.amp.masters import heed_cleared, master_of, push, reconcile
+from ampcompat.amp.masters import follow_replacements, give_up_half, heed_cleared, master_of, push, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaler import any_of
 from ampcompat.amp.session import Session
@@ -345,13 +345,18 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     stash: AmpOptimizerState = optimizer._amp_stash
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     original(*args, **kwargs)
-    masters = [master_of(p) for p in optimizer.param_groups[-1]["params"]]
-    if any(id(master.value) in held for master in masters if master is not None):
+    masters = list(filter(None, map(master_of, optimizer.param_groups[-1]["params"])))
+    known = [master for master in masters if id(master.value) in held]
+    if not all(master.took_over for master in known):
         optimizer.param_groups.pop()
         raise ValueError(
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
+    for master in known:
+        give_up_half(master)
+    for model in state.models.live:  # the new group may hold what was put into them since their last forward
+        follow_replacements(model.modules())
     stash.look_up(optimizer)
 
 

@@ -88,9 +88,7 @@ class AmpOptimizerState:
                     break
             else:
                 return
-        steps = adopt_masters(optimizer, self.session)
-        stepped = [p for group in steps.param_groups for p in group["params"]]
-        self.masters = list(dict.fromkeys(filter(None, map(master_of, stepped))))
+        self.masters = adopt_masters(optimizer, self.session)
         with_master = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
         held = {id(p): p for group in groups for p in group["params"]}
         self.direct = [param for key, param in held.items() if key not in with_master]
@@ -142,26 +140,29 @@ def stepper(optimizer: Optimizer) -> Optimizer:
     return optimizer if inside is None or not _torch.is_zero(optimizer) else inside
 
 
-def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> Optimizer:
+def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> list[Master]:
     """Have ``optimizer`` hold the masters of half weights; with no ``session``, the model's own tensors.
 
-    Returns the optimizer that steps them. Groups and their lists keep their identity; state moves with its parameter,
-    as in apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
+    Returns the masters that it steps. Groups and their lists keep their identity; state moves with its parameter, as in
+    apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
     steps = stepper(optimizer)
     if steps is not optimizer:  # a ZeroRedundancyOptimizer
         _torch.separate_inner_groups(optimizer)
     states = [one.state for one in (optimizer, *_torch.inner_optimizers(optimizer))]
+    masters: dict[Master, None] = {}
     for group in steps.param_groups:
         params = group["params"]
         for index, param in enumerate(params):
-            new = _held_for(param, session)
+            new, master = _held_for(param, session)
+            if master is not None and new is master.value:
+                masters[master] = None
             if new is not param:
                 for held in states:
                     if param in held:
                         held[new] = held.pop(param)
                 params[index] = new
-    return steps
+    return list(masters)
 
 
 def match_state(optimizer: Optimizer) -> None:
@@ -178,23 +179,26 @@ def match_state(optimizer: Optimizer) -> None:
                     one.state[param] = {**one.state[param], name: value.to(param.dtype)}
 
 
-def _held_for(param: torch.Tensor, session: Session | None) -> torch.Tensor:
-    """Return the tensor that an optimizer of ``session`` holds in the place of ``param``."""
+def _held_for(param: torch.Tensor, session: Session | None) -> tuple[torch.Tensor, Master | None]:
+    """Return the tensor that an optimizer of ``session`` holds in the place of ``param``, and its master if it has one.
+
+    A half parameter of no model has a master that nothing holds but its optimizer's list of them.
+    """
     masters = session is not None and session.policy.master_weights
     master = master_of(param)
     if master is not None and master.value is param:
         # An earlier call's master may be of a weight that is float32 again.
-        return param if masters and master.half.dtype != torch.float32 else master.half
+        return (param if masters and master.half.dtype != torch.float32 else master.half), master
     if session is None or param.dtype not in HALF_DTYPES or (master is None and session.policy.half is None):
-        return param
+        return param, master
     home = _home_of(param) if master is None else None
     if home is not None and "_amp_half" not in home[0].__dict__:  # of a module that was added after initialize
         hook(home[0], param.dtype, masters)
     if not masters:
-        return param
+        return param, master
     if master is None:
         master = Master(param) if home is None else ensure_master(*home)
-    return master.value
+    return master.value, master
 
 
 def _home_of(param: torch.Tensor) -> tuple[torch.nn.Module, str] | None:

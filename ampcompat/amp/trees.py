@@ -1,13 +1,15 @@
 """Walk nested data: arguments and outputs of a forward, arguments of a registered function.
 
-Lists, tuples, namedtuples, mappings, their subclasses and dataclasses are followed, within what dynamo traces.
+Lists, tuples, namedtuples, mappings, their subclasses and dataclasses are followed, within what dynamo traces, and any
+other collection (a deque, a set).
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, MappingView
 from typing import Any, TypeVar
 
 import torch
@@ -18,14 +20,20 @@ T = TypeVar("T")
 
 #: Never looked into: they hold no tensors, and some of them have a ``.to`` of their own.
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.nn.Module)
+#: Collections of numbers, which may be long.
+_NUMBERS = (range, memoryview)
 
 
 def cast_tree(value: T, dtype: torch.dtype) -> T:
     """Cast every floating tensor in ``value`` to ``dtype``; objects with a ``.to`` method (batches) cast themselves.
 
     Reproduces what apex did to the inputs and outputs of an O2 model (``apex/amp/_initialize.py: applier``), for
-    dataclasses and mappings of any kind too. What needs no cast is returned itself, containers included, so that a
-    forward that writes into its argument writes into the caller's.
+    dataclasses and mappings of any kind too. Iterators, which apex could not rebuild, are left alone. What needs no
+    cast is returned itself, containers included, so that a forward that writes into its argument writes into the
+    caller's.
+
+    Raises:
+        TypeError: A tensor to cast is in a collection that cannot be made of a list of its items.
     """
     return _map(
         value, lambda x: x if isinstance(x, torch.Tensor) and x.dtype == dtype else _torch.cast_to(x, dtype), True
@@ -42,8 +50,8 @@ def tensors_in(value: object, objects: bool = True) -> list[torch.Tensor]:
 def map_tree(value: T, function: Callable[[Any], object], objects: bool = True) -> T:
     """Replace every tensor in ``value``, and every object that has ``.to``, by ``function`` of it.
 
-    A container in which nothing changes is returned itself, never a copy. Without ``objects``, dataclasses and objects
-    with ``.to`` are left alone: a method's own ``self`` may be one.
+    A container in which nothing changes is returned itself, never a copy. Without ``objects``, dataclasses, objects
+    with ``.to`` and collections that are no list, tuple or mapping are left alone: a method's own ``self`` may be one.
     """
     return _map(value, function, objects)[0]
 
@@ -64,10 +72,15 @@ def _map(value: T, function: Callable[[Any], Any], objects: bool) -> tuple[T, bo
         return value, False
     elif dataclasses.is_dataclass(value):
         parts = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
-    else:
-        batch = type(value).__module__ != "numpy" and callable(getattr(value, "to", None))
-        new = function(value) if batch else value
+    elif hasattr(type(value), "__array__") or isinstance(value, _NUMBERS):
+        return value, False
+    elif callable(getattr(value, "to", None)):
+        new = function(value)
         return new, new is not value
+    elif isinstance(value, Collection):
+        parts = value
+    else:
+        return value, False
     items, changed = [], False
     for part in parts:
         if isinstance(part, torch.Tensor):
@@ -90,16 +103,43 @@ def _rebuild(value: Any, items: list[object]) -> Any:
     kind: Any = type(value)
     if isinstance(value, (list, tuple)):  # _make: namedtuples, PackedSequence among them
         return kind._make(items) if hasattr(kind, "_make") else kind(items)
-    if not isinstance(value, Mapping):
-        clone = copy.copy(value)  # not dataclasses.replace: fields with init=False, __post_init__ must not run again
-        for field, item in zip(dataclasses.fields(value), items, strict=True):
-            if item is not getattr(value, field.name, None):
-                object.__setattr__(clone, field.name, item)
-        return clone
-    pairs = dict(zip(value, items, strict=True))
-    if kind is dict or not isinstance(value, dict):
-        return pairs if kind is dict else kind(pairs)
+    if isinstance(value, Mapping):
+        return _rebuild_mapping(value, dict(zip(value, items, strict=True)))
+    if dataclasses.is_dataclass(value):
+        return _rebuild_dataclass(value, items)
+    return _rebuild_collection(value, items)
+
+
+def _rebuild_mapping(value: Any, pairs: dict[Any, object]) -> Any:
+    kind: Any = type(value)
+    if kind is dict:
+        return pairs
+    if not isinstance(value, dict):
+        return kind(pairs)
     clone = copy.copy(value)  # OrderedDict, defaultdict, transformers' ModelOutput: keep type and attributes
     for key, item in pairs.items():
         clone[key] = item
     return clone
+
+
+def _rebuild_dataclass(value: Any, items: list[object]) -> Any:
+    clone = copy.copy(value)  # not dataclasses.replace: fields with init=False, __post_init__ must not run again
+    for field, item in zip(dataclasses.fields(value), items, strict=True):
+        if item is not getattr(value, field.name, None):
+            object.__setattr__(clone, field.name, item)
+    return clone
+
+
+def _rebuild_collection(value: Any, items: list[object]) -> Any:
+    if isinstance(value, MappingView):
+        return items
+    kind: Any = type(value)
+    try:
+        if isinstance(value, deque):
+            return kind(items, value.maxlen)
+        return kind(items)
+    except TypeError as error:
+        raise TypeError(
+            f"amp casts tensors in a {kind.__name__} that a model was given or returned - a collection is made again of"
+            f" its items, and {kind.__name__}([...]) raises {error} - give it a `to(dtype)` method, or pass a list."
+        ) from error

@@ -452,6 +452,68 @@ def test_disable_casts_nests_and_survives_exceptions():
     assert product() == HALF
 
 
+def test_one_disable_casts_entered_twice_ends_with_its_last_exit():
+    at("O1")
+    context = disable_casts()
+    with context:
+        with context:
+            assert product() == FLOAT
+        assert product() == FLOAT
+    assert product() == HALF
+    with context:
+        assert product() == FLOAT
+    assert product() == HALF
+
+
+def test_disable_casts_decorates_functions():
+    at("O1")
+
+    @disable_casts()
+    def wide(depth):
+        """Say what it does."""
+        found = [product()]
+        return found + wide(depth - 1) if depth else found
+
+    assert wide.__doc__ == "Say what it does."
+    for _ in range(2):
+        assert wide(2) == [FLOAT] * 3
+        assert product() == HALF
+
+    @disable_casts()
+    def failing():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert product() == HALF
+
+
+def test_one_disable_casts_in_two_threads():
+    """They leave it in the order in which they came."""
+    model, _ = at("O1")
+    context, entered, leave = disable_casts(), threading.Event(), threading.Event()
+    seen = []
+
+    def other():
+        with context:
+            entered.set()
+            leave.wait(60)
+            model(torch.randn(2, 4))
+        model(torch.randn(2, 4))
+        seen.extend(model.seen)
+
+    thread = threading.Thread(target=other)
+    with context:
+        thread.start()
+        entered.wait(60)
+        assert product() == FLOAT
+    assert product() == HALF
+    leave.set()
+    thread.join()
+    assert seen == [FLOAT, HALF]
+    assert product() == HALF
+
+
 def test_disable_casts_in_a_forward():
     class Featurizer(Probe):
         def forward(self, x):

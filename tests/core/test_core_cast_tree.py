@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from ampcompat import amp
 from ampcompat.amp._initialize import applier
 from ampcompat.amp.trees import cast_tree, map_tree, tensors_in
 
@@ -41,6 +42,27 @@ class Movable:
 
 class MyList(list):
     pass
+
+
+class Recent(collections.deque):
+    pass
+
+
+class Bag(collections.UserList):
+    pass
+
+
+class Fixed(collections.abc.Sequence):
+    """A collection that is not made of a list."""
+
+    def __init__(self, first, second):
+        self.items = [first, second]
+
+    def __len__(self):
+        return len(self.items)
+
+    def __getitem__(self, index):
+        return self.items[index]
 
 
 def ones():
@@ -89,6 +111,70 @@ def test_containers_keep_their_type_and_change_nothing_in_the_callers(make):
     assert cast_tree(value, torch.float32) is value
 
 
+@pytest.mark.parametrize("kind", [collections.deque, Recent, set, frozenset, Bag, collections.UserList])
+def test_any_collection_is_cast_as_apex_did(kind):
+    x, index = ones(), torch.arange(2)
+    value = kind([x, index, "s"])
+    got = cast_tree(value, HALF)
+    assert type(got) is kind
+    assert {type(item) for item in got} == {torch.Tensor, str}
+    assert {item.dtype for item in got if isinstance(item, torch.Tensor)} == {HALF, torch.int64}
+    assert any(item is index for item in got)
+    assert any(item is x for item in value)
+    assert len(value) == 3
+    assert cast_tree(value, torch.float32) is value
+    assert {id(tensor) for tensor in tensors_in(value)} == {id(x), id(index)}
+    assert cast_tree({"deep": [value]}, HALF)["deep"][0] is not value
+
+
+class Each(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, batch):
+        return type(batch)([self.layer(x) for x in batch])
+
+
+@pytest.mark.parametrize("kind", [collections.deque, set, collections.UserList])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_half_model_takes_and_gives_collections(level, kind):
+    model = amp.initialize(Each(), opt_level=level, verbosity=0)
+    found = model(kind([ones()]))
+    assert type(found) is kind
+    assert [x.dtype for x in found] == [torch.float32]
+
+
+def test_a_deque_keeps_its_length():
+    got = cast_tree(Recent([ones()], maxlen=3), HALF)
+    assert (got.maxlen, got[0].dtype, len(got)) == (3, HALF, 1)
+
+
+def test_views_of_a_mapping_become_lists():
+    held = {"a": ones(), "b": torch.arange(2)}
+    got = cast_tree(held.values(), HALF)
+    assert type(got) is list
+    assert [item.dtype for item in got] == [HALF, torch.int64]
+
+
+def test_a_collection_that_cannot_be_made_of_its_items_is_refused():
+    assert cast_tree(value := Fixed(torch.arange(2), "s"), HALF) is value
+    with pytest.raises(TypeError, match=r"amp casts tensors in a Fixed .* give it a `to\(dtype\)` method"):
+        cast_tree(Fixed(ones(), ones()), HALF)
+
+
+def test_collections_of_registered_functions_are_left_alone():
+    """A method's own ``self`` may be one."""
+    value = Bag([ones()])
+    assert map_tree(value, lambda t: t.half(), objects=False) is value
+
+
+def test_iterators_are_not_used_up():
+    value = iter([ones()])
+    assert cast_tree(value, HALF) is value
+    assert torch.equal(next(value), ones())
+
+
 def tensors(value):
     if isinstance(value, torch.Tensor):
         return [value]
@@ -120,7 +206,8 @@ def test_packed_sequences_and_objects_with_to():
 @pytest.mark.parametrize(
     "value",
     [np.ones(2, np.float32), np.float32(1), "text", b"bytes", 3, 2.5, None, True, torch.float32, torch.device("cpu")]
-    + [torch.nn.Linear(1, 1), Movable, Batch, [], (), {}, object(), {1, 2}, range(3), slice(1, 2)],
+    + [torch.nn.Linear(1, 1), Movable, Batch, [], (), {}, object(), {1, 2}, range(2**62), slice(1, 2)]
+    + [collections.deque([1]), frozenset("a"), Bag(), Bag([1]), {1: 2}.keys(), memoryview(b"ab"), np.ma.zeros(2)],
     ids=lambda v: type(v).__name__,
 )
 def test_everything_else_is_handed_through_as_it_is(value):

@@ -110,6 +110,21 @@ def state_dict_on_rank_0_alone_before_wrapping(level: str) -> None:
     everything_is_equal(model, optimizer)
 
 
+def masters_of_two_layouts(level: str) -> None:
+    """Rank 0 makes its masters before the weights are laid out anew, the others afterwards."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.Flatten(), nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.05)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if dist.get_rank() == 0:
+        model.state_dict()
+    model.to(memory_format=torch.channels_last)
+    model.state_dict()
+    DistributedDataParallel(model)
+    everything_is_equal(model, optimizer)
+    equal_on_ranks(model.state_dict().values())
+
+
 def the_model_inside_another_module(level: str) -> None:
     model, optimizer, run = made(level, wrap=lambda model: DistributedDataParallel(nn.Sequential(model, nn.Tanh())))
     for at in range(3):
@@ -447,6 +462,7 @@ CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
     (different_seeds, LEVELS),
     (masters_are_rank_0s_to_the_last_bit, MASTERS),
     (state_dict_on_rank_0_alone_before_wrapping, MASTERS),
+    (masters_of_two_layouts, MASTERS),
     (the_model_inside_another_module, MASTERS),
     (overflow_on_one_rank, ["O1", "O2"]),
     (reduced_after_accumulation, ["O1", "O2"]),

@@ -238,6 +238,16 @@ def consolidates_and_resumes(level: str) -> None:
         equal_on_ranks(model.parameters())
 
 
+def consolidates_weights_laid_out_anew(level: str) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(*[nn.Conv2d(4, 4, 2) for _ in range(4)])
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = amp.initialize(model, sharded_adam(model.parameters()), opt_level=level, verbosity=0)
+    model.to(memory_format=torch.channels_last)
+    got = exact(model, optimizer)
+    assert all(torch.equal(got[name], value) for name, value in want.items())
+
+
 def takes_another_group(level: str) -> None:
     ends = []
     for optimizer_of in (adam, sharded_adam):
@@ -348,6 +358,7 @@ CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
     (clipping_sees_all_gradients, MASTERS),
     (accumulates_under_no_sync, ["O1", "O2"]),
     (consolidates_and_resumes, ["O1", "O2"]),
+    (consolidates_weights_laid_out_anew, MASTERS),
     (takes_another_group, ["O1", "O2"]),
     (steps_with_a_closure, ["O1", "O2"]),
     (clears_what_it_is_told_to, ["O2"]),

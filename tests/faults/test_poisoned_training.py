@@ -154,11 +154,11 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
 
     made = []
 
-    def copies(halves, real=_torch.float32_copies):
+    def copies(halves, like, real=_torch.float32_copies):
         made.append(1)
         if len(made) == at:
             raise MemoryError
-        return real(halves)
+        return real(halves, like)
 
     monkeypatch.setattr(block, "CPU_CHUNK", 16)
     model, optimizer = started()

@@ -276,3 +276,52 @@ def test_a_forward_that_was_taken_from_the_instance_before_amp_was_left():
     amp.initialize(model, optimizer, enabled=False)
     assert model.head.weight.dtype == torch.float32
     assert torch.equal(forward(batch()), model(batch()))
+
+
+class Affine(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("mean", torch.full((4,), 1 / 3))
+
+    def forward(self, x):
+        return self.layer(x - self.mean)
+
+
+@WAYS
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_copy_made_under_inference_mode_is_one_with_masters(level, way):
+    """In plain torch its tensors could not be trained; those with masters can."""
+    model, optimizer = made(Affine, level)
+    train(model, optimizer)
+    want = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.inference_mode():
+        clone = way(model)
+        assert torch.equal(clone(batch()), model(batch()))
+    assert torch.equal(clone.eval()(batch()), model.eval()(batch()))
+    for name, value in clone.state_dict().items():
+        assert torch.equal(value, want[name]), name
+    masters_agree(clone)
+    if level in MASTER_LEVELS:
+        optimizer = torch.optim.SGD(clone.parameters(), lr=0.1)
+        clone, optimizer = amp.initialize(clone, optimizer, opt_level=level, verbosity=0)
+        train(clone, optimizer)
+        masters_agree(clone, optimizer)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want[name]), name
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_what_inference_mode_puts_in_the_place_of_a_half_tensor_is_followed(level):
+    model, _optimizer = made(Affine, level)
+    model.state_dict()
+    with torch.inference_mode():
+        model.mean = model.mean + 1
+        model.layer.weight = nn.Parameter(model.layer.weight + 1)
+        with pytest.warns(UserWarning, match="was replaced after amp.initialize"):
+            model(batch())
+    want = {name: value.detach().float() for name, value in model.named_parameters()} | {"mean": model.mean.float()}
+    assert all(
+        torch.equal(value.to(model.mean.dtype).float(), want[name]) for name, value in model.state_dict().items()
+    )
+    masters_agree(model)

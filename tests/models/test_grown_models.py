@@ -87,3 +87,87 @@ def test_loading_float32_into_a_new_head_reaches_its_masters():
     for name, value in incoming.items():
         assert torch.equal(model.state_dict()[name], value)
     masters_agree(model)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_half_parameter_of_no_model_is_trained_by_a_master(level):
+    model, optimizer = started(level)
+    amp._amp_state.loss_scalers[0]._loss_scale = 8.0
+    loose = torch.nn.Parameter(torch.ones(4, dtype=HALF[level]))
+    optimizer.add_param_group({"params": [loose], "lr": 2.0**-14, "momentum": 0.0})
+    for _ in range(3):
+        with amp.scale_loss(loose.float().sum() + model(batch()).sum() * 0, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    *_, master = amp.master_params(optimizer)
+    assert torch.equal(master, torch.full((4,), 1 - 3 * 2.0**-14))  # no half holds it
+    assert torch.equal(loose, master.to(HALF[level]))
+
+
+def pair(level):
+    """Two models of two layers, their optimizers, and what a forward of the first is given."""
+    torch.manual_seed(0)
+    models = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
+    models, optimizers = amp.initialize(models, optimizers, opt_level=level, verbosity=0, loss_scale=8.0)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, range(8))  # masters are compared by value no more
+    return models, optimizers
+
+
+def by_index(a, b):
+    a[0] = b[0]
+
+
+def by_name(a, b):
+    a.add_module("0", b[0])
+
+
+def in_a_wrapper(a, b):
+    a[0] = torch.nn.Sequential(torch.nn.Identity(), b[0])
+
+
+MOVES = pytest.mark.parametrize("move", [by_index, by_name, in_a_wrapper])
+
+
+@MOVES
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_layer_of_another_model_is_followed_where_it_is_now(level, move):
+    (a, b), optimizers = pair(level)
+    layer = b[0]
+    move(a, b)
+    with torch.no_grad():
+        b.state_dict()["0.weight"].fill_(1 / 3)
+    a(batch())
+    assert torch.equal(layer.weight, torch.full((4, 4), 1 / 3).to(layer.weight.dtype))
+    layer.weight.data.fill_(0.25)
+    assert amp.sync_masters(a) == 1
+    assert amp.sync_masters(b) == 0
+    layer.weight = torch.nn.Parameter(torch.full((4, 4), 0.75))
+    with pytest.warns(UserWarning, match="was replaced after amp.initialize"):
+        a(batch())
+    for model in (a, b):
+        assert any(torch.equal(value, torch.full((4, 4), 0.75)) for value in model.state_dict().values())
+        masters_agree(model)
+
+
+@MOVES
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_layer_of_another_model_is_trained_by_its_optimizer(level, move):
+    (a, b), optimizers = pair(level)
+    dead = [p.detach().clone() for p in amp.master_params(optimizers[0])][:2]
+    layer = b[0]
+    move(a, b)
+    before = b.state_dict()["0.weight"].clone()
+    with amp.scale_loss((layer.weight.float() * 2.0**-6).sum() + 0 * a(batch()).sum(), optimizers) as scaled:
+        scaled.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert torch.equal(b.state_dict()["0.weight"], before - 0.5 * 2.0**-6)
+    assert all(torch.equal(old, now) for old, now in zip(dead, amp.master_params(optimizers[0]), strict=False))
+    masters_agree(a)
+    for model in (amp.unwrap(a), copy.deepcopy(a)):
+        assert any(torch.equal(value, before - 0.5 * 2.0**-6) for value in model.state_dict().values())
+    amp.initialize([a, b], optimizers, enabled=False)
+    assert all(p.dtype == torch.float32 for model in (a, b) for p in model.parameters())

@@ -187,6 +187,84 @@ def replaced_by_a_float32_one(level):
     replaced(level, torch.float32)
 
 
+def buffer_assigned(level):
+    run = Run(level)
+    run.model.register_buffer("mean", thirds(3).to(run.dtype))
+    exact = thirds(3)
+    run.model.load_state_dict({"mean": exact}, strict=False)
+    run.model.mean = run.model.mean.clone()
+    run.model.mean[0] = ROW
+    exact[0] = ROW
+    run.forward()
+    assert torch.equal(run.model.state_dict()["mean"], exact)
+    for other in (thirds(4), thirds(4).to(run.dtype)[:1]):
+        run.model.mean = other
+        run.forward()
+        assert run.model.mean is other
+        assert torch.equal(run.model.state_dict()["mean"], other.float())
+
+
+class Tied(torch.nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(4, 2, bias=False)
+        self.a.weight = self.b.weight = weight
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+def replaced_and_added(level):
+    run = Run(level)
+    new = run.model.weight = torch.nn.Parameter(thirds(1))
+    run.optimizer.add_param_group({"params": [new], "lr": 1.0})
+    gradient = torch.full((2, 4), 2.0**-10)
+    run.step(gradient)
+    assert torch.equal(run.held, run.exact)
+    assert torch.equal(run.optimizer.param_groups[1]["params"][0], thirds(1) - gradient)
+    assert torch.equal(new, (thirds(1) - gradient).to(run.dtype))
+
+
+def tied_model(level):
+    model = Tied(torch.nn.Parameter(thirds()))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    return model, next(amp.master_params(optimizer))
+
+
+def untied(level):
+    model, master = tied_model(level)
+    old = model.a.weight
+    new = model.b.weight = torch.nn.Parameter(thirds(1))
+    with pytest.warns(UserWarning, match="was untied after amp.initialize"):
+        model(torch.ones(1, 4))
+    assert model.a.weight is old
+    assert model.b.weight is new
+    assert torch.equal(master, thirds())
+    assert torch.equal(old, thirds().to(old.dtype))
+    assert torch.equal(new, thirds(1).to(old.dtype))
+    assert torch.equal(model.state_dict()["b.weight"], thirds(1))
+
+
+def tied_to_another(level):
+    model, master = tied_model(level)
+    run = Run(level)
+    with torch.no_grad():
+        run.held.copy_(thirds(1))
+    run.forward()
+    old = run.model.weight
+    run.model.weight = model.a.weight
+    run.forward()
+    assert torch.equal(run.held, thirds(1))
+    assert torch.equal(old, thirds(1).to(run.dtype))
+    assert torch.equal(run.model.state_dict()["weight"], master)
+    with torch.no_grad():
+        run.model.state_dict()["weight"].copy_(thirds(2))
+    run.forward()
+    assert torch.equal(master, thirds(2))
+    assert torch.equal(model.b.weight, thirds(2).to(run.dtype))
+
+
 def moved_to_a_device(level):
     if not torch.cuda.is_available():
         pytest.skip("needs a second device")
@@ -197,6 +275,18 @@ def moved_to_a_device(level):
     assert run.model.weight.is_cuda
     assert run.held.is_cuda
     run.sides_are(run.exact)
+
+
+def laid_out_anew(level):
+    run = Run(level)
+    run.model.weight.data = run.model.weight.data.t().contiguous().t()
+    run.forward()
+    run.sides_are(run.exact)
+    assert run.held.stride() == (4, 1)
+    run.step(torch.full((2, 4), 2.0**-10))
+    run.sides_are(run.exact - 2.0**-10)
+    assert run.model.weight.stride() == (1, 2)
+    assert run.held.stride() == (4, 1)
 
 
 def made_float(level):
@@ -245,7 +335,12 @@ EVENTS = {
     "value written": [value_written],
     "both written after ``state_dict``": [both_written_after_state_dict],
     "parameter replaced in its module": [replaced, replaced_by_a_float32_one],
+    "buffer assigned in its module": [buffer_assigned],
+    "replaced, and added to an optimizer": [replaced_and_added],
+    "replaced under one of its names: untied": [untied],
+    "replaced by another's half: tied to it": [tied_to_another],
     "``model.to(device)``": [moved_to_a_device],
+    "other strides (``memory_format=``)": [laid_out_anew],
     "``model.float()`` and the like": [made_float],
     "deepcopy, pickle": [copied],
     "``initialize`` at another level": [initialized_at_another_level],
@@ -264,6 +359,17 @@ def test_levels_without_masters_step_the_weight_itself():
     for level in ("O0", "O1", "O3"):
         run = Run(level)
         assert run.held is run.model.weight
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_at_a_half_level_without_masters_the_weight_itself_is_stepped(level):
+    run = Run(level)
+    amp.initialize(run.model, run.optimizer, opt_level="O3", cast_model_type=run.dtype, loss_scale=128.0, verbosity=0)
+    assert run.held is run.model.weight
+    before = run.model.weight.detach().clone()
+    run.step(torch.full((2, 4), 0.5))
+    assert torch.equal(run.model.weight, before - 0.5)
+    assert torch.equal(run.model.state_dict()["weight"], run.model.weight.float())
 
 
 def test_every_row_of_the_table_has_a_test():

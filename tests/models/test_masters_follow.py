@@ -1,7 +1,6 @@
 """Who writes a half weight or its master, and that the other side follows: DESIGN's invariant, bitwise."""
 
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -187,42 +186,6 @@ def test_what_is_saved_right_after_a_replacement_is_the_new_parameter_which_trai
     assert not amp.step_was_skipped(optimizer)
     masters_agree(model, optimizer)
     assert 0 < (model.state_dict()["head.weight"] - 1 / 3).abs().max() < 0.01
-
-
-@pytest.mark.parametrize("way", ["trained", "copied", "pickled"])
-@pytest.mark.parametrize("name", ["encoder", "decoder"])
-@pytest.mark.filterwarnings("ignore:Parameter 'weight' of a Linear was replaced")
-def test_either_name_of_a_tied_weight_can_be_replaced(name, way):
-    model, optimizer = initialized(kind=Tied)
-    if way != "trained":
-        model = copy.deepcopy(model) if way == "copied" else pickle.loads(pickle.dumps(model))
-    new = nn.Parameter(torch.rand(4, 4) / 8)
-    want = new.detach().clone()
-    getattr(model, name).weight = new
-    model(batch())
-    assert model.encoder.weight is model.decoder.weight is new
-    assert new.dtype == torch.float16
-    assert torch.equal(model.state_dict()["encoder.weight"], want)
-    masters_agree(model)
-    if way == "trained":
-        train(model, optimizer)
-        assert not torch.equal(model.state_dict()["encoder.weight"], want)
-
-
-@pytest.mark.parametrize("name", ["left", "right"])
-@pytest.mark.filterwarnings("ignore:Parameter '(left|right)' of a Twice was replaced")
-def test_either_name_in_one_module_too(name):
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.left = self.right = nn.Parameter(torch.eye(4))
-
-        def forward(self, x):
-            return x @ self.left @ self.right
-
-    model, _ = initialized(kind=Twice)
-    setattr(model, name, nn.Parameter(2 * torch.eye(4)))
-    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 4.0))
 
 
 def test_replacement_by_another_shape_says_that_it_is_not_trained():

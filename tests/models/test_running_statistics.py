@@ -88,3 +88,54 @@ def test_several_forwards_before_one_backward():
     assert model[1].num_batches_tracked == 18
     assert not any(torch.equal(value, first[name]) for name, value in statistics(model).items())
     assert not all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
+
+
+class Averaging(nn.Module):
+    """Assigns its buffer in each forward, computed in ``dtype`` (None: as it comes)."""
+
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.dtype = dtype
+        self.register_buffer("mean", torch.full((4,), 1 / 3))
+        self.register_buffer("last", torch.zeros(3))
+
+    def forward(self, x):
+        mean = self.mean if self.dtype is None else self.mean.to(self.dtype)
+        self.mean = mean * 0.9 + x.mean((0, -1)).to(mean.dtype) * 0.1
+        self.last = x.to(mean.dtype).sum(-1)
+        return self.layer(x.mean(-1) - self.mean.to(x.dtype))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
+@pytest.mark.parametrize("level", ["O2", "O3", "O5"])
+def test_a_buffer_that_a_forward_assigns_is_what_it_assigned_however_often_it_is_saved(level, dtype):
+    ends = []
+    for saves in (False, True):
+        torch.manual_seed(0)
+        model = Averaging(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+        for seed in range(4):
+            if saves:
+                saved = model.state_dict()
+                assert torch.equal(saved["mean"].to(model.mean.dtype), model.mean) or not seed
+                amp.unwrap(model)
+            train(model, optimizer, 1)
+        ends.append((model.mean, model.last, model.layer.weight.detach()))
+    for one, other in zip(*ends, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_low_bits_of_a_loaded_buffer_stay_where_a_forward_assigns_the_same_values(level):
+    model = amp.initialize(Averaging(), opt_level=level, verbosity=0)
+    exact = torch.rand(4, generator=torch.Generator().manual_seed(0))
+    model.load_state_dict({"mean": exact}, strict=False)
+    with torch.no_grad():
+        model.mean = model.mean.clone()
+        model.mean[0] = 0.5
+    want = exact.clone()
+    want[0] = 0.5
+    assert torch.equal(model.state_dict()["mean"], want)

@@ -52,6 +52,18 @@ def test_the_model_goes_on_training_and_shares_nothing():
     assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_under_inference_mode_it_is_a_model_of_normal_tensors(level):
+    model, _ = trained(level)
+    with torch.inference_mode():
+        plain = amp.unwrap(model)
+    for (name, got), (_, want) in zip(plain.state_dict().items(), model.state_dict().items(), strict=True):
+        assert torch.equal(got, want), name
+    with amp.disable_casts():
+        plain(batch()).sum().backward()
+    assert all(param.grad is not None for param in plain.parameters())
+
+
 def test_its_pickle_does_not_know_ampcompat():
     model, _ = trained("O2")
     assert b"ampcompat" in pickle.dumps(model)

@@ -1,5 +1,7 @@
 """What users and torch put around, on, or into a model goes on working."""
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -139,6 +141,85 @@ def test_a_parametrization_registered_after_initialize_trains_the_same_master():
     train(model, optimizer)
     assert all(not torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
     masters_agree(model, optimizer)
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+def parametrized_root(level, when):
+    """A model whose own weight is parametrized, before ``initialize`` or after."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    if when == "before":
+        parametrize.register_parametrization(model, "weight", Symmetric())
+    model, optimizer = initialized(model, level)
+    if when == "after":
+        parametrize.register_parametrization(model, "weight", Symmetric())
+    train(model, optimizer, 2)
+    return model, optimizer
+
+
+ROOTS = pytest.mark.parametrize("when", ["before", "after"])
+
+
+@ROOTS
+@pytest.mark.parametrize("level", LEVELS)
+def test_parametrizations_of_a_root_can_be_removed(level, when):
+    model, optimizer = parametrized_root(level, when)
+    want = model.eval()(batch())
+    parametrize.remove_parametrizations(model, "weight")
+    assert type(model).__name__ == "Linear"
+    assert torch.equal(model(batch()), want)
+    before = model.state_dict()["weight"].clone()
+    train(model, optimizer, 2)
+    assert not torch.equal(model.state_dict()["weight"], before)
+    masters_agree(model, optimizer)
+    assert type(amp.unwrap(model)) is nn.Linear
+    amp.initialize(model, optimizer, enabled=False)
+    assert type(model) is nn.Linear
+
+
+@ROOTS
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parametrized_root_is_copied_unwrapped_and_taken_out_of_amp(level, when):
+    model, optimizer = parametrized_root(level, when)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    reference = nn.Linear(4, 4)
+    parametrize.register_parametrization(reference, "weight", Symmetric())
+    reference.load_state_dict(saved)
+    clone, plain = copy.deepcopy(model), amp.unwrap(model)
+    assert torch.equal(clone(batch()), model(batch()))
+    amp.initialize(model, optimizer, enabled=False)
+    want = reference(batch())
+    for found in (plain, model):
+        assert parametrize.is_parametrized(found)
+        assert parametrize.type_before_parametrizations(found) is nn.Linear
+        with amp.disable_casts():
+            assert torch.equal(found(batch()), want)
+        parametrize.remove_parametrizations(found, "weight")
+        assert type(found) is nn.Linear
+        assert b"ampcompat" not in pickle.dumps(found)
+    assert clone(batch()).dtype == initialized(nn.Linear(4, 4), level)[0](batch()).dtype
+    optimizer.zero_grad()
+    model(batch()).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, plain.weight)
+
+
+def test_a_class_that_a_script_derives_stays_when_the_model_leaves_amp():
+    model, _ = initialized(nn.Linear(4, 4), "O2")
+
+    class Derived(type(model)):
+        pass
+
+    own = Derived(4, 4)
+    optimizer = torch.optim.SGD(own.parameters(), lr=0.1)
+    amp.initialize(own, optimizer, opt_level="O2", verbosity=0)
+    amp.initialize(own, optimizer, enabled=False)
+    assert type(own) is Derived
+    assert own(batch()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("level", LEVELS)
