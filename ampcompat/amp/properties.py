@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +74,22 @@ def checked_option(name: str, value: object) -> Any:
     rule = "True, False, 'True', 'False' or None - pass one of these"
     _require(isinstance(value, bool) or value in ("True", "False"), name, value, rule)
     return value in (True, "True")
+
+
+def refuse_other_level(enabled: object, opt_level: object) -> None:
+    """Refuse a string in the place of ``enabled`` that names another level than ``opt_level``, however it is spelt.
+
+    Scripts that pass the level as the third argument, which is ``enabled``, trained at O1 under apex. A level from
+    outside overrides both.
+    """
+    if not isinstance(enabled, str) or os.environ.get("AMPCOMPAT_OPT_LEVEL"):
+        return
+    named = re.sub("^[oO0]", "O", enabled)
+    if named in LEVELS and named != opt_level:
+        raise TypeError(
+            f"amp.initialize got {enabled!r} as its third argument, which is enabled, while opt_level={opt_level!r} -"
+            f" pass the level by name: amp.initialize(model, optimizer, opt_level={named!r})."
+        )
 
 
 def check_keywords(

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-from core_kit import Net, net, sgd
+from core_kit import Net, net, sgd, train
 
 from ampcompat import amp
 from ampcompat._state import state
@@ -544,13 +544,64 @@ def test_there_are_enough_of_them():
     assert len(BEFORE) + len(AFTER) >= 40
 
 
-def test_a_level_in_the_place_of_enabled_is_named():
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"got 'O2' as its third argument, which is enabled - .*opt_level='O2'"):
-        amp.initialize(model, optimizer, "O2")
-    assert type(model) is torch.nn.Linear
+@pytest.mark.parametrize(
+    ("enabled", "level", "meant"),
+    [("O2", "O1", "O2"), ("02", "O1", "O2"), ("o3", "O1", "O3"), ("O1", "O2", "O1"), ("O9", "O9", None)],
+)
+def test_another_level_in_the_place_of_enabled(enabled, level, meant, capsys):
+    model = net()
+    rule = f"got '{enabled}' as its third argument, which is enabled, while opt_level='{level}' - .*opt_level='{meant}'"
+    error = (RuntimeError, "Unexpected optimization level 'O9'") if meant is None else (TypeError, rule)
+    with pytest.raises(error[0], match=error[1]):
+        amp.initialize(model, sgd(model), enabled, level)
+    assert type(model) is Net
     assert state.session is None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("enabled", "rest", "level"),
+    [
+        ("O1", (), "O1"),
+        ("01", (), "O1"),
+        ("O2", ("O2",), "O2"),
+        ("dynamic", (), "O1"),
+        ("False", (), "O1"),
+        (1, (), "O1"),
+    ],
+)
+def test_what_is_true_in_the_place_of_enabled_enables(enabled, rest, level, capsys):
+    model = net()
+    model, optimizer = amp.initialize(model, sgd(model), enabled, *rest, verbosity=0)
+    assert amp._amp_state.opt_properties.opt_level == level
+    assert amp._amp_state.opt_properties.enabled is True
+    train(model, optimizer)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    if enabled == 1:
+        assert printed.err == ""
+    else:
+        (line,) = printed.err.splitlines()
+        assert f"got {enabled!r} as its third argument, which is enabled" in line
+        assert f"amp is on, at {level}" in line
+
+
+def test_an_empty_string_disables_as_under_apex(capsys):
+    model = net()
+    amp.initialize(model, sgd(model), "")
+    assert type(model) is Net
+    assert amp._amp_state.opt_properties.enabled is False
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "amp is off" in line
+
+
+@pytest.mark.parametrize(("third", "outside"), [("O1", "O2"), ("O2", "O2"), ("O2", "O3")])
+def test_a_level_from_outside_overrides_one_as_enabled(third, outside, monkeypatch, capsys):
+    monkeypatch.setenv("AMPCOMPAT_OPT_LEVEL", outside)
+    model = net()
+    amp.initialize(model, sgd(model), third, verbosity=0)
+    assert amp._amp_state.opt_properties.opt_level == outside
+    assert f"amp is on, at {outside}" in capsys.readouterr().err
 
 
 class Scripted(torch.nn.Module):
