@@ -9,6 +9,7 @@ from typing import Any
 from ampcompat._log import say, warn_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
+from ampcompat.amp.properties import is_scale
 from ampcompat.amp.scaler import LossScaler
 
 _PREFIX = "loss_scaler"
@@ -107,7 +108,7 @@ def _entry(name: str, parts: object) -> Entry:
         value, count = float(scale), int(unskipped)
     except Exception:  # whatever a foreign object raises
         value, count = math.nan, -1
-    if not (math.isfinite(value) and value > 0) or not 0 <= count < 2**31:
+    if not is_scale(value) or not 0 <= count < 2**31:
         raise ValueError(
             f"amp.load_state_dict: {name} has loss_scale={scale!r}, unskipped={unskipped!r} - a positive finite number"
             " and a count are needed - the checkpoint is damaged; leave the amp part out to start from the defaults."

@@ -14,7 +14,7 @@ from ampcompat.amp import cpu_convolution, ddp
 from ampcompat.amp.amp_model import ModelPolicy, device_types_of
 from ampcompat.amp.autocast import Casts, cover, set_ambient, uncover
 from ampcompat.amp.properties import HALF_DTYPES, Properties
-from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.scaler import LossScaler, check_scaler
 
 
 @dataclass(eq=False, repr=False)
@@ -50,6 +50,8 @@ class Session:
                 f"amp._amp_state.loss_scalers = {scalers!r} - it must be a list of amp.scaler.LossScaler - put"
                 " amp.scaler.LossScaler(scale) or LossScaler('dynamic') into it, one per loss."
             )
+        for index, scaler in enumerate(found):
+            check_scaler(scaler, index)
         self.scalers = found
 
     def begin_casts(self) -> None:

@@ -351,10 +351,10 @@ def test_a_step_at_scale_one_was_not_skipped(level):
 def test_gradients_unscaled_by_hand():
     scaler = amp.scaler.LossScaler(8.0)
     grads = [torch.full((2,), 16.0), torch.full((3,), 4.0)]
-    scaler.unscale_(grads)
+    scaler.unscale_grads(grads)
     assert [g.tolist() for g in grads] == [[2.0, 2.0], [0.5, 0.5, 0.5]]
     dynamic = amp.scaler.LossScaler()
-    dynamic.unscale_([torch.tensor([float("inf")])])
+    dynamic.unscale_grads([torch.tensor([float("inf")])])
     assert dynamic.update_scale()
     assert dynamic.loss_scale() == 2.0**15
 
