@@ -214,7 +214,7 @@ def cover(device_types: Iterable[str]) -> None:
             _torch.patch_function_bodies(_record_forward, _body, undo)
             _torch.patch_autocast_regions(_region, undo)
             room.patches = undo.pop_all()
-        state.undo.callback(uncover)
+        state.undo_once(uncover)
     rules.acquire(device_types)
     rules.wrap_registered()
     if "cpu" in device_types:
