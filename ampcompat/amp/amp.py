@@ -174,6 +174,7 @@ def init(
     made = Session(properties, half, scalers=[LossScaler(properties.loss_scale)], by_init=True)
     state.rules.allow_banned = allow_banned
     device_types = device_types_of(state.models.live) & set(_torch.autocast_device_types()) | {_torch.accelerator()}
+    made.device_types = device_types
     cover(device_types)
     for policy in [model.__dict__["_amp_policy"] for model in state.models.live]:
         if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype

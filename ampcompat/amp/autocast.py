@@ -194,6 +194,14 @@ def assert_ambience() -> None:
     torch.set_autocast_cache_enabled(room.found.cache and room.ambient is None)
 
 
+def switch_this_forward(on: bool) -> None:
+    """Switch casts inside the forward of a casting model that this thread is in the middle of, until its end."""
+    thread = state.casts.thread
+    if thread.forwards and not thread.off:
+        for device_type in state.casts.device_types:
+            torch.set_autocast_enabled(device_type, on)
+
+
 def _forked() -> None:
     """Switch casts off: a forked worker (DataLoader) inherits this thread's, but works beside it."""
     for device_type in state.casts.device_types if state.casts.ambient else ():
