@@ -27,7 +27,7 @@ ROWS: Final[tuple[dict[str, float], ...]] = (
     {"stash": 4.0, "misuse": 5.05},
     {"block": 4.5},
     {"optimizer": 3.8},
-    {"handle": 4.2, "checkpoint": 6.0},
+    {"_process_optimizer": 2.2, "handle": 4.2, "checkpoint": 6.0},
     {"compat": 0.0, "rnn_compat": 1.0, "frontend": 2.8, "amp": 4.0, "opt": 5.0, "__version__": 6.0},
     {"__init__": 3.6},
 )
@@ -35,10 +35,10 @@ ROWS: Final[tuple[dict[str, float], ...]] = (
 BASE: Final = 2
 #: Rooms that hold names which legacy code imports, and little else.
 THIN: Final = frozenset(
-    ("__version__", "_amp_state", "_initialize", "compat", "handle", "opt", "rnn_compat", "utils", "wrap")
-)
+    ("__version__", "_amp_state", "_initialize", "_process_optimizer", "compat", "handle", "opt", "rnn_compat", "utils")
+) | {"wrap"}
 #: Of these, names alone: the facade imports them so that scripts find them, which takes no arrow.
-NAMES: Final = frozenset(("__version__", "_initialize", "compat", "rnn_compat", "utils", "wrap"))
+NAMES: Final = frozenset(("__version__", "_initialize", "_process_optimizer", "compat", "rnn_compat", "utils", "wrap"))
 #: What the facade, ``amp/__init__.py``, may import from above, inside functions only.
 FACADE_MAY_IMPORT: Final = frozenset(("explain", "report", "scale_log"))
 

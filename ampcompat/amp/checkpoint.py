@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -20,7 +21,7 @@ def state_dict(destination: Any = None) -> Any:
     """Return scale and clean passes of every loss scaler (``apex/amp/frontend.py: state_dict``).
 
     Args:
-        destination: Dict to fill; None makes a new one.
+        destination: Dict to fill; None makes a new ``OrderedDict``.
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``: plain numbers, safe for
@@ -30,7 +31,7 @@ def state_dict(destination: Any = None) -> Any:
     if destination is not None and not isinstance(destination, MutableMapping):
         got = type(destination).__name__
         raise TypeError(f"amp.state_dict got {got} as destination - it must be a dict or None - leave it out.")
-    found = {} if destination is None else destination
+    found: Any = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(() if state.session is None else state.session.scalers):
         found[f"{_PREFIX}{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return found

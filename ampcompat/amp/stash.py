@@ -74,6 +74,11 @@ class AmpOptimizerState:
         """The tensors that a backward pass gives gradients to."""
         return [*[master.half for master in self.masters], *self.direct]
 
+    def stashed(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradient that is aside for each of ``params``, if any."""
+        aside = {id(param): grad for param, grad in self.aside}
+        return [aside.get(id(param)) for param in params]
+
     def first_gradient(self) -> torch.Tensor | None:
         """The first gradient that there is in the model, to tell new ones from old ones by."""
         leaves = chain(map(operator.attrgetter("half"), self.masters), self.direct)  # the first of all mostly has one
@@ -160,6 +165,9 @@ class AmpOptimizerState:
     all_fp16_params = property(lambda s: [m.half for m in s.masters] or [p for p in s.direct if p.dtype in HALF_DTYPES])
     all_fp32_from_fp16_params = property(lambda s: [m.value for m in s.masters])
     all_fp32_from_fp32_params = all_fp32_params = property(lambda s: [p for p in s.direct if p.dtype == torch.float32])
+    # What each of these had accumulated before the backward pass of an open block, or None.
+    all_fp16_grad_stash = property(lambda s: s.stashed(s.all_fp16_params))
+    all_fp32_from_fp32_grad_stash = all_fp32_grad_stash = property(lambda s: s.stashed(s.all_fp32_params))
     fp16_groups = property(lambda s: [[m.half for m in map(master_of, params) if m is not None] for params in s.groups])
     fp32_from_fp16_groups = property(lambda s: [[p for p in params if master_of(p) is not None] for params in s.groups])
     fp32_from_fp32_groups = property(
