@@ -5,6 +5,8 @@ not initialise CUDA; every change to torch is made by ``amp.initialize`` (or by 
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from . import parallel as parallel
     from . import pyprof as pyprof
     from . import reparameterization as reparameterization
+    from . import testing as testing
     from . import transformer as transformer
 
 __version__ = "0.1.0"
@@ -40,6 +43,7 @@ _SUBMODULES = (
     "parallel",
     "pyprof",
     "reparameterization",
+    "testing",
     "transformer",
 )
 _FUNCTIONS = ("install_as_apex", "uninstall_as_apex")
@@ -50,13 +54,21 @@ __all__ = ["__version__", "install_as_apex", "uninstall_as_apex", *_SUBMODULES]
 def __getattr__(name: str) -> object:
     if name in _SUBMODULES:
         try:
-            return importlib.import_module(f"{__name__}.{name}")
+            return _submodule(name)
         except ModuleNotFoundError as missing:
             if missing.name != f"{__name__}.{name}":
                 raise
     if name in _FUNCTIONS:
         return getattr(importlib.import_module(f"{__name__}.alias"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _submodule(name: str) -> ModuleType:
+    module = importlib.import_module(f"{__name__}.{name}")
+    alias = sys.modules.get(f"{__name__}.alias")
+    if alias is not None:
+        alias.name_modules()
+    return module
 
 
 def __dir__() -> list[str]:

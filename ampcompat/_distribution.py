@@ -7,6 +7,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 from ampcompat import __version__
+from ampcompat._extensions import EXTENSIONS
 
 SHIM = Path(__file__).parent / "_shim"
 
@@ -18,7 +19,7 @@ class ApexDistribution(Distribution):
         """The two metadata files that are asked for."""
         return {
             "METADATA": f"Metadata-Version: 2.1\nName: apex\nVersion: {__version__}\nSummary: ampcompat's alias\n",
-            "top_level.txt": "apex\namp_C\napex_C\n",
+            "top_level.txt": "\n".join(("apex", *EXTENSIONS, "")),
         }.get(filename)
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:

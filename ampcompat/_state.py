@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -144,6 +145,7 @@ class State:
 
     Attributes:
         undo: Undo of every change made to torch; ``reset()`` runs them in reverse.
+        repeatable_undo: Those on ``undo`` that :meth:`undo_once` has put there.
         warned: Keys of the warnings and notes already given (see :func:`ampcompat._log.warn_once`).
         view: What ``amp._amp_state`` shows.
         session: The latest call of ``initialize``.
@@ -158,6 +160,7 @@ class State:
     """
 
     undo: ExitStack = field(default_factory=ExitStack)
+    repeatable_undo: set[Callable[[], None]] = field(default_factory=set)
     warned: set[str] = field(default_factory=set)
     view: dict[str, Any] = field(default_factory=_nothing_initialized)
     session: Session | None = None
@@ -169,6 +172,12 @@ class State:
     rules: OpRules = field(default_factory=OpRules)
     functions: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
     observers: list[object] = field(default_factory=list)
+
+    def undo_once(self, undo: Callable[[], None]) -> None:
+        """Have ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is asked."""
+        if undo not in self.repeatable_undo:
+            self.repeatable_undo.add(undo)
+            self.undo.callback(undo)
 
     def reset(self) -> None:
         """Undo every change to torch and forget everything; live models and optimizers keep what they carry."""

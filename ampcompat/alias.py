@@ -1,6 +1,6 @@
-"""``import apex`` under another roof: the names ``apex``, ``amp_C`` and ``apex_C`` resolve to ampcompat's modules.
+"""``import apex`` under another roof: the names of :data:`ROOTS`, apex and its extensions, are ampcompat's modules.
 
-A finder on ``sys.meta_path`` answers for the three names and everything below them. What it returns is the very same
+A finder on ``sys.meta_path`` answers for these names and everything below them. What it returns is the very same
 module object (``apex.amp is ampcompat.amp``), never a copy: one process must not hold two amp states.
 """
 
@@ -17,6 +17,7 @@ from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
 import ampcompat
+from ampcompat._extensions import EXTENSIONS
 from ampcompat._replacements import advice, covers, is_import
 from ampcompat._state import state
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["install_as_apex", "uninstall_as_apex"]
 
-ROOTS = {"apex": "ampcompat", "amp_C": "ampcompat.amp_C", "apex_C": "ampcompat.apex_C"}
+ROOTS = {"apex": "ampcompat", **{name: f"ampcompat.{name}" for name in EXTENSIONS}}
 
 
 def install_as_apex(force: bool = False) -> bool:
@@ -66,7 +67,7 @@ def uninstall_as_apex() -> None:
 
 
 class AliasFinder(MetaPathFinder):
-    """Finds the three names and all below them in ampcompat, and answers for apex's distribution."""
+    """Finds the names of :data:`ROOTS` and all below them in ampcompat, and answers for apex's distribution."""
 
     def __init__(self, displaced: dict[str, ModuleType]) -> None:
         self.displaced = displaced
@@ -112,11 +113,7 @@ class AliasLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is executed; the import machinery wrote the alias's spec on the module, which is taken back."""
         module.__spec__ = self.own_spec
-        # The machinery binds a freshly imported submodule on its parent. amp._amp_state is a module and an object of
-        # that name on the parent, so its alias has to be known before anybody imports it.
-        for alias, home in ROOTS.items():
-            for name in [name for name in sys.modules if _below(name, home)]:
-                sys.modules.setdefault(alias + name[len(home) :], sys.modules[name])
+        name_modules()
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Code of the module, for ``python -m apex.parallel.multiproc``."""
@@ -124,6 +121,20 @@ class AliasLoader(Loader):
         read = getattr(found.loader if found else None, "get_code", None)
         code: CodeType | None = read(self.home) if read else None
         return code
+
+
+def name_modules() -> None:
+    """Put every module of ampcompat's that is imported into ``sys.modules`` by apex's name too, while that is an alias.
+
+    ``from apex import amp`` finds an attribute of ampcompat and imports nothing by apex's name, and scripts look for
+    that. Also, the machinery binds a freshly imported submodule on its parent: amp._amp_state is a module and an object
+    of that name on the parent, so its alias has to be known before anybody imports it.
+    """
+    if _finder() is None:
+        return
+    for alias, home in ROOTS.items():
+        for name in [name for name in sys.modules if _below(name, home)]:
+            sys.modules.setdefault(alias + name[len(home) :], sys.modules[name])
 
 
 def _below(name: str, root: str) -> bool:
@@ -143,7 +154,7 @@ def _finder() -> AliasFinder | None:
 
 
 def _take_modules() -> dict[str, ModuleType]:
-    """Remove every imported module that goes by one of the three names, and return them."""
+    """Remove every imported module that goes by one of the names of :data:`ROOTS`, and return them."""
     names = [name for name in sys.modules if _home(name) is not None]
     return {name: sys.modules.pop(name) for name in names}
 

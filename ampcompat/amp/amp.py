@@ -33,6 +33,13 @@ def _register(module: object, name: str, rule: Rule) -> None:
             f"No function named {name!r} in module {getattr(module, '__name__', type(module).__name__)} - it must exist"
             " when it is registered - check the spelling, and pass the function's name as a string."
         )
+    target = getattr(module, name)
+    if not callable(target):
+        shown = getattr(module, "__name__", type(module).__name__)
+        raise ValueError(
+            f"{name!r} in module {shown} is a {type(target).__name__} - what is registered must be a function or a"
+            " class - check the name."
+        )
     state.functions[id(module), name] = module, name, rule
     if state.casts.patches is not None:
         wrap_registered()
@@ -47,7 +54,7 @@ def register_half_function(module: object, name: str) -> None:
             ``autograd.Function``'s ``apply``, any other class's ``__call__``.
 
     Raises:
-        ValueError: ``module`` has no such attribute.
+        ValueError: ``module`` has no such attribute, or it is no function.
     """
     _register(module, name, Rule.HALF)
 
@@ -62,7 +69,7 @@ def register_float_function(module: object, name: str) -> None:
         name: Its attribute name; see :func:`register_half_function` for classes.
 
     Raises:
-        ValueError: ``module`` has no such attribute.
+        ValueError: ``module`` has no such attribute, or it is no function.
     """
     _register(module, name, Rule.FLOAT)
 
@@ -77,12 +84,21 @@ def register_promote_function(module: object, name: str) -> None:
         name: Its attribute name; see :func:`register_half_function` for classes.
 
     Raises:
-        ValueError: ``module`` has no such attribute.
+        ValueError: ``module`` has no such attribute, or it is no function.
     """
     _register(module, name, Rule.PROMOTE)
 
 
-def _decorated(function: F, rule: Rule) -> F:
+def _check_decorable(function: object, decorator: str) -> None:
+    if not callable(function) and not isinstance(function, classmethod):
+        raise TypeError(
+            f"{decorator} got an object of type {type(function).__name__} - it decorates a function or a class - pass"
+            " the function itself."
+        )
+
+
+def _decorated(function: F, rule: Rule, decorator: str) -> F:
+    _check_decorable(function, decorator)
     method, wrapper = wrap(function, rule)
     if not method:
         return cast(F, wrapper)
@@ -102,7 +118,7 @@ def half_function(fn: F) -> F:
     Returns:
         A function in its place, or the class itself.
     """
-    return _decorated(fn, Rule.HALF)
+    return _decorated(fn, Rule.HALF, "half_function")
 
 
 def float_function(fn: F) -> F:
@@ -111,7 +127,7 @@ def float_function(fn: F) -> F:
     Args:
         fn: What :func:`half_function` takes; what that returns is returned.
     """
-    return _decorated(fn, Rule.FLOAT)
+    return _decorated(fn, Rule.FLOAT, "float_function")
 
 
 def promote_function(fn: F) -> F:
@@ -120,7 +136,7 @@ def promote_function(fn: F) -> F:
     Args:
         fn: What :func:`half_function` takes; what that returns is returned.
     """
-    return _decorated(fn, Rule.PROMOTE)
+    return _decorated(fn, Rule.PROMOTE, "promote_function")
 
 
 def init(
@@ -158,6 +174,7 @@ def init(
     made = Session(properties, half, scalers=[LossScaler(properties.loss_scale)], by_init=True)
     state.rules.allow_banned = allow_banned
     device_types = device_types_of(state.models.live) & set(_torch.autocast_device_types()) | {_torch.accelerator()}
+    made.device_types = device_types
     cover(device_types)
     for policy in [model.__dict__["_amp_policy"] for model in state.models.live]:
         if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype

@@ -212,6 +212,14 @@ def assert_ambience() -> None:
     torch.set_autocast_cache_enabled(room.found.cache and room.ambient is None)
 
 
+def switch_this_forward(on: bool) -> None:
+    """Switch casts inside the forward of a casting model that this thread is in the middle of, until its end."""
+    thread = state.casts.thread
+    if thread.forwards and not thread.off:
+        for device_type in state.casts.device_types:
+            torch.set_autocast_enabled(device_type, on)
+
+
 def _forked() -> None:
     """Switch casts off: a forked worker (DataLoader) inherits this thread's, but works beside it."""
     for device_type in state.casts.device_types if state.casts.ambient else ():
@@ -232,7 +240,7 @@ def cover(device_types: Iterable[str]) -> None:
             _torch.patch_function_bodies(_record_forward, _body, undo)
             _torch.patch_autocast_regions(_region, undo)
             room.patches = undo.pop_all()
-        state.undo.callback(uncover)
+        state.undo_once(uncover)
     rules.acquire(device_types)
     rules.wrap_registered()
     if "cpu" in device_types:

@@ -32,7 +32,7 @@ from collections.abc import Iterator, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -46,7 +46,7 @@ from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.masters import Master, heed_cleared
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import is_optimizer
-from ampcompat.amp.scaler import MANY, LossScaler, any_of
+from ampcompat.amp.scaler import MANY, LossScaler, any_of, check_scaler
 from ampcompat.amp.session import DISABLED, Session
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
 
@@ -104,26 +104,32 @@ def scale_loss(
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
-    count, is_int = len(owner.scalers), isinstance(loss_id, int)
-    if not is_int or not 0 <= loss_id < count:
-        fix = f"num_losses={loss_id + 1} there" if is_int and loss_id > 0 else f"a loss_id from 0 to {count - 1}"
-        raise IndexError(
-            f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={count}) made scalers 0 to {count - 1} -"
-            f" pass {fix}."
-        )
+    if not isinstance(loss_id, int) or not 0 <= loss_id < len(owner.scalers):
+        _refuse_loss_id(loss_id, len(owner.scalers))
     scaler = owner.scalers[loss_id]
-    if not isinstance(scaler, LossScaler):
-        raise TypeError(
-            f"amp._amp_state.loss_scalers[{loss_id}] is {type(scaler).__name__} - a scaler has the scale of each loss -"
-            " put a amp.scaler.LossScaler there."
-        )
+    if type(scaler) is not LossScaler:  # a script has put it there
+        check_scaler(scaler, loss_id)
     scaler.loss_id = loss_id  # it may have been put there by hand
     return Block(loss, found, scaler, delay_unscale, not delay_overflow_check)
+
+
+def _refuse_loss_id(loss_id: object, count: int) -> NoReturn:
+    made = f"scalers 0 to {count - 1}" if count else "no scalers"
+    if isinstance(loss_id, int) and loss_id >= count:
+        fix = f"num_losses={loss_id + 1} there"
+    elif count:
+        fix = f"a loss_id from 0 to {count - 1}"
+    else:
+        fix = "num_losses=1 there"
+    raise IndexError(
+        f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={count}) made {made} - pass {fix}."
+    )
 
 
 class Block:
     """One ``scale_loss`` block: idle, then open, then done."""
 
+    entered = False
     scale: torch.Tensor | None = None  # what the loss was multiplied by; None: by one, for ever
     used: list[bool] | None = None  # empty until the scaled loss is backpropagated; None: not watched
 
@@ -134,6 +140,12 @@ class Block:
 
     @_torch.eager
     def __enter__(self) -> torch.Tensor:
+        if self.entered:
+            raise RuntimeError(
+                "a scale_loss block was entered twice - it is for one backward pass - call amp.scale_loss(loss,"
+                " optimizer) for each."
+            )
+        self.entered = True
         loss, scaler, room = self.loss, self.scaler, state.casts
         if room.ambient is not None and room.device_types and not torch.is_autocast_enabled(room.device_types[0]):
             assert_ambience()
@@ -370,7 +382,7 @@ def unscale(halves: Halves, direct: list[torch.Tensor], scaler: LossScaler, scal
         fresh = [g._values() if g.is_sparse else g for param in direct if (g := param.grad) is not None]
     if not halves:
         if fresh and scale is not None:
-            scaler.unscale_(fresh, scale)
+            scaler.unscale_grads(fresh, scale)
         return bool(fresh)
     chunks: dict[int, Halves] = {}
     first, grad = next(iter(halves.items()))
@@ -402,7 +414,7 @@ def _fold(halves: Halves, fresh: list[torch.Tensor], scaler: LossScaler, scale: 
         wide = _torch.float32_copies(wide, [master.value for master in halves])
         fresh += wide
     if scale is not None:
-        scaler.unscale_(fresh, scale)
+        scaler.unscale_grads(fresh, scale)
     sums: list[tuple[torch.Tensor, torch.Tensor]] = []
     for (master, half), old, grad in zip(halves.items(), before, wide, strict=True):
         if old is None:

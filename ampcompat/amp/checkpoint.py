@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 from ampcompat._log import say, warn_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
+from ampcompat.amp.properties import is_scale
 from ampcompat.amp.scaler import LossScaler
 
 _PREFIX = "loss_scaler"
@@ -19,7 +21,7 @@ def state_dict(destination: Any = None) -> Any:
     """Return scale and clean passes of every loss scaler (``apex/amp/frontend.py: state_dict``).
 
     Args:
-        destination: Dict to fill; None makes a new one.
+        destination: Dict to fill; None makes a new ``OrderedDict``.
 
     Returns:
         ``{"loss_scaler0": {"loss_scale": float, "unskipped": int}, ...}``: plain numbers, safe for
@@ -29,7 +31,7 @@ def state_dict(destination: Any = None) -> Any:
     if destination is not None and not isinstance(destination, MutableMapping):
         got = type(destination).__name__
         raise TypeError(f"amp.state_dict got {got} as destination - it must be a dict or None - leave it out.")
-    found = {} if destination is None else destination
+    found: Any = OrderedDict() if destination is None else destination
     for index, scaler in enumerate(() if state.session is None else state.session.scalers):
         found[f"{_PREFIX}{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
     return found
@@ -107,7 +109,7 @@ def _entry(name: str, parts: object) -> Entry:
         value, count = float(scale), int(unskipped)
     except Exception:  # whatever a foreign object raises
         value, count = math.nan, -1
-    if not (math.isfinite(value) and value > 0) or not 0 <= count < 2**31:
+    if not is_scale(value) or not 0 <= count < 2**31:
         raise ValueError(
             f"amp.load_state_dict: {name} has loss_scale={scale!r}, unskipped={unskipped!r} - a positive finite number"
             " and a count are needed - the checkpoint is damaged; leave the amp part out to start from the defaults."

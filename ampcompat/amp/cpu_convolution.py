@@ -12,7 +12,7 @@ def acquire() -> None:
         with ExitStack() as undo:
             _torch.convolve_on_cpu_in_float(_torch.halves_without_cpu_convolution(), undo)
             state.casts.cpu_convolution = undo.pop_all()
-        state.undo.callback(release)
+        state.undo_once(release)
 
 
 def release() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 import torch
 
 from ampcompat import _torch
-from ampcompat._log import say
+from ampcompat._log import say, say_once
 from ampcompat._state import state
 from ampcompat._types import Optimizer, Options, OptLevel
 from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
@@ -68,7 +68,7 @@ def initialize(
 def initialize(
     models: Any,
     optimizers: Any = None,
-    enabled: bool = True,
+    enabled: Any = True,
     opt_level: str = "O1",
     cast_model_type: torch.dtype | bool | None = None,
     patch_torch_functions: bool | None = None,
@@ -94,7 +94,9 @@ def initialize(
         optimizers: An optimizer, a list of them (possibly empty), or None.
         enabled: False leaves the objects as plain PyTorch has them, and makes every later call on them a no-op. Objects
             that an earlier call had put under amp are taken out of it: float32 weights with the masters' values, and an
-            optimizer that steps them. (apex left the casts in place and stopped scaling.)
+            optimizer that steps them. (apex left the casts in place and stopped scaling.) Any value is taken by its
+            truth: public scripts pass the level here, ``initialize(model, optimizer, "O1")``, and a line says which
+            level is in force.
         opt_level: ``"O0"`` to ``"O3"`` as in apex, ``"O4"`` (O1 in bfloat16) or ``"O5"`` (O2 in bfloat16).
         cast_model_type: Dtype of weights and inputs; False for no cast.
         patch_torch_functions: Cast functions by lists (O1's own).
@@ -117,20 +119,25 @@ def initialize(
     Raises:
         RuntimeError: Unknown level, an override that the level does not allow, a half or already wrapped model, a model
             at another level than before without the optimizer that steps it.
-        TypeError: Something is not a model, an optimizer or a dtype, or a string is in the place of ``enabled``.
+        TypeError: Something is not a model, an optimizer or a dtype, or a string in the place of ``enabled`` names
+            another level than ``opt_level``.
         ValueError: A flag, scale or count cannot be read. Nothing is changed by a call that raises.
     """
-    if isinstance(enabled, str):  # type: ignore[unreachable] # scripts write it
-        raise TypeError(
-            f"amp.initialize got {enabled!r} as its third argument, which is enabled - it must be True or False - pass"
-            f" the level by name: amp.initialize(model, optimizer, opt_level={enabled!r})."
-        )
+    properties.refuse_other_level(enabled, opt_level)
     kept: Modules = []
+    scripted: Modules = []
     if enabled:
-        given = (cast_model_type, patch_torch_functions, keep_batchnorm_fp32, master_weights, loss_scale)
-        options, half = properties.read_properties(opt_level, dict(zip(properties.OPTIONS, given, strict=True)))
+        overrides = {
+            "cast_model_type": cast_model_type,
+            "patch_torch_functions": patch_torch_functions,
+            "keep_batchnorm_fp32": keep_batchnorm_fp32,
+            "master_weights": master_weights,
+            "loss_scale": loss_scale,
+        }
+        options, half = properties.read_properties(opt_level, overrides)
         properties.check_keywords(num_losses, min_loss_scale, max_loss_scale, cast_model_outputs, verbosity)
         found = properties.as_models(models, options.options)
+        scripted = [model for model in found if isinstance(model, torch.jit.ScriptModule)]
         modules = [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
         optimizer_list = properties.as_optimizers(optimizers)
         if any(map(_torch.is_zero, optimizer_list)) or any(map(_torch.inner_optimizers, optimizer_list)):
@@ -141,22 +148,16 @@ def initialize(
         scalers = [make(options.options["loss_scale"], loss_id=loss_id) for loss_id in range(num_losses)]
         session = Session(options, half, cast_model_outputs, scalers)
     else:
-        several = models if isinstance(models, (list, tuple)) else [models]
-        roots = [_torch.uncompiled(model) for model in several if isinstance(model, torch.nn.Module)]
-        modules = list({m: None for root in roots for m in root.modules() if m in state.models.live})
-        optimizer_list, session = properties.as_optimizers(optimizers), Session(Properties())
+        modules = _models_under_amp(models)
+        optimizer_list = properties.as_optimizers(optimizers)
+        session = Session(Properties())
     if state.optimizers.live:
         _refuse_to_leave(modules, optimizer_list, session.policy)
-    if enabled and verbosity > 0:  # what apex printed, for people and scripts that look for it
-        level = options.options["opt_level"]
-        say(f"Selected optimization level {BRIEFS[level]}")
-        say("Defaults for this optimization level are:")
-        for name, value in {"enabled": True, "opt_level": level, **LEVELS[level]}.items():
-            say(f"{name:22} : {value}")
-        say("After processing overrides, optimization options are:")
-        for name, value in options.options.items():
-            say(f"{name:22} : {value}")
-    if enabled and len(modules) < len(found):
+    if isinstance(enabled, str):
+        _say_what_a_string_enables(enabled, session)
+    if enabled and verbosity > 0:
+        _print_options(session.properties)
+    if scripted:
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
     _take_over(session, modules, optimizer_list, kept)
     if enabled:
@@ -164,6 +165,40 @@ def initialize(
         if state.observers:
             notify("on_initialize")
     return models if optimizers is None else (models, optimizers)
+
+
+def _models_under_amp(models: object) -> Modules:
+    """Return the modules in ``models``, and inside of them, that an earlier call has put under amp, each once."""
+    given = models if isinstance(models, (list, tuple)) else [models]
+    found: dict[torch.nn.Module, None] = {}
+    for model in given:
+        if isinstance(model, torch.nn.Module):
+            for module in _torch.uncompiled(model).modules():
+                if module in state.models.live:
+                    found[module] = None
+    return list(found)
+
+
+def _say_what_a_string_enables(enabled: str, session: Session) -> None:
+    level = session.properties.opt_level
+    in_force = f"amp is on, at {level}" if session.enabled else "amp is off"
+    say_once(
+        f"enabled={enabled!r}",
+        f"amp.initialize got {enabled!r} as its third argument, which is enabled - a string is taken by its truth,"
+        f" as under apex: {in_force} - pass the level by name, opt_level=...",
+    )
+
+
+def _print_options(options: Properties) -> None:
+    """Print what apex printed, for people and scripts that look for it."""
+    level = options.opt_level
+    say(f"Selected optimization level {BRIEFS[level]}")
+    say("Defaults for this optimization level are:")
+    for name, value in {"enabled": True, "opt_level": level, **LEVELS[level]}.items():
+        say(f"{name:22} : {value}")
+    say("After processing overrides, optimization options are:")
+    for name, value in options.options.items():
+        say(f"{name:22} : {value}")
 
 
 def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], kept: Modules) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 
 from ampcompat.amp import optimizer as _optimizer
+from ampcompat.amp._amp_state import master_params
 from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.block import scale_loss
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import DISABLED, Session
 
-__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "scale_loss"]
+__all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "master_params", "scale_loss"]
 
 
 @dataclass(eq=False)
@@ -27,7 +28,15 @@ class AmpHandle:
         """Whether this call's casts are in force."""
         return self._session.policy.casts.enabled
 
-    _is_active = property(is_active)
+    @property
+    def _is_active(self) -> bool:
+        """Whether this call's casts are in force; scripts write it to switch them off, and on again."""
+        return self.is_active()
+
+    @_is_active.setter
+    def _is_active(self, active: bool) -> None:
+        self._session.switch_casts(bool(active))
+
     _clear_cache = staticmethod(torch.clear_autocast_cache)
     _disable_casts = staticmethod(disable_casts)
 
@@ -58,6 +67,14 @@ class AmpHandle:
 
 class NoOpHandle(AmpHandle):
     """Serve as ``amp._amp_state.handle`` where no function is cast: losses stay as they are."""
+
+    @property
+    def _is_active(self) -> bool:
+        return False
+
+    @_is_active.setter
+    def _is_active(self, active: bool) -> None:
+        """Change nothing, as in apex: there are no casts to switch."""
 
 
 class OptimWrapper:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,12 @@ def _is_positive(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
+def is_scale(value: object) -> bool:
+    """Whether ``value`` is a number that float32, in which scales are kept, holds as a positive normal one."""
+    float32 = torch.finfo(torch.float32)
+    return _is_positive(value) and float32.tiny <= value <= float32.max  # type: ignore[operator] # a number by now
+
+
 def _require(fits: bool, name: str, value: object, rule: str, error: type[Exception] = ValueError) -> None:
     if not fits:
         raise error(f"{name}={value!r} - it must be {rule}.")
@@ -68,19 +75,35 @@ def checked_option(name: str, value: object) -> Any:
         with contextlib.suppress(TypeError, ValueError):
             scale = value if value == "dynamic" or isinstance(value, bool) else float(value)  # type: ignore[arg-type]
         rule = "'dynamic' or a positive number (or such a number as a string) - pass loss_scale='dynamic' if unsure"
-        _require(value == "dynamic" or _is_positive(scale), name, value, rule)
+        _require(value == "dynamic" or is_scale(scale), name, value, rule)
         return scale
     rule = "True, False, 'True', 'False' or None - pass one of these"
     _require(isinstance(value, bool) or value in ("True", "False"), name, value, rule)
     return value in (True, "True")
 
 
+def refuse_other_level(enabled: object, opt_level: object) -> None:
+    """Refuse a string in the place of ``enabled`` that names another level than ``opt_level``, however it is spelt.
+
+    Scripts that pass the level as the third argument, which is ``enabled``, trained at O1 under apex. A level from
+    outside overrides both.
+    """
+    if not isinstance(enabled, str) or os.environ.get("AMPCOMPAT_OPT_LEVEL"):
+        return
+    named = re.sub("^[oO0]", "O", enabled)
+    if named in LEVELS and named != opt_level:
+        raise TypeError(
+            f"amp.initialize got {enabled!r} as its third argument, which is enabled, while opt_level={opt_level!r} -"
+            f" pass the level by name: amp.initialize(model, optimizer, opt_level={named!r})."
+        )
+
+
 def check_keywords(
     num_losses: Any, min_loss_scale: Any, max_loss_scale: Any, cast_model_outputs: Any, verbosity: object
 ) -> None:
     """Check the keywords of ``initialize`` that are no options of a level."""
-    counted = isinstance(num_losses, int) and not isinstance(num_losses, bool) and num_losses > 0
-    _require(counted, "num_losses", num_losses, "a positive integer - pass how many losses you scale")
+    counted = isinstance(num_losses, int) and not isinstance(num_losses, bool) and num_losses >= 0
+    _require(counted, "num_losses", num_losses, "an integer from 0 on - pass how many losses you scale")
     low = max_loss_scale if min_loss_scale is None else min_loss_scale
     for name, value in (("max_loss_scale", max_loss_scale), ("min_loss_scale", low)):
         _require(_is_positive(value), name, value, "a positive number - pass a power of two")

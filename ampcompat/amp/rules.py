@@ -320,7 +320,7 @@ def acquire(device_types: Iterable[str]) -> None:
                 found = _python_function(name) if name in PYTHON or added else None
                 if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
                     _torch.wrap_everywhere(*found, functools.partial(make_wrapper, rule=rule), undo)
-            state.undo.callback(release)
+            state.undo_once(release)
         # torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a
         # plain process's cache, would ignore them, and ours would serve a plain program. Key its caches, in memory and
         # on disk, to the rules, and compile backward graphs without casts.

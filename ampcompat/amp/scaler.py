@@ -7,16 +7,24 @@ The transition, once per backward pass (one end of a ``scale_loss`` block that u
 
 The clamps act where the scale moves, so a scale that a user wrote above the maximum comes down at the next growth.
 A static scaler counts clean passes and never moves nor skips.
+
+``amp.scale_loss`` drives it. Of GradScaler's own methods ``scale``, the getters and setters and ``state_dict`` serve
+as they are; those that take an optimizer are refused. ``unscale``, ``unscale_with_stashed`` and ``update_scale`` are
+apex's, for scripts that unscale by hand.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from ampcompat import _torch
+from ampcompat.amp._amp_state import master_params
+
+__all__ = ["LossScaler", "master_params"]
 
 WINDOW = 2000
 #: Overflow flags that are kept apart until a transition or a step looks at them; more become one.
@@ -46,6 +54,11 @@ class LossScaler(torch.amp.GradScaler):
         loss_id: Which loss of its session this scaler serves; named in messages.
     """
 
+    # Flags of apex's scaler, which scripts read and set: unscaling is fused on every device, and nothing is warned of.
+    has_fused_kernel = True
+    warned_no_fused_kernel = False
+    warned_unscaling_non_fp32_grad = False
+
     def __init__(
         self,
         loss_scale: float | str = "dynamic",
@@ -65,7 +78,8 @@ class LossScaler(torch.amp.GradScaler):
         self.loss_id = loss_id
         self.watched = 0  # blocks whose loss was watched (see misuse)
         self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
-        self._last_found: torch.Tensor | None = None
+        self._last_found: torch.Tensor | None = None  # whether the last pass overflowed (0-dim float32)
+        self._written_overflow: torch.Tensor | None = None  # that flag, where a script wrote ``_has_overflow``
         self._inverse: tuple[float | None, torch.Tensor] = None, torch.empty(0)  # of the scale with that value
         self._put_off: list[torch.Tensor] = []  # overflow flags that the next transition counts
         self._lent_buffer: torch.Tensor | None = None  # a script's ``_overflow_buf``
@@ -106,8 +120,23 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def _has_overflow(self) -> bool:
-        """Whether the last backward pass overflowed; never for a static scale. Reads the device: one host sync."""
-        return self.dynamic and self._last_found is not None and bool(self._last_found.item())
+        """Whether the last backward pass overflowed; a static scaler never says so. Reads the device: one host sync.
+
+        A script that checks gradients itself may write it: until the next backward pass it reads what was written, and
+        ``update_scale`` counts a True.
+        """
+        found = self._last_found
+        if found is None:
+            return False
+        if not self.dynamic and found is not self._written_overflow:
+            return False
+        return bool(found.item())
+
+    @_has_overflow.setter
+    def _has_overflow(self, value: bool) -> None:
+        device = None if self._scale is None else self._scale.device
+        self._written_overflow = torch.full((), float(bool(value)), dtype=torch.float32, device=device)
+        self._last_found = self._written_overflow
 
     @property
     def _overflow_buf(self) -> torch.Tensor:
@@ -144,14 +173,14 @@ class LossScaler(torch.amp.GradScaler):
             return self.scale(loss.float())
         return loss.float() * scale  # what that would do, without its copies of nothing
 
-    def unscale_(self, grads: Any, scale: torch.Tensor | None = None) -> None:
+    def unscale_grads(self, grads: Any, scale: torch.Tensor | None = None) -> None:
         """Multiply ``grads``, dense tensors of any device and dtype, in place by 1 / scale; note any inf or NaN.
 
         ``scale`` is what they were scaled by (0-dim float32), where that may not be the current scale. No host sync.
         """
         if len(set(map(_DTYPE, grads))) != 1 or len(set(map(_INDEX, grads))) != 1:
             for kind in dict.fromkeys(map(_KIND, grads)):
-                self.unscale_([grad for grad in grads if _KIND(grad) == kind], scale)
+                self.unscale_grads([grad for grad in grads if _KIND(grad) == kind], scale)
             return
         device = grads[0].device
         if grads[0].is_complex():
@@ -179,7 +208,7 @@ class LossScaler(torch.amp.GradScaler):
         The scale becomes a new tensor: a block that holds the old one still unscales by what it scaled by. While a CUDA
         graph is captured it moves in place instead, since each replay begins with the tensor of the capture.
 
-        ``found`` (0-dim float32, non-zero where there was an overflow) is what :meth:`unscale_` found, if None;
+        ``found`` (0-dim float32, non-zero where there was an overflow) is what :meth:`unscale_grads` found, if None;
         ``put_off`` leaves the scale alone, and lets the next transition count this overflow too. Returns the flag for
         the step that must be skipped; None for a static scaler, which never skips.
         """
@@ -228,14 +257,139 @@ class LossScaler(torch.amp.GradScaler):
         buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
         (``apex/amp/scaler.py: LossScaler.update_scale``).
         """
-        put_off, self._put_off, noted = self._put_off, [], self._lent_buffer
-        if noted is None and put_off:
-            noted = any_of(put_off)
-        if noted is not None:
-            noted = (noted.reshape(()) != 0).float()
-            earlier = self._found_inf.get(noted.device)
-            self._found_inf[noted.device] = noted if earlier is None else torch.maximum(noted, earlier)
+        put_off = self._put_off
+        self._put_off = []
+        noted = put_off if self._lent_buffer is None else [self._lent_buffer]
+        if self._written_overflow is not None and self._written_overflow is self._last_found:
+            noted = [*noted, self._written_overflow]
+        if noted:
+            found = any_of([(flag.reshape(()) != 0).float() for flag in noted])
+            earlier = self._found_inf.get(found.device)
+            self._found_inf[found.device] = found if earlier is None else torch.maximum(found, earlier)
         for flag in put_off:
             flag.zero_()
         self.adjust()
         return self._has_overflow
+
+    # -- unscaling by hand ---------------------------------------------------------------------------------------------
+    @_torch.without_grad
+    def unscale(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        unused_scale: object = None,
+        models_are_masters: bool = False,
+        scale_override: float | None = None,
+    ) -> None:
+        """Write ``model_grads``, divided by the scale, into ``master_grads``; note any inf or NaN for ``update_scale``.
+
+        As in apex (``apex/amp/scaler.py: LossScaler.unscale``): after an overflow nothing is written until
+        ``clear_overflow_state()``. :func:`ampcompat.amp.scale_loss` never calls it. One host sync.
+
+        Args:
+            model_grads: Dense gradients of any device and dtype.
+            master_grads: As many tensors of the same shapes, or ``model_grads`` themselves.
+            unused_scale: Ignored, as in apex.
+            models_are_masters: Ignored: it says that both lists hold the same tensors.
+            scale_override: What the gradients were multiplied by, where that is not the current scale.
+
+        Raises:
+            ValueError: The lists differ in length.
+        """
+        _check_parallel("unscale", model_grads, master_grads)
+        if self._has_overflow:
+            return
+        for model_grad, master_grad in zip(model_grads, master_grads, strict=True):
+            if master_grad is not model_grad:
+                master_grad.copy_(model_grad)
+        self.unscale_grads(master_grads, None if scale_override is None else _float32(scale_override))
+
+    @_torch.without_grad
+    def unscale_with_stashed(
+        self,
+        model_grads: Sequence[torch.Tensor],
+        stashed_master_grads: Sequence[torch.Tensor],
+        master_grads: Sequence[torch.Tensor],
+        scale_override: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Write into ``master_grads`` the sum of ``model_grads``, divided by the scale, and ``stashed_master_grads``.
+
+        As in apex (``apex/amp/scaler.py: LossScaler.unscale_with_stashed``): inf and NaN are looked for in
+        ``model_grads`` alone, and after an overflow nothing is written until ``clear_overflow_state()``. One host sync.
+
+        Args:
+            model_grads: Dense gradients of any device and dtype; they stay unless they are ``master_grads`` too.
+            stashed_master_grads: What had accumulated before.
+            master_grads: Where the sum goes; may hold the tensors of either other list.
+            scale_override: The scales of ``model_grads``, of ``stashed_master_grads`` and of the sum, instead of the
+                current scale, 1 and 1.
+
+        Raises:
+            ValueError: The lists differ in length.
+        """
+        _check_parallel("unscale_with_stashed", model_grads, stashed_master_grads, master_grads)
+        if self._has_overflow:
+            return
+        grads_scale, stashed_scale, out_scale = scale_override or (self._loss_scale, 1.0, 1.0)
+        fresh = [grad.to(torch.float32, copy=True) for grad in model_grads]
+        self.unscale_grads(fresh, _float32(grads_scale / out_scale))
+        for master_grad, new, stashed in zip(master_grads, fresh, stashed_master_grads, strict=True):
+            master_grad.copy_(new.add_(stashed, alpha=out_scale / stashed_scale))
+
+    # -- GradScaler's own, which amp.scale_loss stands for -------------------------------------------------------------
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> NoReturn:
+        """Refuse: gradients are unscaled at the end of a ``scale_loss`` block."""
+        _refuse("unscale_(optimizer)")
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: ``optimizer.step()`` skips by itself after an overflow."""
+        _refuse("step(optimizer)")
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Set the scale to ``new_scale``; without one refuse: a ``scale_loss`` block moves the scale at its end."""
+        if new_scale is None:
+            _refuse("update()")
+        self._loss_scale = float(new_scale)
+
+
+def _float32(number: float) -> torch.Tensor:
+    return torch.tensor(float(number), dtype=torch.float32)
+
+
+def _refuse(call: str) -> NoReturn:
+    raise RuntimeError(
+        f"LossScaler.{call} is torch.amp.GradScaler's - amp.scale_loss drives this scaler: at the end of its block"
+        " gradients are unscaled and the scale moves, and optimizer.step() skips after an overflow - write `with"
+        " amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then optimizer.step()."
+    )
+
+
+def _check_parallel(method: str, *lists: Sequence[torch.Tensor]) -> None:
+    sizes = list(map(len, lists))
+    if len(set(sizes)) > 1:
+        raise ValueError(
+            f"LossScaler.{method} got lists of {sizes} tensors - each gradient goes with one of every other list - pass"
+            " lists of equal length."
+        )
+
+
+#: What apex's ``scale_loss`` called on a scaler. Ours works on the scaler's tensors instead.
+_CALLED_BY_APEX = ("loss_scale", "clear_overflow_state", "unscale", "unscale_with_stashed", "update_scale")
+
+
+def check_scaler(scaler: object, index: int) -> None:
+    """Raise a TypeError unless ``scaler``, entry ``index`` of ``_amp_state.loss_scalers``, can be driven."""
+    kind = type(scaler).__name__
+    if not isinstance(scaler, LossScaler):
+        raise TypeError(
+            f"amp._amp_state.loss_scalers[{index}] is {kind} - a scaler has the scale of each loss - put a"
+            " amp.scaler.LossScaler there."
+        )
+    for name in _CALLED_BY_APEX:
+        if getattr(type(scaler), name) is not getattr(LossScaler, name):
+            raise TypeError(
+                f"amp._amp_state.loss_scalers[{index}] is a {kind}, which overrides {name} -"
+                " amp.scale_loss unscales and updates on the device and would never call it - use amp.scaler.LossScaler"
+                " itself; to share overflows between ranks, leave blocks with delay_overflow_check=True, all-reduce the"
+                " tensor lent to _overflow_buf, and call update_scale()."
+            )

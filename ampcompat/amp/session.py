@@ -12,9 +12,9 @@ from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp import cpu_convolution, ddp
 from ampcompat.amp.amp_model import ModelPolicy, device_types_of
-from ampcompat.amp.autocast import Casts, cover, set_ambient, uncover
+from ampcompat.amp.autocast import Casts, cover, set_ambient, switch_this_forward, uncover
 from ampcompat.amp.properties import HALF_DTYPES, Properties
-from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.scaler import LossScaler, check_scaler
 
 
 @dataclass(eq=False, repr=False)
@@ -41,6 +41,7 @@ class Session:
             master_weights=bool(options["master_weights"]) and weights is not None,
         )
         self.casting = [self.policy]  # and those of other calls that cast functions because this one does
+        self.device_types: set[str] = set()  # where its casts are in force
 
     def replace_scalers(self, scalers: Any) -> None:
         """Follow ``amp._amp_state.loss_scalers = [...]``."""
@@ -50,6 +51,8 @@ class Session:
                 f"amp._amp_state.loss_scalers = {scalers!r} - it must be a list of amp.scaler.LossScaler - put"
                 " amp.scaler.LossScaler(scale) or LossScaler('dynamic') into it, one per loss."
             )
+        for index, scaler in enumerate(found):
+            check_scaler(scaler, index)
         self.scalers = found
 
     def begin_casts(self) -> None:
@@ -58,7 +61,7 @@ class Session:
         held = device_types_of(state.models.live)
         if "cpu" in held:
             _torch.keep_freed_memory()
-        known = held & set(_torch.autocast_device_types())
+        known = self.device_types = held & set(_torch.autocast_device_types())
         if self.policy.casts.enabled:
             for device_type in held - known:
                 warn_once(
@@ -71,6 +74,23 @@ class Session:
         elif self.policy.half is not None and "cpu" in known:
             cpu_convolution.acquire()
         set_ambient(self.policy.casts, known)
+
+    def switch_casts(self, on: bool) -> None:
+        """Switch this call's casts off, or on again; a forward that this thread is in the middle of follows at once.
+
+        Ambient casts follow where they are this call's: where it is the latest, or an ``amp.init`` is switched on.
+        Patches of torch stay, so that switching is cheap.
+        """
+        for policy in self.casting:
+            policy.casts = policy.casts._replace(enabled=on)
+        latest = state.session
+        if latest is None:  # reset since
+            return
+        if on:
+            cover(self.device_types)
+        ambient = self if self.by_init and on else latest
+        set_ambient(ambient.policy.casts, self.device_types.union(state.casts.device_types))
+        switch_this_forward(on)
 
     def end_casts(self) -> None:
         """Take this call's casts back (``handle._deactivate()``); with the last of them go all patches of torch."""

@@ -74,6 +74,11 @@ class AmpOptimizerState:
         """The tensors that a backward pass gives gradients to."""
         return [*[master.half for master in self.masters], *self.direct]
 
+    def stashed(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradient that is aside for each of ``params``, if any."""
+        aside = {id(param): grad for param, grad in self.aside}
+        return [aside.get(id(param)) for param in params]
+
     def first_gradient(self) -> torch.Tensor | None:
         """The first gradient that there is in the model, to tell new ones from old ones by."""
         leaves = chain(map(operator.attrgetter("half"), self.masters), self.direct)  # the first of all mostly has one
@@ -113,13 +118,54 @@ class AmpOptimizerState:
                 self.skipped = bool(overflowed)
             announce(overflowed)
 
-    # -- by apex's names: whether gradients are pending; whether the next step will be skipped (a host sync per flag) --
-    params_have_scaled_gradients = property(lambda s: s.pending is not None)
-    already_patched = property(lambda s: s.gradients is Gradients.LOST or any(found.item() for _, found in s.overflows))
+    # -- by apex's names -----------------------------------------------------------------------------------------------
+    @property
+    def params_have_scaled_gradients(self) -> bool:
+        """Whether ``param.grad`` holds gradients that a later block, or the step, unscales.
+
+        Scripts write it beside a backward pass of their own. False: what is there is unscaled, or nothing is; gradients
+        of half parameters are then dropped by the next block, as in apex. True: it is scaled by the first loss scaler.
+        """
+        return self.pending is not None
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        if bool(value) == self.params_have_scaled_gradients:
+            return
+        owners = [optimizer for optimizer in state.optimizers.listed() if optimizer._amp_stash is self]
+        if value:
+            scaler = self.session.scalers[0]
+            self.pending = Pending(scaler.scale_on(), {scaler: None})
+            state.optimizers.pending.update(owners)
+            return
+        self.pending = None
+        state.optimizers.pending.difference_update(owners)
+        for param, old in self.aside:
+            param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
+        self.aside = []
+        if any(param.grad is not None for param in self.direct):
+            self.gradients = Gradients.UNSCALED
+
+    @property
+    def already_patched(self) -> bool:
+        """Whether the next step will be skipped: one host sync for each overflow flag.
+
+        Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
+        patched.
+        """
+        return self.gradients is Gradients.LOST or any(found.item() for _, found in self.overflows)
+
+    @already_patched.setter
+    def already_patched(self, value: bool) -> None:
+        pass
+
     # Half params (all, where there are no masters), masters, and float32 params; also by group.
     all_fp16_params = property(lambda s: [m.half for m in s.masters] or [p for p in s.direct if p.dtype in HALF_DTYPES])
     all_fp32_from_fp16_params = property(lambda s: [m.value for m in s.masters])
     all_fp32_from_fp32_params = all_fp32_params = property(lambda s: [p for p in s.direct if p.dtype == torch.float32])
+    # What each of these had accumulated before the backward pass of an open block, or None.
+    all_fp16_grad_stash = property(lambda s: s.stashed(s.all_fp16_params))
+    all_fp32_from_fp32_grad_stash = all_fp32_grad_stash = property(lambda s: s.stashed(s.all_fp32_params))
     fp16_groups = property(lambda s: [[m.half for m in map(master_of, params) if m is not None] for params in s.groups])
     fp32_from_fp16_groups = property(lambda s: [[p for p in params if master_of(p) is not None] for params in s.groups])
     fp32_from_fp32_groups = property(

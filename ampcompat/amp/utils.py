@@ -7,7 +7,8 @@ import torch
 
 from ampcompat.amp.trees import map_tree, tensors_in
 
-__all__ = ["casted_args", "get_func", "has_func", "is_fp_tensor", "is_nested", "maybe_float", "maybe_half", "set_func"]
+__all__ = ["cached_cast", "casted_args", "get_func", "has_func", "is_fp_tensor", "is_nested", "maybe_float"]
+__all__ += ["maybe_half", "set_func"]
 
 has_func, get_func, set_func = hasattr, getattr, setattr
 
@@ -42,6 +43,21 @@ def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:
     """Cast the floating tensors in ``x`` to float32."""
     return map_tree(x, lambda t: t.float() if is_fp_tensor(t) else t)
+
+
+def cached_cast(cast_fn: Callable[[Any], Any], x: Any, cache: dict[torch.Tensor, torch.Tensor]) -> Any:
+    """``cast_fn(x)`` for a floating tensor, or each one in nested lists and tuples; ``cache`` keeps what was cast.
+
+    The caller clears ``cache`` when weights change. A cast that was made without a gradient is made anew where one is
+    needed.
+    """
+    if is_nested(x):
+        return type(x)([cached_cast(cast_fn, item, cache) for item in x])
+    kept = cache.get(x)
+    if kept is not None and (kept.requires_grad == x.requires_grad or not torch.is_grad_enabled()):
+        return kept
+    cache[x] = cast_fn(x)
+    return cache[x]
 
 
 def casted_args(cast_fn: Callable[[Any], Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
+from ampcompat._extensions import EXTENSIONS
 from ampcompat.check.findings import UNSUPPORTED
 from ampcompat.check.own import provides
 from ampcompat.check.symbols import SYMBOLS, verdict
 
-EXTENSIONS = ("amp_C", "apex_C")
 PACKAGES = ("apex", "ampcompat", *EXTENSIONS)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 

@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ampcompat._extensions import EXTENSIONS
 from ampcompat.check.bindings import apex_name
 from ampcompat.check.config import Config, is_ignored
 from ampcompat.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
@@ -22,7 +23,7 @@ from ampcompat.check.workers import shared
 
 #: Suffixes of files that hold Python.
 READ = (*SUFFIXES, ".ipynb")
-MENTION = re.compile(r"^\s*(from|import)\s+(apex|amp_C|apex_C)\b", re.MULTILINE)
+MENTION = re.compile(rf"^\s*(from|import)\s+({'|'.join(('apex', *EXTENSIONS))})\b", re.MULTILINE)
 NAMING = {ast.Import, ast.ImportFrom, ast.Attribute, ast.Name}
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 # What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.

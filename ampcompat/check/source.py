@@ -9,11 +9,12 @@ import warnings
 from collections.abc import Iterator
 from typing import TypeVar
 
+from ampcompat._extensions import EXTENSIONS
 from ampcompat.check.bindings import Bindings, dotted, parameters
 from ampcompat.check.findings import Finding
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-MENTIONS = ("apex", "amp_C", "ampcompat")
+MENTIONS = ("apex", "ampcompat", *EXTENSIONS)
 Node = TypeVar("Node", bound=ast.AST)
 LEVEL = re.compile(r"O[0-5]$")
 # Fields of nodes that hold no nodes, or operators and contexts, of which one object stands for many.

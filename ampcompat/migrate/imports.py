@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from ampcompat.check.bindings import EXTENSIONS
+from ampcompat._extensions import EXTENSIONS
 from ampcompat.check.findings import UNSUPPORTED
 from ampcompat.check.scan import used
 from ampcompat.check.source import Source
@@ -45,7 +45,7 @@ def _renamed(name: str) -> str | None:
 
 
 def _ours(name: str) -> bool:
-    return name.partition(".")[0] in ("apex", "amp_C", "apex_C")
+    return name.partition(".")[0] in ("apex", *EXTENSIONS)
 
 
 class _Imports(cst.CSTTransformer):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import re
 
+from ampcompat._extensions import EXTENSIONS
 from ampcompat.check.source import Source, children
 from ampcompat.migrate.result import MissingLibcst, Result
 
 TARGETS = ("ampcompat", "native")
 #: As deep as Python 3.11 parses. libcst recurses without a bound, and its time grows with the square of the depth.
 MAX_NESTING = 1000
-MENTION = re.compile(r"\b(apex|amp_C|apex_C)\b")
+MENTION = re.compile(rf"\b({'|'.join(('apex', *EXTENSIONS))})\b")
 
 
 def migrate_source(code: str, to: str = "ampcompat") -> Result:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import importlib.util
+import math
 import pickle
 import re
 import subprocess
@@ -85,6 +86,30 @@ def test_the_state_object_is_never_hidden_by_the_module_of_its_name(alias, first
     assert isinstance(sys.modules["apex.amp._amp_state"], types.ModuleType)
 
 
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("from apex import amp", ["apex", "apex.amp", "apex.amp.frontend"]),
+        ("import apex; apex.amp", ["apex", "apex.amp", "apex.amp.handle"]),
+        ("import apex; apex.parallel", ["apex.parallel", "apex.parallel.LARC", "apex.amp"]),
+        ("from apex import testing", ["apex.testing"]),
+    ],
+)
+def test_what_is_imported_is_in_sys_modules_by_apex_s_name(statement, names, warm_python):
+    program = f"""
+import sys, ampcompat
+ampcompat.install_as_apex()
+{statement}
+print([name for name in {names!r} if sys.modules.get(name) is not sys.modules[name.replace("apex", "ampcompat", 1)]])
+ampcompat.uninstall_as_apex()
+import ampcompat.mlp
+ampcompat.mlp, ampcompat.parallel
+print([name for name in sys.modules if name.partition(".")[0] == "apex"])
+"""
+    done = warm_python.run(["-c", program])
+    assert (done.stdout, done.stderr) == ("[]\n[]\n", "")
+
+
 def test_modules_keep_their_own_identity(alias):
     before = ampcompat.__spec__
     importlib.import_module("apex.amp.frontend")
@@ -136,6 +161,85 @@ def test_the_flatten_extension(alias):
     for back, tensor in zip(apex_C.unflatten(flat, tensors), tensors):
         assert torch.equal(back, tensor)
         assert back.data_ptr() >= flat.data_ptr()
+
+
+def test_the_layer_norm_extension(alias):
+    extension = importlib.import_module("fused_layer_norm_cuda")
+    torch.manual_seed(0)
+    shape = (3, 4)
+    x = torch.randn(2, 5, *shape, requires_grad=True)
+    weight, bias = torch.randn(shape, requires_grad=True), torch.randn(shape, requires_grad=True)
+    grad = torch.randn_like(x)
+    wanted = torch.nn.functional.layer_norm(x, shape, weight, bias, 1e-3)
+    wanted.backward(grad)
+    out, mean, invvar = extension.forward_affine(x, shape, weight, bias, 1e-3)
+    assert torch.equal(out, wanted)
+    assert (mean.shape, invvar.shape, out.requires_grad) == ((10,), (10,), False)
+    got = extension.backward_affine(grad, mean, invvar, x, shape, weight, bias, 1e-3)
+    assert all(torch.equal(g, t.grad) for g, t in zip(got, (x, weight, bias), strict=True))
+    plain = x.detach().clone().requires_grad_()
+    wanted = torch.nn.functional.layer_norm(plain, shape, eps=1e-3)
+    wanted.backward(grad)
+    out, mean, invvar = extension.forward(plain, torch.Size(shape), 1e-3)
+    assert torch.equal(out, wanted)
+    assert torch.equal(extension.backward(grad, mean, invvar, plain, shape, 1e-3), plain.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_layer_norm_extension_in_half(alias, dtype):
+    extension = importlib.import_module("fused_layer_norm_cuda")
+    x, weight, bias = torch.randn(4, 8).to(dtype), torch.ones(8).to(dtype), torch.zeros(8).to(dtype)
+    out, mean, invvar = extension.forward_affine(x, (8,), weight, bias, 1e-5)
+    with torch.autocast("cpu"):
+        again = extension.forward_affine(x, (8,), weight, bias, 1e-5)
+    assert all(torch.equal(a, b) for a, b in zip((out, mean, invvar), again, strict=True))
+    assert out.dtype == dtype
+    found = extension.backward_affine(torch.ones_like(out), mean, invvar, x, (8,), weight, bias, 1e-5)
+    assert [t.dtype for t in found] == [dtype] * 3
+
+
+def scalar_adam(p, m, v, g, lr, beta1, beta2, eps, scale, step, inside, corrected, decay):
+    """One element, in Python's floats."""
+    g /= scale
+    m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
+    denominator = math.sqrt(v + eps) if inside else math.sqrt(v) + eps
+    if corrected:
+        lr *= math.sqrt(1 - beta2**step) / (1 - beta1**step)
+    return p - lr * (m / denominator + decay * p), m, v
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("copied", [True, False])
+def test_the_adam_extension(alias, mode, corrected, copied):
+    extension = importlib.import_module("fused_adam_cuda")
+    torch.manual_seed(0)
+    p, m, v = torch.randn(3, 2), torch.randn(3, 2), torch.rand(3, 2)
+    copy = torch.empty(3, 2, dtype=torch.float16) if copied else torch.tensor([])
+    for step in (1, 2):
+        g = torch.randn(3, 2)
+        options = (0.01, 0.9, 0.99, 1e-4, 8.0, step)
+        elements = zip(*(t.flatten().tolist() for t in (p, m, v, g)), strict=True)
+        wanted = [scalar_adam(*one, *options, mode == 0, corrected, 0.1) for one in elements]
+        extension.adam(p, m, v, copy, g, *options, mode, corrected, 0.1)
+        for tensor, numbers in zip((p, m, v), zip(*wanted, strict=True), strict=True):
+            # float32 against Python's double arithmetic
+            torch.testing.assert_close(tensor.flatten(), torch.tensor(numbers), rtol=1e-6, atol=1e-7)
+    if copied:
+        assert torch.equal(copy, p.half())
+
+
+@pytest.mark.parametrize(
+    ("extension", "name"),
+    [("fused_adam_cuda", "reversible_adam"), ("fused_layer_norm_cuda", "rms_forward")],
+)
+def test_functions_that_an_extension_lacks(alias, extension, name):
+    module = importlib.import_module(extension)
+    assert not hasattr(module, name)
+    with pytest.raises(AttributeError, match=f"{extension}.{name} - ampcompat does not supply it - use "):
+        getattr(module, name)
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from 'ampcompat.{extension}'"):
+        run(f"from {extension} import {name}")
 
 
 def test_installing_twice_and_undoing():

@@ -49,6 +49,26 @@ def test_other_packages_are_left_alone(code):
     assert symbols(code) == {}
 
 
+@pytest.mark.parametrize(
+    ("code", "name", "level"),
+    [
+        ("import fused_adam_cuda\nfused_adam_cuda.adam(p)", "fused_adam_cuda.adam", "works"),
+        ("import fused_adam_cuda as f\nf.maybe_adam(p)", "fused_adam_cuda.maybe_adam", "unsupported"),
+        ("from fused_layer_norm_cuda import forward_affine", "fused_layer_norm_cuda.forward_affine", "works"),
+        ("import amp_C\namp_C.multi_tensor_scale(1)", "amp_C.multi_tensor_scale", "works"),
+        ("import apex_C\napex_C.flatten(x)", "apex_C.flatten", "works"),
+        (
+            "from apex.amp import _process_optimizer as p\np.AmpOptimizerState",
+            "apex.amp._process_optimizer.AmpOptimizerState",
+            "works",
+        ),
+        ("from apex.amp.utils import cached_cast", "apex.amp.utils", "differs"),
+    ],
+)
+def test_extensions_and_private_modules(code, name, level):
+    assert symbols(code)[name] == level
+
+
 def test_a_parameter_shadows_the_import():
     assert "apex.amp.nonsense" not in symbols("from apex import amp\ndef f(amp):\n    amp.nonsense()")
     assert "apex.amp.nonsense" in symbols("from apex import amp\ndef f(x):\n    amp.nonsense()")

@@ -38,7 +38,10 @@ TRUE = {
         APEX + 'amp.initialize(model, opt, opt_level="02", loss_scale=1.0)\n',
     ),
     "O2 as enabled": ({"level_as_enabled"}, APEX + 'model, opt = amp.initialize(model, opt, "O2")\n'),
-    "O1 as enabled": ({"level_as_enabled"}, APEX + 'model, opt = amp.initialize(model, opt, "O1")\n'),
+    "O2 as enabled, O3 by name": (
+        {"level_as_enabled"},
+        APEX + 'model, opt = amp.initialize(model, opt, "O2", opt_level="O3")\n',
+    ),
     "O3 as enabled by keyword": (
         {"level_as_enabled"},
         APEX + 'model, opt = amp.initialize(model, opt, enabled="O3")\n',
@@ -162,6 +165,8 @@ TRUE = {
 }
 
 FALSE = {
+    "O1 as enabled": APEX + 'model, opt = amp.initialize(model, opt, "O1")\n',
+    "O2 as enabled and by name": APEX + 'model, opt = amp.initialize(model, opt, "O2", opt_level="O2")\n',
     "wrapped where amp is off": APEX
     + "if not args.amp:\n    model = nn.parallel.DistributedDataParallel(model)\nif args.amp:\n    "
     + INIT.format('"O1"'),

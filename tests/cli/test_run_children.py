@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # It says "from apex import" at its top, so that a child that lacks the alias fails on import.
 SPAWNS = """
 import importlib.metadata, importlib.util, json, os, subprocess, sys
-import amp_C, apex_C
+import amp_C, apex_C, fused_adam_cuda, fused_layer_norm_cuda
 assert importlib.util.find_spec("apex") and importlib.metadata.version("apex")
 import apex.amp._amp_state
 from apex import amp
@@ -33,7 +33,8 @@ class Data(torch.utils.data.Dataset):
 if __name__ == "__main__":
     loader = torch.utils.data.DataLoader(Data(), num_workers=1, multiprocessing_context="spawn")
     print([(int(i), level[0]) for i, level in loader])
-    code = "import apex_C, apex.amp, importlib.metadata as m; print(apex.__name__, m.version('apex'), apex_C.__name__)"
+    code = "import fused_adam_cuda, fused_layer_norm_cuda as norm, apex_C, apex.amp, importlib.metadata as m;"
+    code += "print(apex.__name__, m.version('apex'), apex_C.__name__, fused_adam_cuda.__name__, norm.__name__)"
     print(subprocess.run([os.environ["PYTHON"], "-c", code], capture_output=True, text=True, check=True).stdout.strip())
 """
 
@@ -46,7 +47,7 @@ def test_children_see_the_alias(tmp_path, warm_python):
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "[(0, 'O2bfloat16'), (1, 'O2bfloat16')]",
-        f"ampcompat {ampcompat.__version__} ampcompat.apex_C",
+        f"ampcompat {ampcompat.__version__} ampcompat.apex_C ampcompat.fused_adam_cuda ampcompat.fused_layer_norm_cuda",
     ]
 
 

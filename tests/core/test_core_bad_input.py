@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn as nn
-from core_kit import Net, net, sgd
+from core_kit import Net, net, sgd, train
 
 from ampcompat import amp
 from ampcompat._state import state
@@ -174,15 +174,17 @@ BEFORE = {
     "scale negative": (init(loss_scale="-8"), ValueError, "loss_scale='-8' - it must be"),
     "scale not a number": (init(loss_scale=BAD), ValueError, "loss_scale=nan - it must be"),
     "scale infinite": (init(loss_scale=float("inf")), ValueError, "loss_scale=inf - it must be"),
+    "scale beyond float32": (init(loss_scale=1e39), ValueError, re.escape("loss_scale=1e+39 - it must be")),
+    "scale that float32 rounds to 0": (init(loss_scale="1e-46"), ValueError, "loss_scale='1e-46' - it must be"),
     "scale True": (init(loss_scale=True), ValueError, "loss_scale=True - it must be"),
     "scale a list": (init(loss_scale=[128.0]), ValueError, r"loss_scale=\[128.0\] - it must be"),
-    "no losses": (
-        init(num_losses=0),
+    "fewer than no losses": (
+        init(num_losses=-1),
         ValueError,
-        "num_losses=0 - it must be a positive integer - pass how many losses",
+        "num_losses=-1 - it must be an integer from 0 on - pass how many losses",
     ),
-    "losses a float": (init(num_losses=1.0), ValueError, "num_losses=1.0 - it must be a positive integer"),
-    "losses a list": (init(num_losses=[1, 2]), ValueError, r"num_losses=\[1, 2\] - it must be a positive integer"),
+    "losses a float": (init(num_losses=1.0), ValueError, "num_losses=1.0 - it must be an integer"),
+    "losses a list": (init(num_losses=[1, 2]), ValueError, r"num_losses=\[1, 2\] - it must be an integer"),
     "minimum 0": (init(min_loss_scale=0), ValueError, "min_loss_scale=0 - it must be a positive number - pass a power"),
     "minimum a string": (init(min_loss_scale="128"), ValueError, "min_loss_scale='128' - it must be a positive number"),
     "maximum None": (init(max_loss_scale=None), ValueError, "max_loss_scale=None - it must be a positive number"),
@@ -324,6 +326,21 @@ BEFORE = {
         lambda s: amp.register_float_function(torch, torch.sigmoid),
         ValueError,
         "No function named .*sigmoid.* in module torch",
+    ),
+    "register what is no function": (
+        lambda s: amp.register_half_function(torch, "float32"),
+        ValueError,
+        "'float32' in module torch is a dtype - .* a function or a class - check the name",
+    ),
+    "decorate None": (
+        lambda s: amp.half_function(None),
+        TypeError,
+        "half_function got an object of type NoneType - it decorates a function or a class - pass",
+    ),
+    "decorate a tensor": (
+        lambda s: amp.promote_function(torch.ones(1)),
+        TypeError,
+        "promote_function got an object of type Tensor - it",
     ),
     "init with a scale of 0": (lambda s: amp.init(loss_scale=0), ValueError, "loss_scale=0 - it must be"),
 }
@@ -477,6 +494,16 @@ AFTER = {
         ValueError,
         "loss_scaler1 has loss_scale=nan, unskipped=0 - " + damaged,
     ),
+    "load a scale that float32 rounds to 0": (
+        loads({"loss_scaler0": GOOD, "loss_scaler1": {"loss_scale": 1e-46, "unskipped": 0}}),
+        ValueError,
+        "loss_scaler1 has loss_scale=1e-46, unskipped=0 - " + damaged,
+    ),
+    "load a scale beyond float32": (
+        loads({"loss_scaler0": GOOD, "loss_scaler1": {"loss_scale": 1e39, "unskipped": 0}}),
+        ValueError,
+        re.escape("loss_scaler1 has loss_scale=1e+39, unskipped=0 - ") + damaged,
+    ),
     "load a scale of words": (loads({"loss_scaler0": {"loss_scale": "big", "unskipped": 0}}), ValueError, damaged),
     "load a negative count": (loads({"loss_scaler0": {"loss_scale": 2.0, "unskipped": -1}}), ValueError, damaged),
     "load a damaged GradScaler": (
@@ -544,13 +571,64 @@ def test_there_are_enough_of_them():
     assert len(BEFORE) + len(AFTER) >= 40
 
 
-def test_a_level_in_the_place_of_enabled_is_named():
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(TypeError, match=r"got 'O2' as its third argument, which is enabled - .*opt_level='O2'"):
-        amp.initialize(model, optimizer, "O2")
-    assert type(model) is torch.nn.Linear
+@pytest.mark.parametrize(
+    ("enabled", "level", "meant"),
+    [("O2", "O1", "O2"), ("02", "O1", "O2"), ("o3", "O1", "O3"), ("O1", "O2", "O1"), ("O9", "O9", None)],
+)
+def test_another_level_in_the_place_of_enabled(enabled, level, meant, capsys):
+    model = net()
+    rule = f"got '{enabled}' as its third argument, which is enabled, while opt_level='{level}' - .*opt_level='{meant}'"
+    error = (RuntimeError, "Unexpected optimization level 'O9'") if meant is None else (TypeError, rule)
+    with pytest.raises(error[0], match=error[1]):
+        amp.initialize(model, sgd(model), enabled, level)
+    assert type(model) is Net
     assert state.session is None
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("enabled", "rest", "level"),
+    [
+        ("O1", (), "O1"),
+        ("01", (), "O1"),
+        ("O2", ("O2",), "O2"),
+        ("dynamic", (), "O1"),
+        ("False", (), "O1"),
+        (1, (), "O1"),
+    ],
+)
+def test_what_is_true_in_the_place_of_enabled_enables(enabled, rest, level, capsys):
+    model = net()
+    model, optimizer = amp.initialize(model, sgd(model), enabled, *rest, verbosity=0)
+    assert amp._amp_state.opt_properties.opt_level == level
+    assert amp._amp_state.opt_properties.enabled is True
+    train(model, optimizer)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    if enabled == 1:
+        assert printed.err == ""
+    else:
+        (line,) = printed.err.splitlines()
+        assert f"got {enabled!r} as its third argument, which is enabled" in line
+        assert f"amp is on, at {level}" in line
+
+
+def test_an_empty_string_disables_as_under_apex(capsys):
+    model = net()
+    amp.initialize(model, sgd(model), "")
+    assert type(model) is Net
+    assert amp._amp_state.opt_properties.enabled is False
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "amp is off" in line
+
+
+@pytest.mark.parametrize(("third", "outside"), [("O1", "O2"), ("O2", "O2"), ("O2", "O3")])
+def test_a_level_from_outside_overrides_one_as_enabled(third, outside, monkeypatch, capsys):
+    monkeypatch.setenv("AMPCOMPAT_OPT_LEVEL", outside)
+    model = net()
+    amp.initialize(model, sgd(model), third, verbosity=0)
+    assert amp._amp_state.opt_properties.opt_level == outside
+    assert f"amp is on, at {outside}" in capsys.readouterr().err
 
 
 class Scripted(torch.nn.Module):

@@ -1,5 +1,6 @@
 """apex's surface to the letter: signatures, return shapes, messages, and the private names that scripts use."""
 
+import collections
 import importlib
 import inspect
 
@@ -260,8 +261,9 @@ print("fine")
 
 
 HOMES = {
-    "scaler": ["LossScaler"],
-    "handle": ["AmpHandle", "NoOpHandle", "scale_loss", "disable_casts"],
+    "scaler": ["LossScaler", "master_params"],
+    "handle": ["AmpHandle", "NoOpHandle", "scale_loss", "disable_casts", "master_params"],
+    "_process_optimizer": ["AmpOptimizerState", "post_backward_models_are_masters"],
     "frontend": ["Properties", "initialize", "state_dict", "load_state_dict", "opt_levels"],
     "_initialize": ["applier"],
     "opt": ["OptimWrapper"],
@@ -269,7 +271,7 @@ HOMES = {
     "amp": ["init", "half_function", "register_float_function"],
     "compat": ["variable_is_tensor", "tensor_is_float_tensor", "is_tensor_like", "is_floating_point", "filter_attrs"],
     "rnn_compat": ["RNN_NAMES", "has_old_rnns", "whitelist_rnn_cells"],
-    "utils": ["is_nested", "is_fp_tensor", "type_string", "collect_fp_tensor_types", "set_func"],
+    "utils": ["is_nested", "is_fp_tensor", "type_string", "collect_fp_tensor_types", "set_func", "cached_cast"],
     "wrap": ["disable_casts", "make_cast_wrapper", "make_promote_wrapper"],
 }
 
@@ -303,6 +305,75 @@ def test_helpers_of_apex_that_scripts_import():
     assert wrap.make_cast_wrapper(torch.clone, utils.maybe_half, handle)(wide).dtype == torch.float32
 
 
+def test_cached_cast_keeps_casts_of_what_it_has_seen():
+    from ampcompat.amp import utils
+
+    cache = {}
+    weight, other = torch.nn.Parameter(torch.ones(2)), torch.ones(3)
+    once = utils.cached_cast(utils.maybe_half, weight, cache)
+    assert (once.dtype, once.requires_grad) == (torch.float16, True)
+    assert utils.cached_cast(utils.maybe_half, weight, cache) is once
+    nested = utils.cached_cast(utils.maybe_half, [weight, (other, weight)], cache)
+    assert nested[0] is nested[1][1] is once
+    assert type(nested[1]) is tuple
+    assert nested[1][0].dtype == torch.float16
+    once.sum().backward()
+    assert weight.grad.tolist() == [1.0, 1.0]
+
+
+def test_cached_cast_casts_again_where_the_cast_has_no_gradient():
+    from ampcompat.amp import utils
+
+    cache = {}
+    weight = torch.nn.Parameter(torch.ones(2))
+    with torch.no_grad():
+        for_evaluation = utils.cached_cast(utils.maybe_half, weight, cache)
+        assert utils.cached_cast(utils.maybe_half, weight, cache) is for_evaluation
+    for_training = utils.cached_cast(utils.maybe_half, weight, cache)
+    assert (for_evaluation.requires_grad, for_training.requires_grad) == (False, True)
+    with torch.no_grad():
+        assert utils.cached_cast(utils.maybe_half, weight, cache) is for_training
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_post_backward_of_models_that_are_masters_by_hand(level):
+    from ampcompat.amp._process_optimizer import AmpOptimizerState, post_backward_models_are_masters
+
+    model, optimizer = start(level, loss_scale=8.0)
+    assert isinstance(optimizer._amp_stash, AmpOptimizerState)
+    (scaler,) = amp._amp_state.loss_scalers
+    new, stashed_alone, untouched = (torch.nn.Parameter(torch.zeros(2)) for _ in range(3))
+    both = torch.nn.Parameter(torch.zeros(2))
+    new.grad, both.grad = torch.full((2,), 16.0), torch.full((2,), 8.0)
+    stash = [None, torch.full((2,), 3.0), None, torch.full((2,), 0.5)]
+    post_backward_models_are_masters(scaler, [new, stashed_alone, untouched, both], stash)
+    assert (new.grad.tolist(), stashed_alone.grad.tolist()) == ([2.0, 2.0], [3.0, 3.0])
+    assert (untouched.grad, both.grad.tolist()) == (None, [1.5, 1.5])
+    assert stash == [None] * 4
+    new.grad = torch.full((2,), 16.0)
+    post_backward_models_are_masters(scaler, [new], [torch.ones(2)], scale_override=(4.0, 2.0, 1.0))
+    assert new.grad.tolist() == [4.5, 4.5]
+
+
+@pytest.mark.parametrize(("level", "names"), [("O1", ["fp32"]), ("O2", ["fp32_from_fp32"]), ("O3", ["fp16"])])
+def test_stashed_gradients_by_apex_s_names(level, names):
+    model, optimizer = start(level, loss_scale=8.0)
+    stash = optimizer._amp_stash
+    for name in names:
+        assert set(getattr(stash, f"all_{name}_grad_stash")) == {None}
+    backward(model, optimizer, 1)
+    params = {name: getattr(stash, f"all_{name}_params") for name in names}
+    before = {name: [p.grad.clone() for p in params[name]] for name in names}
+    block = amp.scale_loss(loss_of(model), optimizer)
+    with block as scaled:
+        for name in names:
+            assert same(getattr(stash, f"all_{name}_grad_stash"), before[name])
+            assert all(p.grad is None for p in params[name])
+        scaled.backward()
+    for name in names:
+        assert set(getattr(stash, f"all_{name}_grad_stash")) == {None}
+
+
 def test_a_level_fills_properties_as_under_apex():
     for name in ("O0", "O1", "O2", "O3"):
         level = amp.frontend.opt_levels[name]
@@ -330,6 +401,18 @@ def test_state_dict_into_a_dict_of_the_callers():
     assert amp.state_dict(destination=None) == {"loss_scaler0": mine["loss_scaler0"]}
 
 
+def test_state_dict_is_ordered_and_safe_to_load(tmp_path):
+    assert type(amp.state_dict()) is collections.OrderedDict
+    start("O1", num_losses=2)
+    saved = amp.state_dict()
+    assert type(saved) is collections.OrderedDict
+    assert list(saved) == ["loss_scaler0", "loss_scaler1"]
+    torch.save({"amp": saved}, tmp_path / "checkpoint.pt")
+    loaded = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["amp"]
+    assert loaded == saved
+    amp.load_state_dict(loaded)
+
+
 def test_load_state_dict_where_there_is_nothing_to_restore(capsys):
     amp.load_state_dict({})
     assert capsys.readouterr().out == ""
@@ -351,10 +434,10 @@ def test_a_step_at_scale_one_was_not_skipped(level):
 def test_gradients_unscaled_by_hand():
     scaler = amp.scaler.LossScaler(8.0)
     grads = [torch.full((2,), 16.0), torch.full((3,), 4.0)]
-    scaler.unscale_(grads)
+    scaler.unscale_grads(grads)
     assert [g.tolist() for g in grads] == [[2.0, 2.0], [0.5, 0.5, 0.5]]
     dynamic = amp.scaler.LossScaler()
-    dynamic.unscale_([torch.tensor([float("inf")])])
+    dynamic.unscale_grads([torch.tensor([float("inf")])])
     assert dynamic.update_scale()
     assert dynamic.loss_scale() == 2.0**15
 

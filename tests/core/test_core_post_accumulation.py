@@ -172,10 +172,10 @@ def test_gradients_unscaled_by_hand_count_beside_the_buffer():
     by_hand = LossScaler("dynamic")
     by_hand._overflow_buf = torch.zeros(1, dtype=torch.int)
     by_hand.scale_loss(torch.ones(()))
-    by_hand.unscale_([torch.tensor([INF])])
+    by_hand.unscale_grads([torch.tensor([INF])])
     assert by_hand.update_scale() is True
     by_hand.clear_overflow_state()
-    by_hand.unscale_([torch.ones(1)])
+    by_hand.unscale_grads([torch.ones(1)])
     assert by_hand.update_scale() is False
 
 

@@ -351,3 +351,28 @@ def test_initialize_between_blocks_and_their_step_keeps_what_is_known_of_the_gra
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert same(before, masters(optimizer))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_block_used_twice_says_so(level):
+    model, optimizer = start(level)
+    block = amp.scale_loss(loss_of(model), optimizer)
+    with block as scaled:
+        scaled.backward()
+    before = [p.grad.clone() for p in amp.master_params(optimizer)]
+    with pytest.raises(RuntimeError, match=r"scale_loss block .* entered twice - .* - call amp.scale_loss"), block:
+        pass
+    assert same(before, [p.grad for p in amp.master_params(optimizer)])
+    optimizer.step()
+    train(model, optimizer, 1)
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_block_that_raised_is_used_up_too(level):
+    model, optimizer = start(level)
+    block = amp.scale_loss(loss_of(model), optimizer)
+    with pytest.raises(KeyError), block:
+        raise KeyError
+    with pytest.raises(RuntimeError, match="entered twice"):
+        block.__enter__()
+    train(model, optimizer, 1)

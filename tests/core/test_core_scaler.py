@@ -32,7 +32,7 @@ class Reference:
 
 def one_pass(scaler, overflow=False):
     loss = scaler.scale_loss(torch.ones(()))
-    scaler.unscale_([torch.full((3,), float("inf")) if overflow else torch.ones(3) * loss])
+    scaler.unscale_grads([torch.full((3,), float("inf")) if overflow else torch.ones(3) * loss])
     return scaler.update_scale()
 
 
@@ -129,7 +129,7 @@ def test_constructed_directly_as_legacy_code_does():
 def test_a_pass_without_gradients_is_a_clean_one():
     scaler = LossScaler("dynamic")
     scaler.scale_loss(torch.ones(()))
-    scaler.unscale_([])
+    scaler.unscale_grads([])
     assert scaler.update_scale() is False
     assert state_of(scaler) == (2.0**16, 1)
 
@@ -139,10 +139,10 @@ def test_gradients_of_any_dtype_are_unscaled_and_checked(dtype):
     scaler = LossScaler("dynamic", init_scale=4.0)
     scaler.scale_loss(torch.ones(()))
     grad = torch.full((3,), 8.0, dtype=dtype)
-    scaler.unscale_([grad])
+    scaler.unscale_grads([grad])
     assert torch.equal(grad, torch.full((3,), 2.0, dtype=dtype))
     assert scaler.update_scale() is False
-    scaler.unscale_([torch.full((1,), float("nan"), dtype=dtype), grad])
+    scaler.unscale_grads([torch.full((1,), float("nan"), dtype=dtype), grad])
     assert scaler.update_scale() is True
 
 
@@ -150,7 +150,7 @@ def test_mixed_dtypes_in_one_pass():
     scaler = LossScaler("dynamic", init_scale=2.0)
     scaler.scale_loss(torch.ones(()))
     grads = [torch.ones(2, dtype=d) * 2 for d in (torch.float32, torch.float16, torch.float32)]
-    scaler.unscale_(grads)
+    scaler.unscale_grads(grads)
     assert all(g.float().tolist() == [1.0, 1.0] for g in grads)
     assert scaler.update_scale() is False
 
@@ -278,3 +278,192 @@ def test_an_early_overflow_that_many_blocks_put_off_skips_the_step(level, monkey
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
+
+
+# -- apex's own methods, called by hand ----------------------------------------------------------------------------
+INF = float("inf")
+
+
+def grads(*values, dtype=torch.float16):
+    return [torch.full((3,), value, dtype=dtype) for value in values]
+
+
+def test_unscale_by_hand_writes_masters_and_update_counts():
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    model, masters = grads(16.0, 4.0), grads(0.0, 0.0, dtype=torch.float32)
+    scaler.unscale(model, masters, scaler.loss_scale(), models_are_masters=False)
+    assert [m.tolist() for m in masters] == [[2.0] * 3, [0.5] * 3]
+    assert [m.tolist() for m in model] == [[16.0] * 3, [4.0] * 3]
+    assert scaler.update_scale() is False
+    assert state_of(scaler) == (8.0, 1)
+    scaler.unscale(grads(INF, 4.0), masters, scaler.loss_scale())
+    assert scaler.update_scale() is True
+    assert state_of(scaler) == (4.0, 0)
+
+
+def test_unscale_by_hand_in_place_by_another_scale():
+    scaler = LossScaler(8.0)
+    model = grads(16.0, dtype=torch.float32)
+    scaler.unscale(model, model, None, models_are_masters=True)
+    assert model[0].tolist() == [2.0] * 3
+    scaler.unscale(model, model, None, models_are_masters=True, scale_override=0.5)
+    assert model[0].tolist() == [4.0] * 3
+
+
+def test_unscale_by_hand_waits_for_clear_after_an_overflow():
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    masters = grads(1.0, dtype=torch.float32)
+    scaler.unscale(grads(INF), masters)
+    scaler.update_scale()
+    masters = grads(1.0, dtype=torch.float32)
+    scaler.unscale(grads(16.0), masters)
+    assert masters[0].tolist() == [1.0] * 3
+    scaler.clear_overflow_state()
+    scaler.unscale(grads(16.0), masters)
+    assert masters[0].tolist() == [4.0] * 3  # the scale is 4 since
+
+
+@pytest.mark.parametrize(("override", "want"), [(None, 5.0), ((4.0, 2.0, 0.5), 2.75)])
+def test_unscale_with_stashed_adds_and_leaves_the_rest(override, want):
+    scaler = LossScaler("dynamic", init_scale=8.0)
+    model, stashed, masters = grads(16.0), grads(3.0, dtype=torch.float32), grads(0.0, dtype=torch.float32)
+    scaler.unscale_with_stashed(model, stashed, masters, scale_override=override)
+    assert masters[0].tolist() == [want] * 3
+    assert (model[0].tolist(), stashed[0].tolist()) == ([16.0] * 3, [3.0] * 3)
+    own = grads(16.0, dtype=torch.float32)
+    scaler.unscale_with_stashed(own, stashed, own, scale_override=override)
+    assert own[0].tolist() == [want] * 3
+    assert scaler.update_scale() is False
+
+
+def test_unscale_with_stashed_checks_the_new_gradients_alone():
+    scaler = LossScaler("dynamic")
+    scaler.unscale_with_stashed(grads(1.0), grads(INF, dtype=torch.float32), grads(0.0, dtype=torch.float32))
+    assert scaler.update_scale() is False
+    scaler.unscale_with_stashed(grads(INF), grads(1.0, dtype=torch.float32), grads(0.0, dtype=torch.float32))
+    assert scaler.update_scale() is True
+
+
+@pytest.mark.parametrize("call", ["unscale", "unscale_with_stashed"])
+def test_lists_of_different_lengths_are_refused(call):
+    scaler = LossScaler("dynamic")
+    with pytest.raises(ValueError, match=f"LossScaler.{call} got lists of .* tensors - .* - pass"):
+        getattr(scaler, call)(*[grads(1.0), grads(1.0, 1.0), grads(1.0)][: 2 if call == "unscale" else 3])
+
+
+def test_flags_of_apex_s_scaler_exist_and_can_be_set(monkeypatch):
+    assert LossScaler.has_fused_kernel is True
+    assert LossScaler.warned_no_fused_kernel is LossScaler.warned_unscaling_non_fp32_grad is False
+    monkeypatch.setattr(LossScaler, "warned_unscaling_non_fp32_grad", True)
+    assert LossScaler(2.0).warned_unscaling_non_fp32_grad is True
+
+
+@pytest.mark.parametrize("kind", ["dynamic", 8.0])
+def test_an_overflow_written_by_hand_is_read_back_and_counted(kind):
+    scaler = LossScaler(kind, init_scale=8.0)
+    one_pass(scaler)
+    scaler._has_overflow = True
+    assert scaler._has_overflow is True
+    assert scaler.update_scale() is (kind == "dynamic")
+    assert state_of(scaler) == ((4.0, 0) if kind == "dynamic" else (8.0, 2))
+    scaler._has_overflow = False
+    assert scaler._has_overflow is False
+    assert scaler.update_scale() is False
+
+
+def test_false_written_by_hand_hides_no_overflow_of_new_gradients():
+    scaler = LossScaler("dynamic")
+    scaler.unscale_grads(grads(INF))
+    scaler._has_overflow = False
+    assert scaler.update_scale() is True
+
+
+def test_an_overflow_written_between_blocks_is_forgotten_by_the_next():
+    model, optimizer = start("O2")
+    (scaler,) = amp._amp_state.loss_scalers
+    scaler._has_overflow = True
+    train(model, optimizer, 1)
+    assert scaler._has_overflow is False
+    assert scaler.loss_scale() == 2.0**16
+    assert not amp.step_was_skipped(optimizer)
+
+
+# -- GradScaler's API, which amp.scale_loss stands for ----------------------------------------------------------------
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_grad_scaler_s_methods_name_scale_loss(level, call):
+    model, optimizer = start(level, loss_scale="dynamic")
+    (scaler,) = amp._amp_state.loss_scalers
+    backward(model, optimizer)
+    before = [p.grad.clone() for p in amp.master_params(optimizer)]
+    with pytest.raises(RuntimeError, match=rf"LossScaler.{call}\(optimizer\) .* - .* amp.scale_loss\("):
+        getattr(scaler, call)(optimizer)
+    assert all(torch.equal(p.grad, b) for p, b in zip(amp.master_params(optimizer), before, strict=True))
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
+
+
+def test_update_sets_a_scale_and_else_names_scale_loss():
+    model, optimizer = start("O2")
+    train(model, optimizer, 1)
+    (scaler,) = amp._amp_state.loss_scalers
+    with pytest.raises(RuntimeError, match=r"LossScaler.update\(\) .* - .* amp.scale_loss\("):
+        scaler.update()
+    for new in (32.0, torch.tensor([64.0])):
+        scaler.update(new)
+        assert scaler.get_scale() == float(new)
+
+
+# -- subclasses --------------------------------------------------------------------------------------------------------
+class AllReducing(LossScaler):
+    """As scripts for model parallelism have it."""
+
+    def unscale(self, *args, **kwargs):
+        super().unscale(*args, **kwargs)
+
+
+class Counting(LossScaler):
+    def update_scale(self):
+        return super().update_scale()
+
+
+class Named(LossScaler):
+    """Overrides nothing that apex called."""
+
+    def describe(self):
+        return f"scale {self.loss_scale()}"
+
+
+@pytest.mark.parametrize(("kind", "method"), [(AllReducing, "unscale"), (Counting, "update_scale")])
+def test_a_subclass_whose_methods_would_not_be_called_is_refused(kind, method):
+    model, optimizer = start("O2")
+    rule = f"a {kind.__name__}, which overrides {method} - .* - .*delay_overflow_check=True.*update_scale"
+    with pytest.raises(TypeError, match=rf"loss_scalers\[0\] is {rule}"):
+        amp._amp_state.loss_scalers = [kind("dynamic")]
+    train(model, optimizer, 1)
+    amp._amp_state.loss_scalers[0] = kind("dynamic")
+    with pytest.raises(TypeError, match=rf"loss_scalers\[0\] is {rule}"):
+        backward(model, optimizer)
+
+
+def test_a_subclass_that_overrides_nothing_of_apex_is_used():
+    model, optimizer = start("O2")
+    amp._amp_state.loss_scalers = [Named(4.0)]
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled:
+        assert float(scaled) == 4.0
+    amp._amp_state.loss_scalers[0] = Named(8.0)
+    with amp.scale_loss(torch.ones(()), optimizer) as scaled:
+        assert float(scaled) == 8.0
+
+
+# -- no scalers --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_num_losses_0_initializes_and_scales_no_loss(level):
+    model, optimizer = start(level, num_losses=0)
+    assert amp._amp_state.loss_scalers == []
+    assert amp.state_dict() == {}
+    for optimizers in (optimizer, []):
+        with pytest.raises(IndexError, match=r"loss_id=0 - amp.initialize\(num_losses=0\) made no scalers - pass num"):
+            amp.scale_loss(torch.ones(()), optimizers)
+    with torch.no_grad():
+        model(torch.ones(4, 6))

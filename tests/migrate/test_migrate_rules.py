@@ -15,6 +15,11 @@ from ampcompat.migrate import migrate_source
         ("import apex.amp\n", "import ampcompat.amp, ampcompat as apex\n"),
         ("import os, apex\n", "import os, ampcompat as apex\n"),
         ("import amp_C\n", "import ampcompat.amp_C as amp_C\n"),
+        ("import fused_adam_cuda\n", "import ampcompat.fused_adam_cuda as fused_adam_cuda\n"),
+        (
+            "from fused_layer_norm_cuda import forward\n",
+            "from ampcompat.fused_layer_norm_cuda import forward\n",
+        ),
         ("from apex.parallel import (\n    LARC,  # x\n)\n", "from ampcompat.parallel import (\n    LARC,  # x\n)\n"),
         ("from apex.amp import *\n", "from ampcompat.amp import *\n"),
         ("from .apex import amp\n", "from .apex import amp\n"),

@@ -163,6 +163,27 @@ def test_a_hundred_initializes_do_not_slow_the_next(level):
     assert len(state.undo._exit_callbacks) == undos
 
 
+@pytest.mark.parametrize("end", ["disabled", "deactivated"])
+def test_a_cycle_of_casts_leaves_no_undo_behind(end, torch_state):
+    def cycle():
+        model, optimizer = initialized("O1")
+        if end == "disabled":
+            amp.initialize(model, optimizer, enabled=False)
+        else:
+            amp._amp_state.handle._deactivate()
+        assert not torch.is_autocast_enabled("cpu")
+
+    before = torch_state()
+    cycle()
+    undos = len(state.undo._exit_callbacks)
+    for _ in range(3):
+        cycle()
+    assert len(state.undo._exit_callbacks) == undos
+    initialized("O1")
+    state.reset()
+    assert torch_state() == before
+
+
 def test_initialize_again_and_again_on_the_same_objects():
     model, optimizer = initialized("O2")
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)

@@ -155,7 +155,9 @@ def test_the_divergences_page_is_what_the_file_says():
 def test_every_divergence_has_its_own_name():
     entries = json.loads((ROOT / "docs" / "divergences.json").read_text())
     assert len({entry["id"] for entry in entries}) == len(entries)
-    assert [entry["number"] for entry in entries] == [f"D{index:02}" for index in range(1, len(entries) + 1)]
+    numbers = [entry["number"] for entry in entries]  # numbers that were taken back stay free: messages cite them
+    assert numbers == sorted(set(numbers))
+    assert all(re.fullmatch(r"D\d\d", number) for number in numbers)
     assert all(entry[field] for entry in entries for field in ("id", "area", "apex", "ampcompat", "why"))
 
 

@@ -17,8 +17,8 @@ ROOT: Final = Path(__file__).parents[2]
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
-    ("lists", "trees", "observers", "masters", "_amp_state", "scaler"),
-    ("_initialize", "utils", "properties"),
+    ("lists", "trees", "observers", "masters", "_amp_state"),
+    ("_initialize", "utils", "properties", "scaler"),
     ("rules",),
     ("cpu_convolution", "weights", "ddp", "nested"),
     ("autocast",),
@@ -27,7 +27,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("stash", "misuse"),
     ("block",),
     ("optimizer",),
-    ("handle", "checkpoint"),
+    ("_process_optimizer", "handle", "checkpoint"),
     ("compat", "rnn_compat", "frontend", "amp", "opt", "__version__"),
     ("__init__",),
 )
@@ -35,7 +35,10 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
 SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))
 #: Modules that hold names which legacy code imports, and little else.
 LEGACY: Final = frozenset(
-    ("__version__", "_amp_state", "_initialize", "compat", "handle", "opt", "rnn_compat", "utils", "wrap")
+    (
+        *("__version__", "_amp_state", "_initialize", "_process_optimizer", "compat", "handle"),
+        *("opt", "rnn_compat", "utils", "wrap"),
+    )
 )
 #: What the facade, ``amp/__init__.py``, may import from above, inside functions only.
 FACADE_MAY_IMPORT: Final = frozenset(("explain", "report", "scale_log"))

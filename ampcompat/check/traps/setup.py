@@ -121,14 +121,15 @@ def level_as_enabled(source: Source, repository: Repository) -> Iterator[Finding
     """``initialize(model, opt, "O2")``: the third parameter is ``enabled``; at apex the level stayed O1."""
     for call in source.calls_to("apex.amp.initialize"):
         third = call.args[2] if len(call.args) > 2 else argument(call, 2, "enabled")
-        if (
-            isinstance(third, ast.Constant)
-            and isinstance(third.value, str)
-            and re.fullmatch(r"[Oo0][0-5]", third.value)
-        ):
-            note = (
-                f'the third parameter is enabled: apex ran at O1, here it is refused; write opt_level="{third.value}"'
-            )
+        if not (isinstance(third, ast.Constant) and isinstance(third.value, str)):
+            continue
+        named = re.sub("^[oO0]", "O", third.value)
+        if not re.fullmatch("O[0-5]", named):
+            continue
+        by_name = argument(call, 3, "opt_level") or ast.Constant("O1")
+        if isinstance(by_name, ast.Constant) and named != by_name.value:
+            note = f"the third parameter is enabled: apex ran at {by_name.value!s}, here it is refused;"
+            note += f' write opt_level="{named}"'
             yield source.finding(third, "trap", "level_as_enabled", ERROR, note)
 
 

@@ -7,6 +7,7 @@ import re
 
 import libcst as cst
 
+from ampcompat._extensions import EXTENSIONS
 from ampcompat.check.bindings import Bindings
 from ampcompat.check.source import parse
 from ampcompat.check.symbols import MODULES, verdict
@@ -110,9 +111,7 @@ class _Drop(cst.CSTTransformer):
         if isinstance(part, cst.Import) and alias.asname is None:
             name = name.partition(".")[0]
         origin = code_of(alias.name) if isinstance(part, cst.Import) else code_of(part.module) if part.module else ""
-        ours = origin.partition(".")[0] in ("apex", "ampcompat", "amp_C", "apex_C") and not getattr(
-            part, "relative", ()
-        )
+        ours = origin.partition(".")[0] in ("apex", "ampcompat", *EXTENSIONS) and not getattr(part, "relative", ())
         return ours and name not in self.used and symbol(cst.Name(name), self.bindings) is not None
 
     def leave_Try(

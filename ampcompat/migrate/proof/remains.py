@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from ampcompat.check.bindings import EXTENSIONS
+from ampcompat._extensions import EXTENSIONS
 from ampcompat.check.source import Source, called
 
 ROOTS = ("apex", *EXTENSIONS)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     Outputs = torch.Tensor | Iterable[torch.Tensor]
 
-GONE = ("apex", "ampcompat", "amp_C", "apex_C")
+GONE = ("apex", "ampcompat", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
 
 
 class _Gone(importlib.abc.MetaPathFinder):
