@@ -25,6 +25,7 @@ ROWS: Final[tuple[dict[str, float], ...]] = (
     {"amp_model": 2.2},
     {"keep_fp32": 1.1, "wrap": 2.1, "session": 4.0},
     {"stash": 4.0, "misuse": 5.05},
+    {"sharing": 4.2},
     {"block": 4.5},
     {"optimizer": 3.8},
     {"handle": 4.2, "checkpoint": 6.0},
