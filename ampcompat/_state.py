@@ -124,11 +124,14 @@ class OptimizerIndex:
         live: Those under amp; :meth:`listed` reads them at a third of the price of iterating.
         pending: Of these, those with scaled gradients that a block has left.
         disabled: Those given to ``initialize(enabled=False)``.
+        sharing: By optimizer, the others that hold a tensor of it; None until asked for, and after any of them has
+            changed (see :mod:`ampcompat.amp.sharing`).
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     pending: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
+    sharing: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]] | None = None
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""

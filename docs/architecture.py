@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 ROOT: Final = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests" / "structure"))
@@ -24,14 +24,29 @@ from layers import LAYERS, LEGACY, SHARED, imports_by_module, without_implied  #
 PAGE: Final = Path(__file__).with_suffix(".md")
 FIGURES: Final = ROOT / "tests" / "structure" / "figures.json"
 AMP: Final = ROOT / "ampcompat" / "amp"
-#: Modules with a table at their head, by the name of the part of the page that repeats it.
-TABLES: Final = {"gradients": AMP / "block.py", "masters": AMP / "masters.py", "casts": AMP / "autocast.py"}
 
 
-def table_in(path: Path) -> list[list[str]]:
-    """The cells, by row, of the first table in the docstring of the module at ``path``; the heads are row 0."""
-    lines = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").splitlines()
-    first, second, last, *_ = [index for index, line in enumerate(lines) if line.startswith("===")]
+class Table(NamedTuple):
+    """A table at the head of a module: the module, and which of its tables, from 0."""
+
+    path: Path
+    number: int = 0
+
+
+#: The tables that the page repeats, by the name of the part that does.
+TABLES: Final = {
+    "gradients": Table(AMP / "block.py"),
+    "float32": Table(AMP / "block.py", 1),
+    "masters": Table(AMP / "masters.py"),
+    "casts": Table(AMP / "autocast.py"),
+}
+
+
+def table_in(table: Table) -> list[list[str]]:
+    """The cells of ``table``, by row; the heads are row 0."""
+    lines = (ast.get_docstring(ast.parse(table.path.read_text(encoding="utf-8"))) or "").splitlines()
+    rules = [index for index, line in enumerate(lines) if line.startswith("===")]
+    first, second, last = rules[3 * table.number : 3 * table.number + 3]
     starts = [match.start() for match in re.finditer("=+", lines[first])]
     rows = [*lines[first + 1 : second], *lines[second + 1 : last]]
     ends = [*starts[1:], None]
@@ -86,7 +101,7 @@ def _figures_table() -> str:
 def page() -> str:
     """The page with its generated parts as they should be."""
     text = PAGE.read_text(encoding="utf-8")
-    parts = {name: markdown(table_in(path)) for name, path in TABLES.items()}
+    parts = {name: markdown(table_in(table)) for name, table in TABLES.items()}
     parts |= {"picture": picture(), "figures": _figures_table()}
     for name, part in parts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"

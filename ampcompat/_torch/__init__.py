@@ -5,6 +5,8 @@ When a new torch breaks something, this is the place to mend.
 
 from ampcompat._torch.arithmetic import (
     HostCopy,
+    any_non_finite,
+    any_of,
     cast_to,
     coalesced,
     float32_copies,
@@ -82,6 +84,7 @@ from ampcompat._torch.modules import (
     buffers_keyword,
     fingerprint,
     has_storage,
+    have_bits,
     inner_optimizers,
     is_parametrized,
     is_sharded,

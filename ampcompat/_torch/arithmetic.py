@@ -118,6 +118,20 @@ class HostCopy:
         return numbers
 
 
+def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
+    """Whether one of ``flags`` is set, on the device of the first. No host sync."""
+    first, *others = flags
+    if not others:
+        return first
+    return torch.stack([first, *(flag.to(first.device, non_blocking=True) for flag in others)]).amax()
+
+
+def any_non_finite(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Whether one of ``tensors`` (at least one) holds an inf or NaN: a 0-dim float32 flag. No host sync."""
+    held = [tensor._values() if tensor.is_sparse else tensor for tensor in tensors]
+    return any_of([torch.isfinite(entries).all().logical_not().float() for entries in held])
+
+
 def host_value(number: torch.Tensor) -> float | None:
     """The value of a 0-dim float32 tensor in host memory, read without an op; None where it lies elsewhere."""
     if type(number) is not torch.Tensor or not number.is_cpu:  # a fake tensor has no data

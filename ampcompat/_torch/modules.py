@@ -106,6 +106,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
+def have_bits(tensors: list[torch.Tensor]) -> list[bool]:
+    """Whether each tensor has a bit that is set: a number other than 0.0, -0.0 included. One host sync."""
+    flags = [bits(tensor.detach()).any() for tensor in tensors]
+    device = flags[0].device
+    found: list[bool] = torch.stack([flag.to(device) for flag in flags]).tolist()
+    return found
+
+
 def tensor_of(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
     """Return the tensor that a plain weak reference leads to; torch must be told that Python holds it again."""
     tensor = reference()

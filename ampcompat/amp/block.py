@@ -1,34 +1,61 @@
 """``scale_loss``: one backward pass, from a scaled loss to unscaled gradients.
 
-The gradients of one optimizer are in one of three states (``stash.gradients``, ``stash.pending``). Each event:
+The gradients of one optimizer are in one of three states (``stash.gradients``, ``stash.pending``): NONE since the last
+step or ``zero_grad``; UNSCALED after a block; PENDING where a block has left them scaled, in ``p.grad``. The first
+table says what each event does to the gradient of a master, that is, of a half parameter at levels with masters:
 
 ===========================  ============================  ============================  ===============================
-event                        NONE                          UNSCALED                      PENDING (scaled, in p.grad)
+master's gradient            NONE                          UNSCALED                      PENDING
 ===========================  ============================  ============================  ===============================
-block begins                 what is there goes aside      accumulated ones go aside     rescaled in place to its scale
-block ends                   UNSCALED                      added: UNSCALED               all unscaled, added: UNSCALED
+block begins                 what the script put there     kept                          p.grad is rescaled to its scale
+block ends                   UNSCALED                      added: UNSCALED               p.grad is added: UNSCALED
 block ends with an overflow  the same, and noted           the same, and noted           the same, and noted
 block gives no gradient      NONE (EMPTY)                  UNSCALED                      UNSCALED
-block raises                 as before the block           as before the block           lost; a warning
+block raises                 NONE                          as before the block           p.grad is lost; a warning
 end of the block raises      LOST                          LOST                          LOST
-ends with ``delay_unscale``  PENDING                       PENDING, the others aside     PENDING
-ends in DDP's ``no_sync``    PENDING                       PENDING, the others aside     PENDING
-``step``                     moves no masters              steps or skips: NONE          unscaled first: UNSCALED
+ends with ``delay_unscale``  PENDING                       kept, beside PENDING          PENDING
+ends in DDP's ``no_sync``    PENDING                       kept, beside PENDING          PENDING
+``step``                     moves nothing                 used, or skipped: NONE        unscaled first
 ``zero_grad``                NONE                          NONE                          NONE
-``p.grad`` cleared           NONE                          the master's is cleared too   what is left is unscaled
+``p.grad`` cleared           NONE                          NONE                          what is left is unscaled
+``p.grad`` edited            NONE                          kept; a warning               the edited one is unscaled
 ``load_state_dict``          NONE                          UNSCALED                      PENDING
 ===========================  ============================  ============================  ===============================
 
-Overflows are found in the new gradients alone, and the next ``step`` is skipped. LOST gradients are cleared, and the
-next step is skipped as well. "Aside" is ``stash.aside`` for params that the optimizer holds itself, and the master's
-gradient for half params: new half gradients are unscaled into float32 and added there. apex did the same in
-``apex/amp/handle.py: scale_loss`` and ``apex/amp/_process_optimizer.py: post_backward_with_master_weights``.
+A step, made or skipped, drops the gradients of masters; ``p.grad`` in the model stays as it is until somebody clears
+it. The gradient of a float32 parameter (batch norm, and all parameters at levels without masters) *is* ``p.grad``, and
+stays as in plain torch. So state NONE has two columns here:
+
+===========================  =======================  ==========================  =====================  ===============
+float32 gradient             NONE, step made          NONE, step skipped          UNSCALED               PENDING
+===========================  =======================  ==========================  =====================  ===============
+block begins                 goes aside               goes aside                  goes aside             is rescaled
+block ends                   added to what stayed     added: still not finite     added                  unscaled
+block ends with an overflow  the same, and noted      the same, and noted         the same, and noted    the same, noted
+block gives no gradient      stays                    stays                       stays                  unscaled
+block raises                 as before the block      as before the block         as before the block    lost; a warning
+end of the block raises      LOST                     LOST                        LOST                   LOST
+ends with ``delay_unscale``  aside; PENDING           aside; PENDING              aside; PENDING         PENDING
+ends in DDP's ``no_sync``    aside; PENDING           aside; PENDING              aside; PENDING         PENDING
+``step``                     used again               skipped, until it is clean  used, or skipped       unscaled first
+``zero_grad``                cleared                  cleared                     cleared                cleared
+``p.grad`` cleared           moves nothing            moves nothing               moves nothing          moves nothing
+``p.grad`` edited            used as it is            used if it is finite        used as it is          unscaled
+``load_state_dict``          stays                    stays                       stays                  stays
+===========================  =======================  ==========================  =====================  ===============
+
+Overflows are found in the new gradients alone, and the next ``step`` is skipped. A step is skipped as well while a
+gradient is not finite that an earlier overflow has left: after a skipped step, or after a block of another optimizer in
+a tensor that both hold. ``GradScaler`` skips then too; apex stepped. LOST gradients are cleared, and the next step is
+skipped. "Aside" is ``stash.aside``; masters need none, for new half gradients are unscaled into float32 and added to
+theirs. apex did the same in ``apex/amp/handle.py: scale_loss`` and
+``apex/amp/_process_optimizer.py: post_backward_with_master_weights``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence, Set, ValuesView
+from collections.abc import Callable, Iterator, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -43,12 +70,13 @@ from ampcompat._types import Optimizer
 from ampcompat.amp import misuse
 from ampcompat.amp.autocast import assert_ambience
 from ampcompat.amp.ddp import holds_back
-from ampcompat.amp.masters import Master, heed_cleared
+from ampcompat.amp.masters import Master, drop_cleared_gradients
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import is_optimizer
-from ampcompat.amp.scaler import MANY, LossScaler, any_of, check_scaler
+from ampcompat.amp.scaler import LossScaler, check_scaler
 from ampcompat.amp.session import DISABLED, Session
-from ampcompat.amp.stash import AmpOptimizerState, Gradients, Pending
+from ampcompat.amp.sharing import refuse_open_blocks, refuse_pending, sharers_outside, waited_for
+from ampcompat.amp.stash import AmpOptimizerState, Gradients, Overflow, Pending
 
 #: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
 #: kernels take in one launch; on the CPU, which has no launches, what stays in its cache.
@@ -136,7 +164,11 @@ class Block:
     def __init__(
         self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, check: bool
     ) -> None:
-        self.loss, self.optimizers, self.scaler, self.delay, self.check = loss, optimizers, scaler, delay, check
+        self.loss = loss
+        self.optimizers = optimizers
+        self.scaler = scaler
+        self.delay = delay
+        self.check = check
 
     @_torch.eager
     def __enter__(self) -> torch.Tensor:
@@ -146,38 +178,44 @@ class Block:
                 " optimizer) for each."
             )
         self.entered = True
-        loss, scaler, room = self.loss, self.scaler, state.casts
-        if room.ambient is not None and room.device_types and not torch.is_autocast_enabled(room.device_types[0]):
+        loss, scaler, casts = self.loss, self.scaler, state.casts
+        if casts.ambient is not None and casts.device_types and not torch.is_autocast_enabled(casts.device_types[0]):
             assert_ambience()
         unit = self.plain = scaler.is_one
-        for one in self.optimizers:
-            stash: AmpOptimizerState = one._amp_stash
+        dropped = False
+        for optimizer in self.optimizers:
+            stash: AmpOptimizerState = optimizer._amp_stash
             if stash.block is not None:
                 if stash.in_block:
                     raise RuntimeError(
                         "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be"
                         " told apart - close the first block, or add the losses up."
                     )
-                abandon(one, stash, None)  # dropped without its exit
+                dropped = True  # without its exit
             if stash.pending is not None or stash.overflows:
                 unit = self.plain = False
             elif stash.session.policy.master_weights:
                 self.plain = False
+        several = len(state.optimizers.live) > 1
+        if several and not self.plain:
+            refuse_open_blocks(self.optimizers)
+        if dropped:
+            _abandon_dropped()
         if state.observers:
             notify("on_scale_loss", loss, scaler, self.optimizers)
         if self.plain:  # scale one for ever, and no masters: nothing to unscale
             return loss.float()
         if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
-            refuse_shared(self.optimizers, among_themselves=self.delay)
-        if len(state.optimizers.live) > 1:  # its backward pass may add to what was cleared
-            for one in state.optimizers.listed():
-                if one._amp_stash.gradients is Gradients.UNSCALED:
-                    heed_cleared(one._amp_stash.masters)
+            refuse_pending(self.optimizers, among_themselves=self.delay)
+        if several:  # the backward pass may add to what was cleared
+            for optimizer in state.optimizers.listed():
+                if optimizer._amp_stash.gradients is Gradients.UNSCALED:
+                    drop_cleared_gradients(optimizer._amp_stash.masters)
         try:
-            for one in self.optimizers:
-                stash = one._amp_stash
+            for optimizer in self.optimizers:
+                stash = optimizer._amp_stash
                 stash.block = weakref.ref(self)
-                begin(one, stash, scaler)
+                begin(optimizer, stash, scaler, self.delay)
             if unit:
                 return loss.float()
             scaled = scaler.scale_loss(loss)
@@ -202,19 +240,12 @@ class Block:
                 _torch.note_cure(error)
             return
         if self.plain:
-            for one in self.optimizers:
-                one._amp_stash.gradients = Gradients.UNSCALED
+            for optimizer in self.optimizers:
+                optimizer._amp_stash.gradients = Gradients.UNSCALED
         else:
             try:
-                if self.delay or (state.models.ddp and any(holds_back(s._amp_stash.leaves()) for s in self.optimizers)):
-                    refuse_shared(self.optimizers, among_themselves=True)
-                    scale = self.scaler.scale_on() if self.scale is None else self.scale
-                    pending = Pending(scale, {self.scaler: None})
-                    for one in self.optimizers:
-                        stash: AmpOptimizerState = one._amp_stash
-                        pending.scalers.update(stash.pending.scalers if stash.pending is not None else {})
-                        stash.pending, stash.block = pending, None
-                        state.optimizers.pending.add(one)
+                if self.delay or (state.models.ddp and self._is_held_back()):
+                    self._leave_pending()
                     return
                 reached = end(self.optimizers, self.scaler, self.scale, self.check)
             except BaseException:
@@ -225,99 +256,149 @@ class Block:
         if state.observers:
             notify("on_gradients", self.scaler, self.optimizers)
 
+    def _is_held_back(self) -> bool:
+        """Whether a DDP in ``no_sync`` keeps some of these gradients on their rank."""
+        return any(holds_back(optimizer._amp_stash.leaves()) for optimizer in self.optimizers)
+
+    def _leave_pending(self) -> None:
+        """Leave the gradients as they are, scaled, to a later block or to the step."""
+        refuse_pending(self.optimizers, among_themselves=True)
+        scale = self.scaler.scale_on() if self.scale is None else self.scale
+        pending = Pending(scale, {self.scaler: None})
+        for optimizer in self.optimizers:
+            stash: AmpOptimizerState = optimizer._amp_stash
+            if stash.pending is not None:
+                pending.scalers.update(stash.pending.scalers)
+            stash.pending = pending
+            stash.block = None
+            state.optimizers.pending.add(optimizer)
+
     def _give_up(self) -> None:
         """Undo the block: it raised."""
         if self.plain:
             return
         self.scaler._found_inf = {}
-        for one in self.optimizers:
-            stash: AmpOptimizerState = one._amp_stash
-            if stash.block is not None and stash.block() is self:
-                abandon(one, stash, self.scale)
+        begun = [one for one in self.optimizers if (ref := one._amp_stash.block) is not None and ref() is self]
+        abandon(begun, self.scale)
 
 
 # -- the end of a backward pass ----------------------------------------------------------------------------------------
 @_torch.without_grad
-def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | None, check: bool | None = True) -> bool:
+def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | None, check: bool = True) -> bool:
     """Unscale new gradients, add them to accumulated ones, and make the scaler's transition. No host sync.
 
-    With no ``scale`` nothing was scaled. With ``check=False`` the next transition counts the overflow; with None the
-    caller updates the scaler itself and decides about the step. Returns whether there were new gradients.
+    With no ``scale`` nothing was scaled. With ``check=False`` the next transition counts the overflow. Returns whether
+    there were new gradients.
     """
-    seen: set[int] = set()
-    others: dict[LossScaler, None] = {}
+    delayed: dict[LossScaler, None] = {}  # scalers whose losses have a part in these gradients
+    unscaled: set[int] = set()  # a tensor that two optimizers share is unscaled with the first
     reached = False
-    for one in optimizers:
-        stash: AmpOptimizerState = one._amp_stash
-        masters, direct = stash.masters, stash.direct
-        if len(optimizers) > 1:  # gradients that two optimizers share are unscaled with the first
-            masters = [m for m in masters if id(m) not in seen]
-            direct = [p for p in direct if id(p) not in seen]
-            seen.update(map(id, (*masters, *direct)))
-        halves = {master: grad for master in masters if (grad := master.half.grad) is not None}
-        reached |= unscale(halves, direct, scaler, scale)
-        if len(halves) < len(masters):
-            _show(masters, scale)
-        others.update(stash.pending.scalers if stash.pending else {})
-        for param, old in stash.aside:
-            param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
-    noted: list[tuple[LossScaler, torch.Tensor]] = []
-    if scale is None:
-        scaler._unskipped += bool(check)
-    elif check is not None and (found := scaler.adjust(put_off=not check)) is not None:
-        noted.append((scaler, found))
-    for other in others:  # the loss of any of them may have overflowed: the pass counts for each
-        if other is not scaler and (found := other.adjust(scaler._last_found)) is not None:
-            noted.append((other, found))
-    for one in optimizers:
-        stash = one._amp_stash
-        settle(one, stash)
+    for optimizer in optimizers:
+        stash: AmpOptimizerState = optimizer._amp_stash
+        if stash.pending is not None:
+            delayed.update(stash.pending.scalers)
+        post = replaced(optimizer, "_post_amp_backward", post_amp_backward)
+        if post is None:
+            masters, direct = stash.masters, stash.direct
+            if len(optimizers) > 1:
+                masters = [master for master in masters if id(master) not in unscaled]
+                direct = [param for param in direct if id(param) not in unscaled]
+                unscaled.update(map(id, (*masters, *direct)))
+            reached |= _unscale_new(stash, masters, direct, scaler, scale)
+        else:
+            reached |= _unscale_by(post, stash, scaler)
+    overflows = _make_transitions(scaler, scale, delayed, check)
+    for optimizer in optimizers:
+        stash = optimizer._amp_stash
+        settle(optimizer, stash)
         if stash.gradients is not Gradients.LOST and (reached or stash.gradients is Gradients.NONE):
             stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
-        stash.overflows = [*stash.overflows, *noted]
-        if len(stash.overflows) > MANY:  # a script may never step
-            held = stash.overflows
-            stash.overflows = [(one, any_of([flag for owner, flag in held if owner is one])) for one in dict(held)]
+        if overflows:
+            stash.note_overflows(overflows)
+    if overflows and len(state.optimizers.live) > 1:
+        for other in sharers_outside(optimizers):
+            other._amp_stash.note_earlier_overflows(overflows)
     return reached
+
+
+def _make_transitions(
+    scaler: LossScaler, scale: torch.Tensor | None, delayed: dict[LossScaler, None], check: bool
+) -> list[Overflow]:
+    """Have every scaler of a backward pass count it; return the flags that steps must look at."""
+    flags: list[Overflow] = []
+    if scale is None:
+        scaler._unskipped += bool(check)
+    else:
+        flag = scaler.adjust(put_off=not check)
+        if flag is not None:
+            flags.append((scaler, flag))
+    for other in delayed:  # the loss of any of them may have overflowed: the pass counts for each
+        if other is not scaler:
+            flag = other.adjust(scaler._last_found)
+            if flag is not None:
+                flags.append((other, flag))
+    return flags
 
 
 def lose(optimizers: list[Optimizer], scaler: LossScaler) -> None:
     """Clear what :func:`end` left half unscaled, and have the next step skipped."""
     scaler._found_inf = {}
-    for one in optimizers:
-        stash: AmpOptimizerState = one._amp_stash
+    for optimizer in optimizers:
+        stash: AmpOptimizerState = optimizer._amp_stash
         for master in stash.masters:
-            master.folded = master.half.grad = master.value.grad = None
+            master.half.grad = None
+            master.drop_gradient()
         for param in stash.direct:
             param.grad = None
-        settle(one, stash)
+        settle(optimizer, stash)
         stash.gradients = Gradients.LOST
+    for other in sharers_outside(optimizers):
+        if other._amp_stash.gradients is Gradients.UNSCALED:
+            other._amp_stash.gradients = Gradients.LOST
     say("The end of a scale_loss block raised: its gradients are cleared, and the next step is skipped.")
 
 
 # -- what happens to one optimizer -------------------------------------------------------------------------------------
-def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler) -> None:
-    """Make room for new gradients (``apex/amp/_process_optimizer.py: prepare_backward_with_master_weights``)."""
+def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler, delay: bool = False) -> None:
+    """Take older gradients out of the way of a backward pass; ``delay``: whose end leaves its gradients scaled."""
     stash.look_up(optimizer)
     if stash.reports:
         stash.report(wait=False)
-    pending = stash.pending
-    if pending is not None:  # rescale in place, which is exact while half gradients keep their range
-        as_they_are = pending.scale is scaler._scale or (scaler.is_one and pending.scalers.keys() == {scaler})
-        with torch.no_grad():
-            for param in () if as_they_are else stash.leaves():
-                if param.grad is not None:
-                    held = param.grad._values() if param.grad.is_sparse else param.grad
-                    held.mul_(scaler.scale_on(held.device) / pending.scale.to(held.device, non_blocking=True))
-        stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
+    if stash.left:
+        _drop_used_gradients(optimizer, stash)
+    if stash.pending is not None:
+        _rescale_pending(stash, scaler)
         return
-    if stash.masters:
-        heed_cleared(stash.masters, afresh=True)
-    for param in stash.direct:
-        if (grad := param.grad) is not None:
-            # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
-            stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
-            param.grad = None
+    prepare = None if delay else replaced(optimizer, "_prepare_amp_backward", prepare_amp_backward)
+    if prepare is None:
+        prepare_amp_backward(optimizer)
+    else:
+        prepare()
+    if stash.earlier_overflows and not stash.gradients_in_use():
+        stash.earlier_overflows = []
+
+
+def _drop_used_gradients(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
+    """Begin anew in masters whose gradients the last step has used up, though another optimizer waits for them."""
+    waited = waited_for(optimizer)
+    for master, used in stash.left.items():
+        if master.value.grad is not None and master.value.grad is _torch.tensor_of(used):
+            master.drop_gradient()
+            if master in waited:
+                misuse.warn_of("shared gradients dropped")
+    stash.left = {}
+
+
+def _rescale_pending(stash: AmpOptimizerState, scaler: LossScaler) -> None:
+    """Bring pending gradients to the scale of a block that adds to them: exact where the ratio is a power of two."""
+    pending: Pending = stash.pending  # type: ignore[assignment] # the caller has looked
+    unmoved = pending.scale is scaler._scale or (scaler.is_one and pending.scalers.keys() == {scaler})
+    with torch.no_grad():
+        for param in () if unmoved else stash.leaves():
+            if param.grad is not None:
+                held = param.grad._values() if param.grad.is_sparse else param.grad
+                held.mul_(scaler.scale_on(held.device) / pending.scale.to(held.device, non_blocking=True))
+    stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
 
 
 def settle(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
@@ -328,16 +409,26 @@ def settle(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
         state.optimizers.pending.discard(optimizer)
 
 
-def abandon(optimizer: Optimizer, stash: AmpOptimizerState, scale: torch.Tensor | None) -> None:
+def abandon(optimizers: Sequence[Optimizer], scale: torch.Tensor | None) -> None:
     """Put back what was aside when a block began; new gradients, and those pending, are cleared."""
-    for param in stash.leaves():
-        param.grad = None
-    _show(stash.masters, scale)
-    for param, old in stash.aside:
-        param.grad = old
-    if stash.pending is not None:
-        misuse.warn_of("pending gradients lost")
-    settle(optimizer, stash)
+    for optimizer in optimizers:
+        for param in optimizer._amp_stash.leaves():
+            param.grad = None
+    # Only now: what is aside for the first optimizer may be in a tensor that the second holds too.
+    for optimizer in optimizers:
+        stash: AmpOptimizerState = optimizer._amp_stash
+        _show(stash.masters, scale)
+        for param, old in stash.aside:
+            param.grad = old
+        if stash.pending is not None:
+            misuse.warn_of("pending gradients lost")
+        settle(optimizer, stash)
+
+
+def _abandon_dropped() -> None:
+    """Abandon all blocks that were dropped without their exit."""
+    stashes = [(optimizer, optimizer._amp_stash) for optimizer in state.optimizers.listed()]
+    abandon([optimizer for optimizer, stash in stashes if stash.block is not None and not stash.in_block], None)
 
 
 def unscale_pending(optimizer: Optimizer) -> None:
@@ -352,23 +443,83 @@ def unscale_pending(optimizer: Optimizer) -> None:
         raise
 
 
-def refuse_shared(optimizers: Sequence[Optimizer], among_themselves: bool = False) -> None:
-    """Refuse scaled gradients pending (or about to be: ``among_themselves``) in a tensor that two optimizers hold."""
-    mine = set(map(id, optimizers))
-    held: dict[int, Any] = {}
-    for one in (*[one for one in state.optimizers.pending if id(one) not in mine], *optimizers):
-        for leaf in one._amp_stash.leaves():
-            other = held.setdefault(id(leaf), one)
-            if other is not one and (among_themselves or id(other) not in mine):
-                raise RuntimeError(
-                    f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"
-                    f" {type(other).__name__} and {type(one).__name__} share - one of them would step with gradients"
-                    " still multiplied by the loss scale - leave out delay_unscale (gradients accumulate without it),"
-                    " or give each optimizer its own parameters (D30)."
-                )
+# -- apex's methods of an optimizer, which scripts replace -------------------------------------------------------------
+def prepare_amp_backward(optimizer: Optimizer) -> None:
+    """Put unscaled gradients aside (``apex/amp/_process_optimizer.py: prepare_backward_with_master_weights``)."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    if stash.masters:
+        if drop_cleared_gradients(stash.masters):
+            misuse.warn_of("half gradients edited")
+        for master in stash.masters:
+            master.folded = master.half.grad = None
+    for param in stash.direct:
+        if (grad := param.grad) is not None:
+            # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
+            stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
+            param.grad = None
+
+
+@_torch.without_grad
+def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
+    """Unscale new gradients (``apex/amp/_process_optimizer.py: post_backward_with_master_weights``).
+
+    The scale does not move, and no step is skipped: the caller sees to that, by the scaler's ``update_scale()``; or the
+    block does whose end calls the method that a script has put in the place of this one.
+    """
+    stash: AmpOptimizerState = optimizer._amp_stash
+    block = None if stash.block is None else stash.block()
+    scale = scaler.scale_on() if block is None else block.scale
+    reached = _unscale_new(stash, stash.masters, stash.direct, scaler, scale)
+    settle(optimizer, stash)
+    if stash.gradients is not Gradients.LOST and reached:
+        stash.gradients = Gradients.UNSCALED
+
+
+def replaced(optimizer: Optimizer, name: str, own: Callable[..., None]) -> Callable[..., None] | None:
+    """What a script has put in the place of ``optimizer``'s method ``name``; None where that is our ``own``."""
+    method: Callable[..., None] | None = vars(optimizer).get(name)
+    return None if getattr(method, "__func__", None) is own else method
+
+
+def _unscale_by(post: Callable[..., None], stash: AmpOptimizerState, scaler: LossScaler) -> bool:
+    """Unscale by ``post``, a script's ``_post_amp_backward``; whether there were any gradients."""
+    reached = any(leaf.grad is not None for leaf in stash.leaves())
+    stash.aside_taken = False
+    post(scaler)
+    if not stash.aside_taken:
+        _add_aside(stash)
+    for master in stash.masters:
+        grad = master.half.grad
+        if grad is not None and master.value.grad is not None:
+            master.folded = grad, grad._version
+    return reached
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
+def _unscale_new(
+    stash: AmpOptimizerState,
+    masters: list[Master],
+    direct: list[torch.Tensor],
+    scaler: LossScaler,
+    scale: torch.Tensor | None,
+) -> bool:
+    """Unscale new gradients of ``masters`` and ``direct``, and add them to older ones; whether there were any."""
+    halves = {master: grad for master in masters if (grad := master.half.grad) is not None}
+    reached = unscale(halves, direct, scaler, scale)
+    if len(halves) < len(masters):
+        _show(masters, scale)
+    if stash.aside:
+        _add_aside(stash)
+    return reached
+
+
+def _add_aside(stash: AmpOptimizerState) -> None:
+    """Add the gradients that were put aside to those that came since."""
+    for param, old in stash.aside:
+        param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
+    stash.aside = []
+
+
 def unscale(halves: Halves, direct: list[torch.Tensor], scaler: LossScaler, scale: torch.Tensor | None) -> bool:
     """Unscale gradients of ``direct`` in place and half gradients into their masters; whether there were any.
 

@@ -136,6 +136,10 @@ class Master:
         """Leave ``half``, which is float32 again, without a master; optimizers may still hold ``value``."""
         state.masters.by_tensor.pop(id(self.half), None)
 
+    def drop_gradient(self) -> None:
+        """Forget what blocks have left in ``value.grad``."""
+        self.folded = self.value.grad = None
+
     def settle(self) -> None:
         """Note both sides as equal."""
         self.seen = (self.half._version, self.value._version, self.half.data_ptr())
@@ -586,22 +590,74 @@ def sync_masters(model: torch.nn.Module) -> int:
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-def heed_cleared(masters: list[Master], afresh: bool = False) -> bool:
-    """Clear masters' gradients where the model's were, by None or zeros; whether any were edited instead.
+def drop_cleared_gradients(masters: list[Master]) -> bool:
+    """Drop masters' gradients where the script has cleared the model's; return whether it edited any instead.
 
-    One host sync per half gradient that was written. ``afresh``: then clear the model's, whose next pass begins.
+    Cleared is a gradient that became None, and one that was set to zero in place: by ``grad.zero_()``, or by a
+    ``zero_grad(set_to_none=False)`` of the model or of another optimizer. A product is no clearing, even where it comes
+    to zero (clipping by a half norm that is inf multiplies by 0): the optimizer steps with the masters' gradients,
+    which did not change, as under apex. Zeros of a product keep the signs of what was multiplied, and it is by
+    these that the two are told apart; :func:`_was_cleared` says what is done where there is no sign.
+
+    Host syncs: none while nobody writes to half gradients; else one, and one for each that became zero.
     """
-    edited = False
+    written: list[Master] = []
     for master in masters:
         folded = master.folded
         if folded is not None and ((grad := master.half.grad) is not folded[0] or grad._version != folded[1]):
-            if grad is None or (not grad.is_sparse and not grad.any()):
-                master.folded = master.value.grad = None
-            else:
-                edited = True
-        if afresh:
-            master.folded = master.half.grad = None
-    return edited
+            written.append(master)
+    return bool(written) and _drop_cleared(written)
+
+
+def _drop_cleared(written: list[Master]) -> bool:
+    """Sort out ``written``, whose half gradients somebody has written, as :func:`drop_cleared_gradients` says."""
+    kept: list[Master] = []
+    for master in written:
+        if master.half.grad is None:
+            master.drop_gradient()
+        else:
+            kept.append(master)
+    if not kept:
+        return False
+    grads: list[torch.Tensor] = [_entries(master.half.grad) for master in kept]  # type: ignore[arg-type]
+    has_bits = _torch.have_bits(grads)  # -0.0 has one
+    edits = {_writes(master) for master, edited in zip(kept, has_bits, strict=True) if edited}
+    for master, edited in zip(kept, has_bits, strict=True):
+        if not edited and _was_cleared(master, edits):
+            master.drop_gradient()
+    return bool(edits)
+
+
+def _was_cleared(master: Master, edits: set[int | None]) -> bool:
+    """Tell whether a half gradient whose bits are all zero now was cleared, or came to zero by a product.
+
+    A gradient that was zero before has nothing to clear: it stays, for the sake of momentum and weight decay. One that
+    had a negative element would show -0.0 after a product. Of a gradient that was positive throughout, the others tell:
+    it was part of an edit if another one was written as often (``edits``) and still holds something.
+
+    What cannot be told: positive gradients alone, all multiplied to zero, pass for cleared; so does one whose last
+    backward pass was positive throughout while the sum of all passes is not. One that was positive, and cleared in
+    place, passes for edited if others were edited by as many writes.
+    """
+    if master.value.grad is None:
+        return True
+    held = _entries(master.value.grad)
+    if not held.any():
+        return False
+    return bool((held < 0).any()) or _writes(master) not in edits
+
+
+def _writes(master: Master) -> int | None:
+    """How often the half gradient was written since it was folded; None: another tensor stands in its place."""
+    grad = master.half.grad
+    if grad is None or master.folded is None or grad is not master.folded[0]:
+        return None
+    return grad._version - master.folded[1]
+
+
+def _entries(grad: torch.Tensor) -> torch.Tensor:
+    """The numbers that ``grad`` holds: the stored ones of a sparse gradient."""
+    return grad._values() if grad.is_sparse else grad
 
 
 # -- push --------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,10 @@ _MISTAKES = {
     "no block": "optimizer.step() with gradients, but no scale_loss block of this optimizer since its last step -"
     " master weights (O2, O5) have no gradient then and stay as they are; others take a gradient as it is, of a loss"
     f" that was not scaled, or that another optimizer's block has scaled - {_FIX}.",
+    "shared gradients dropped": "A scale_loss block of an optimizer that has stepped, while another one that shares"
+    " weights with it has yet to step with the gradients of earlier blocks - a step uses up the gradients of master"
+    " weights (O2, O5), and those of shared ones make place for the new - step with both optimizers before the next"
+    " block, or call zero_grad() of the one that is not to step (D39).",
     "half gradients edited": "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the"
     " optimizer steps with the float32 gradients of the masters, which did not change - clip"
     " amp.master_params(optimizer) instead of model.parameters().",

@@ -13,8 +13,8 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp import block, misuse, nested
 from ampcompat.amp.autocast import Saved, restored, save, uncast
-from ampcompat.amp.masters import follow_replacements, give_up_half, heed_cleared, master_of, push, reconcile
+from ampcompat.amp.masters import drop_cleared_gradients, follow_replacements, give_up_half, master_of, push, reconcile
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scaler import any_of
+from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
+from ampcompat.amp.sharing import refuse_pending, waited_for
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, adopt_masters, announce, match_state, stepper
 
 #: Repetitions of a closure's later evaluation that overflows; each halves the scale.
@@ -46,6 +47,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     optimizer._amp_stash = stash
     state.optimizers.live[optimizer] = None
     state.optimizers.disabled.pop(optimizer, None)
+    state.optimizers.sharing = None
     for name, action in _LEGACY_METHODS.items():
         setattr(optimizer, name, types.MethodType(action, optimizer))
     if not getattr(optimizer, "_amp_wrapped", False):
@@ -70,6 +72,7 @@ def detach(optimizer: Optimizer) -> None:
     for name in ("_amp_stash", *_LEGACY_METHODS):
         vars(optimizer).pop(name, None)
     state.optimizers.live.pop(optimizer, None)
+    state.optimizers.sharing = None
 
 
 def remember(optimizer: Optimizer, undo: ExitStack) -> None:
@@ -119,15 +122,15 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
             f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
             " returns the loss, or nothing."
         )
-    room = state.casts
+    casts = state.casts
     if closure is not None:
-        outside = save(room.device_types)
+        outside = save(casts.device_types)
         with uncast():
             return _step_with_closure(optimizer, original, closure, outside, **kwargs)
-    casting = room.found is not None or any(map(torch.is_autocast_enabled, room.device_types))
+    casting = casts.found is not None or any(map(torch.is_autocast_enabled, casts.device_types))
     with uncast() if casting else nullcontext():
-        plain = not (stash.overflows or stash.reports or stash.masters or stash.pending)
-        if stash.gradients is Gradients.UNSCALED and plain:
+        scaled = stash.overflows or stash.earlier_overflows or stash.reports or stash.pending
+        if stash.gradients is Gradients.UNSCALED and not (scaled or stash.masters):
             result = original(**kwargs)  # fast path: scale one, no masters
             stash.gradients, stash.skipped = Gradients.NONE, False
             if state.observers:
@@ -135,20 +138,62 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
             return result
         # An optimizer that looks at ``found_inf`` skips on the device (torch's ``fused=True``).
         on_device = _decides_itself(optimizer)
-        skip: bool | None = _prepare(optimizer, stash, on_device)
-        lent = stash.overflows if on_device and not skip else []
-        if lent:  # the message follows when the flags have reached the host
-            optimizer.grad_scale, optimizer.found_inf, skip = None, any_of([found for _, found in lent]), None
-        try:
-            result = None if skip else original(**kwargs)
-        finally:
-            if lent:
-                del optimizer.grad_scale, optimizer.found_inf
-        if lent:
-            copies = [(scaler, _torch.HostCopy([found, scaler.scale_after_back_off()])) for scaler, found in lent]
-            stash.reports = [*stash.reports, copies]
+        skip = _prepare(optimizer, stash, on_device)
+        if on_device and not skip and (stash.overflows or stash.earlier_overflows):
+            result = _step_on_device(optimizer, stash, original, **kwargs)
+            _end(optimizer, stash, None)
+            return result
+        result = None
+        if not skip:
+            with _without_used_gradients(stash) if stash.left else nullcontext():
+                result = original(**kwargs)
         _end(optimizer, stash, skip)
         return result
+
+
+def _step_on_device(
+    optimizer: Optimizer, stash: AmpOptimizerState, original: Callable[..., Any], **kwargs: Any
+) -> object:
+    """Lend ``optimizer`` the flags that it skips by; the message follows when they have reached the host."""
+    flags: list[tuple[LossScaler | None, torch.Tensor]] = [*stash.overflows]
+    gradients = stash.gradients_in_use()
+    if stash.earlier_overflows and gradients:
+        overflowed = _torch.any_of([flag for _, flag in stash.earlier_overflows])
+        still_there = _torch.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
+        flags.append((None, overflowed * still_there))
+    if not flags:
+        return original(**kwargs)
+    optimizer.grad_scale, optimizer.found_inf = None, _torch.any_of([flag for _, flag in flags])
+    try:
+        with _without_used_gradients(stash) if stash.left else nullcontext():
+            result = original(**kwargs)
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+    report = [(scaler, _torch.HostCopy([flag, _scale_to_name(scaler, flag)])) for scaler, flag in flags]
+    stash.reports = [*stash.reports, report]
+    return result
+
+
+def _scale_to_name(scaler: LossScaler | None, flag: torch.Tensor) -> torch.Tensor:
+    """The scale that the message about a skipped step names; ``flag`` itself where it names none."""
+    return flag if scaler is None else scaler.scale_after_back_off()
+
+
+@contextmanager
+def _without_used_gradients(stash: AmpOptimizerState) -> Iterator[None]:
+    """Hide from a step the gradients that the last one has used up, and left to another optimizer."""
+    hidden = {
+        master: grad
+        for master, used in stash.left.items()
+        if (grad := master.value.grad) is not None and grad is _torch.tensor_of(used)
+    }
+    for master in hidden:
+        master.value.grad = None
+    try:
+        yield
+    finally:
+        for master, grad in hidden.items():
+            master.value.grad = grad
 
 
 def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tuple[Callable[..., Any], Any]:
@@ -175,40 +220,58 @@ def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = F
     """Have unscaled gradients and masters ready for a step; whether the host skips it."""
     stash.look_up(optimizer)
     if len(state.optimizers.pending):
-        block.refuse_shared([optimizer])
+        refuse_pending([optimizer])
         if stash.pending is not None:
             block.unscale_pending(optimizer)
     if stash.masters:
         if stash.skipped is None:  # no step yet
             nested.refuse_lookahead(optimizer)
-        if heed_cleared(stash.masters):
+        if drop_cleared_gradients(stash.masters):
             misuse.warn_of("half gradients edited")
         reconcile(stash.masters, stepping=True)
     if stash.reports:
         stash.report(wait=False)
     if stash.gradients is Gradients.LOST:
         return True
-    if stash.gradients is not Gradients.UNSCALED and (
-        stash.masters or not all(s.is_one for s in stash.session.scalers)
-    ):
-        first, old = stash.first_gradient(), stash.spent
-        if stash.gradients is Gradients.EMPTY:
-            misuse.warn_of("block without gradients")
-        elif first is not None and (old is None or _torch.tensor_of(old) is not first):
-            misuse.warn_of("no block")
-    noted = stash.overflows
-    if not noted or on_device:
+    if stash.gradients is not Gradients.UNSCALED:
+        _warn_of_missing_gradients(stash)
+    if on_device or not (stash.overflows or stash.earlier_overflows):
         return False
     if stash.reports:
         stash.report()
-    # Flags stay on the device until here: one host sync reads all of them.
-    if len(noted) == 1 and not noted[0][1].item():
+    return _has_overflowed(stash)
+
+
+def _warn_of_missing_gradients(stash: AmpOptimizerState) -> None:
+    """Warn of a step to which no block has given gradients."""
+    if not stash.masters and all(scaler.is_one for scaler in stash.session.scalers):
+        return
+    first, old = stash.first_gradient(), stash.spent
+    if stash.gradients is Gradients.EMPTY:
+        misuse.warn_of("block without gradients")
+    elif first is not None and (old is None or _torch.tensor_of(old) is not first):
+        misuse.warn_of("no block")
+
+
+def _has_overflowed(stash: AmpOptimizerState) -> bool:
+    """Read whether gradients overflowed, and say so. One host sync; another one after an earlier overflow."""
+    flags = [*stash.overflows, *stash.earlier_overflows]
+    if len(flags) == 1 and not flags[0][1].item():
         return False
-    device = noted[0][1].device
-    flags = torch.stack([found.to(device) for _, found in noted]).to("cpu").tolist()
-    overflowed = [scaler for (scaler, _), flag in zip(noted, flags, strict=True) if flag]
-    announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
-    return bool(overflowed)
+    device = flags[0][1].device
+    values = torch.stack([flag.to(device) for _, flag in flags]).to("cpu").tolist()
+    count = len(stash.overflows)
+    overflowed = [scaler for (scaler, _), value in zip(stash.overflows, values[:count], strict=True) if value]
+    if overflowed:
+        announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
+        return True
+    if not any(values[count:]):
+        return False
+    gradients = stash.gradients_in_use()
+    if not gradients or not _torch.any_non_finite(gradients).item():
+        return False
+    announce([(None, 0.0)])
+    return True
 
 
 @_torch.eager
@@ -219,6 +282,10 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
         push(masters)
     if stash.gradients is Gradients.LOST:
         say("Gradients of a scale_loss block were lost.  Skipping step")
+    if skip is False:
+        stash.earlier_overflows = []
+    elif stash.overflows:
+        stash.note_earlier_overflows(stash.overflows)
     stash.overflows, stash.gradients, stash.skipped = [], Gradients.NONE, skip
     first = stash.first_gradient()
     stash.spent = None if first is None else weakref.ref(first)
@@ -228,13 +295,19 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
         if state.observers:
             notify("on_step", optimizer, skip)
     finally:
-        if masters:  # another optimizer may have yet to step with some of them
-            others = [one._amp_stash for one in state.optimizers.listed() if one is not optimizer]
-            kept = {m for other in others if other.gradients is Gradients.UNSCALED for m in other.masters}
-            for master in masters:
-                master.folded = None
-                if master not in kept:
-                    master.value.grad = None
+        if masters:
+            _use_up_gradients(optimizer, stash)
+
+
+def _use_up_gradients(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
+    """Drop the masters' gradients, but leave those that another optimizer has yet to step with."""
+    waited = waited_for(optimizer)
+    stash.left = {}
+    for master in stash.masters:
+        if master not in waited:
+            master.folded = master.value.grad = None
+        elif master.value.grad is not None:
+            stash.left[master] = weakref.ref(master.value.grad)
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------
@@ -326,13 +399,14 @@ def _snapshot(optimizer: Optimizer, undo: ExitStack) -> None:
 def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
-    if stash.gradients is Gradients.UNSCALED:
-        heed_cleared(stash.masters)  # before what is None becomes zeros
+    if stash.gradients is Gradients.UNSCALED or stash.left:
+        drop_cleared_gradients(stash.masters)  # before what is None becomes zeros
     original(*args, **kwargs)
     if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
         stepper(optimizer).zero_grad(*args, **kwargs)
     for master in stash.masters:
         master.folded = master.half.grad = None
+    stash.earlier_overflows = []
     if stash.aside or stash.pending is not None:
         stash.aside, stash.pending = [], None
         state.optimizers.pending.discard(optimizer)
@@ -361,11 +435,11 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------
-#: Masters exist since ``initialize``. A block by hand names its scaler at its end, and its caller updates that.
+#: Masters exist since ``initialize``. Blocks call the last two, once a script has put its own in their place.
 _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
     "_amp_lazy_init": lambda one: one._amp_stash.look_up(one),
     "_lazy_init_maybe_master_weights": lambda one: one._amp_stash.look_up(one),
     "_master_params_to_model_params": lambda one: push(one._amp_stash.masters),
-    "_prepare_amp_backward": lambda one: block.begin(one, one._amp_stash, one._amp_stash.session.scalers[0]),
-    "_post_amp_backward": lambda one, scaler: block.end([one], scaler, scaler.scale_on(), check=None),
+    "_prepare_amp_backward": block.prepare_amp_backward,
+    "_post_amp_backward": block.post_amp_backward,
 }

@@ -35,12 +35,6 @@ FLOOR = 2.0**-24
 _KIND, _DTYPE, _INDEX = attrgetter("device", "dtype"), attrgetter("dtype"), torch.Tensor.get_device  # -1: the CPU
 
 
-def any_of(flags: list[torch.Tensor]) -> torch.Tensor:
-    """Whether one of ``flags`` is set, on the device of the first. No host sync."""
-    first, *rest = flags
-    return torch.stack([first, *(flag.to(first.device, non_blocking=True) for flag in rest)]).amax() if rest else first
-
-
 class LossScaler(torch.amp.GradScaler):
     """Scale, its growth and its back-off; kept on the device of the losses and updated there without a host sync.
 
@@ -205,45 +199,74 @@ class LossScaler(torch.amp.GradScaler):
     def adjust(self, found: torch.Tensor | None = None, put_off: bool = False) -> torch.Tensor | None:
         """Make the transition for the backward pass whose gradients were just unscaled; no host sync.
 
-        The scale becomes a new tensor: a block that holds the old one still unscales by what it scaled by. While a CUDA
-        graph is captured it moves in place instead, since each replay begins with the tensor of the capture.
-
         ``found`` (0-dim float32, non-zero where there was an overflow) is what :meth:`unscale_grads` found, if None;
         ``put_off`` leaves the scale alone, and lets the next transition count this overflow too. Returns the flag for
         the step that must be skipped; None for a static scaler, which never skips.
         """
         if found is None and self._found_inf:
-            found, self._found_inf = any_of(list(self._found_inf.values())), {}
+            found = _torch.any_of(list(self._found_inf.values()))
+            self._found_inf = {}
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device("cpu") if found is None else found.device)
         scale: torch.Tensor = self._scale  # type: ignore[assignment] # made above
-        tracker: torch.Tensor = self._growth_tracker  # type: ignore[assignment] # made with the scale
-        if found is None or found.device != scale.device:
-            found = scale.new_full((), 0.0) if found is None else found.to(scale.device, non_blocking=True)
+        if found is None:
+            found = scale.new_full((), 0.0)
+        elif found.device != scale.device:
+            found = found.to(scale.device, non_blocking=True)
         self._last_found = found
         if not self.dynamic:
             if not put_off:
-                tracker.add_(1)
+                self._growth_tracker.add_(1)  # type: ignore[union-attr] # made with the scale
             return None
         if self._lent_buffer is not None:
             self._lent_buffer.copy_(found, non_blocking=True)
-        if put_off:
-            if len(self._put_off) >= MANY:  # a script may put off for ever
-                self._put_off = [any_of(self._put_off)]
-            self._put_off.append(found)  # itself: ``update_scale`` takes the decision from the steps that hold it
+        if not put_off:
+            self._move_scale(found)
             return found
-        counted = any_of([found, *self._put_off]) if self._put_off else found
-        self._put_off = []
+        if len(self._put_off) >= MANY:  # a script may put off for ever
+            self._put_off = [_torch.any_of(self._put_off)]
+        self._put_off.append(found)  # itself: ``update_scale`` takes the decision from the steps that hold it
+        return found
+
+    def _move_scale(self, found: torch.Tensor) -> None:
+        """Back off, or grow, or only count: after the pass with the flag ``found``, and those that were put off.
+
+        The scale becomes a new tensor: a block that holds the old one still unscales by what it scaled by. While a CUDA
+        graph is captured it moves in place instead, since each replay begins with the tensor of the capture.
+        """
+        if self._put_off:
+            found = _torch.any_of([found, *self._put_off])
+            self._put_off = []
+        scale: torch.Tensor = self._scale  # type: ignore[assignment] # the caller has made both
+        tracker: torch.Tensor = self._growth_tracker  # type: ignore[assignment]
         growth, back_off = self._growth_factor, self._backoff_factor
         known = _torch.host_value(scale)
         moved = scale.clone() if known is None else scale.new_full((), known)  # in half the time
-        _torch.update_scale_(moved, tracker, counted, growth, back_off, self._growth_interval)
+        _torch.update_scale_(moved, tracker, found, growth, back_off, self._growth_interval)
         cap, floor = self._max_loss_scale, self._min_loss_scale
-        if known is None or not floor <= known * back_off <= known * growth <= cap:
+        within = known is not None and floor <= known * back_off <= known * growth <= cap
+        if not within:
             grown = torch.where(moved > scale, moved.clamp(max=cap), moved)
             moved = torch.where(moved < scale, moved.clamp(min=floor), grown)
-        self._scale = scale.copy_(moved) if known is None and _torch.is_capturing() else moved
-        return found
+        if known is None and _torch.is_capturing():
+            scale.copy_(moved)
+        else:
+            self._scale = moved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``state_dict()`` returned, as GradScaler does; what is scaled already keeps its scale."""
+        self._let_go_of_tensors()
+        super().load_state_dict(state_dict)
+
+    def _let_go_of_tensors(self) -> None:
+        """Put copies in the place of tensors that GradScaler is about to write.
+
+        A block, or gradients that wait for their step, may hold the scale that they were multiplied by.
+        """
+        if self._scale is not None:
+            self._scale = self._scale.clone()
+        if self._growth_tracker is not None:
+            self._growth_tracker = self._growth_tracker.clone()
 
     def scale_after_back_off(self) -> torch.Tensor:
         """The scale to name when a step is skipped: with the back-off that was put off. No host sync."""
@@ -263,7 +286,7 @@ class LossScaler(torch.amp.GradScaler):
         if self._written_overflow is not None and self._written_overflow is self._last_found:
             noted = [*noted, self._written_overflow]
         if noted:
-            found = any_of([(flag.reshape(()) != 0).float() for flag in noted])
+            found = _torch.any_of([(flag.reshape(()) != 0).float() for flag in noted])
             earlier = self._found_inf.get(found.device)
             self._found_inf[found.device] = found if earlier is None else torch.maximum(found, earlier)
         for flag in put_off:

@@ -19,9 +19,9 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.masters import Master, ensure_master, heed_cleared, master_of, reconcile
+from ampcompat.amp.masters import Master, drop_cleared_gradients, ensure_master, master_of, reconcile
 from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.scaler import MANY, LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.weights import hook
 
@@ -43,6 +43,10 @@ class Pending:
     scalers: dict[LossScaler, None]  # whose losses they stem from: the pass counts for each of them
 
 
+#: A scaler, and whether a backward pass of its loss overflowed (0-dim float32 on a device, not 0 if so).
+Overflow = tuple[LossScaler, torch.Tensor]
+
+
 @dataclass(eq=False)
 class AmpOptimizerState:
     """Masters and gradients of one optimizer between blocks and steps."""
@@ -55,11 +59,17 @@ class AmpOptimizerState:
     gradients: Gradients = Gradients.NONE  # what blocks have left since the last step
     # Unscaled gradients of ``direct``, while scaled ones take their place in ``param.grad``.
     aside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    aside_taken: bool = False  # a script has asked for them, to add them itself
     pending: Pending | None = None
-    # Overflow flags that the next step looks at (0-dim float32), by scaler.
-    overflows: list[tuple[LossScaler, torch.Tensor]] = field(default_factory=list)
-    # By step that the device decided, on their way to the host: each flag, with the scale to name.
-    reports: list[list[tuple[LossScaler, _torch.HostCopy]]] = field(default_factory=list)
+    overflows: list[Overflow] = field(default_factory=list)  # any of them skips the next step
+    # Those whose gradients may still be there, after a skipped step or a block of an optimizer that shares tensors with
+    # this one: any of them skips a step that would use a gradient which is not finite.
+    earlier_overflows: list[Overflow] = field(default_factory=list)
+    # By step that the device decided, on their way to the host: each flag, with the scale to name. No scaler: an
+    # earlier overflow.
+    reports: list[list[tuple[LossScaler | None, _torch.HostCopy]]] = field(default_factory=list)
+    # Masters whose gradients the last step has used up, but another optimizer that holds them has not; with these.
+    left: dict[Master, weakref.ref[torch.Tensor]] = field(default_factory=dict)
     skipped: bool | None = None  # whether the last step was; None before it, and while only the device knows
     spent: weakref.ref[torch.Tensor] | None = None  # the model's first gradient when the last step had used it up
 
@@ -74,15 +84,34 @@ class AmpOptimizerState:
         """The tensors that a backward pass gives gradients to."""
         return [*[master.half for master in self.masters], *self.direct]
 
-    def stashed(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
-        """The gradient that is aside for each of ``params``, if any."""
-        aside = {id(param): grad for param, grad in self.aside}
-        return [aside.get(id(param)) for param in params]
-
     def first_gradient(self) -> torch.Tensor | None:
         """The first gradient that there is in the model, to tell new ones from old ones by."""
         leaves = chain(map(operator.attrgetter("half"), self.masters), self.direct)  # the first of all mostly has one
         return next((grad for param in leaves if (grad := param.grad) is not None), None)
+
+    def note_overflows(self, flags: list[Overflow]) -> None:
+        """Have the next step skipped if one of ``flags`` is set."""
+        self.overflows = [*self.overflows, *flags]
+        if len(self.overflows) > MANY:  # a script may never step
+            self.overflows = _by_scaler(self.overflows)
+
+    def note_earlier_overflows(self, flags: list[Overflow]) -> None:
+        """Have steps skipped that find a gradient which is not finite, if one of ``flags`` is set."""
+        self.earlier_overflows = [*self.earlier_overflows, *flags]
+        if len(self.earlier_overflows) > MANY:
+            self.earlier_overflows = _by_scaler(self.earlier_overflows)
+
+    def gradients_in_use(self) -> list[torch.Tensor]:
+        """The gradients that there are for a step: those of masters and of other params, and those put aside."""
+        params = [*[master.value for master in self.masters], *self.direct]
+        found = [grad for param in params if (grad := param.grad) is not None]
+        return [*found, *[grad for _, grad in self.aside]]
+
+    def take_aside(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients aside of ``params``; the caller adds them."""
+        self.aside_taken = True
+        aside = {id(param): grad for param, grad in self.aside}
+        return [aside.get(id(param)) for param in params]
 
     def look_up(self, optimizer: Optimizer) -> None:
         """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
@@ -98,10 +127,11 @@ class AmpOptimizerState:
         held = {id(p): p for group in groups for p in group["params"]}
         self.direct = [param for key, param in held.items() if key not in with_master]
         self.groups = [list(group["params"]) for group in groups]
+        state.optimizers.sharing = None
 
     def hand_out_masters(self, optimizer: Optimizer) -> None:
         """Expect writes to the masters, which are asked for where there is no gradient to clip."""
-        heed_cleared(self.masters)
+        drop_cleared_gradients(self.masters)
         if self.in_block or self.gradients is not Gradients.NONE or self.pending is not None:
             return
         self.look_up(optimizer)
@@ -163,9 +193,9 @@ class AmpOptimizerState:
     all_fp16_params = property(lambda s: [m.half for m in s.masters] or [p for p in s.direct if p.dtype in HALF_DTYPES])
     all_fp32_from_fp16_params = property(lambda s: [m.value for m in s.masters])
     all_fp32_from_fp32_params = all_fp32_params = property(lambda s: [p for p in s.direct if p.dtype == torch.float32])
-    # What each of these had accumulated before the backward pass of an open block, or None.
-    all_fp16_grad_stash = property(lambda s: s.stashed(s.all_fp16_params))
-    all_fp32_from_fp32_grad_stash = all_fp32_grad_stash = property(lambda s: s.stashed(s.all_fp32_params))
+    # Unscaled gradients from before the block, for a script's own ``_post_amp_backward``.
+    all_fp16_grad_stash = property(lambda s: s.take_aside(s.all_fp16_params))
+    all_fp32_grad_stash = all_fp32_from_fp32_grad_stash = property(lambda s: s.take_aside(s.all_fp32_params))
     fp16_groups = property(lambda s: [[m.half for m in map(master_of, params) if m is not None] for params in s.groups])
     fp32_from_fp16_groups = property(lambda s: [[p for p in params if master_of(p) is not None] for params in s.groups])
     fp32_from_fp32_groups = property(
@@ -173,10 +203,29 @@ class AmpOptimizerState:
     )
 
 
-def announce(overflowed: list[tuple[LossScaler, float]]) -> None:
-    """Say of which scalers an overflow skipped a step, in apex's words (``apex/amp/handle.py: scale_loss``)."""
+def _by_scaler(flags: list[Overflow]) -> list[Overflow]:
+    """One flag for each scaler, that tells whether any of its ``flags`` is set."""
+    by_scaler: dict[LossScaler, list[torch.Tensor]] = {}
+    for scaler, flag in flags:
+        by_scaler.setdefault(scaler, []).append(flag)
+    return [(scaler, _torch.any_of(held)) for scaler, held in by_scaler.items()]
+
+
+def announce(overflowed: list[tuple[LossScaler | None, float]]) -> None:
+    """Say of which scalers an overflow skipped a step, in apex's words (``apex/amp/handle.py: scale_loss``).
+
+    With no scaler, the step was skipped for gradients that an earlier overflow has left.
+    """
     for scaler, scale in dict(overflowed).items():
-        maybe_print(f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}")
+        if scaler is None:
+            maybe_print(
+                "Gradient overflow.  Skipping step, gradients of an earlier overflow were not cleared - call"
+                " zero_grad() after a skipped step (D40)."
+            )
+        else:
+            maybe_print(
+                f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scale}"
+            )
 
 
 # -- which tensors an optimizer holds ----------------------------------------------------------------------------------

@@ -52,6 +52,15 @@ def loaded(scaler, second):
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**10, "unskipped": 7}})
 
 
+def loaded_by_the_scaler(scaler, second):
+    """As ``torch.amp.GradScaler`` has it: it fills the tensors that there are."""
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 2.0**10, "_growth_tracker": 7})
+
+
+def filled(scaler, second):
+    scaler.update(2.0**10)
+
+
 def replaced(scaler, second):
     amp._amp_state.loss_scalers[0] = LossScaler(2.0**11)
 
@@ -60,7 +69,7 @@ def unmoved(scaler, second):
     pass
 
 
-MOVES = [overflow_elsewhere, growth_elsewhere, written, loaded, replaced, unmoved]
+MOVES = [overflow_elsewhere, growth_elsewhere, written, loaded, loaded_by_the_scaler, filled, replaced, unmoved]
 
 
 def waiting(level, move):

@@ -257,7 +257,7 @@ def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last(monkeypatch):
 
 def test_overflows_put_off_by_blocks_without_a_step_stay_few(monkeypatch):
     monkeypatch.setattr("ampcompat.amp.scaler.MANY", 8)
-    monkeypatch.setattr("ampcompat.amp.block.MANY", 3)
+    monkeypatch.setattr("ampcompat.amp.stash.MANY", 3)
     model, optimizer = start("O1")
     (scaler,) = amp._amp_state.loss_scalers
     for seed in range(40):
@@ -269,7 +269,7 @@ def test_overflows_put_off_by_blocks_without_a_step_stay_few(monkeypatch):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_early_overflow_that_many_blocks_put_off_skips_the_step(level, monkeypatch):
     monkeypatch.setattr("ampcompat.amp.scaler.MANY", 16)
-    monkeypatch.setattr("ampcompat.amp.block.MANY", 16)
+    monkeypatch.setattr("ampcompat.amp.stash.MANY", 16)
     model, optimizer = start(level)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     for seed in range(40):

@@ -1,0 +1,96 @@
+"""Optimizers that hold tensors in common, and what two of them must not do to the same tensor at the same time.
+
+A tensor that several optimizers hold (an encoder under two heads) has one gradient, and at levels with masters one
+master. What one optimizer's blocks and steps do to them concerns the others: an overflow skips every step that would
+use the gradient, and a gradient that one step has used up stays for the others until they have stepped as well.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from ampcompat._state import state
+from ampcompat._types import Optimizer
+from ampcompat.amp.masters import Master
+from ampcompat.amp.stash import Gradients
+
+Sharing = weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]]
+
+
+def sharers(optimizer: Optimizer) -> list[Optimizer]:
+    """The other optimizers under amp that hold a tensor which ``optimizer`` holds."""
+    index = state.optimizers
+    if len(index.live) < 2:
+        return []
+    if index.sharing is None:
+        index.sharing = _find_sharing()
+    references = index.sharing.get(optimizer, ())
+    return [other for reference in references if (other := reference()) is not None]
+
+
+def sharers_outside(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """The optimizers that share a tensor with one of ``optimizers`` and are none of them; each once."""
+    if len(state.optimizers.live) <= len(optimizers):
+        return []
+    inside = set(map(id, optimizers))
+    found = {id(other): other for optimizer in optimizers for other in sharers(optimizer)}
+    return [other for key, other in found.items() if key not in inside]
+
+
+def _find_sharing() -> Sharing:
+    """Find, for all optimizers under amp, those that hold a tensor of theirs."""
+    holders: dict[int, list[Optimizer]] = {}
+    for optimizer in state.optimizers.listed():
+        for leaf in optimizer._amp_stash.leaves():
+            holders.setdefault(id(leaf), []).append(optimizer)
+    groups = {tuple(map(id, group)): group for group in holders.values() if len(group) > 1}
+    found: dict[int, dict[int, Optimizer]] = {}
+    for group in groups.values():
+        for optimizer in group:
+            found.setdefault(id(optimizer), {}).update((id(other), other) for other in group if other is not optimizer)
+    sharing: Sharing = weakref.WeakKeyDictionary()
+    for optimizer in state.optimizers.listed():
+        others = found.get(id(optimizer), {})
+        sharing[optimizer] = [weakref.ref(other) for other in others.values()]
+    return sharing
+
+
+def waited_for(optimizer: Optimizer) -> set[Master]:
+    """The masters of other optimizers that have unscaled gradients and have yet to step with them."""
+    others = sharers(optimizer)
+    if not others:
+        return set()
+    stashes = [other._amp_stash for other in others]
+    return {master for stash in stashes if stash.gradients is Gradients.UNSCALED for master in stash.masters}
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+def refuse_pending(optimizers: Sequence[Optimizer], among_themselves: bool = False) -> None:
+    """Refuse scaled gradients pending (or about to be: ``among_themselves``) in a tensor that two optimizers hold."""
+    inside = set(map(id, optimizers))
+    holders: dict[int, Optimizer] = {}
+    others = [other for other in state.optimizers.pending if id(other) not in inside]
+    for optimizer in (*others, *optimizers):
+        for leaf in optimizer._amp_stash.leaves():
+            holder = holders.setdefault(id(leaf), optimizer)
+            if holder is optimizer or (id(holder) in inside and not among_themselves):
+                continue
+            raise RuntimeError(
+                f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"
+                f" {type(holder).__name__} and {type(optimizer).__name__} share - one of them would step with gradients"
+                " still multiplied by the loss scale - leave out delay_unscale (gradients accumulate without it), or"
+                " give each optimizer its own parameters (D30)."
+            )
+
+
+def refuse_open_blocks(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse a block of ``optimizers`` while one of another optimizer is open that holds a tensor of theirs."""
+    for other in sharers_outside(optimizers):
+        if other._amp_stash.in_block:
+            raise RuntimeError(
+                f"scale_loss inside the scale_loss block of another optimizer ({type(other).__name__}) that shares"
+                " parameters with this one - the gradients of the two losses would be added up in the same tensors, and"
+                " unscaled twice - close the first block before, or give both optimizers to one block:"
+                " `with amp.scale_loss(loss_a + loss_b, [optimizer_a, optimizer_b])` (D38)."
+            )
