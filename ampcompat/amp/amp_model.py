@@ -64,9 +64,9 @@ class ModelPolicy:
             return _torch.run_uncompiled(self.run, model, forward, args, kwargs)
         if state.observers:
             notify("on_forward", model, args, kwargs)
-        has_half_weights = self.half is not None and not _is_replica(model)
+        is_replica = "_amp_stamp" in model.__dict__  # of DataParallel's, in a thread of its own
         try:
-            if has_half_weights:
+            if self.half is not None and not is_replica:
                 output = self._run_half(model, forward, args, kwargs)
             else:
                 output = self._call(model, forward, args, kwargs)
@@ -102,7 +102,7 @@ class ModelPolicy:
             args = cast_tree(args, self.input_dtype)
             kwargs = kwargs and cast_tree(kwargs, self.input_dtype)
         no_policy_casts = state.casts.found is None and not self.casts.enabled
-        if no_policy_casts and not _is_replica(model):  # nothing to switch off
+        if no_policy_casts:  # nothing to switch off
             return forward(*args, **kwargs)
         casts = self._casts_for(model)
         if casts is None:
@@ -112,8 +112,9 @@ class ModelPolicy:
 
     def _casts_for(self, model: torch.nn.Module) -> switched | uncast | None:
         """Return the context for a forward of ``model``; None in an autocast region of the user's, who decides."""
-        if _is_replica(model):
-            casts, device_type = model.__dict__["_amp_stamp"]
+        stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
+        if stamp is not None:  # a replica of DataParallel's brings its casts along into its thread
+            casts, device_type = stamp
             return switched(casts, device_type) if casts.enabled else uncast()
         thread = state.casts.thread
         device_type = _device_type(model)
@@ -151,11 +152,6 @@ class ModelPolicy:
             return self._in_graph(others, forward, args, kwargs)
         with torch.autocast(first, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
             return self._in_graph(others, forward, args, kwargs)
-
-
-def _is_replica(model: torch.nn.Module) -> bool:
-    """Whether ``model`` is a replica of DataParallel's, which brings its casts along into a thread of its own."""
-    return "_amp_stamp" in model.__dict__
 
 
 def _explain_failure(model: torch.nn.Module, error: Exception) -> None:

@@ -10,7 +10,6 @@ import operator
 import weakref
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import chain
 from typing import Any
 
 import torch
@@ -86,8 +85,13 @@ class AmpOptimizerState:
 
     def first_gradient(self) -> torch.Tensor | None:
         """The first gradient that there is in the model, to tell new ones from old ones by."""
-        leaves = chain(map(operator.attrgetter("half"), self.masters), self.direct)  # the first of all mostly has one
-        return next((grad for param in leaves if (grad := param.grad) is not None), None)
+        for master in self.masters:
+            if master.half.grad is not None:
+                return master.half.grad
+        for param in self.direct:
+            if param.grad is not None:
+                return param.grad
+        return None
 
     def note_overflows(self, flags: list[Overflow]) -> None:
         """Have the next step skipped if one of ``flags`` is set."""
