@@ -27,6 +27,7 @@ class Options(TypedDict, total=False):
 
     cast_model_type: torch.dtype | Literal[False] | None
     patch_torch_functions: bool | None
+    patch_torch_functions_type: torch.dtype | None
     keep_batchnorm_fp32: bool | Literal["True", "False"] | None
     master_weights: bool | None
     loss_scale: float | str | None

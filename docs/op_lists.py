@@ -67,7 +67,7 @@ _SECTIONS: Final = (
 _HEAD: Final = """\
 # Op lists
 
-How O1 casts each operation. `python docs/op_lists.py` writes this page from the lists in `ampcompat/amp/lists`.
+How O1 and O4 cast each operation. `python docs/op_lists.py` writes this page from the lists in `ampcompat/amp/lists`.
 
 | term | meaning |
 |---|---|
@@ -86,17 +86,19 @@ listed keep the dtype of their left side. Operations on no list follow native au
 
 ## Edit the lists
 
-The lists have apex's names: `FP16_FUNCS`, `FP32_FUNCS`, `CASTS`, `SEQUENCE_CASTS` and `BANNED_FUNCS` of
-`amp.lists.functional_overrides`, `torch_overrides` and `tensor_overrides`. Edit them before `amp.initialize`:
+The lists have apex's names: `FP16_FUNCS` (and `BFLOAT16_FUNCS`, of ROCm's fork), `FP32_FUNCS`, `CASTS`,
+`SEQUENCE_CASTS` and `BANNED_FUNCS` of `amp.lists.functional_overrides`, `torch_overrides` and `tensor_overrides`. Edit
+them before `amp.initialize`:
 
 ```python
 amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
 amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
 ```
 
-A name that you add leaves the list it was on. If you add it to several, half beats float32, and float32 beats the
-widest dtype. A name that you remove and add nowhere runs as given. A name that is no function of torch gives a
-warning.
+`FP16_FUNCS` and `BFLOAT16_FUNCS` count together, at O1 and at O4: a name added to either is cast to the half dtype in
+force, and one taken off either is not. A name that you add leaves the list it was on. If you add it to several, half
+beats float32, and float32 beats the widest dtype. A name that you remove and add nowhere runs as given. A name that is
+no function of torch gives a warning.
 """
 
 

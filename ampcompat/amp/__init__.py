@@ -16,10 +16,12 @@ from ampcompat.amp import _initialize, _process_optimizer, compat, lists, rnn_co
 from ampcompat.amp.__version__ import __version__
 from ampcompat.amp._amp_state import _amp_state, master_params
 from ampcompat.amp.amp import (
+    bfloat16_function,
     float_function,
     half_function,
     init,
     promote_function,
+    register_bfloat16_function,
     register_float_function,
     register_half_function,
     register_promote_function,
@@ -37,7 +39,8 @@ if TYPE_CHECKING:
     from ampcompat.report import report
     from ampcompat.scale_log import on_step
 
-__all__ = ["__version__", "_amp_state", "disable_casts", "explain_overflows", "float_function", "half_function", "init"]
+__all__ = ["__version__", "_amp_state", "bfloat16_function", "disable_casts", "explain_overflows", "float_function"]
+__all__ += ["half_function", "init", "register_bfloat16_function"]
 __all__ += ["initialize", "load_state_dict", "master_params", "on_step", "promote_function", "register_float_function"]
 __all__ += ["register_half_function", "register_promote_function", "report", "scale_loss", "state_dict"]
 __all__ += ["step_was_skipped", "sync_masters", "unwrap"]

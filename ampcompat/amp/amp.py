@@ -7,8 +7,11 @@ model, and returns a handle to scale losses with.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar, cast, overload
+
+import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
@@ -16,13 +19,14 @@ from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.amp_model import device_types_of
 from ampcompat.amp.autocast import cover, set_ambient
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.properties import read_properties
+from ampcompat.amp.properties import HALF_DTYPES, read_properties
 from ampcompat.amp.rules import Rule, wrap, wrap_registered
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
-__all__ = ["float_function", "half_function", "init", "promote_function"]
-__all__ += ["register_float_function", "register_half_function", "register_promote_function"]
+__all__ = ["bfloat16_function", "float_function", "half_function", "init", "promote_function"]
+__all__ += ["register_bfloat16_function", "register_float_function", "register_half_function"]
+__all__ += ["register_promote_function"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,6 +61,19 @@ def register_half_function(module: object, name: str) -> None:
         ValueError: ``module`` has no such attribute, or it is no function.
     """
     _register(module, name, Rule.HALF)
+
+
+def register_bfloat16_function(module: object, name: str) -> None:
+    """Have ``module.name`` cast its arguments to bfloat16 while casts are on, at O1 too; as in ROCm's fork of apex.
+
+    Args:
+        module: Module, class or namespace object that holds the function.
+        name: Its attribute name; see :func:`register_half_function` for classes.
+
+    Raises:
+        ValueError: ``module`` has no such attribute, or it is no function.
+    """
+    _register(module, name, Rule.BFLOAT16)
 
 
 def register_float_function(module: object, name: str) -> None:
@@ -121,6 +138,15 @@ def half_function(fn: F) -> F:
     return _decorated(fn, Rule.HALF, "half_function")
 
 
+def bfloat16_function(fn: F) -> F:
+    """Decorate ``fn`` to get its arguments in bfloat16 while casts are on, at O1 too; as in ROCm's fork of apex.
+
+    Args:
+        fn: What :func:`half_function` takes; what that returns is returned.
+    """
+    return _decorated(fn, Rule.BFLOAT16, "bfloat16_function")
+
+
 def float_function(fn: F) -> F:
     """Decorate ``fn`` to get its half arguments in float32 while casts are on (``apex/amp/amp.py: float_function``).
 
@@ -139,12 +165,47 @@ def promote_function(fn: F) -> F:
     return _decorated(fn, Rule.PROMOTE, "promote_function")
 
 
+def _rocm_order(init: Callable[..., AmpHandle]) -> Callable[..., AmpHandle]:
+    """Have ``init`` take ``patch_type`` as third argument, where ROCm's fork has it, if that is a dtype."""
+
+    @functools.wraps(init)
+    def either_order(*args: Any, **kwargs: Any) -> AmpHandle:
+        if len(args) > 2 and isinstance(args[2], torch.dtype):
+            enabled, loss_scale, patch_type, *rest = args
+            return init(enabled, loss_scale, *rest, patch_type=patch_type, **kwargs)
+        return init(*args, **kwargs)
+
+    return either_order
+
+
+@overload
+def init(
+    enabled: bool = ...,
+    loss_scale: float | str = ...,
+    enable_caching: bool = ...,
+    verbose: bool = ...,
+    allow_banned: bool = ...,
+    *,
+    patch_type: torch.dtype | None = ...,
+) -> AmpHandle: ...
+@overload
+def init(
+    enabled: bool,
+    loss_scale: float | str,
+    patch_type: torch.dtype,
+    enable_caching: bool = ...,
+    verbose: bool = ...,
+    allow_banned: bool = ...,
+) -> AmpHandle: ...
+@_rocm_order
 def init(
     enabled: bool = True,
     loss_scale: float | str = "dynamic",
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,
+    *,
+    patch_type: torch.dtype | None = None,
 ) -> AmpHandle:
     """Cast functions as at O1, without a model, on the accelerator or else the CPU (``apex/amp/amp.py: init``).
 
@@ -157,19 +218,29 @@ def init(
         enable_caching: Accepted; casts outside a model's forward are not cached.
         verbose: Accepted.
         allow_banned: Let ``binary_cross_entropy`` take half arguments, in float32, instead of refusing.
+        patch_type: ``torch.float16`` or ``torch.bfloat16``, the dtype of code outside of initialized models; None is
+            that of the latest ``initialize``, else float16. ROCm's fork has it third, before ``enable_caching``: a
+            dtype in that place is taken for it.
 
     Returns:
         The handle: ``scale_loss``, ``wrap_optimizer``, ``is_active``, ``_deactivate``, ...
 
     Raises:
         ValueError: ``loss_scale`` cannot be read.
+        RuntimeError: ``patch_type`` is neither of the two.
     """
+    if patch_type not in (None, *HALF_DTYPES):
+        raise RuntimeError(
+            f"amp.init got patch_type={patch_type!r} - functions are cast to torch.float16 or torch.bfloat16 - pass one"
+            " of these."
+        )
     if not enabled:
         _amp_state.handle = nothing = NoOpHandle()
         return nothing
-    properties, half = read_properties("O1", {"loss_scale": loss_scale})
+    level = "O4" if patch_type is torch.bfloat16 else "O1"
+    properties, half = read_properties(level, {"loss_scale": loss_scale})
     initialized = None if state.session is None or state.session.by_init else state.session
-    if initialized is not None:
+    if initialized is not None and patch_type is None:
         half = initialized.half
     made = Session(properties, half, scalers=[LossScaler(properties.loss_scale)], by_init=True)
     state.rules.allow_banned = allow_banned

@@ -35,7 +35,7 @@ from ampcompat.amp.weights import cast_weights
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["O0", "O1", "O2", "O3", "OptLevel", "Properties", "initialize", "load_state_dict", "opt_levels"]
+__all__ = ["O0", "O1", "O2", "O3", "O4", "O5", "OptLevel", "Properties", "initialize", "load_state_dict", "opt_levels"]
 __all__ += ["state_dict"]
 
 Modules = list[torch.nn.Module]
@@ -53,8 +53,8 @@ class _Level:
         return properties
 
 
-O0, O1, O2, O3 = (type(name, (_Level,), {"name": name, "brief": BRIEFS[name]}) for name in ("O0", "O1", "O2", "O3"))
-opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3)}
+O0, O1, O2, O3, O4, O5 = (type(name, (_Level,), {"name": name, "brief": BRIEFS[name]}) for name in LEVELS)
+opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3, O4, O5)}
 
 
 @overload
@@ -81,13 +81,14 @@ def initialize(
     min_loss_scale: float | None = None,
     max_loss_scale: float = 2.0**24,
     *,
+    patch_torch_functions_type: torch.dtype | None = None,
     keep_fp32: object = None,
 ) -> Any:
     """Put models and optimizers under mixed precision, in place.
 
-    The signature is that of ``apex/amp/frontend.py: initialize``, and ``keep_fp32``. May be called any number of times,
-    for the same or other objects, at any levels: each call owns its models, optimizers and scalers;
-    ``amp.state_dict()`` and ``amp._amp_state`` show the latest. apex allowed one call.
+    The signature is that of ``apex/amp/frontend.py: initialize``; what comes after it is by keyword alone. May be
+    called any number of times, for the same or other objects, at any levels: each call owns its models, optimizers and
+    scalers; ``amp.state_dict()`` and ``amp._amp_state`` show the latest. apex allowed one call.
 
     Args:
         models: A ``torch.nn.Module`` with float32 weights, not yet wrapped in DDP or DataParallel; or a list of them.
@@ -108,6 +109,8 @@ def initialize(
         verbosity: 0 prints nothing.
         min_loss_scale: Floor of dynamic scales; None means 2^-24.
         max_loss_scale: Cap of dynamic scales, the initial one (2^16) included.
+        patch_torch_functions_type: Of ROCm's fork: the dtype that O1 (``torch.float16``) or O4 (``torch.bfloat16``)
+            casts functions to; no other fits.
         keep_fp32: Modules that compute in float32 at any level: a module, a module type, a shell pattern over qualified
             names or class names (``"decoder.*.wo"``), or a list of these. Their inputs are cast to float32; at O2 and
             O3 their weights stay float32 and their outputs go back to half. ``AMPCOMPAT_KEEP_FP32`` adds patterns,
@@ -130,6 +133,7 @@ def initialize(
         overrides = {
             "cast_model_type": cast_model_type,
             "patch_torch_functions": patch_torch_functions,
+            "patch_torch_functions_type": patch_torch_functions_type,
             "keep_batchnorm_fp32": keep_batchnorm_fp32,
             "master_weights": master_weights,
             "loss_scale": loss_scale,
@@ -161,10 +165,24 @@ def initialize(
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
     _take_over(session, modules, optimizer_list, kept)
     if enabled:
+        _tell_the_environment()
         state.view["verbosity"] = int(verbosity)
         if state.observers:
             notify("on_initialize")
     return models if optimizers is None else (models, optimizers)
+
+
+def _tell_the_environment() -> None:
+    """Set ``APEX_AMP_ENABLED=1``, as ROCm's fork does, for code that looks there; child processes inherit it."""
+    name = "APEX_AMP_ENABLED"
+    before = os.environ.get(name)
+    if before == "1":
+        return
+    os.environ[name] = "1"
+    if before is None:
+        state.undo.callback(os.environ.pop, name, None)
+    else:
+        state.undo.callback(os.environ.__setitem__, name, before)
 
 
 def _models_under_amp(models: object) -> Modules:

@@ -22,16 +22,23 @@ from ampcompat.amp._amp_state import warn_or_err
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-OPTIONS = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+OPTIONS = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "patch_torch_functions_type",  # of ROCm's fork
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
 LEVELS: Mapping[str, Mapping[str, object]] = {
     level: dict(zip(OPTIONS, values, strict=True))
     for level, values in {
-        "O0": (torch.float32, False, None, False, 1.0),
-        "O1": (None, True, None, None, "dynamic"),
-        "O2": (torch.float16, False, True, True, "dynamic"),
-        "O3": (torch.float16, False, False, False, 1.0),
-        "O4": (None, True, None, None, 1.0),
-        "O5": (torch.bfloat16, False, True, True, 1.0),
+        "O0": (torch.float32, False, None, None, False, 1.0),
+        "O1": (None, True, torch.float16, None, None, "dynamic"),
+        "O2": (torch.float16, False, None, True, True, "dynamic"),
+        "O3": (torch.float16, False, None, False, False, 1.0),
+        "O4": (None, True, torch.bfloat16, None, None, 1.0),
+        "O5": (torch.bfloat16, False, None, True, True, 1.0),
     }.items()
 }
 BRIEFS: Mapping[str, str] = {
@@ -69,6 +76,10 @@ def checked_option(name: str, value: object) -> Any:
         rule = "torch.float16, torch.bfloat16, torch.float32, False (no cast) or None - pass the dtype object itself"
         known = isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)
         _require(known or value is False, name, value, rule, TypeError)
+        return value
+    if name == "patch_torch_functions_type":
+        rule = "torch.float16, torch.bfloat16 or None - pass the dtype object itself"
+        _require(isinstance(value, torch.dtype) and value in HALF_DTYPES, name, value, rule, TypeError)
         return value
     if name == "loss_scale":
         scale: Any = value
@@ -133,6 +144,13 @@ def refusal(level: str, name: str, value: object) -> str | None:
     if level not in ("O1", "O4"):
         if name == "patch_torch_functions" and value:
             reason = "only O1 (O4) inserts casts around functions - select opt_level='O1' instead."
+        elif name == "patch_torch_functions_type" and value is not None:
+            reason = "only O1 (O4) inserts casts around functions - leave it out, or select opt_level='O1' instead."
+    elif name == "patch_torch_functions_type":
+        of_the_level = LEVELS[level][name]
+        if value not in (None, of_the_level):
+            other = "O4" if level == "O1" else "O1"
+            reason = f"this level casts to {of_the_level} - select opt_level={other!r} instead."
     elif value is not None and not (name == "cast_model_type" and value in (False, torch.float32)):
         reason = _NOT_AT_O1.get(name)
     return reason and f"{name}={value!r} at {level} - {reason}"
@@ -200,9 +218,11 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
                 say(f"AMPCOMPAT_OPT_LEVEL={level}: the script's {name}={value!r} is not for this level and is dropped.")
                 continue
             warn_or_err(reason)
-        if name == "cast_model_type" and checked in HALF_DTYPES:
+        if name in ("cast_model_type", "patch_torch_functions_type") and checked in HALF_DTYPES:
             checked = half = dtype or checked
         options[name] = checked
+    if options["patch_torch_functions_type"] is not None:
+        options["patch_torch_functions_type"] = half  # what is in force
     if half == torch.bfloat16 and overrides.get("loss_scale") is None and options["loss_scale"] == "dynamic":
         options["loss_scale"] = 1.0  # bfloat16 has float32's range: nothing to scale
     properties = Properties()

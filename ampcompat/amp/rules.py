@@ -37,6 +37,7 @@ class Rule(Enum):
     """Say what an op does with its floating-point arguments; float64 is left alone by each, as in torch."""
 
     HALF = "half"
+    BFLOAT16 = "bfloat16"  # functions that users registered so, at every level
     FLOAT = "float32"
     PROMOTE = "widest argument"
     LEFT = "left side"
@@ -71,7 +72,8 @@ def _names(module: Any, list_name: str) -> set[str]:
 _READ: Final = tuple(
     (module, name, rule, frozenset(_names(module, name)))
     for name, rule in (
-        *(("FP16_FUNCS", Rule.HALF), ("FP32_FUNCS", Rule.FLOAT), ("CASTS", Rule.PROMOTE)),
+        *(("FP16_FUNCS", Rule.HALF), ("BFLOAT16_FUNCS", Rule.HALF)),
+        *(("FP32_FUNCS", Rule.FLOAT), ("CASTS", Rule.PROMOTE)),
         *(("SEQUENCE_CASTS", Rule.PROMOTE), ("BANNED_FUNCS", Rule.BANNED), ("UNCAST", Rule.UNCAST)),
     )
     for module in (functional_overrides, torch_overrides, tensor_overrides, lists)
@@ -234,6 +236,7 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
     Ops inside still follow the lists; with ``overrule`` they do not. Takes any callable; returned is a plain function,
     so that it binds as a method.
     """
+    fixed = {Rule.FLOAT: torch.float32, Rule.BFLOAT16: torch.bfloat16}.get(rule)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> object:
@@ -252,7 +255,7 @@ def make_wrapper(function: Any, rule: Rule, overrule: bool = False) -> Any:
             casting.append(on)
             if t is out or (now not in CASTABLE and widest is None):
                 return t
-            dtype = widest or (torch.float32 if rule is Rule.FLOAT else torch.get_autocast_dtype(on))
+            dtype = widest or fixed or torch.get_autocast_dtype(on)
             return t if now == dtype else _torch.cast_to(t, dtype)
 
         args, kwargs = map_tree(args, cast, objects=False), kwargs and map_tree(kwargs, cast, objects=False)

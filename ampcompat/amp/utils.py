@@ -8,7 +8,7 @@ import torch
 from ampcompat.amp.trees import map_tree, tensors_in
 
 __all__ = ["cached_cast", "casted_args", "get_func", "has_func", "is_fp_tensor", "is_nested", "maybe_float"]
-__all__ += ["maybe_half", "set_func"]
+__all__ += ["maybe_bfloat16", "maybe_half", "set_func"]
 
 has_func, get_func, set_func = hasattr, getattr, setattr
 
@@ -38,6 +38,11 @@ def collect_fp_tensor_types(args: object, kwargs: object) -> set[str]:
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
     """Cast the floating tensors in ``x`` to float16."""
     return map_tree(x, lambda t: t.half() if is_fp_tensor(t) else t)
+
+
+def maybe_bfloat16(x: Any, name: str = "", verbose: bool = False) -> Any:
+    """Cast the floating tensors in ``x`` to bfloat16, as in ROCm's fork of apex."""
+    return map_tree(x, lambda t: t.bfloat16() if is_fp_tensor(t) else t)
 
 
 def maybe_float(x: Any, name: str = "", verbose: bool = False) -> Any:

@@ -62,6 +62,7 @@ MODULES = frozenset(
         "apex.optimizers.fused_sgd",
         "apex.parallel.multiproc",
         "apex.parallel.sync_batchnorm",
+        "apex.testing.common_utils",
         "apex.contrib.clip_grad",
         "apex.contrib.optimizers",
         "apex.contrib.xentropy",
@@ -77,6 +78,7 @@ SYMBOLS: dict[str, Symbol] = {
         "apex.amp",
         "initialize scale_loss master_params state_dict load_state_dict disable_casts half_function float_function "
         "promote_function register_half_function register_float_function register_promote_function init "
+        "bfloat16_function register_bfloat16_function "
         "_DECORATOR_HANDLE step_was_skipped sync_masters __version__",
     ),
     **_works("apex.amp.scaler", "LossScaler"),
@@ -95,9 +97,9 @@ SYMBOLS: dict[str, Symbol] = {
     "apex.amp.rnn_compat": Symbol(DIFFERS, "recurrent layers are cast by native autocast; drop the call"),
     "apex.amp.compat": Symbol(DIFFERS, "checks for old torch versions; drop the call"),
     **_works("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides"),
-    **_works("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS FP32_FUNCS BANNED_FUNCS"),
-    **_works("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
-    **_works("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
+    **_works("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS BANNED_FUNCS"),
+    **_works("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
+    **_works("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
     "apex.amp.utils": Symbol(DIFFERS, "internal helpers of apex; use torch.is_floating_point and Tensor.to"),
     "apex.parallel.DistributedDataParallel": Symbol(
         DIFFERS, "torch's DistributedDataParallel underneath; message_size and delay_allreduce only tune its buckets"

@@ -47,9 +47,11 @@ SIGNATURES = {
         "verbose": False,
         "allow_banned": False,
     },
+    "bfloat16_function": {"fn": NO},
     "half_function": {"fn": NO},
     "float_function": {"fn": NO},
     "promote_function": {"fn": NO},
+    "register_bfloat16_function": {"module": NO, "name": NO},
     "register_half_function": {"module": NO, "name": NO},
     "register_float_function": {"module": NO, "name": NO},
     "register_promote_function": {"module": NO, "name": NO},
@@ -61,7 +63,8 @@ def test_signature_is_apexs(name):
     # What apex did not have can only be given by keyword, after everything that apex had.
     parameters = inspect.signature(getattr(amp, name)).parameters
     ours = [n for n, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert ours == (["keep_fp32"] if name == "initialize" else [])
+    since = {"initialize": ["patch_torch_functions_type", "keep_fp32"], "init": ["patch_type"]}  # the first: ROCm's
+    assert ours == since.get(name, [])
     parameters = {n: p for n, p in parameters.items() if n not in ours}
     assert {n: p.default for n, p in parameters.items()} == SIGNATURES[name]
     assert list(parameters) == list(SIGNATURES[name])
@@ -161,13 +164,14 @@ def test_what_initialize_prints(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == ("Selected optimization level O2:  FP16 training with FP32 batchnorm and FP32 master weights.")
     assert lines[1] == "Defaults for this optimization level are:"
-    assert "loss_scale             : dynamic" in lines[2:9]
-    assert lines[9] == "After processing overrides, optimization options are:"
-    assert lines[10:] == [
+    assert "loss_scale             : dynamic" in lines[2:10]
+    assert lines[10] == "After processing overrides, optimization options are:"
+    assert lines[11:] == [
         "enabled                : True",
         "opt_level              : O2",
         "cast_model_type        : torch.float16",
         "patch_torch_functions  : False",
+        "patch_torch_functions_type : None",
         "keep_batchnorm_fp32    : True",
         "master_weights         : True",
         "loss_scale             : 128.0",
@@ -375,7 +379,7 @@ def test_stashed_gradients_by_apex_s_names(level, names):
 
 
 def test_a_level_fills_properties_as_under_apex():
-    for name in ("O0", "O1", "O2", "O3"):
+    for name in ("O4", "O5", "O0", "O1", "O2", "O3"):
         level = amp.frontend.opt_levels[name]
         found = level(amp.frontend.Properties())
         assert (found.enabled, found.opt_level) == (True, name)

@@ -10,17 +10,25 @@ from ampcompat.amp.frontend import Properties
 from ampcompat.amp.properties import LEVELS, read_properties
 
 TABLE = {
-    "O0": (torch.float32, False, None, False, 1.0),
-    "O1": (None, True, None, None, "dynamic"),
-    "O2": (torch.float16, False, True, True, "dynamic"),
-    "O3": (torch.float16, False, False, False, 1.0),
-    "O4": (None, True, None, None, 1.0),
-    "O5": (torch.bfloat16, False, True, True, 1.0),
+    "O0": (torch.float32, False, None, None, False, 1.0),
+    "O1": (None, True, torch.float16, None, None, "dynamic"),
+    "O2": (torch.float16, False, None, True, True, "dynamic"),
+    "O3": (torch.float16, False, None, False, False, 1.0),
+    "O4": (None, True, torch.bfloat16, None, None, 1.0),
+    "O5": (torch.bfloat16, False, None, True, True, 1.0),
 }
-NAMES = ("cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+NAMES = (
+    "cast_model_type",
+    "patch_torch_functions",
+    "patch_torch_functions_type",
+    "keep_batchnorm_fp32",
+    "master_weights",
+    "loss_scale",
+)
 VALUES = {
     "cast_model_type": [torch.float16, torch.bfloat16, torch.float32, False],
     "patch_torch_functions": [True, False],
+    "patch_torch_functions_type": [torch.float16, torch.bfloat16],
     "keep_batchnorm_fp32": [True, False, "True", "False"],
     "master_weights": [True, False],
     "loss_scale": ["dynamic", 128, 1.0, "64.0"],
@@ -41,6 +49,8 @@ def test_defaults_of_a_level(level):
 
 def allowed(level, name, value):
     """apex's rules, written out again."""
+    if name == "patch_torch_functions_type":
+        return value == {"O1": torch.float16, "O4": torch.bfloat16}.get(level)
     if level in ("O1", "O4"):
         if name == "cast_model_type":
             return value in (False, torch.float32)

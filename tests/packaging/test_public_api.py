@@ -40,6 +40,7 @@ MODULES = [
     "ampcompat.report",
     "ampcompat.scale_log",
     "ampcompat.testing",
+    "ampcompat.testing.common_utils",
 ]
 
 

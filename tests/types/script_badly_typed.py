@@ -15,6 +15,7 @@ amp.initialize("model", sgd)  # error
 amp.initialize(net, 0.1)  # error
 amp.initialize(net, sgd, opt_levels="O2")  # error
 amp.initialize(net, sgd, num_losses="2")  # error
+amp.init(patch_type="float16")  # error
 model, optimizer = amp.initialize(net, sgd)
 model.no_such_thing(2)  # error
 optimizer.no_such_thing()  # error

@@ -8,6 +8,7 @@ from typing_extensions import assert_type
 import ampcompat
 from ampcompat import amp
 from ampcompat.amp.frontend import OptLevel
+from ampcompat.amp.handle import AmpHandle
 from ampcompat.contrib.optimizers import FusedSGD
 from ampcompat.optimizers import FusedAdam, FusedLAMB
 from ampcompat.parallel import LARC
@@ -35,6 +36,10 @@ assert_type(amp.initialize(net, [sgd, sgd]), tuple[Net, list[torch.optim.SGD]])
 assert_type(amp.initialize([net, net], [sgd]), tuple[list[Net], list[torch.optim.SGD]])
 assert_type(amp.initialize((net, net), sgd, num_losses=2), tuple[tuple[Net, Net], torch.optim.SGD])
 assert_type(amp.initialize([net, net]), list[Net])
+assert_type(amp.initialize(net, opt_level="O4", patch_torch_functions_type=torch.bfloat16), Net)
+assert_type(amp.init(True, "dynamic", False), AmpHandle)
+assert_type(amp.init(True, "dynamic", torch.bfloat16, False), AmpHandle)
+assert_type(amp.init(patch_type=torch.bfloat16, verbose=True), AmpHandle)
 both: tuple[list[torch.nn.Module], list[torch.optim.Optimizer]] = amp.initialize([net, other], [sgd, adam])
 
 

@@ -34,6 +34,8 @@ REPLACEMENTS = {
     "apex.amp.register_float_function": "use torch.autocast(..., enabled=False) around the calls of the function",
     "apex.amp.half_function": "autocast decides by operation; cast the arguments by hand",
     "apex.amp.register_half_function": "autocast decides by operation; cast the arguments by hand",
+    "apex.amp.bfloat16_function": "autocast decides by operation; cast the arguments by hand",
+    "apex.amp.register_bfloat16_function": "autocast decides by operation; cast the arguments by hand",
 }
 
 
