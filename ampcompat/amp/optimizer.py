@@ -254,7 +254,10 @@ def _warn_of_missing_gradients(stash: AmpOptimizerState) -> None:
 
 
 def _has_overflowed(stash: AmpOptimizerState) -> bool:
-    """Read whether gradients overflowed, and say so. One host sync; another one after an earlier overflow."""
+    """Read whether gradients overflowed, and say so.
+
+    Host syncs: one; two more to name the scale where they did; two more where an earlier overflow is still noted.
+    """
     flags = [*stash.overflows, *stash.earlier_overflows]
     if len(flags) == 1 and not flags[0][1].item():
         return False
