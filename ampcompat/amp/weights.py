@@ -26,65 +26,124 @@ def cast_weights(
     modules: Collection[torch.nn.Module],
     dtype: torch.dtype | None,
     undo: ExitStack,
-    kept: Collection[torch.nn.Module] = (),
+    keep_fp32: Collection[torch.nn.Module] = (),
     keep_batchnorm_fp32: bool = False,
     trained: Collection[int] | None = None,
 ) -> None:
     """Cast every floating parameter and buffer that ``modules`` hold to ``dtype``, in place; complex tensors stay.
 
     Parameters keep their identity; weights that an earlier call had cast are restored from their masters first. None
-    leaves alone what no earlier call had cast, and restores the rest. ``kept`` modules stay float32, and with
+    leaves alone what no earlier call had cast, and restores the rest. Modules in ``keep_fp32`` stay float32, and with
     ``keep_batchnorm_fp32`` affine batch norm, as in apex's ``convert_module``. Half tensors get float32 masters: now
     where an optimizer holds them (``trained``, by id), else when needed; without ``trained`` none.
     """
     for module in modules:
         if "_amp_half" in module.__dict__:
             hook_new(module, *module.__dict__["_amp_half"])
-    new = torch.empty(1, device="cpu")  # which no other thread holds
+    unshared = torch.empty(1, device="cpu")  # made here, so that no other thread holds it
     for module in modules:
-        before, held = module.__dict__.get("_amp_half"), dict(module.__dict__.get("_amp_masters", {}))
-        norm = keep_batchnorm_fp32 and isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
-        target = torch.float32 if (before is not None if dtype is None else norm or module in kept) else dtype
+        target = _target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
         if target is None:
             continue
+        before = _ModuleBefore(module)
+        undo.callback(before.put_back)
         half = None if target == torch.float32 else target
-        undo.callback(_undo_cast, module, before, held, taken := list[Any]())
         for name, tensor in own_tensors(module):
             if tensor.dtype not in _CASTABLE:
                 continue
-            master = held.get(name) or master_of(tensor)
+            master = before.masters.get(name) or master_of(tensor)
             if master is not None:
                 master.register()
                 master.reconcile(compare=True)
-            alone = master is None and tensor.dtype == torch.float32 != target and _torch.owns_memory_alone(tensor, new)
+            # A new master takes the memory that the weight leaves, where nobody else holds it: no copy, no second peak.
+            leaves_memory = master is None and tensor.dtype == torch.float32 and target != torch.float32
+            adopts = leaves_memory and _torch.owns_memory_alone(tensor, unshared)
             exact = tensor.data if master is None else master.value.detach()
             if tensor.dtype != target:
-                taken.append((tensor, exact if master is None else tensor.data, tensor.grad, master))
-                # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
-                tensor.grad = None
-                tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
-                if master is not None and half is not None:
-                    master.dtype = half
-                    master.push()
-                elif master is not None:
-                    master.retire()
-            if half and trained and (id(tensor) in trained or (master is not None and id(master.value) in trained)):
-                if alone:  # the master takes the memory that the weight just left: no copy, no second peak
+                before.note(tensor, master)
+                _cast(tensor, exact, target)
+                _follow_cast(master, half)
+            if half is not None and _is_trained(tensor, master, trained):
+                if adopts:
                     exact = torch.nn.Parameter(exact, tensor.requires_grad)
-                ensure_master(module, name, exact, adopt=alone)
+                ensure_master(module, name, exact, adopt=adopts)
         hook(module, half, trained is not None)
 
 
-def _undo_cast(module: torch.nn.Module, before: Any, held: dict[str, Master], taken: list[Any]) -> None:
-    """Give ``module`` its weights, hooks (``before``) and masters (``held``) of before a cast."""
-    for tensor, data, grad, master in reversed(taken):
-        _torch.put_back(tensor, data, grad)
-        if master is not None:
-            master.dtype = data.dtype
-            master.register()
-            master.settle()
-    hook(module, *(before or (None, False)))
-    set_masters(module, held)
+def _target_dtype(
+    module: torch.nn.Module,
+    dtype: torch.dtype | None,
+    keep_fp32: Collection[torch.nn.Module],
+    keep_batchnorm_fp32: bool,
+) -> torch.dtype | None:
+    """Return the dtype that the floating tensors of ``module`` are cast to; None leaves them as they are."""
+    if dtype is None:  # no cast is wanted: undo that of an earlier call
+        was_cast = "_amp_half" in module.__dict__
+        return torch.float32 if was_cast else None
+    if module in keep_fp32:
+        return torch.float32
+    if keep_batchnorm_fp32 and _is_affine_batch_norm(module):
+        return torch.float32
+    return dtype
+
+
+def _is_affine_batch_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
+
+
+def _cast(tensor: torch.Tensor, exact: torch.Tensor, target: torch.dtype) -> None:
+    """Give ``tensor`` the values ``exact`` in ``target``, in memory of its own."""
+    # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
+    tensor.grad = None
+    tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
+
+
+def _follow_cast(master: Master | None, half: torch.dtype | None) -> None:
+    """Tell the master of a tensor that was just cast to ``half``; with None it is float32 and needs no master."""
+    if master is None:
+        return
+    if half is None:
+        master.retire()
+        return
+    master.dtype = half
+    master.push()
+
+
+def _is_trained(tensor: torch.Tensor, master: Master | None, trained: Collection[int] | None) -> bool:
+    """Whether an optimizer holds ``tensor``, or its master from an earlier call; ``trained`` has the ids it holds."""
+    if not trained:
+        return False
+    return id(tensor) in trained or (master is not None and id(master.value) in trained)
+
+
+class _ModuleBefore:
+    """A module's own tensors, masters and hooks as they were before a cast.
+
+    Attributes:
+        masters: The module's masters, by name.
+        tensors: The tensors that were cast, each with the data, the gradient and the master that it had.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        self.half, self.had_masters = module.__dict__.get("_amp_half", (None, False))
+        self.masters: dict[str, Master] = dict(module.__dict__.get("_amp_masters", {}))
+        self.tensors: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Master | None]] = []
+
+    def note(self, tensor: torch.Tensor, master: Master | None) -> None:
+        """Remember ``tensor``, which is about to be cast."""
+        self.tensors.append((tensor, tensor.data, tensor.grad, master))
+
+    def put_back(self) -> None:
+        """Make the module what it was."""
+        for tensor, data, grad, master in reversed(self.tensors):
+            _torch.put_back(tensor, data, grad)
+            if master is not None:
+                master.dtype = data.dtype
+                master.register()
+                master.settle()
+        hook(self.module, self.half, self.had_masters)
+        set_masters(self.module, self.masters)
 
 
 def hook(module: torch.nn.Module, half: torch.dtype | None, master_weights: bool) -> None:
