@@ -397,8 +397,8 @@ def _follow_replacement(master: Master, trained: Collection[int] = ()) -> None:
 
     A parameter that replaces ``half`` in all of its homes takes its place under the master, so that it is trained on.
     It has a master of its own where that is not what was meant: another home still holds ``half`` (the weight was
-    untied), an optimizer was given the new parameter, or its shape is another. Where it is the half side of another
-    master (the weight was tied to another one), its homes become those of that master.
+    untied), an optimizer was given the new parameter, or its shape is another. Where another module holds it (the
+    weight was tied to that one's), its homes become those of that one's master.
 
     ``functional_call`` puts plain tensors there for the time of a forward: these are left alone.
     """
@@ -435,13 +435,17 @@ def _follow_parameter(
             f" the optimizer steps that one, and the model computes with a {master.dtype} parameter - put a copy there:"
             " torch.nn.Parameter(master.detach().clone())."
         )
-    if other is not None and _is_held_elsewhere(other, homes):
-        _move_homes(master, homes, other)
+    if _is_held_elsewhere(now, homes):
+        _move_homes(master, homes, other or _own_master(now, master.dtype))
         return
     is_resized = now.shape != master.value.shape
-    is_trained = id(now) in trained or _is_in_an_optimizer(now)
+    optimizers = _optimizers_of(now)
+    is_trained = bool(optimizers) or id(now) in trained
     if is_held or is_resized or is_trained:
         _move_homes(master, homes, _own_master(now, master.dtype))
+        for optimizer in optimizers:
+            optimizer._amp_stash.groups = []
+            optimizer._amp_stash.look_up(optimizer)  # it holds the master from now on
         if not is_trained and is_resized:
             warn_once(
                 f"resized {where}",
@@ -478,24 +482,28 @@ def _follow_buffer(master: Master, now: torch.Tensor, homes: list[Home], is_held
     state.masters.generation += 1
 
 
-def _is_held_elsewhere(master: Master, homes: list[Home]) -> bool:
-    """Whether any home of ``master`` but ``homes`` holds its half side."""
-    for home in master.homes:
-        if home.held is master.half and not any(home.is_at(one.module(), one.name) for one in homes):
+def _is_held_elsewhere(param: torch.Tensor, homes: list[Home]) -> bool:
+    """Whether a module other than ``homes``, of a model under amp or known to the master, holds ``param``."""
+    master = master_of(param)
+    for home in () if master is None else master.homes:
+        if home.held is param and not any(home.is_at(one.module(), one.name) for one in homes):
             return True
+    for module in itertools.chain.from_iterable(model.modules() for model in state.models.live):
+        for name, held in module._parameters.items():
+            if held is param and not any(home.is_at(module, name) for home in homes):
+                return True
     return False
 
 
-def _is_in_an_optimizer(param: torch.Tensor) -> bool:
-    """Whether an optimizer under amp holds ``param``, or its master. One that holds ``param`` looks its params up."""
+def _optimizers_of(param: torch.Tensor) -> list[Any]:
+    """Return the optimizers under amp that hold ``param``, or its master."""
     master = master_of(param)
     value = None if master is None else master.value
-    found = False
+    found = []
     for optimizer in state.optimizers.listed():
-        for held in itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups):
-            if held is param:
-                optimizer._amp_stash.groups = []  # it is to hold the master instead
-            found = found or held is param or held is value
+        params = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        if any(held is param or held is value for held in params):
+            found.append(optimizer)
     return found
 
 
@@ -524,6 +532,7 @@ def _take_over(master: Master, now: torch.Tensor, homes: list[Home]) -> None:
     """Put ``now``, which ``homes`` hold, in the place of ``master.half``, with the values that it has."""
     other = master_of(now)
     exact = now.detach() if other is None else other.value.detach()
+    heed_cleared([master])  # in the old one, which is not looked at any more
     _recast(now, master.dtype)
     with torch.no_grad():
         if exact.dtype == master.dtype:  # perhaps a copy of the old one, on another device: keep the low bits
@@ -560,6 +569,7 @@ def give_up_half(master: Master) -> None:
     For a parameter that took the place of an old one (``took_over``), when a script adds it to an optimizer. As in
     plain torch, the old one stays where it is in the groups, and has no gradients any more.
     """
+    heed_cleared([master])
     half = master.half
     master.half = torch.nn.Parameter(half.detach().clone(), requires_grad=half.requires_grad)
     own = Master(half, master.value)

@@ -423,15 +423,15 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     original(*args, **kwargs)
     masters = list(filter(None, map(master_of, optimizer.param_groups[-1]["params"])))
-    known = [master for master in masters if id(master.value) in held]
-    if not all(master.took_over for master in known):
+    if any(id(master.value) in held and not master.took_over for master in masters):
         optimizer.param_groups.pop()
         raise ValueError(
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
-    for master in known:
-        give_up_half(master)
+    for master in masters:
+        if master.took_over:  # this or another optimizer has trained it in the place of an old one
+            give_up_half(master)
     for model in state.models.live:  # the new group may hold what was put into them since their last forward
         follow_replacements(model.modules())
     stash.look_up(optimizer)

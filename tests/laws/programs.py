@@ -20,7 +20,10 @@ OPTIMIZERS = {
 
 
 class Net(torch.nn.Module):
-    """A stack of layers; ``unused`` never gets a gradient."""
+    """A stack of layers, a linear one first; ``unused`` never gets a gradient.
+
+    ``tied`` is a layer of several models, ``mirror`` a layer of its own with the weight of the first.
+    """
 
     def __init__(self, layers, tied):
         super().__init__()
@@ -29,8 +32,12 @@ class Net(torch.nn.Module):
             "batchnorm": lambda: torch.nn.BatchNorm1d(FEATURES),
             "relu": torch.nn.ReLU,
             "tied": lambda: tied,
+            "mirror": lambda: torch.nn.Linear(FEATURES, FEATURES),
         }
         self.layers = torch.nn.Sequential(*[made[name]() for name in layers])
+        for name, layer in zip(layers, self.layers, strict=True):
+            if name == "mirror":
+                layer.weight = self.layers[0].weight
         self.unused = torch.nn.Parameter(torch.randn(2))
 
     def forward(self, x):
@@ -60,10 +67,71 @@ def make_optimizers(config, tensors):
 
 
 def join(config, optimizers, tensors):
+    late = config["late"]
     for number, optimizer in enumerate(optimizers):
-        mine = [t for t, owner in zip(tensors, config["late"], strict=True) if owner == number]
+        mine = [t for t, owner in zip(tensors[: len(late)], late, strict=True) if owner == number]
         if mine:
             optimizer.add_param_group({"params": mine, "lr": 0.25})
+
+
+# -- changes of the models themselves ----------------------------------------------------------------------------------
+#: Weights laid out anew; a parameter put in the place of one; a weight's place given to another; a layer to another.
+CHANGES = ("lay_out", "replace", "tie", "graft")
+
+
+def places(models, tensor):
+    """Where ``tensor`` is a parameter: modules and names, each once."""
+    modules = dict.fromkeys(module for model in models for module in model.modules())
+    return [(module, name) for module in modules for name, held in module._parameters.items() if held is tensor]
+
+
+def first(tensor):
+    """The first element, to be written."""
+    return tensor[(0,) * tensor.dim()]
+
+
+def laid_out_anew(tensor):
+    """The values of ``tensor`` in columns, or if they were, in rows."""
+    return tensor.t().contiguous().t() if tensor.is_contiguous() else tensor.contiguous()
+
+
+def replacement(old, step, wide):
+    """The parameter that takes the place of ``old``: of its values or of new ones, its dtype or float32."""
+    values = old.detach().clone()
+    if step["fresh"]:
+        values = torch.randn(old.shape, generator=torch.Generator().manual_seed(step["data"])).to(old.dtype)
+    if wide:
+        values = values.float() / 3
+    return torch.nn.Parameter(values, requires_grad=old.requires_grad)
+
+
+def graft(models, step):
+    """Give a model a layer of another one's, in the place of a layer of its own; whether there are such."""
+    target, source = models[step["model"]], models[step["from"] % len(models)]
+    goes = [i for i, layer in enumerate(target.layers) if isinstance(layer, torch.nn.Linear)]
+    comes = [layer for layer in source.layers if isinstance(layer, torch.nn.Linear)]
+    index, layer = goes[step["layer"] % len(goes)], comes[step["data"] % len(comes)]
+    if target is source or any(layer is own for own in target.layers):
+        return False
+    target.layers[index] = layer
+    return True
+
+
+def draw_change(rng, config, step):
+    step |= {
+        "weight": rng.randrange(100),
+        "to": rng.randrange(100),
+        "home": rng.randrange(6),
+        "data": rng.randrange(99),
+    }
+    if step["do"] == "replace":
+        step |= {"fresh": rng.random() < 0.7, "wide": rng.random() < 0.5}
+        step["joins"] = rng.choice([None, rng.randrange(len(config["optimizers"]))])
+        step["when"] = rng.choice(["before", "after", "early"])  # it is added: before a forward, after, before the put
+    elif step["do"] == "graft":
+        count = len(config["models"])
+        step |= {"model": rng.randrange(count), "from": rng.randrange(count), "layer": rng.randrange(6)}
+    return step
 
 
 def loss_of(forwards, step):
@@ -83,7 +151,7 @@ def generate(seed):
     rng = random.Random(seed)
     level = rng.choice(LEVELS)
     casts = level in ("O2", "O3", "O5")
-    kinds = ["linear", "linear", "batchnorm", "relu", "tied", "tied"]
+    kinds = ["linear", "linear", "batchnorm", "relu", "tied", "tied", "mirror"]
     models = [["linear", *rng.choices(kinds, k=rng.randint(0, 3))] for _ in range(rng.choice([1, 1, 2, 2, 3]))]
     config = {
         "level": level,
@@ -135,7 +203,7 @@ def spread(rng, config, count, optimizers):
     return owners, late
 
 
-OTHERS = ("clip", "save", "snapshot", "rewind", "write", "join", "scale", "freeze", "plain")
+OTHERS = ("clip", "save", "snapshot", "rewind", "write", "join", "scale", "freeze", "plain", *CHANGES)
 
 
 def draw_steps(rng, config, habits):
@@ -154,6 +222,8 @@ def draw_step(rng, config, habits):
     optimizers, models = len(config["optimizers"]), len(config["models"])
     kind = rng.choices(["block", "step", "clear", *OTHERS], habits["weights"])[0]
     step = {"do": kind, "optimizer": rng.randrange(optimizers)}
+    if kind in CHANGES:
+        return draw_change(rng, config, step)
     if kind in ("block", "plain"):
         paths = [rng.sample(range(models), rng.randint(1, models)) for _ in range(rng.randint(1, 2))]
         step |= {"data": rng.randrange(1000), "paths": paths, "size": 2.0 ** rng.randint(-12, 1)}

@@ -5,6 +5,7 @@ and whose gradients are whose are done here, step by step. The arithmetic is tha
 """
 
 import copy
+import operator
 from dataclasses import dataclass, field
 
 import programs
@@ -65,6 +66,13 @@ class Weight:
 
     def push(self):
         self.leaf.data.copy_(self.value)
+
+    def accumulate(self, unscaled):
+        """Add to the master's gradient, which is laid out as the master is: fused optimizers go through raw memory."""
+        before = self.value.grad
+        total = unscaled if before is None else before + unscaled
+        self.value.grad = torch.empty_like(self.value).copy_(total).detach()
+        self.filled = True
 
     def show(self, scale):
         """Have the model show what its master has accumulated, where the last block has given nothing."""
@@ -162,6 +170,8 @@ class Reference:
             self.weights.append(Weight(leaf, value))
         made = programs.make_optimizers(config, [w.value for w in self.weights])
         self.optimizers = [Optimizer(one, []) for one in made]
+        self.dead = []  # weights that optimizers hold and no model does, where others are seen in their stead
+        self.changes = 0  # of the models themselves: a run that is made anew has none
         self.list_weights()
         dynamic = level in ("O1", "O2") and self.half is torch.float16
         loss_scale = config["loss_scale"] or ("dynamic" if dynamic else 1.0)
@@ -175,7 +185,7 @@ class Reference:
         self.kept, self.saved, self.skipped = None, {}, None
 
     def list_weights(self):
-        by_value = {id(w.value): w for w in self.weights}
+        by_value = {id(w.value): w for w in (*self.weights, *self.dead)}
         for one in self.optimizers:
             one.weights = [by_value[id(p)] for group in one.torch.param_groups for p in group["params"]]
 
@@ -215,9 +225,89 @@ class Reference:
         self.saved, self.skipped = {}, None
         return getattr(self, step["do"])(step) is not False
 
+    # -- changes of the models themselves ------------------------------------------------------------------------------
+    def places(self, weight):
+        return programs.places(self.models, weight.leaf)
+
+    def owner(self, weight):
+        return next((one for one in self.optimizers if weight in one.weights), None)
+
+    def lay_out(self, step):
+        weight = self.weights[step["weight"] % len(self.weights)]
+        if not weight.has_master or weight.leaf.dim() < 2 or not self.places(weight):
+            return False  # without a master, torch's fused optimizers mix elements up
+        weight.leaf.data = programs.laid_out_anew(weight.leaf.data)
+        return True
+
+    @torch.no_grad()
+    def replace(self, step):
+        """Put a new parameter in one place of a weight; see ``programs.replacement``."""
+        index = step["weight"] % len(self.weights)
+        weight = self.weights[index]
+        places = self.places(weight)
+        if not places:
+            return False
+        step["wide"] = step["wide"] and weight.has_master and self.owner(weight) is not None
+        leaf = programs.replacement(weight.leaf, step, step["wide"])
+        exact = leaf.detach().float()
+        leaf.data = leaf.data.to(weight.leaf.dtype)
+        module, name = places[step["home"] % len(places)]
+        module._parameters[name] = leaf
+        alone = len(places) == 1
+        joins = step["joins"] is not None
+        if weight.has_master and alone and self.owner(weight) and (not joins or step["when"] == "after"):
+            # The master goes on with the new parameter.
+            weight.leaf, weight.filled, weight.cleared = leaf, False, False
+            if step["wide"]:
+                weight.value.copy_(exact)
+            else:
+                weight.pull()
+            weight.push()
+            if joins:
+                self.weights[index] = self.split(weight)
+        else:
+            value = torch.nn.Parameter(exact.clone()) if weight.has_master else leaf
+            self.dead += [weight] if alone else []
+            if alone:
+                self.weights[index] = Weight(leaf, value)
+            else:
+                self.weights.append(Weight(leaf, value))
+        if joins:
+            added = self.weights[index if alone else -1]
+            self.optimizers[step["joins"]].torch.add_param_group({"params": [added.value], "lr": 0.25})
+        self.list_weights()
+        self.changes += 1
+        return True
+
+    def split(self, weight):
+        """Give the model's side a master of its own, with the gradient that it has; the old one is no model's."""
+        new = Weight(weight.leaf, torch.nn.Parameter(weight.value.detach().clone()))
+        new.value.grad, weight.value.grad = weight.value.grad, None
+        weight.leaf = torch.nn.Parameter(weight.leaf.detach().clone())
+        self.dead.append(weight)
+        return new
+
+    def tie(self, step):
+        """Put a weight in the place of another one."""
+        weight, other = self.weights[step["weight"] % len(self.weights)], self.weights[step["to"] % len(self.weights)]
+        places = self.places(weight)
+        kind = operator.attrgetter("dtype", "shape")
+        if weight is other or not places or not self.places(other) or kind(weight.leaf) != kind(other.leaf):
+            return False
+        module, name = places[step["home"] % len(places)]
+        module._parameters[name] = other.leaf
+        self.changes += 1
+        return True
+
+    def graft(self, step):
+        changed = programs.graft(self.models, step)
+        self.changes += changed
+        return changed
+
     # -- steps of programs ---------------------------------------------------------------------------------------------
     def join(self, step):
-        if self.joined:
+        late = [w for w, owner in zip(self.weights, self.config["late"], strict=False) if owner is not None]
+        if self.joined or any(self.owner(w) for w in late):
             return False
         programs.join(self.config, [one.torch for one in self.optimizers], [w.value for w in self.weights])
         self.list_weights()
@@ -291,9 +381,7 @@ class Reference:
                 overflow |= not bool(new.isfinite().all())
                 unscaled = new.float() * inverse
                 if weight.has_master:
-                    before = weight.value.grad
-                    weight.value.grad = unscaled if before is None else before + unscaled
-                    weight.filled = True
+                    weight.accumulate(unscaled)
                 else:
                     unscaled = unscaled.to(new.dtype)
                     weight.leaf.grad = unscaled if old is None else unscaled + old
@@ -359,13 +447,20 @@ class Reference:
         if step["how"] == "masters":
             for weight in self.optimizers[step["optimizer"]].weights:
                 weight.value.mul_(0.5)
-                weight.push()
-        elif step["how"] != "and back":
-            weight.leaf.view(-1)[0] = step["value"]
+                if self.places(weight):  # else the step pushes it
+                    weight.push()
+            return True
+        if not self.places(weight):
+            return False
+        if step["how"] != "and back":
+            programs.first(weight.leaf).fill_(step["value"])
             weight.pull()
+        return True
 
     def save(self, step):
         """Forget what is not part of a checkpoint: gradients, and what is known of them."""
+        if self.changes:
+            return False
         self.save_models()
         step["joined"] = self.joined
         for weight in self.weights:
@@ -376,6 +471,9 @@ class Reference:
             one.overflow = False
         for scaler in self.scalers:
             scaler.put_off = scaler.puts_off = False
+        for weight in self.weights:
+            weight.leaf.data = weight.leaf.data.contiguous()
+        return True
 
     def save_models(self):
         """State dicts are float32, and have the masters."""
@@ -388,10 +486,10 @@ class Reference:
 
     def snapshot(self, step):
         self.save_models()
-        self.kept = self.joined, self.state_dicts()
+        self.kept = (self.joined, self.changes), self.state_dicts()
 
     def rewind(self, step):
-        if self.kept is None or self.kept[0] != self.joined:
+        if self.kept is None or self.kept[0] != (self.joined, self.changes):
             return False
         tensors, optimizers, scales = self.kept[1]
         for tensor, value in zip(self.tensors(), tensors, strict=True):

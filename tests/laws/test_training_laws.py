@@ -134,15 +134,52 @@ class Real:
             for p in amp.master_params(self.optimizers[step["optimizer"]]):
                 p.mul_(0.5)
         elif how == "data":
-            weight.data.view(-1)[0] = step["value"]
+            programs.first(weight.data).fill_(step["value"])
             for model in self.models:
                 amp.sync_masters(model)
         else:
-            weight.view(-1)[0] = step["value"]
+            programs.first(weight).fill_(step["value"])
         self.look()
         if how == "and back":
             weight.copy_(before)
             self.look()
+
+    def lay_out(self, step):
+        weight = self.weights[step["weight"] % len(self.weights)]
+        weight.data = programs.laid_out_anew(weight.data)
+        self.look()
+
+    def replace(self, step):
+        index = step["weight"] % len(self.weights)
+        old = self.weights[index]
+        places = programs.places(self.models, old)
+        new = programs.replacement(old, step, step["wide"])
+        add = {"params": [new], "lr": 0.25}
+        joins = None if step["joins"] is None else self.optimizers[step["joins"]]
+        if joins and step["when"] == "early":
+            joins.add_param_group(add)
+        module, name = places[step["home"] % len(places)]
+        setattr(module, name, new)
+        if joins and step["when"] == "before":
+            joins.add_param_group(add)
+        self.look()
+        if joins and step["when"] == "after":
+            joins.add_param_group(add)
+        if len(places) == 1:
+            self.weights[index] = new
+        else:
+            self.weights.append(new)
+
+    def tie(self, step):
+        weight, other = self.weights[step["weight"] % len(self.weights)], self.weights[step["to"] % len(self.weights)]
+        places = programs.places(self.models, weight)
+        module, name = places[step["home"] % len(places)]
+        setattr(module, name, other)
+        self.look()
+
+    def graft(self, step):
+        programs.graft(self.models, step)
+        self.look()
 
     def look(self):
         """Have forwards see what was written, without a trace."""

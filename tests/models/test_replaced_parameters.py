@@ -138,6 +138,28 @@ def test_a_replacement_that_is_added_steps_once_in_its_group(level, momentum, ad
     assert torch.equal(model.state_dict()["layer.weight"], second)
 
 
+@REPLACED
+@pytest.mark.parametrize("looks", [False, True])
+@LEVEL
+def test_a_replacement_that_another_optimizer_is_given_is_trained_by_that_one_alone(level, looks):
+    torch.manual_seed(0)
+    model, other = One(), One()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=rate) for one, rate in ((model, OLD_RATE), (other, NEW_RATE))]
+    [model, other], optimizers = amp.initialize(
+        [model, other], optimizers, opt_level=level, verbosity=0, loss_scale=8.0
+    )
+    new, value = new_parameter(level, wide=True)
+    model.layer.weight = new
+    if looks:
+        forward(model)
+    optimizers[1].add_param_group({"params": [new]})
+    gradient = torch.full((4, 4), 2.0**-6)
+    step(model, optimizers, layer=gradient)
+    assert torch.equal(model.state_dict()["layer.weight"], value - NEW_RATE * gradient)
+    assert torch.equal(held(optimizers[1])[1], value - NEW_RATE * gradient)
+    masters_agree(model)
+
+
 @LEVEL
 def test_gradients_that_a_replacement_has_by_then_go_with_it(level):
     model, optimizer = started(level, One)
@@ -413,3 +435,35 @@ def test_a_weight_tied_to_that_of_another_model(level):
         masters_agree(model)
     assert models[0].layer.weight is models[1].layer.weight
     assert torch.equal(held(optimizers[0])[0], dead)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer.step\\(\\) after scale_loss blocks that gave this optimizer no gradient")
+@LEVEL
+def test_a_weight_tied_to_one_that_no_optimizer_has_is_not_trained(level):
+    torch.manual_seed(0)
+    for saved in (False, True):
+        model = Apart()
+        optimizer = torch.optim.SGD([model.decoder.weight], lr=OLD_RATE)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+        if saved:
+            model.state_dict()  # makes a master
+        model.decoder.weight = model.encoder.weight
+        before = model.encoder.weight.detach().clone()
+        step(model, optimizer, encoder=torch.full((4, 4), 2.0**-6))
+        assert model.encoder.weight is model.decoder.weight
+        assert torch.equal(model.encoder.weight, before)
+        masters_agree(model, optimizer)
+
+
+@REPLACED
+@LEVEL
+def test_a_gradient_cleared_before_the_replacement_is_not_stepped_after_it(level):
+    model, optimizer = started(level, One)
+    with amp.scale_loss((forward(model) * 2.0**-6).sum(), optimizer) as scaled:
+        scaled.backward()
+    model.layer.weight.grad = None
+    new, value = new_parameter(level, wide=False)
+    model.layer.weight = new
+    forward(model)
+    optimizer.step()
+    assert torch.equal(new, value.to(HALF[level]))
