@@ -92,7 +92,7 @@ def train(args, train_dataset, model):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--train_batch_size", default=8, type=int)
-    parser.add_argument("--learning_rate", default=3e-3, type=float)
+    parser.add_argument("--learning_rate", default=1e-2, type=float)
     parser.add_argument("--adam_epsilon", default=1e-6, type=float)
     parser.add_argument("--max_grad_norm", default=1.0, type=float)
     parser.add_argument("--num_train_epochs", default=2, type=int)
