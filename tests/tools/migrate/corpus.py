@@ -30,8 +30,10 @@ REPOSITORY = HERE.parents[2]
 
 # Command lines of the scripts that are run in more than one way, or need arguments; the others run once, with none.
 ARGUMENTS: dict[str, list[list[str]]] = {
+    "enabled_expression": [[], ["--fp32"]],
     "hf_run_glue": [["--fp16"], [], ["--fp16", "--fp16_opt_level", "O2"]],
     "imagenet_main_amp": [[], ["--opt-level", "O0"], ["--opt-level", "O2", "--loss-scale", "128.0"]],
+    "resume_checkpoint": [[], ["--opt-level", "O1"]],
     "static_scale_o3": [[], ["O0", "1.0"], ["O1", "1024.0"]],
     "stylegan2_train": [[], ["--no_fp16"]],
     "swin_main": [[], ["--amp-opt-level", "O0"], ["--accumulation-steps", "1"]],
