@@ -33,6 +33,7 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     "enabled_expression": [[], ["--fp32"]],
     "hf_run_glue": [["--fp16"], [], ["--fp16", "--fp16_opt_level", "O2"]],
     "imagenet_main_amp": [[], ["--opt-level", "O0"], ["--opt-level", "O2", "--loss-scale", "128.0"]],
+    "module_globals": [[], ["--amp", "0"]],
     "resume_checkpoint": [[], ["--opt-level", "O1"]],
     "static_scale_o3": [[], ["O0", "1.0"], ["O1", "1024.0"]],
     "stylegan2_train": [[], ["--no_fp16"]],
@@ -40,6 +41,8 @@ ARGUMENTS: dict[str, list[list[str]]] = {
     "timm_train": [["--apex-amp"], []],
     "uniter_train_vqa": [[], ["--no_fp16"]],
 }
+# Scripts whose model is never called: its other methods run in float32 when its forward is what autocast applies to.
+CALLS_METHODS_ONLY = {"ppo_act_method"}
 
 RIGHT = "right"
 RIGHT_MARKED = "right, marked"
@@ -396,7 +399,7 @@ def judge(name: str) -> Result:
         for arguments, base in zip(command_lines(name), bases, strict=True):
             after = _python([copy.name, *arguments], directory, NO_APEX, package=False)
             shown = f" [{' '.join(arguments)}]" if arguments else ""
-            faults += [fault + shown for fault in _faults(base, after)]
+            faults += [fault + shown for fault in _faults(name, base, after)]
     result.details += faults
     if faults:
         result.kind = MARKED if marks else SILENTLY_WRONG
@@ -405,13 +408,13 @@ def judge(name: str) -> Result:
     return result
 
 
-def _faults(base: Baseline, after: Run) -> list[str]:
+def _faults(name: str, base: Baseline, after: Run) -> list[str]:
     """Return what is wrong with a run of the migrated script."""
     if after.exit_status != 0:
         return [f"exit status {after.exit_status}: {after.last_line}"]
     found = list(differences(base, after.series))
     precision = precision_difference(base, after.series)
-    if precision is not None:
+    if precision is not None and name not in CALLS_METHODS_ONLY:
         found.append(precision)
     return found
 

@@ -24,7 +24,7 @@ def sample(n):
 
 
 model = Autoencoder().to(device)
-optim = torch.optim.Adam(model.parameters(), lr=5e-3)
+optim = torch.optim.SGD(model.parameters(), lr=0.4)
 model, optim = initialize(model, optim, opt_level="O1")
 
 for step in range(16):
