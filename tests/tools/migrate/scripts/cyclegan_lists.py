@@ -13,9 +13,9 @@ except ImportError as error:
 
 
 class Options(object):
-    lr = 0.02
+    lr = 0.2
     beta1 = 0.5
-    lambda_A = 3.0
+    lambda_A = 0.5
     lambda_identity = 0.2
     pool_size = 4
     apex = True
@@ -49,15 +49,16 @@ class ImagePool():
 
 
 class GANLoss(nn.Module):
-    def __init__(self):
+    def __init__(self, weight=0.2):
         super().__init__()
+        self.weight = weight
         self.register_buffer('real_label', torch.tensor(1.0))
         self.register_buffer('fake_label', torch.tensor(0.0))
         self.loss = nn.MSELoss()
 
     def __call__(self, prediction, target_is_real):
         target = self.real_label if target_is_real else self.fake_label
-        return self.loss(prediction, target.expand_as(prediction))
+        return self.weight * self.loss(prediction, target.expand_as(prediction))
 
 
 def define_G(n=8):

@@ -40,6 +40,8 @@ class BertEncoder(nn.Module):
         self.query, self.key, self.value = (nn.Linear(hidden, hidden) for _ in range(3))
         self.dense = nn.Linear(hidden, hidden)
         self.out_norm = BertLayerNorm(hidden, eps=1e-5)
+        self.word.weight.data.normal_(mean=0.0, std=0.1)
+        self.position.weight.data.normal_(mean=0.0, std=0.1)
         self.decoder = nn.Linear(hidden, vocab, bias=False)
         self.decoder.weight = self.word.weight
         self.bias = nn.Parameter(torch.zeros(vocab))

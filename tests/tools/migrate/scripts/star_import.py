@@ -18,22 +18,22 @@ class Autoencoder(nn.Module):
         return self.dec(z), z
 
 
-basis = torch.randn(4, 16)
+basis = 0.3 * torch.randn(4, 16)
 def sample(n):
     return torch.randn(n, 4) @ basis
 
 
 model = Autoencoder().to(device)
-optim = torch.optim.SGD(model.parameters(), lr=0.4)
+optim = torch.optim.SGD(model.parameters(), lr=2.0)
 model, optim = initialize(model, optim, opt_level="O1")
 
 for step in range(16):
     x = sample(24).to(device)
     recon, z = model(x)
-    loss = F.smooth_l1_loss(recon, x) + 1e-3 * z.abs().mean()
+    loss = F.smooth_l1_loss(recon, x) + 1e-3 * z.float().pow(2).mean()
     optim.zero_grad()
     with scale_loss(loss, optim) as scaled:
         scaled.backward()
-    torch.nn.utils.clip_grad_value_(master_params(optim), 0.05)
+    torch.nn.utils.clip_grad_value_(master_params(optim), 0.004)
     optim.step()
     print("step", step, "loss", loss.item())
