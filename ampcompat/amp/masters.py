@@ -122,12 +122,12 @@ class Master:
         self.register()
 
     def register(self) -> None:
-        """Be found by either side."""
+        """Index this master under both of its tensors."""
         index = state.masters.by_tensor
         index[id(self.half)] = index[id(self.value)] = self
 
     def move_in(self, module: torch.nn.Module, name: str) -> None:
-        """Know ``module`` as one that holds ``half``, as ``name``."""
+        """Record that ``module.name`` is ``half``."""
         if not any(home.is_at(module, name) for home in self.homes):
             tensors: Any = module._parameters if name in module._parameters else module._buffers
             self.homes.append(Home(tensors, name, weakref.ref(module)))
@@ -141,7 +141,7 @@ class Master:
         self.folded = self.value.grad = None
 
     def settle(self) -> None:
-        """Note both sides as equal."""
+        """Record the versions of both sides, which are equal now."""
         self.seen = (self.half._version, self.value._version, self.half.data_ptr())
         self.handed_out = None
         if self.watch is not None:
@@ -160,21 +160,6 @@ class Master:
         self.half.copy_(self.value)
         self.settle()
 
-    def _take(self, exact: torch.Tensor, kept: torch.Tensor | None = None, remember: bool = False) -> None:
-        """Take ``exact`` into the master, but where it is ``kept``: by default, where it rounds to just that.
-
-        With ``remember``, elements that were written and are written back (an attack on the weights, an average put in
-        for an evaluation) get the master back that they had: the rounded one would lose updates below the rounding.
-        """
-        taken, before = exact.float(), self.before_writes
-        if kept is None:
-            kept = self.value.to(self.dtype).float() == taken
-        if before is not None:
-            taken = torch.where(before.to(self.dtype).float() == taken, before, taken)
-        elif remember and isinstance(self.half, torch.nn.Parameter):
-            self.before_writes = self.value.detach().clone()
-        self.value.copy_(torch.where(kept, self.value, taken))
-
     @torch.no_grad()
     def reconcile(self, stepping: bool = False, compare: bool = False) -> bool:
         """Restore the invariant; returns whether either side had been written. No write before ``stepping`` comes back.
@@ -186,51 +171,104 @@ class Master:
             self._follow_device()
         if self.half.dtype != self.dtype:
             self._keep_dtype()
-        half, value, is_param = self.half, self.value, isinstance(self.half, torch.nn.Parameter)
-        half_moved = (half._version, half.data_ptr()) != (self.seen[0], self.seen[2])
-        value_moved = value._version != self.seen[1]
+        half_version, value_version, half_address = self.seen
+        half_moved = self.half._version != half_version or self.half.data_ptr() != half_address
+        value_moved = self.value._version != value_version
         counted = half_moved or value_moved
         traced = torch.compiler.is_compiling() or _torch.in_fake_mode()
-        kept = None
-        if self.handed_out is not None:  # half's elements where half moved since, and the master's elsewhere
-            kept = _torch.bits(half.detach()) == _torch.bits(self.handed_out)
-            if not (stepping or counted or traced or bool(kept.all())):
-                half_moved = True
-                self._catch()
-        else:
-            if not counted:
-                if traced or not (compare or self.rounds):
-                    return False
-                half_moved, value_moved = self._compare() if is_param else (True, False)
-            if not half_moved:
-                if value_moved:
-                    self.push()
-                return value_moved
-        written = counted or (half_moved and is_param)
-        if compare and is_param and not (written or traced):  # the master that was handed out, perhaps
-            written = not torch.equal(_torch.bits(value.to(self.dtype)), _torch.bits(half.detach()))
-        self._take(half, kept, remember=half_moved and not stepping)
-        # NaN differs from itself, and -0.0 equals 0.0. Write past the version counter where none has moved: a graph
-        # that holds the weight stays valid.
-        (half if counted else half.data).copy_(value)
-        self.settle()
+        if self.handed_out is not None:
+            return self._merge_since_hand_out(self.handed_out, half_moved, value_moved, stepping, compare, traced)
+        if not counted:
+            if traced or not (compare or self.rounds):
+                return False
+            half_moved, value_moved = self._find_uncounted_write()
+        if not half_moved:
+            if value_moved:
+                self.push()
+            return value_moved
+        self._take(self.half, remember=not stepping)
+        self._round_into_half(counted)
+        return counted or self.is_param
+
+    def _merge_since_hand_out(
+        self,
+        handed_out: torch.Tensor,
+        half_moved: bool,
+        value_moved: bool,
+        stepping: bool,
+        compare: bool,
+        traced: bool,
+    ) -> bool:
+        """Take half's elements where half moved since ``value`` was handed out, and the master's elsewhere."""
+        counted = half_moved or value_moved
+        unmoved = _torch.bits(self.half.detach()) == _torch.bits(handed_out)
+        may_be_uncounted = not (counted or stepping or traced)
+        if may_be_uncounted and not bool(unmoved.all()):
+            half_moved = True
+            self._always_compare()
+        written = counted or (half_moved and self.is_param)
+        if compare and self.is_param and not (written or traced):
+            written = self._sides_differ()  # the master that was handed out, perhaps
+        self._take(self.half, kept=unmoved, remember=half_moved and not stepping)
+        self._round_into_half(counted)
         return written
 
-    def _catch(self) -> None:
-        """Compare by value for ever: a writer moves no version counter."""
-        self.rounds, self.watch = math.inf, self.watch or Watch()
-
-    def _compare(self) -> tuple[bool, bool]:
-        """Whether half, or value, was written past the version counters. Reads the device: one host sync."""
-        watch, self.rounds = self.watch, max(0, self.rounds - 1)
+    def _find_uncounted_write(self) -> tuple[bool, bool]:
+        """Whether half, or value, was written past the version counters. Reads the device: one host sync, two if so."""
+        if not self.is_param:  # buffers are not watched: take the half side, where it differs
+            return True, False
+        watch = self.watch
+        self.rounds = max(0, self.rounds - 1)
         if watch is not None and not (self.rounds or watch.steps):
             self.watch = None
-        if torch.equal(_torch.bits(self.value.to(self.half.dtype)), _torch.bits(self.half.detach())):
+        if not self._sides_differ():
             return False, False
-        known = None if watch is None else watch.fingerprint
-        written = known is None or not torch.equal(_torch.fingerprint(self.half), known)
-        self._catch()
-        return written, not written  # the master was: ``group["params"][0].data.mul_()``
+        before = None if watch is None else watch.fingerprint
+        half_moved = before is None or not torch.equal(_torch.fingerprint(self.half), before)
+        self._always_compare()
+        return half_moved, not half_moved  # the master was: ``group["params"][0].data.mul_()``
+
+    @property
+    def is_param(self) -> bool:
+        """Whether ``half`` is a parameter, and no buffer."""
+        return isinstance(self.half, torch.nn.Parameter)
+
+    def _sides_differ(self) -> bool:
+        """Whether ``value`` does not round to what ``half`` holds. One host sync."""
+        rounded = self.value.to(self.half.dtype)
+        return not torch.equal(_torch.bits(rounded), _torch.bits(self.half.detach()))
+
+    def _always_compare(self) -> None:
+        """Compare by value from now on: something writes without moving a version counter."""
+        self.rounds = math.inf
+        if self.watch is None:
+            self.watch = Watch()
+
+    def _take(self, exact: torch.Tensor, kept: torch.Tensor | None = None, remember: bool = False) -> None:
+        """Take ``exact`` into the master, but where it is ``kept``: by default, where it rounds to just that.
+
+        With ``remember``, elements that were written and are written back (an attack on the weights, an average put in
+        for an evaluation) get the master back that they had: the rounded one would lose updates below the rounding.
+        """
+        taken = exact.float()
+        before = self.before_writes
+        if kept is None:
+            kept = self.value.to(self.dtype).float() == taken
+        if before is not None:
+            is_written_back = before.to(self.dtype).float() == taken
+            taken = torch.where(is_written_back, before, taken)
+        elif remember and self.is_param:
+            self.before_writes = self.value.detach().clone()
+        self.value.copy_(torch.where(kept, self.value, taken))
+
+    def _round_into_half(self, counted: bool) -> None:
+        """Write the master into ``half``, for elements that compare as equal and are not: NaN, and -0.0 beside 0.0.
+
+        Past the version counter where no counter has moved: a graph that holds the weight stays valid.
+        """
+        target = self.half if counted else self.half.data
+        target.copy_(self.value)
+        self.settle()
 
     def _follow_device(self) -> None:
         """Move the master after ``module.to(device)``; it keeps its identity, for the optimizer that holds it."""
@@ -257,7 +295,7 @@ class Master:
         warn_once(
             "master dtype",
             f"A weight that amp.initialize had cast to {self.dtype} was {self.half.dtype} - at O2 the dtype of the"
-            " model is amp's business, so the weight is cast back - take amp.unwrap(model) for a float32 copy, or"
+            " model is managed by amp, so the weight is cast back - take amp.unwrap(model) for a float32 copy, or"
             " initialize again at another opt_level.",
         )
         exact = self.half.detach()
@@ -267,8 +305,9 @@ class Master:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
         self.reconcile(compare=True)
-        # Copy both sides through the memo: an optimizer copied along goes on holding the copy's masters.
-        half, value = copy.deepcopy(self.half, memo), copy.deepcopy(self.value, memo)
+        # Both sides go through the memo, so that an optimizer which is copied along holds the copy's masters.
+        half = copy.deepcopy(self.half, memo)
+        value = copy.deepcopy(self.value, memo)
         if not _torch.has_storage(half):
             return self  # a compiler's stand-in for the module, which is never stepped
         clone = memo[id(self)] = Master(half, value, adopt=True)  # its homes are found by ``masters_of``
@@ -532,7 +571,7 @@ def _take_over(master: Master, now: torch.Tensor, homes: list[Home]) -> None:
     """Put ``now``, which ``homes`` hold, in the place of ``master.half``, with the values that it has."""
     other = master_of(now)
     exact = now.detach() if other is None else other.value.detach()
-    heed_cleared([master])  # in the old one, which is not looked at any more
+    drop_cleared_gradients([master])  # in the old one, which is not looked at any more
     _recast(now, master.dtype)
     with torch.no_grad():
         if exact.dtype == master.dtype:  # perhaps a copy of the old one, on another device: keep the low bits
@@ -569,7 +608,7 @@ def give_up_half(master: Master) -> None:
     For a parameter that took the place of an old one (``took_over``), when a script adds it to an optimizer. As in
     plain torch, the old one stays where it is in the groups, and has no gradients any more.
     """
-    heed_cleared([master])
+    drop_cleared_gradients([master])
     half = master.half
     master.half = torch.nn.Parameter(half.detach().clone(), requires_grad=half.requires_grad)
     own = Master(half, master.value)

@@ -293,7 +293,7 @@ def made_float(level):
     run = Run(level)
     run.model.float()
     run.model.weight.data[0] = ROW
-    with pytest.warns(UserWarning, match="the dtype of the model is amp's business"):
+    with pytest.warns(UserWarning, match="the dtype of the model is managed by amp"):
         run.forward()
     run.sides_are(run.taken(ROW))
 

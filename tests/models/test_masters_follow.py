@@ -410,7 +410,7 @@ def test_gradients_go_along_when_the_dtype_is_put_right():
         scaled.backward()
     want = [p.grad.clone() for p in model.parameters()]
     model.float()
-    with pytest.warns(UserWarning, match="the dtype of the model is amp's business"):
+    with pytest.warns(UserWarning, match="the dtype of the model is managed by amp"):
         model(batch())
     assert [p.grad.dtype for p in model.parameters()] == [p.dtype for p in model.parameters()]
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), want, strict=True))
@@ -431,7 +431,7 @@ def test_changing_the_models_dtype_is_put_right_loudly(move):
     train(model, optimizer)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     move(model)
-    with pytest.warns(UserWarning, match="the dtype of the model is amp's business"):
+    with pytest.warns(UserWarning, match="the dtype of the model is managed by amp"):
         model(batch())
     assert model.encoder.weight.dtype == torch.float16
     masters_agree(model, optimizer)
