@@ -6,12 +6,19 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
+from packaging.version import Version
+
+from ampcompat._torch.version import TORCH
 
 F = TypeVar("F", bound=Callable[..., object])
 R = TypeVar("R")
+
+
+#: Whether compiled code is compiled again when autocast's cache flag or dtype changes, not only its being on.
+COMPILER_SEES_CACHE_FLAG: Final = Version("2.5") <= TORCH
 
 
 def in_fake_mode() -> bool:
