@@ -44,6 +44,7 @@ class ModelPolicy:
     output_dtype: torch.dtype | None  # floating outputs are cast to it
     half: torch.dtype | None  # the weights were cast to it; None where they stay float32
     master_weights: bool  # whether half weights have float32 masters
+    deactivated: bool = False  # function casts were taken back; a later call that casts functions puts them on again
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         if self.half is not None and _amp_state.verbosity > 0:
