@@ -45,6 +45,7 @@ from ampcompat._torch.autograd import (
     patch_function_bodies,
 )
 from ampcompat._torch.compiler import (
+    COMPILER_SEES_CACHE_FLAG,
     compile_backward_without_autocast,
     eager,
     eager_itself,

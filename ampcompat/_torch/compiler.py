@@ -6,12 +6,19 @@ import importlib
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
+from packaging.version import Version
+
+from ampcompat._torch.version import TORCH
 
 F = TypeVar("F", bound=Callable[..., object])
 R = TypeVar("R")
+
+
+#: Whether compiled code is compiled again when autocast's cache flag or dtype changes, not only its being on.
+COMPILER_SEES_CACHE_FLAG: Final = Version("2.5") <= TORCH
 
 
 def in_fake_mode() -> bool:
@@ -99,6 +106,22 @@ def compile_backward_without_autocast(undo: ExitStack) -> None:
 
 
 def forget_compiled_graphs() -> None:
-    """Drop the compiled graphs of this process; compiled functions compile again when next called."""
-    if "torch._dynamo" in sys.modules:
+    """Drop the compiled graphs of this process; compiled functions compile again when next called.
+
+    Where nothing was compiled, nothing is done: on a machine with CUDA, torch's reset imports all of inductor, which
+    costs seconds of processor time and prints a line about triton.
+    """
+    if _has_compiled():
         sys.modules["torch._dynamo"].reset()
+
+
+def _has_compiled() -> bool:
+    """Whether the compiler has looked at any function of this process since its last reset."""
+    convert_frame = sys.modules.get("torch._dynamo.convert_frame")
+    if convert_frame is None:
+        return False
+    tracker = getattr(convert_frame, "input_codes", None)
+    seen = getattr(tracker, "seen", None)
+    if seen is None:  # a torch that keeps its books elsewhere: assume that it has
+        return True
+    return bool(seen)

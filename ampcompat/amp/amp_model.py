@@ -23,7 +23,7 @@ from ampcompat import _torch
 from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.autocast import OFF, Casts, cover, set_ambient, switched, uncast
+from ampcompat.amp.autocast import OFF, Casts, cover, is_decided, set_ambient, switched, uncast
 from ampcompat.amp.masters import follow_replacements, masters_of, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.trees import cast_tree, tensors_in
@@ -44,6 +44,7 @@ class ModelPolicy:
     output_dtype: torch.dtype | None  # floating outputs are cast to it
     half: torch.dtype | None  # the weights were cast to it; None where they stay float32
     master_weights: bool  # whether half weights have float32 masters
+    deactivated: bool = False  # function casts were taken back; a later call that casts functions puts them on again
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         if self.half is not None and _amp_state.verbosity > 0:
@@ -125,8 +126,8 @@ class ModelPolicy:
         return switched(self.casts, device_type) if self.casts.enabled else uncast()
 
     def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        # Leave out what dynamo cannot trace: checks of masters (the step makes them) and the thread's state. A user's
-        # region is recognised by not being the ambient casts.
+        # Leave out what dynamo cannot trace: checks of masters (the step makes them) and the thread's state. Who has
+        # decided about casts is told from autocast's state.
         if self.casts.enabled and state.casts.patches is None:
             # Without fullgraph, the compiler falls back to an eager forward, which installs them.
             raise RuntimeError(
@@ -142,13 +143,12 @@ class ModelPolicy:
         return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
 
     def _in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        """``forward`` with this policy's casts on ``device_types``, wherever the ambient casts are in force now."""
+        """``forward`` with this policy's casts on ``device_types``, except where somebody else has decided."""
         if not device_types:
             return forward(*args, **kwargs)
         first, others = device_types[0], device_types[1:]
         now = Casts(torch.is_autocast_enabled(first), torch.get_autocast_dtype(first))
-        ambient = state.casts.ambient if first in state.casts.device_types else None
-        if not now.same_as(ambient or OFF) or now.same_as(self.casts):
+        if now.same_as(self.casts) or is_decided(first, now):
             return self._in_graph(others, forward, args, kwargs)
         with torch.autocast(first, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
             return self._in_graph(others, forward, args, kwargs)

@@ -15,7 +15,9 @@ a user's own ``torch.autocast`` region                      the user's
 
 Autocast itself is always asked whether casts are on; only :class:`switched`, :class:`uncast` and :func:`restored`
 change that for a time. Autocast's weight cache is fatal when it outlives its use (weights never update), so ambient
-code runs without it; it is on inside the outermost forward of an initialized model and dropped at its exit.
+code runs without it; it is on inside the outermost forward of an initialized model and dropped at its exit. While casts
+are off, the flag of the cache says whether somebody switched them off: compiled forwards see no other state of their
+thread (:func:`mark_switched_off`).
 
 While any call casts functions, three places of torch are patched, all with undo: the autograd engine, which must run
 with casts off (a float32 region's gradients would be halved by C++ backward formulas otherwise); bodies of Python
@@ -135,13 +137,16 @@ class uncast:
 
     @_torch.eager
     def __enter__(self) -> None:
-        room, thread = state.casts, state.casts.thread
+        room = state.casts
+        thread = room.thread
         self.depths = thread.off, thread.disabled
         thread.off += 1
         thread.disabled += self.disable
         self.casting = list(filter(torch.is_autocast_enabled, room.device_types))
         for device_type in self.casting:
             torch.set_autocast_enabled(device_type, False)
+        self.cache = torch.is_autocast_cache_enabled()
+        mark_switched_off(bool(thread.disabled))
 
     @_torch.eager
     def __exit__(self, *exc: object) -> None:
@@ -151,6 +156,33 @@ class uncast:
             torch.clear_autocast_cache()
         for device_type in self.casting:
             torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_cache_enabled(self.cache)
+
+
+def mark_switched_off(by_somebody: bool) -> None:
+    """Note in autocast's cache flag, which is without effect while casts are off, whether somebody switched them off.
+
+    Compiled forwards read it (:func:`is_decided`). Of what a thread is in the middle of, the compiler sees autocast's
+    own state alone: it reads no other state of a thread, and does not compile again when that changes.
+    """
+    found = state.casts.found
+    if found is not None:
+        torch.set_autocast_cache_enabled(found.cache != by_somebody)
+
+
+def is_decided(device_type: str, now: Casts) -> bool:
+    """Whether a compiled forward leaves the casts of ``device_type``, which are ``now``, to those who set them.
+
+    These are a user's ``torch.autocast`` region, ``disable_casts`` and a forward around it. Not among them are the
+    ambient casts, and a thread in which nobody has set any.
+    """
+    ambient = state.casts.ambient if device_type in state.casts.device_types else None
+    if now.enabled:
+        return ambient is None or not now.same_as(ambient)
+    if not _torch.COMPILER_SEES_CACHE_FLAG:
+        return ambient is not None
+    found = state.casts.found
+    return found is not None and torch.is_autocast_cache_enabled() != found.cache
 
 
 class DisabledCasts(threading.local, ContextDecorator):
@@ -209,7 +241,8 @@ def assert_ambience() -> None:
         torch.set_autocast_enabled(device_type, room.ambient is not None)
         if room.ambient is not None:
             torch.set_autocast_dtype(device_type, room.ambient.dtype)
-    torch.set_autocast_cache_enabled(room.found.cache and room.ambient is None)
+    is_ambient = room.ambient is not None and bool(room.device_types)
+    torch.set_autocast_cache_enabled(room.found.cache and not is_ambient)
 
 
 def switch_this_forward(on: bool) -> None:
@@ -297,4 +330,7 @@ def _region(device_type: str, change: int, other_dtype: bool) -> None:
     regions[device_type] = max(0, regions.get(device_type, 0) + change)  # it may have begun unpatched
     if other_dtype:
         torch.clear_autocast_cache()
+    entered = change == 1
+    if entered and device_type in state.casts.device_types and not torch.is_autocast_enabled(device_type):
+        mark_switched_off(True)  # the region puts the flag back at its exit
     assert_ambience()

@@ -70,6 +70,7 @@ class Session:
                     f" {device_type!r}, which this torch cannot autocast - no function is cast there, and it trains in"
                     " float32 - use opt_level='O2' (O5 for bfloat16), which casts the model.",
                 )
+            self._cast_deactivated_models_again()
             cover(known)
         elif self.policy.half is not None and "cpu" in known:
             cpu_convolution.acquire()
@@ -92,8 +93,18 @@ class Session:
         set_ambient(ambient.policy.casts, self.device_types.union(state.casts.device_types))
         switch_this_forward(on)
 
+    def _cast_deactivated_models_again(self) -> None:
+        """Put casts on for models whose call was deactivated: under apex this call's patches were on for all models."""
+        for model in state.models.live:
+            policy = model.__dict__["_amp_policy"]
+            if policy.deactivated and not policy.casts.enabled:
+                policy.casts = policy.casts._replace(enabled=True)
+                self.casting.append(policy)
+
     def end_casts(self) -> None:
         """Take this call's casts back (``handle._deactivate()``); with the last of them go all patches of torch."""
+        if self.policy.casts.enabled:
+            self.policy.deactivated = True
         for policy in self.casting:
             policy.casts = policy.casts._replace(enabled=False)
         release_casts()

@@ -1,6 +1,7 @@
 """Compiled code casts as eager code does: no graph break, no recompilation, the same dtypes, outputs and gradients."""
 
 import pickle
+import threading
 
 import pytest
 import torch
@@ -234,6 +235,134 @@ def test_compiled_code_with_casts_disabled():
     assert fast(x).dtype == torch.float16
     initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
     assert fast(x).dtype == torch.float16  # its own call still casts, though the ambience is off
+
+
+class Linear(nn.Linear):
+    """A model whose output says in which dtype it computed; torch 2.4 compiles no inherited forward."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+def unseen_by_torch24(*parameters):
+    """torch 2.4's compiler sees of autocast's state only whether casts are on."""
+    return pytest.param(*parameters, marks=pytest.mark.divergence("compiled-casts-torch24"))
+
+
+def compiled(level):
+    torch._dynamo.reset()
+    return torch.compile(initialize(Linear(4, 4), opt_level=level, verbosity=0), backend="eager", fullgraph=True)
+
+
+def in_a_thread(call, *args):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call(*args)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.parametrize("latest", [unseen_by_torch24("O0"), "O1", unseen_by_torch24("O2")])
+def test_disabled_casts_whatever_the_latest_initialize_was(latest):
+    fast = compiled("O1")
+    initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
+    for _ in range(2):
+        assert fast(X).dtype == torch.float16
+        with disable_casts():
+            assert fast(X).dtype == torch.float32
+            with disable_casts():
+                assert fast(X).dtype == torch.float32
+            assert fast(X).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("level", "dtype", "latest"),
+    [
+        *(("O0", torch.float32, "O0"), ("O0", torch.float32, "O1"), ("O1", torch.float16, "O0")),
+        *(unseen_by_torch24("O1", torch.float16, "O1"), unseen_by_torch24("O4", torch.bfloat16, "O1")),
+    ],
+)
+def test_a_compiled_model_called_in_another_thread(level, dtype, latest):
+    fast = compiled(level)
+    initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
+    for _ in range(2):
+        assert fast(X).dtype == in_a_thread(fast, X).dtype == dtype
+
+
+@pytest.mark.divergence("compiled-casts-torch24")
+@pytest.mark.parametrize("latest", ["O0", "O1"])
+def test_a_region_of_the_users_decides_in_any_thread(latest):
+    fast = compiled("O1")
+    initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
+
+    def in_region(**how):
+        with torch.autocast("cpu", **how):
+            return fast(X).dtype
+
+    for call in (lambda *how: in_region(**how[0]), lambda *how: in_a_thread(lambda: in_region(**how[0]))):
+        assert call({"enabled": False}) == torch.float32
+        assert call({"dtype": torch.bfloat16}) == torch.bfloat16
+    assert fast(X).dtype == in_a_thread(fast, X).dtype == torch.float16
+
+
+@pytest.mark.parametrize("latest", [unseen_by_torch24("O0"), "O1"])
+def test_a_region_in_compiled_code_decides(latest):
+    torch._dynamo.reset()
+    model = initialize(Linear(4, 4), opt_level="O1", verbosity=0)
+    initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
+
+    def run(x):
+        with torch.autocast("cpu", enabled=False):
+            off = model(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            other = model(x)
+        return model(x), off, other
+
+    fast = torch.compile(run, backend="eager", fullgraph=True)
+    for _ in range(2):
+        assert [y.dtype for y in fast(X)] == [torch.float16, torch.float32, torch.bfloat16]
+        assert [y.dtype for y in run(X)] == [torch.float16, torch.float32, torch.bfloat16]
+
+
+@pytest.mark.parametrize("latest", ["O0", unseen_by_torch24("O1")])
+def test_a_compiled_model_called_by_an_uncast_one_or_by_a_hook(latest):
+    """An eager forward at O2, and the autograd engine, switch casts off for their own code, not for models'."""
+    fast = compiled("O1")
+    seen = []
+
+    class Outer(nn.Linear):
+        def forward(self, x):
+            seen.append(fast(X).dtype)
+            return super().forward(x)
+
+    outer = initialize(Outer(4, 4), opt_level="O2", verbosity=0)
+    initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
+    y = outer(X)
+    y.register_hook(lambda grad: seen.append(fast(X).dtype))
+    y.sum().backward()
+    assert seen == [torch.float16] * 2
+
+
+@pytest.fixture
+def without_cache():
+    torch.set_autocast_cache_enabled(False)
+    yield
+    state.reset()
+    was_left_off = not torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    assert was_left_off
+
+
+@pytest.mark.divergence("compiled-casts-torch24")
+def test_a_user_who_switched_autocasts_cache_off(without_cache):
+    """Autocast's cache flag says, while casts are off, whether somebody switched them off."""
+    fast = compiled("O1")
+    initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
+    for _ in range(2):
+        assert fast(X).dtype == torch.float16
+        with disable_casts():
+            assert fast(X).dtype == torch.float32
+    assert not torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.slow  # the casts are in the graph, which the other backends are given too

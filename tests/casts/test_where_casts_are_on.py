@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from ampcompat.amp import _amp_state, autocast, disable_casts, initialize, scale_loss
+from ampcompat.amp import _amp_state, autocast, disable_casts, init, initialize, scale_loss, session
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -112,6 +112,52 @@ def test_deactivate_ends_everything(torch_state):
     assert product() == FLOAT
     model(torch.randn(2, 4))
     assert model.seen == [FLOAT]
+
+
+@pytest.mark.parametrize(("later", "dtype"), [("O0", FLOAT), ("O1", HALF), ("O2", FLOAT), ("O4", HALF)])
+def test_a_deactivated_model_casts_again_while_a_later_call_casts(later, dtype, torch_state):
+    """apex's patches were those of the process: a later call made them for every model."""
+    before = torch_state()
+    old, _ = at("O1")
+    handle = _amp_state.handle
+    handle._deactivate()
+    new, _ = at(later)
+    old(torch.randn(2, 4))
+    assert old.seen == [dtype]
+    assert handle.is_active() == (dtype == HALF)
+    _amp_state.handle._deactivate()
+    old(torch.randn(2, 4))
+    assert old.seen[-1] == FLOAT
+    if later in ("O1", "O4"):
+        assert torch_state() == before
+
+
+def test_models_that_never_cast_functions_do_not_begin_to_with_a_later_call():
+    old, _ = at("O1", patch_torch_functions=False)
+    half, _ = at("O2")
+    for handle in (_amp_state.handle, init()):
+        handle._deactivate()
+    at("O1")
+    for model in (old, half):
+        model(torch.randn(2, 4))
+        assert model.seen == [FLOAT]
+
+
+def test_a_later_call_that_fails_leaves_a_deactivated_model_as_it_was(monkeypatch):
+    old, _ = at("O1")
+    _amp_state.handle._deactivate()
+
+    def fail(*args):
+        raise RuntimeError("no casts today")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "set_ambient", fail)
+        with pytest.raises(RuntimeError, match="no casts today"):
+            at("O1")
+    old(torch.randn(2, 4))
+    at("O1")
+    old(torch.randn(2, 4))
+    assert old.seen == [FLOAT, HALF]
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
