@@ -130,6 +130,7 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
         if stash.gradients is Gradients.UNSCALED and plain:
             result = original(**kwargs)  # fast path: scale one, no masters
             stash.gradients, stash.skipped = Gradients.NONE, False
+            stash.session.steps += 1
             if state.observers:
                 notify("on_step", optimizer, False)
             return result
@@ -224,6 +225,7 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
     stash.spent = None if first is None else weakref.ref(first)
     if skip:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
+    stash.session.steps += 1
     try:
         if state.observers:
             notify("on_step", optimizer, skip)
