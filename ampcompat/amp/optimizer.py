@@ -259,6 +259,12 @@ class _Abandon(Exception):
     """Leaves the optimizer's own step from inside its closure."""
 
 
+def evaluate(closure: Callable[[], Any], outside: Saved) -> Any:
+    """Call ``closure`` with grad on and the casts of the code that called ``step``."""
+    with torch.enable_grad(), restored(outside):
+        return closure()
+
+
 def _step_with_closure(
     optimizer: Optimizer, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved, **kwargs: Any
 ) -> Any:
@@ -275,8 +281,7 @@ def _step_with_closure(
         if ask:
             stash.look_up(optimizer)
             reconcile(stash.masters)
-            with torch.enable_grad(), restored(outside):
-                losses.append(closure())
+            losses.append(evaluate(closure, outside))
         found = _prepare(optimizer, stash)
         stash.overflows, stash.gradients = [], Gradients.NONE if found else stash.gradients
         return found
