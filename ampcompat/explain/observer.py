@@ -12,13 +12,14 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.trees import tensors_in
 from ampcompat.explain import message, numbers, ranges, weights
 from ampcompat.explain.frames import hide_tools
 from ampcompat.explain.live import LiveProbe
 from ampcompat.explain.options import Options
 from ampcompat.explain.record import BufferWatch, Record
 from ampcompat.explain.replay import Finding, replay, runs_alone
-from ampcompat.explain.tensors import is_finite, tensors_in
+from ampcompat.explain.tensors import is_finite
 from ampcompat.explain.words import Message
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.

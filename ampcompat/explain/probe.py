@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
 from ampcompat.amp.amp_model import Args, Kwargs
+from ampcompat.amp.trees import map_tree, tensors_in
 from ampcompat.explain.places import Place, Places
 from ampcompat.explain.tensors import (
     HALVES,
@@ -22,10 +23,8 @@ from ampcompat.explain.tensors import (
     covers_storage,
     is_finite,
     largest,
-    map_tensors,
     readable,
     storage,
-    tensors_in,
     zeros,
 )
 
@@ -201,8 +200,9 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor.float() if tensor.dtype in HALVES else tensor
 
         try:
-            wide_kwargs = {k: torch.float32 if v in HALVES else v for k, v in map_tensors(kwargs, widen).items()}
-            result = func(*map_tensors(args, widen), **wide_kwargs)
+            wide_args = map_tree(args, widen, objects=False)
+            wide_kwargs = {k: torch.float32 if v in HALVES else v for k, v in kwargs.items()}
+            result = func(*wide_args, **map_tree(wide_kwargs, widen, objects=False))
         except Exception:  # not every op takes float32 in place of half; then the magnitude stays unknown
             return float("inf")
         return max((largest(t) for t in tensors_in(result)), default=float("inf"))

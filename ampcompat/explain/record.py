@@ -13,7 +13,7 @@ import torch
 
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.explain.tensors import tensors_in
+from ampcompat.amp.trees import tensors_in
 
 #: Buffers that a forward writes are copied at each forward, up to so many bytes a model.
 MOST_BUFFER_BYTES = 32 * 2**20

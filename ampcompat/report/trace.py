@@ -16,7 +16,8 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.keep_fp32 import BorderPolicy
-from ampcompat.explain.tensors import HALVES, readable, tensors_in
+from ampcompat.amp.trees import tensors_in
+from ampcompat.explain.tensors import HALVES, readable
 from ampcompat.report.reasons import OUTSIDE, Called, why_not_half
 
 #: Multiplications of these dimensions run on tensor cores without padding.
