@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ampcompat.explain.growth import Growth
 from ampcompat.explain.probe import Event
 from ampcompat.explain.tensors import LARGEST, LEAST
 
@@ -21,13 +22,17 @@ class Setting:
         opt_level: Of the latest ``initialize``.
         half: Its half dtype, as in "float16"; "" where nothing is half.
         scale: The loss scale of the backward pass.
+        dynamic: Whether an overflow brings it down.
         made: Whether steps were made, all of which left finite weights.
+        growth: The weight that the last steps made many times larger, if any.
     """
 
     opt_level: str
     half: str
     scale: float
+    dynamic: bool = True
     made: bool = False
+    growth: Growth | None = None
 
 
 def cures(event: Event, setting: Setting) -> list[str]:
@@ -54,9 +59,12 @@ def cures(event: Event, setting: Setting) -> list[str]:
             f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-6 or more",
             *_keep(event, setting),
         ]
-    if event.out_of_range and event.value > LARGEST:
-        return _too_large_backward(event, setting) if event.backward else [*_keep(event, setting), BFLOAT16]
-    return [_undefined(event)]
+    diverges = [] if setting.growth is None else [setting.growth.cure]
+    if not event.out_of_range or event.value <= LARGEST:
+        return [*diverges, _undefined(event)]
+    if event.backward:
+        return [*diverges, *_too_large_backward(event, setting)]
+    return diverges or [*_keep(event, setting), BFLOAT16]
 
 
 def tiny(event: Event) -> float | None:
@@ -104,6 +112,11 @@ def _too_large_backward(event: Event, setting: Setting) -> list[str]:
             f"even without the loss scale it is {plain:.3g}: no scale helps; {BFLOAT16}",
             *_keep(event, setting),
             "clip activations or lower the learning rate, so that gradients stay small",
+        ]
+    if not setting.dynamic:
+        return [
+            f"a loss_scale below {setting.scale:g}: without it, it is {plain:.3g}; loss_scale='dynamic' finds one",
+            *_keep(event, setting),
         ]
     return [
         f"none, if it is rare: without the loss scale of {setting.scale:g} it is {plain:.3g}; the scale comes down",

@@ -10,6 +10,7 @@ import torch
 from ampcompat._state import state
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.explain.cure import Setting, cures
+from ampcompat.explain.growth import Growth
 from ampcompat.explain.probe import GIVEN, Event
 from ampcompat.explain.replay import Finding
 from ampcompat.explain.tensors import LARGEST
@@ -22,7 +23,9 @@ _NOT_RUN_AGAIN = (
 )
 
 
-def fault(finding: Finding, scaler: LossScaler, what: str, step: int, made: bool) -> Message:
+def fault(
+    finding: Finding, scaler: LossScaler, what: str, step: int, made: bool, growth: Growth | None = None
+) -> Message:
     """Say what happened, where, how large, and what to do.
 
     Args:
@@ -31,6 +34,7 @@ def fault(finding: Finding, scaler: LossScaler, what: str, step: int, made: bool
         what: What was lost, as in "A step was skipped".
         step: The number of the step that the fault belongs to.
         made: Whether steps were made before, all of which left finite weights.
+        growth: The weight that the last steps made many times larger, if any.
     """
     event = finding.event
     if event is None:
@@ -43,7 +47,9 @@ def fault(finding: Finding, scaler: LossScaler, what: str, step: int, made: bool
         place = event.spread
         spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
         fields.append(("then", f"became NaN in {place.function or 'an op'}{spot}"))
-    advice = cures(event, _setting(scaler, made))
+    if growth is not None:
+        fields.append(("growth", growth.text))
+    advice = cures(event, _setting(scaler, made, growth))
     fields += cure_fields(advice)
     if finding.caveat:
         fields.append(("note", finding.caveat))
@@ -58,6 +64,7 @@ def fault(finding: Finding, scaler: LossScaler, what: str, step: int, made: bool
         "pass": "backward" if event.backward else "forward",
         "dtype": _dtype(event.dtype),
         "largest": event.value,
+        "growth": None if growth is None else growth.data,
         "cures": advice,
         "note": finding.caveat,
     }
@@ -89,14 +96,14 @@ def _has_other_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _setting(scaler: LossScaler, made: bool) -> Setting:
+def _setting(scaler: LossScaler, made: bool, growth: Growth | None) -> Setting:
     latest = state.session
     level = "" if latest is None else latest.policy.opt_level
     half = ""
     if latest is not None and (latest.policy.half is not None or latest.policy.casts.enabled):
         half = str(latest.half).removeprefix("torch.")
     scale = float(scaler.loss_scale())
-    return Setting(level, half, 2 * scale if scaler.dynamic else scale, made)
+    return Setting(level, half, 2 * scale if scaler.dynamic else scale, scaler.dynamic, made, growth)
 
 
 def _what(event: Event) -> str:

@@ -125,7 +125,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         outputs = [t for t in tensors_in(result) if readable(t)]
         if outputs:
-            inputs = [t for t in tensors_in((args, kwargs)) if readable(t)]
+            unread = _unread_statistics(func, args, kwargs)
+            inputs = [t for t in tensors_in((args, kwargs)) if readable(t) and id(t) not in unread]
             for out in outputs:
                 self._examine(func, args, kwargs, inputs, out)
         return result
@@ -206,3 +207,19 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception:  # not every op takes float32 in place of half; then the magnitude stays unknown
             return float("inf")
         return max((largest(t) for t in tensors_in(result)), default=float("inf"))
+
+
+def _unread_statistics(func: OpOverload, args: Args, kwargs: Kwargs) -> set[int]:
+    """The ids of running statistics that a batch norm is given and does not read: one that trains only writes them.
+
+    When a batch is run again, they hold what its first run has written: not what made it overflow.
+    """
+    name = func.overloadpacket.__name__
+    if "batch_norm" not in name or "no_training" in name or "no_update" in name:
+        return set()
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    trains = given.get("training", given.get("train", True))
+    if not trains:
+        return set()
+    return {id(given.get(statistic)) for statistic in ("running_mean", "running_var")}

@@ -1,5 +1,6 @@
 """The autopsy of faults whose culprit is known: it must name it, and the cure must cure."""
 
+import json
 import re
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.explain import explain_overflows
+from ampcompat.explain import explain_in_words, explain_overflows
 
 
 def lose_a_step(model, x, level="O1", loss_of=lambda y: y.float().pow(2).mean(), steps=1, **options):
@@ -271,6 +272,56 @@ def test_a_buffer_that_is_not_finite(capsys):
     assert entry["cure"].startswith("running statistics of a batch that was not finite, or an average")
 
 
+class Normed(nn.Module):
+    """A layer whose result, if it is not finite, goes into the running statistics of a batch norm too."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.bn = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.bn(self.fc(x))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_running_statistics_that_the_batch_itself_spoiled(capsys, level):
+    """They are written by the forward that overflowed: what overflowed was there first."""
+    model = Normed()
+    with torch.no_grad():
+        model.fc.weight.fill_(1e38 if level == "O0" else 1e4)
+    lose_a_step(model, torch.full((4, 8), 50.0), level)
+    assert not model.bn.running_mean.isfinite().all()
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"].startswith("linear (aten::")
+    assert entry["where"] == "fc (Linear), in Normed"
+    assert "self.bn(self.fc(x))" in entry["line"]
+
+
+def test_running_statistics_that_an_earlier_batch_spoiled(capsys):
+    """A training batch norm does not read them: the op that overflows now is at fault."""
+    model = Normed()
+    model.bn.running_var.fill_(float("inf"))
+    with torch.no_grad():
+        model.fc.weight.fill_(1e4)
+    lose_a_step(model, torch.full((4, 8), 50.0), "O2")
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["where"] == "fc (Linear), in Normed"
+
+
+@pytest.mark.parametrize("frozen", ["eval", "no momentum"])
+def test_running_statistics_that_the_forward_reads(capsys, frozen):
+    model = Normed()
+    model.bn.running_mean.fill_(float("nan"))
+    if frozen == "eval":
+        model.eval()
+    else:
+        model.bn.register_forward_pre_hook(lambda bn, args: bn.eval() and None)
+    lose_a_step(model, torch.randn(4, 8), "O1")
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"] == "buffer bn.running_mean was not finite before the forward"
+
+
 def log_of_zero_outside(y):
     p = torch.sigmoid(y.float()) * 0
     return -torch.log(p).mean()
@@ -302,3 +353,78 @@ def test_a_model_that_overflows_while_the_loss_function_is_watched(capsys):
     assert "That code is watched from now on" in first["head"]
     assert second["what"].startswith("the cast to float16")
     assert "self.last(self.fc(x))" in second["line"]
+
+
+# -- a learning rate that is too high ----------------------------------------------------------------------------------
+def diverge(level, rate, steps=40, decay=1.0, **options):
+    """Train a small net until it overflows, or for ``steps``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+    explain_overflows(limit=1)
+    x, y = torch.randn(16, 8), torch.randn(16, 4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_learning_rate_that_is_too_high(capsys, level):
+    """No precision holds it; keeping a layer in float32 is no cure."""
+    options = {"loss_scale": 128.0} if level in ("O1", "O2") else {}
+    diverge(level, 50, **options)
+    entry = fields(capsys.readouterr().err)[0]
+    assert entry["cure"].startswith("a lower learning rate than 50, a warmup, or clipped gradients")
+    assert re.match(r"\S+ grew from \S+ to \S+ in \d+ steps?, at lr=50", entry["growth"])
+
+
+def test_the_highest_learning_rate_of_these_steps_is_named(capsys):
+    diverge("O0", 40, decay=0.9)
+    entry = fields(capsys.readouterr().err)[0]
+    assert entry["growth"].endswith("at lr=40")
+
+
+def test_the_growth_of_weights_as_json(capsys):
+    explain_in_words("json")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    x = torch.full((2, 4), 100.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).pow(2).mean() * 1e-2, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    fault = json.loads(capsys.readouterr().err.splitlines()[0])
+    growth = fault["growth"]
+    assert growth["parameter"] == "weight"
+    assert (growth["steps"], growth["lr"]) == (1, 50.0)
+    assert growth["after"] > 10 * growth["before"] > 0
+
+
+def test_weights_that_stay_what_they_are_are_not_blamed(capsys):
+    torch.manual_seed(0)
+    lose_a_step(T5Like(), torch.ones(4, 16), "O1", steps=3)
+    assert not any("growth" in entry or "learning rate" in entry["cure"] for entry in fields(capsys.readouterr().err))
+
+
+def test_weights_that_were_loaded_did_not_grow(capsys):
+    """Larger ones than before, and no step's doing."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    for size in (1.0, 1e5):
+        optimizer.zero_grad()
+        model.load_state_dict({"weight": torch.full((4, 4), size), "bias": torch.zeros(4)})
+        with amp.scale_loss(model(torch.ones(2, 4)).float().pow(2).mean() * 0.1, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    (entry,) = fields(capsys.readouterr().err)
+    assert "growth" not in entry
