@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ampcompat.explain.growth import Growth
-from ampcompat.explain.probe import Event
+from ampcompat.explain.probe import ARGUMENT, Event
 from ampcompat.explain.tensors import LARGEST, LEAST
 
 #: What a dispatcher op does to a zero.
@@ -38,7 +38,9 @@ class Setting:
 def cures(event: Event, setting: Setting) -> list[str]:
     """List the cures of ``event``, the likeliest first."""
     if event.op == "input":
-        return ["this is no matter of precision: look at the data loader; skip or clean such batches"]
+        return ["precision is not the cause: look at the data loader; skip or clean such batches"]
+    if event.op == ARGUMENT:
+        return ["precision is not the cause: look at what makes that tensor"]
     if event.op == "buffer":
         return [
             "running statistics of a batch that was not finite, or an average: look at what writes it, and reset it"
@@ -142,4 +144,4 @@ def _undefined(event: Event) -> str:
         return "exp of more than 88 is beyond float32 too: subtract the maximum before, or clamp"
     if "softmax" in event.op:
         return "a row of -inf alone (everything is masked): mask with torch.finfo(x.dtype).min"
-    return "float32 does not hold it either: this is no matter of precision; look at the values that go in"
+    return "float32 does not hold it either: precision is not the cause; look at the values that go in"

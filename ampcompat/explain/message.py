@@ -11,7 +11,7 @@ from ampcompat._state import state
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.explain.cure import Setting, cures
 from ampcompat.explain.growth import Growth
-from ampcompat.explain.probe import GIVEN, Event
+from ampcompat.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.explain.replay import Finding
 from ampcompat.explain.tensors import LARGEST
 from ampcompat.explain.words import Message, cure_fields
@@ -40,8 +40,11 @@ def fault(
     if event is None:
         return elsewhere(what, [finding], step)
     fields = [("what", _what(event)), ("where", _where(event, finding))]
-    if event.place.line:
-        fields.append(("line", event.place.line))
+    line = event.place.line
+    if not line and event.op not in GIVEN:
+        line = finding.called_at  # the model is made of torch's modules alone
+    if line:
+        fields.append(("line", line))
     fields += [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         place = event.spread
@@ -60,7 +63,7 @@ def fault(
         "model": finding.model,
         "module": event.place.module,
         "type": event.place.kind,
-        **_line(event.place.line),
+        **_line(line),
         "pass": "backward" if event.backward else "forward",
         "dtype": _dtype(event.dtype),
         "largest": event.value,
@@ -84,6 +87,8 @@ def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
         cause = "The gradient that came into the model was not finite already: the loss function made it."
     elif findings:
         cause = "Run again, the models stayed finite, forward and backward: the code outside of them did it"
+        if len(findings) > 1:
+            cause += f", or the sum of the gradients of these {len(findings)} forwards overflowed"
         cause += ", or another rank, whose gradients are added." if _has_other_ranks() else "."
     else:
         return Message("elsewhere", f"{what}. {_NOT_RUN_AGAIN}", [], {"step": step, "run_again": False})
@@ -109,6 +114,8 @@ def _setting(scaler: LossScaler, made: bool, growth: Growth | None) -> Setting:
 def _what(event: Event) -> str:
     if event.op in GIVEN:
         return f"{event.op} {event.place.module or ''} was not finite before the forward"
+    if event.op == ARGUMENT:
+        return f"{event.given} was not finite before"
     name = event.place.function
     shown = name if name and name != event.op else ""
     made = f"{shown} (aten::{event.op})" if shown else f"aten::{event.op}"

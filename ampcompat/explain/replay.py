@@ -14,7 +14,7 @@ import torch
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.observers import observers
 from ampcompat.amp.trees import map_tree, tensors_in
-from ampcompat.explain.places import Places
+from ampcompat.explain.places import Places, shown_line
 from ampcompat.explain.probe import Event, Probe
 from ampcompat.explain.record import Record, as_it_was
 from ampcompat.explain.tensors import is_finite
@@ -29,12 +29,14 @@ class Finding:
         model: Class name of the model.
         entered: Whether the gradient that came into the model was not finite already.
         caveat: What makes the replay unlike the run, if anything.
+        called_at: The line of the script that called the model.
     """
 
     event: Event | None
     model: str
     entered: bool = False
     caveat: str = ""
+    called_at: str = ""
 
 
 def replay(record: Record, backward: bool) -> Finding | None:
@@ -53,7 +55,7 @@ def replay(record: Record, backward: bool) -> Finding | None:
     if model is None:
         return None
     names = {id(module): name for name, module in model.named_modules()}
-    finding = Finding(None, type(model).__name__, caveat=_caveat(record))
+    finding = Finding(None, type(model).__name__, caveat=_caveat(record), called_at=shown_line(record.called_at))
     places = Places(names, sys._getframe())
     places.modules.append(("", finding.model))  # its forward is called past the hooks that would say so
     probe = Probe(places)

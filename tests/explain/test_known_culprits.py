@@ -204,7 +204,7 @@ def test_a_bad_batch(capsys, value):
     (entry,) = fields(capsys.readouterr().err)
     assert entry["what"] == "input 0 was not finite before the forward"
     assert entry["where"] == "Head"
-    assert "no matter of precision: look at the data loader" in entry["cure"]
+    assert "precision is not the cause: look at the data loader" in entry["cure"]
 
 
 def test_a_batch_beyond_float16_at_o2(capsys):
@@ -353,6 +353,131 @@ def test_a_model_that_overflows_while_the_loss_function_is_watched(capsys):
     assert "That code is watched from now on" in first["head"]
     assert second["what"].startswith("the cast to float16")
     assert "self.last(self.fc(x))" in second["line"]
+
+
+def test_gradients_whose_sum_overflows(capsys):
+    """Each forward stays finite; their half gradients are added before they are unscaled."""
+    model = nn.Linear(1, 1)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    explain_overflows()
+    for delay in (True, False):
+        with amp.scale_loss(model(torch.ones(1, 1)).sum() * 0.7, optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+    optimizer.step()
+    (entry,) = fields(capsys.readouterr().err)
+    assert "or the sum of the gradients of these 2 forwards overflowed." in entry["head"]
+
+
+# -- lines of code that is not below the model -------------------------------------------------------------------------
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_model_without_code_of_the_user_has_the_line_that_calls_it(capsys, level):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    with torch.no_grad():
+        model[1][0].weight.fill_(1e38 if level == "O0" else 6e4)
+    lose_a_step(model, torch.full((4, 8), 100.0), level)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["where"] == "1.0 (Linear), in Sequential"
+    assert re.match(r".*test_known_culprits.py:\d+: with amp.scale_loss\(loss_of\(model\(x\)\)", entry["line"])
+
+
+def test_a_sequential_that_overflows_in_backward_has_the_line_that_calls_it(capsys):
+    torch.manual_seed(0)
+    lose_a_step(nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8), "O2", loss_of=lambda y: y.sum() * 0.9)
+    (entry,) = fields(capsys.readouterr().err)
+    assert (entry["pass"], entry["where"]) == ("backward", "0 (Linear), in Sequential")
+    assert "loss_of(model(x))" in entry["line"]
+
+
+class LogOfZero(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        divisor = x * 0
+        return grad / divisor
+
+
+class UsesFunction(nn.Module):
+    def __init__(self, after):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.act = nn.Module()
+        self.act.forward = lambda x: LogOfZero.apply(x)
+        self.after = after
+
+    def forward(self, x):
+        return self.after(self.act(self.fc(x)))
+
+
+@pytest.mark.parametrize("after", [lambda y: y, lambda y: y * 0.5], ids=["last", "followed"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_the_backward_of_a_custom_function_has_its_own_line(capsys, level, after):
+    lose_a_step(UsesFunction(after), torch.randn(4, 8), level)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["pass"] == "backward"
+    assert entry["what"].startswith("LogOfZero (aten::div) gave a result that is not finite")
+    assert entry["where"] == "act (Module), in UsesFunction"
+    assert entry["line"].endswith(": return grad / divisor")
+
+
+class InfForZero(torch.autograd.Function):
+    """Its backward hands an op of torch's the fault: no line of its own runs when that is found."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("inf")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_custom_function_as_the_model(capsys, level):
+    class Whole(nn.Linear):
+        def forward(self, x):
+            return InfForZero.apply(super().forward(x))
+
+    lose_a_step(Whole(8, 8), torch.randn(4, 8), level)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["where"] == "Whole itself"
+    assert entry["line"].endswith(': return grad * float("inf")')
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_class_weight_that_is_not_finite(capsys, level):
+    weight = torch.tensor([1.0, float("inf"), 1.0])
+    target = torch.tensor([0, 1, 2, 0])
+
+    def loss_of(y):
+        return F.cross_entropy(y.float(), target, weight=weight)
+
+    lose_a_step(nn.Linear(8, 3), torch.randn(4, 8), level, loss_of=loss_of, steps=3)
+    entry = fields(capsys.readouterr().err)[-1]
+    assert entry["what"] == "weight given to cross_entropy (float32 of shape (3,)) was not finite before"
+    assert entry["where"] == "outside of any module"
+    assert entry["line"].endswith(": return F.cross_entropy(y.float(), target, weight=weight)")
+    assert entry["cure"] == "precision is not the cause: look at what makes that tensor"
+
+
+def test_a_constant_of_a_module_that_is_not_finite(capsys):
+    """Neither parameter nor buffer nor input: a tensor that it holds as an attribute."""
+
+    class Scaled(nn.Linear):
+        scale = torch.full((8,), float("nan"))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    lose_a_step(Scaled(8, 8), torch.randn(4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"] == "a tensor given to mul (float32 of shape (8,)) was not finite before"
+    assert entry["where"] == "Scaled itself"
+    assert entry["line"].endswith(": return super().forward(x) * self.scale")
 
 
 # -- a learning rate that is too high ----------------------------------------------------------------------------------
