@@ -23,7 +23,8 @@ class StepRecord:
     """Describe one optimizer step of one loss scaler.
 
     Attributes:
-        step: Number of the step, from 1, over all optimizers, skipped steps included.
+        step: Number of the step, from 1, over all optimizers of one ``initialize`` call, skipped steps included. Steps
+            before the callback was added count too.
         loss_id: Which of the ``num_losses`` scalers.
         scale: The loss scale after the step: what the next loss is multiplied by.
         skipped: Whether the step was skipped for an overflow.
@@ -131,7 +132,6 @@ class _Watcher:
 
     def __init__(self, callback: Callable[[StepRecord], object]) -> None:
         self._callback = callback
-        self._steps = 0
         self._underway: deque[_Underway] = deque()
         # Of each optimizer, the scalers of its blocks since the last step, with what was copied at their ends.
         self._blocks: weakref.WeakKeyDictionary[Optimizer, dict[LossScaler, _Numbers | None]] = (
@@ -152,12 +152,12 @@ class _Watcher:
     def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         if _torch.is_capturing():
             return
-        self._steps += 1
+        step = optimizer._amp_stash.session.steps
         # What the device decided is on its way to the host for amp's own message.
         flags = [copy for _, copy in optimizer._amp_stash.reports[-1]] if skipped is None else []
         for scaler, copied in sorted(self._blocks.pop(optimizer, {}).items(), key=lambda one: one[0].loss_id):
             numbers = _numbers(scaler) if copied is None else copied  # None: gradients were left scaled until the step
-            self._underway.append(_Underway(self._steps, scaler.loss_id, skipped, numbers, flags))
+            self._underway.append(_Underway(step, scaler.loss_id, skipped, numbers, flags))
         self.deliver()
 
     def deliver(self, wait: bool = False) -> None:

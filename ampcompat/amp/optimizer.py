@@ -133,6 +133,7 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
         if stash.gradients is Gradients.UNSCALED and not (scaled or stash.masters):
             result = original(**kwargs)  # fast path: scale one, no masters
             stash.gradients, stash.skipped = Gradients.NONE, False
+            stash.session.steps += 1
             if state.observers:
                 notify("on_step", optimizer, False)
             return result
@@ -294,6 +295,7 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
     stash.spent = None if first is None else weakref.ref(first)
     if skip:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
+    stash.session.steps += 1
     try:
         if state.observers:
             notify("on_step", optimizer, skip)
@@ -333,6 +335,12 @@ class _Abandon(Exception):
     """Leaves the optimizer's own step from inside its closure."""
 
 
+def evaluate(closure: Callable[[], Any], outside: Saved) -> Any:
+    """Call ``closure`` with grad on and the casts of the code that called ``step``."""
+    with torch.enable_grad(), restored(outside):
+        return closure()
+
+
 def _step_with_closure(
     optimizer: Optimizer, original: Callable[..., Any], closure: Callable[[], Any], outside: Saved, **kwargs: Any
 ) -> Any:
@@ -349,8 +357,7 @@ def _step_with_closure(
         if ask:
             stash.look_up(optimizer)
             reconcile(stash.masters)
-            with torch.enable_grad(), restored(outside):
-                losses.append(closure())
+            losses.append(evaluate(closure, outside))
         found = _prepare(optimizer, stash)
         stash.overflows, stash.gradients = [], Gradients.NONE if found else stash.gradients
         return found

@@ -17,6 +17,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from enum import Enum
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -295,6 +296,28 @@ def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
     """Find the function called ``name``, and what holds it."""
     found = ((owner, getattr(owner, name, None)) for owner in (F, torch, torch.Tensor))
     return next(((owner, function) for owner, function in found if callable(function)), None)
+
+
+# -- Told to tools -----------------------------------------------------------------------------------------------------
+def why_float32(frame: FrameType) -> str:
+    """Say why the kernel or wrapper that runs in ``frame`` does not cast to half; "" where it does, or is none of ours.
+
+    For tools that examine the stack of an op: :mod:`ampcompat.report` names the reason of each float32 product.
+    """
+    code, values = frame.f_code, frame.f_locals
+    if code.co_filename != make_kernel.__code__.co_filename:
+        return ""
+    if code.co_name == "kernel" and isinstance(values.get("call"), torch._ops.OpOverload):
+        name = _torch.op_name(values["call"]).removeprefix("aten::")
+        takes_widest = values["target"] is not None
+        return f"{name} takes its widest input's dtype" if takes_widest else f"{name} is on the float list"
+    if code.co_name == "wrapper":
+        name = getattr(values["function"], "__name__", "a function")
+        if values["rule"] is Rule.PROMOTE:
+            return f"{name} takes its widest input's dtype"
+        if values["rule"] is Rule.FLOAT:
+            return f"{name} is registered as a float function"
+    return ""
 
 
 # -- In force ----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ class Session:
     outputs: InitVar[torch.dtype | None] = None
     scalers: list[LossScaler] = field(default_factory=list)  # one per ``num_losses``
     by_init: bool = False
+    steps: int = 0  # of all its optimizers, skipped ones included
 
     def __post_init__(self, outputs: torch.dtype | None) -> None:
         options = self.properties.options

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampcompat.explain.probe import Event
+from ampcompat.explain.growth import Growth
+from ampcompat.explain.probe import ARGUMENT, Event
 from ampcompat.explain.tensors import LARGEST, LEAST
 
 #: What a dispatcher op does to a zero.
@@ -21,19 +22,25 @@ class Setting:
         opt_level: Of the latest ``initialize``.
         half: Its half dtype, as in "float16"; "" where nothing is half.
         scale: The loss scale of the backward pass.
+        dynamic: Whether an overflow brings it down.
         made: Whether steps were made, all of which left finite weights.
+        growth: The weight that the last steps made many times larger, if any.
     """
 
     opt_level: str
     half: str
     scale: float
+    dynamic: bool = True
     made: bool = False
+    growth: Growth | None = None
 
 
 def cures(event: Event, setting: Setting) -> list[str]:
     """List the cures of ``event``, the likeliest first."""
     if event.op == "input":
-        return ["this is no matter of precision: look at the data loader; skip or clean such batches"]
+        return ["precision is not the cause: look at the data loader; skip or clean such batches"]
+    if event.op == ARGUMENT:
+        return ["precision is not the cause: look at what makes that tensor"]
     if event.op == "buffer":
         return [
             "running statistics of a batch that was not finite, or an average: look at what writes it, and reset it"
@@ -54,9 +61,12 @@ def cures(event: Event, setting: Setting) -> list[str]:
             f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-6 or more",
             *_keep(event, setting),
         ]
-    if event.out_of_range and event.value > LARGEST:
-        return _too_large_backward(event, setting) if event.backward else [*_keep(event, setting), BFLOAT16]
-    return [_undefined(event)]
+    diverges = [] if setting.growth is None else [setting.growth.cure]
+    if not event.out_of_range or event.value <= LARGEST:
+        return [*diverges, _undefined(event)]
+    if event.backward:
+        return [*diverges, *_too_large_backward(event, setting)]
+    return diverges or [*_keep(event, setting), BFLOAT16]
 
 
 def tiny(event: Event) -> float | None:
@@ -105,6 +115,11 @@ def _too_large_backward(event: Event, setting: Setting) -> list[str]:
             *_keep(event, setting),
             "clip activations or lower the learning rate, so that gradients stay small",
         ]
+    if not setting.dynamic:
+        return [
+            f"a loss_scale below {setting.scale:g}: without it, it is {plain:.3g}; loss_scale='dynamic' finds one",
+            *_keep(event, setting),
+        ]
     return [
         f"none, if it is rare: without the loss scale of {setting.scale:g} it is {plain:.3g}; the scale comes down",
         *_keep(event, setting),
@@ -129,4 +144,4 @@ def _undefined(event: Event) -> str:
         return "exp of more than 88 is beyond float32 too: subtract the maximum before, or clamp"
     if "softmax" in event.op:
         return "a row of -inf alone (everything is masked): mask with torch.finfo(x.dtype).min"
-    return "float32 does not hold it either: this is no matter of precision; look at the values that go in"
+    return "float32 does not hold it either: precision is not the cause; look at the values that go in"

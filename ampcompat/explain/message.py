@@ -10,7 +10,8 @@ import torch
 from ampcompat._state import state
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.explain.cure import Setting, cures
-from ampcompat.explain.probe import GIVEN, Event
+from ampcompat.explain.growth import Growth
+from ampcompat.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.explain.replay import Finding
 from ampcompat.explain.tensors import LARGEST
 from ampcompat.explain.words import Message, cure_fields
@@ -22,7 +23,9 @@ _NOT_RUN_AGAIN = (
 )
 
 
-def fault(finding: Finding, scaler: LossScaler, what: str, step: int, made: bool) -> Message:
+def fault(
+    finding: Finding, scaler: LossScaler, what: str, step: int, made: bool, growth: Growth | None = None
+) -> Message:
     """Say what happened, where, how large, and what to do.
 
     Args:
@@ -31,19 +34,25 @@ def fault(finding: Finding, scaler: LossScaler, what: str, step: int, made: bool
         what: What was lost, as in "A step was skipped".
         step: The number of the step that the fault belongs to.
         made: Whether steps were made before, all of which left finite weights.
+        growth: The weight that the last steps made many times larger, if any.
     """
     event = finding.event
     if event is None:
         return elsewhere(what, [finding], step)
     fields = [("what", _what(event)), ("where", _where(event, finding))]
-    if event.place.line:
-        fields.append(("line", event.place.line))
+    line = event.place.line
+    if not line and event.op not in GIVEN:
+        line = finding.called_at  # the model is made of torch's modules alone
+    if line:
+        fields.append(("line", line))
     fields += [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         place = event.spread
         spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
         fields.append(("then", f"became NaN in {place.function or 'an op'}{spot}"))
-    advice = cures(event, _setting(scaler, made))
+    if growth is not None:
+        fields.append(("growth", growth.text))
+    advice = cures(event, _setting(scaler, made, growth))
     fields += cure_fields(advice)
     if finding.caveat:
         fields.append(("note", finding.caveat))
@@ -54,10 +63,11 @@ def fault(finding: Finding, scaler: LossScaler, what: str, step: int, made: bool
         "model": finding.model,
         "module": event.place.module,
         "type": event.place.kind,
-        **_line(event.place.line),
+        **_line(line),
         "pass": "backward" if event.backward else "forward",
         "dtype": _dtype(event.dtype),
         "largest": event.value,
+        "growth": None if growth is None else growth.data,
         "cures": advice,
         "note": finding.caveat,
     }
@@ -77,6 +87,8 @@ def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
         cause = "The gradient that came into the model was not finite already: the loss function made it."
     elif findings:
         cause = "Run again, the models stayed finite, forward and backward: the code outside of them did it"
+        if len(findings) > 1:
+            cause += f", or the sum of the gradients of these {len(findings)} forwards overflowed"
         cause += ", or another rank, whose gradients are added." if _has_other_ranks() else "."
     else:
         return Message("elsewhere", f"{what}. {_NOT_RUN_AGAIN}", [], {"step": step, "run_again": False})
@@ -89,19 +101,21 @@ def _has_other_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _setting(scaler: LossScaler, made: bool) -> Setting:
+def _setting(scaler: LossScaler, made: bool, growth: Growth | None) -> Setting:
     latest = state.session
     level = "" if latest is None else latest.policy.opt_level
     half = ""
     if latest is not None and (latest.policy.half is not None or latest.policy.casts.enabled):
         half = str(latest.half).removeprefix("torch.")
     scale = float(scaler.loss_scale())
-    return Setting(level, half, 2 * scale if scaler.dynamic else scale, made)
+    return Setting(level, half, 2 * scale if scaler.dynamic else scale, scaler.dynamic, made, growth)
 
 
 def _what(event: Event) -> str:
     if event.op in GIVEN:
         return f"{event.op} {event.place.module or ''} was not finite before the forward"
+    if event.op == ARGUMENT:
+        return f"{event.given} was not finite before"
     name = event.place.function
     shown = name if name and name != event.op else ""
     made = f"{shown} (aten::{event.op})" if shown else f"aten::{event.op}"

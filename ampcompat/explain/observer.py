@@ -12,13 +12,15 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.trees import tensors_in
 from ampcompat.explain import message, numbers, ranges, weights
 from ampcompat.explain.frames import hide_tools
+from ampcompat.explain.growth import Growth, History
 from ampcompat.explain.live import LiveProbe
 from ampcompat.explain.options import Options
 from ampcompat.explain.record import BufferWatch, Record
 from ampcompat.explain.replay import Finding, replay, runs_alone
-from ampcompat.explain.tensors import is_finite, tensors_in
+from ampcompat.explain.tensors import is_finite
 from ampcompat.explain.words import Message
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
@@ -33,15 +35,23 @@ class Steps:
         made: The number of the last that was not skipped; 0 before.
         watched: Whether weights and state were finite when they were last looked at.
         versions: Of the weights, then.
+        history: How large the weights were, after each of the last steps.
         faulty: Whether the loss or a gradient of the step to come is not finite.
         ranges: Of the batches of the step to come, which is the first that may be made.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.seen = self.made = 0
-        self.watched, self.versions = weights.all_finite(optimizer), weights.versions(optimizer)
+        self.history = History()
+        self.look(optimizer)
         self.faulty = False
         self.ranges: list[Message] = []
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Look at the weights as something other than a step has written them. One host sync."""
+        self.watched, sizes = weights.examine(optimizer)
+        self.versions = weights.versions(optimizer)
+        self.history.begin(sizes)
 
 
 class Autopsy:
@@ -110,7 +120,7 @@ class Autopsy:
         for one in optimizers:
             steps = self._steps(one)
             if steps.watched and steps.versions != weights.versions(one):
-                steps.watched, steps.versions = weights.all_finite(one), weights.versions(one)
+                steps.look(one)
         step = max([self._steps(one).seen for one in optimizers], default=0) + 1
         event = self.live.look_at(loss)
         if event is not None:
@@ -166,9 +176,14 @@ class Autopsy:
     def _made(self, optimizer: Optimizer, steps: Steps) -> None:
         """Look at what a step wrote (one host sync a device), and at its numbers the first time."""
         written = None
-        if steps.watched and not weights.all_finite(optimizer):
-            steps.watched, self.lost = False, True
-            written = None if steps.faulty else weights.first_written(optimizer)  # the fault was told
+        if steps.watched:
+            steps.watched, sizes = weights.examine(optimizer)
+            steps.history.add(sizes, optimizer)
+            self.lost = self.lost or not steps.watched
+            if not steps.watched and not steps.faulty:  # else the fault was told
+                written = weights.first_written(optimizer)
+                if written is not None:
+                    written.growth = steps.history.growth(optimizer)
         steps.versions = weights.versions(optimizer)
         if steps.made == 0:
             told = written.numbers if written is not None else []
@@ -242,11 +257,16 @@ class Autopsy:
             return  # the step that lost a weight was told, or the fault that came before it
         self.lost = self.lost or event.op == "parameter"
         made = any(one.made for one in self.steps.values())
-        self._emit(message.fault(finding, scaler, what, step, made))
+        self._emit(message.fault(finding, scaler, what, step, made, self._growth()))
         if self.options.ranges and record is not None:
             for one in self._measured([record], step):
                 self._emit(one)
         self._count()
+
+    def _growth(self) -> Growth | None:
+        """The weight that the last steps of an optimizer made many times larger, if any."""
+        found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
+        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
     def _measured(self, records: list[Record], step: int) -> list[Message]:
         """The ranges of ``records``, the last of each model."""

@@ -6,6 +6,7 @@ import linecache
 import os
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,6 +19,8 @@ from ampcompat import _torch
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+#: The engine is entered from here.
+_ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 _KEY = "ampcompat place"
 
 R = TypeVar("R")
@@ -56,17 +59,20 @@ class Places(TorchFunctionMode):
         self.modules: list[tuple[str, str]] = []
         self.function = ""
         self.handles: list[RemovableHandle] = []
+        self.undo = ExitStack()
 
     def __enter__(self) -> Places:
         self.handles = [
             hooks.register_module_forward_pre_hook(self._enter_module),
             hooks.register_module_forward_hook(self._leave_module, always_call=True),
         ]
+        _torch.replace(torch.autograd.Function, "apply", classmethod(self._applied()), self.undo)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        self.undo.close()
         for handle in self.handles:
             handle.remove()
 
@@ -94,6 +100,20 @@ class Places(TorchFunctionMode):
         finally:
             self.function = before
 
+    def _applied(self) -> Callable[..., object]:
+        """Make what ``autograd.Function.apply`` is meanwhile: torch shows it to no function mode."""
+        original = vars(torch.autograd.Function)["apply"].__func__
+
+        def apply(cls: type, *args: object, **kwargs: object) -> object:
+            result = original(cls, *args, **kwargs)
+            for out in result if isinstance(result, tuple) else (result,):
+                node: Any = out.grad_fn if isinstance(out, torch.Tensor) else None
+                if node is not None:
+                    node.metadata.setdefault(_KEY, self.here()._replace(function=cls.__name__))
+            return result
+
+        return apply
+
     def _mark(self, node: Any, place: Place) -> None:
         """Note ``place`` on ``node`` and on the nodes that the same call made below it."""
         stack = [(node, 0)]
@@ -107,20 +127,36 @@ class Places(TorchFunctionMode):
     def here(self) -> Place:
         """The place of the op that runs now."""
         node = _torch.current_node()
-        if node is not None:
-            place: Place = node.metadata.get(_KEY) or NOWHERE
-            return place._replace(function=place.function or node.name().removesuffix("Backward0").lower())
-        name, kind = self.modules[-1] if self.modules else (None, "")
-        return Place(name, kind, self.function, self._line())
+        if node is None:
+            name, kind = self.modules[-1] if self.modules else (None, "")
+            return Place(name, kind, self.function, shown_line(script_line(sys._getframe(1), self.bottom)))
+        place: Place = node.metadata.get(_KEY) or NOWHERE
+        function = place.function or node.name().removesuffix("Backward0").lower()
+        # The backward of a Function of the script's, or a hook.
+        in_backward = shown_line(script_line(sys._getframe(1), self.bottom, of_backward=True))
+        return place._replace(function=function, line=in_backward or place.line)
 
-    def _line(self) -> str:
-        frame: FrameType | None = sys._getframe(2)
-        while frame is not None and frame is not self.bottom:
-            file = frame.f_code.co_filename
-            if not file.startswith((_TORCH, _OURS, "<")):
-                return source_line(file, frame.f_lineno)
-            frame = frame.f_back
-        return ""
+
+def script_line(
+    frame: FrameType | None, bottom: FrameType | None = None, of_backward: bool = False
+) -> tuple[str, int] | None:
+    """File and line of the innermost frame of the script's, from ``frame`` to below ``bottom``.
+
+    With ``of_backward``, only of frames that the autograd engine has called.
+    """
+    while frame is not None and frame is not bottom:
+        file = frame.f_code.co_filename
+        if of_backward and file == _ENGINE:
+            return None
+        if not file.startswith((_TORCH, _OURS, "<")):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def shown_line(line: tuple[str, int] | None) -> str:
+    """``file:number: source``, or "" for None."""
+    return "" if line is None else source_line(*line)
 
 
 def source_line(file: str, number: int) -> str:

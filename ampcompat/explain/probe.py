@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
 from ampcompat.amp.amp_model import Args, Kwargs
+from ampcompat.amp.trees import map_tree, tensors_in
 from ampcompat.explain.places import Place, Places
 from ampcompat.explain.tensors import (
     HALVES,
@@ -22,10 +23,8 @@ from ampcompat.explain.tensors import (
     covers_storage,
     is_finite,
     largest,
-    map_tensors,
     readable,
     storage,
-    tensors_in,
     zeros,
 )
 
@@ -34,6 +33,12 @@ _CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "cl
 
 #: What comes into a forward from outside: an :class:`Event` of that name is no op.
 GIVEN = ("input", "parameter", "buffer")
+#: And what is handed to an op from nowhere that was seen, such as the class weights of a loss.
+ARGUMENT = "argument"
+
+
+#: Names of arguments that say more than "self" and "other" do.
+_TELLING = ("weight", "bias", "target", "mask", "attn_mask", "pos_weight", "running_mean", "running_var")
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Event:
     """The birth of something non-finite.
 
     Attributes:
-        op: The op's name, as in "mm"; or one of :data:`GIVEN`.
+        op: The op's name, as in "mm"; or one of :data:`GIVEN`, or :data:`ARGUMENT`.
         backward: Whether the engine ran it.
         dtype: Dtype of its result.
         value: The largest magnitude of its result, computed again in float32; inf or NaN if it is so there too.
@@ -68,6 +73,7 @@ class Event:
         made: How its inputs were made.
         spread: Where an inf was turned into NaN.
         node: Name of the autograd node, in backward.
+        given: For :data:`ARGUMENT`: which tensor it is.
     """
 
     op: str
@@ -80,6 +86,7 @@ class Event:
     made: list[Made] = field(default_factory=list)
     spread: Place | None = None
     node: str = ""
+    given: str = ""
 
     @property
     def out_of_range(self) -> bool:
@@ -126,7 +133,8 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         outputs = [t for t in tensors_in(result) if readable(t)]
         if outputs:
-            inputs = [t for t in tensors_in((args, kwargs)) if readable(t)]
+            unread = _unread_statistics(func, args, kwargs)
+            inputs = [t for t in tensors_in((args, kwargs)) if readable(t) and id(t) not in unread]
             for out in outputs:
                 self._examine(func, args, kwargs, inputs, out)
         return result
@@ -152,7 +160,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not view and covers_storage(out):
                 self.origins.pop(where, None)
             return
-        origin = self._origin_of(inputs, out if written else None)
+        origin = self._origin_of(func, args, kwargs, inputs, out if written else None)
         if origin is not None:
             if origin.spread is None and bool(torch.isnan(out).any()) and origin.value != float("nan"):
                 origin.spread = made.place
@@ -173,16 +181,35 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events.append(event)
         self.origins[where] = event
 
-    def _origin_of(self, inputs: list[torch.Tensor], written: torch.Tensor | None) -> Event | None:
+    def _origin_of(
+        self,
+        func: OpOverload,
+        args: Args,
+        kwargs: Kwargs,
+        inputs: list[torch.Tensor],
+        written: torch.Tensor | None,
+    ) -> Event | None:
+        """The origin of what is not finite in the inputs of an op; None where they are finite."""
         if written is not None and storage(written) in self.origins:
             return self.origins[storage(written)]
-        found = self.origin(t for t in inputs if t is not written)
-        if found is not None or all(t is written or is_finite(t) for t in inputs):
+        read = [tensor for tensor in inputs if tensor is not written]
+        found = self.origin(read)
+        if found is not None:
             return found
+        unknown = next((tensor for tensor in read if not is_finite(tensor)), None)
+        if unknown is None:
+            return None
+        place = self.places.here()
         event = Event(
-            "input", Place(None, "", "", ""), _torch.current_node() is not None, inputs[0].dtype, float("inf")
+            op=ARGUMENT,
+            place=place,
+            backward=_torch.current_node() is not None,
+            dtype=unknown.dtype,
+            value=largest(unknown),
+            given=_argument(func, args, kwargs, unknown, place.function),
         )
         self.events.append(event)
+        self.origins[storage(unknown)] = event
         return event
 
     def _in_float32(
@@ -201,8 +228,36 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return tensor.float() if tensor.dtype in HALVES else tensor
 
         try:
-            wide_kwargs = {k: torch.float32 if v in HALVES else v for k, v in map_tensors(kwargs, widen).items()}
-            result = func(*map_tensors(args, widen), **wide_kwargs)
+            wide_args = map_tree(args, widen, objects=False)
+            wide_kwargs = {k: torch.float32 if v in HALVES else v for k, v in kwargs.items()}
+            result = func(*wide_args, **map_tree(wide_kwargs, widen, objects=False))
         except Exception:  # not every op takes float32 in place of half; then the magnitude stays unknown
             return float("inf")
         return max((largest(t) for t in tensors_in(result)), default=float("inf"))
+
+
+def _argument(func: OpOverload, args: Args, kwargs: Kwargs, tensor: torch.Tensor, function: str) -> str:
+    """As in "weight given to cross_entropy (float32 of shape (3,))"."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    name = next((name for name, value in given.items() if value is tensor), "")
+    shown = name if name in _TELLING else "a tensor"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    called = function or func.overloadpacket.__name__
+    return f"{shown} given to {called} ({dtype} of shape {tuple(tensor.shape)})"
+
+
+def _unread_statistics(func: OpOverload, args: Args, kwargs: Kwargs) -> set[int]:
+    """The ids of running statistics that a batch norm is given and does not read: one that trains only writes them.
+
+    When a batch is run again, they hold what its first run has written: not what made it overflow.
+    """
+    name = func.overloadpacket.__name__
+    if "batch_norm" not in name or "no_training" in name or "no_update" in name:
+        return set()
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    trains = given.get("training", given.get("train", True))
+    if not trains:
+        return set()
+    return {id(given.get(statistic)) for statistic in ("running_mean", "running_var")}

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn.modules import module as hooks
 
+from ampcompat.amp.trees import tensors_in
 from ampcompat.explain.record import Record
 from ampcompat.explain.replay import run_again
-from ampcompat.explain.tensors import readable, tensors_in
+from ampcompat.explain.tensors import readable
 from ampcompat.explain.words import Message
 
 

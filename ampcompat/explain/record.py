@@ -13,7 +13,8 @@ import torch
 
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.explain.tensors import tensors_in
+from ampcompat.amp.trees import tensors_in
+from ampcompat.explain.places import script_line
 
 #: Buffers that a forward writes are copied at each forward, up to so many bytes a model.
 MOST_BUFFER_BYTES = 32 * 2**20
@@ -40,6 +41,7 @@ class Record:
         scaler: The loss scaler of the last of these blocks.
         scale: Its scale then, where it has one.
         age: Steps since.
+        called_at: File and line of the script's call; None where the script has none on the stack.
     """
 
     def __init__(self, model: torch.nn.Module, args: Args, kwargs: Kwargs, buffers: BufferWatch) -> None:
@@ -54,6 +56,7 @@ class Record:
         self.scaler: LossScaler | None = None
         self.scale: torch.Tensor | None = None
         self.age = 0
+        self.called_at = script_line(sys._getframe(1))
 
     def forward_ended(self) -> None:
         """Learn in the first forwards whether the model draws from Python's or numpy's generators, slow to save."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.observers import observers
-from ampcompat.explain.places import Places
+from ampcompat.amp.trees import map_tree, tensors_in
+from ampcompat.explain.places import Places, shown_line
 from ampcompat.explain.probe import Event, Probe
 from ampcompat.explain.record import Record, as_it_was
-from ampcompat.explain.tensors import is_finite, map_tensors, tensors_in
+from ampcompat.explain.tensors import is_finite
 
 
 @dataclass
@@ -26,12 +29,14 @@ class Finding:
         model: Class name of the model.
         entered: Whether the gradient that came into the model was not finite already.
         caveat: What makes the replay unlike the run, if anything.
+        called_at: The line of the script that called the model.
     """
 
     event: Event | None
     model: str
     entered: bool = False
     caveat: str = ""
+    called_at: str = ""
 
 
 def replay(record: Record, backward: bool) -> Finding | None:
@@ -50,7 +55,7 @@ def replay(record: Record, backward: bool) -> Finding | None:
     if model is None:
         return None
     names = {id(module): name for name, module in model.named_modules()}
-    finding = Finding(None, type(model).__name__, caveat=_caveat(record))
+    finding = Finding(None, type(model).__name__, caveat=_caveat(record), called_at=shown_line(record.called_at))
     places = Places(names, sys._getframe())
     places.modules.append(("", finding.model))  # its forward is called past the hooks that would say so
     probe = Probe(places)
@@ -63,7 +68,7 @@ def replay(record: Record, backward: bool) -> Finding | None:
             probe.given(tensor, "buffer", name)
         with probe:
             output = model.forward(*args, **kwargs)
-        outputs = list(tensors_in(output))
+        outputs = tensors_in(output)
         finding.event = probe.origin(outputs)
         if finding.event is None and backward:
             finding.event = _backward(record, model, outputs, leaves, probe, finding)
@@ -86,8 +91,33 @@ def run_again(record: Record, model: torch.nn.Module) -> Iterator[tuple[Args, Kw
         return copy.view_as(copy)  # what wants gradients must not be written in place as a leaf; the run's was none
 
     with _unobserved(), as_it_was(record, model), torch.enable_grad():
-        args, kwargs = map_tensors(record.args, detached), map_tensors(record.kwargs, detached)
+        args = tuple(_copied(value, detached) for value in record.args)
+        kwargs = {name: _copied(value, detached) for name, value in record.kwargs.items()}
         yield args, kwargs, leaves
+
+
+def _copied(value: object, detached: Callable[[torch.Tensor], torch.Tensor]) -> object:
+    """A copy of one argument: a forward that writes into its batch, or collects in it, must not do so twice.
+
+    ``detached`` copies a tensor. Objects that move themselves (``.to``) are asked for a copy, or copied with their
+    attributes; any other object is handed over itself.
+    """
+
+    def copied_leaf(leaf: Any) -> object:
+        if isinstance(leaf, torch.Tensor):
+            return detached(leaf)
+        if callable(getattr(leaf, "clone", None)):
+            with torch.no_grad():
+                return leaf.clone()
+        clone = copy.copy(leaf)
+        for name, attribute in getattr(clone, "__dict__", {}).items():
+            clone.__dict__[name] = map_tree(attribute, detached, objects=False)
+        return clone
+
+    changed = map_tree(value, copied_leaf)
+    if changed is value and isinstance(value, (list, dict, set)):
+        return copy.copy(value)
+    return changed
 
 
 def _backward(

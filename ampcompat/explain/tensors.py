@@ -1,44 +1,12 @@
-"""Looking at tensors: finding them in nested structures, and what in them is not finite."""
+"""Look at tensors: what in them is not finite, how large they are, what memory they share."""
 
 from __future__ import annotations
-
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 
 #: The largest float16, and the least one above zero.
 LARGEST, LEAST = 65504.0, 2.0**-24
 HALVES = (torch.float16, torch.bfloat16)
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Every tensor in nested lists, tuples, mappings and dataclasses, in a fixed order."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
-
-
-def map_tensors(value: object, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``change`` applied to every tensor in lists, tuples and dicts."""
-    if isinstance(value, torch.Tensor):
-        return change(value)
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change) for item in value]
-        make = getattr(type(value), "_make", type(value))
-        return make(items)
-    if type(value) is dict:
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    return value
 
 
 def readable(tensor: torch.Tensor) -> bool:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat._types import Optimizer, ParamGroup
 from ampcompat.amp.masters import Master, master_of
 from ampcompat.explain.cure import BFLOAT16
+from ampcompat.explain.growth import Growth, Sizes, name_of
 from ampcompat.explain.numbers import MASTERS, Unheld, optimizer_name, unheld
 from ampcompat.explain.tensors import HALVES, LARGEST, is_finite, largest, readable
 from ampcompat.explain.words import Message, cure_fields
@@ -30,6 +30,8 @@ class Written:
         bad: How many of its elements are not finite, and of how many.
         why: Causes that were found, the likeliest first.
         cures: The likeliest first.
+        numbers: Those among the causes that the parameters' dtype does not hold.
+        growth: The weight that the last steps made many times larger, if any.
     """
 
     optimizer: str
@@ -41,6 +43,7 @@ class Written:
     why: list[str] = field(default_factory=list)
     cures: list[str] = field(default_factory=list)
     numbers: list[Unheld] = field(default_factory=list)
+    growth: Growth | None = None
 
     @property
     def what(self) -> str:
@@ -51,23 +54,38 @@ class Written:
         return f"{entry}{name} ({dtype}): {self.bad[0]} of {self.bad[1]} elements are not finite"
 
 
-def all_finite(optimizer: Optimizer) -> bool:
+def examine(optimizer: Optimizer) -> tuple[bool, list[Sizes]]:
     """Whether all weights that ``optimizer`` steps, the halves of masters too, and all its state are finite.
 
     Reads the device: one host sync each.
+
+    Returns:
+        That, and how large the weights are, which stays on the device.
     """
-    lists: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    stepped: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    others: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for _, param in _params(optimizer):
+        if param.numel():
+            stepped.setdefault((param.device, param.dtype), []).append(param)
         master = master_of(param)
         halves = [] if master is None else [master.half]
-        for tensor in (param, *halves, *(tensor for _, tensor in _state(optimizer, param))):
+        for tensor in (*halves, *(tensor for _, tensor in _state(optimizer, param))):
             if tensor.numel():
-                lists.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+                others.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     flags: dict[torch.device, list[torch.Tensor]] = {}
-    for (device, _), tensors in lists.items():
-        largest_of_each = torch.stack(_torch.foreach_norm(tensors, float("inf")))
+    sizes: list[Sizes] = []
+    for (device, _), tensors in stepped.items():
+        largest_of_each = _largest_of_each(tensors)
         flags.setdefault(device, []).append(torch.isfinite(largest_of_each).all())
-    return all(bool(torch.stack(found).all()) for found in flags.values())
+        sizes.append(Sizes([id(tensor) for tensor in tensors], largest_of_each))
+    for (device, _), tensors in others.items():
+        flags.setdefault(device, []).append(torch.isfinite(_largest_of_each(tensors)).all())
+    finite = all(bool(torch.stack(found).all()) for found in flags.values())
+    return finite, sizes
+
+
+def _largest_of_each(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(_torch.foreach_norm([tensor.detach() for tensor in tensors], float("inf")))
 
 
 def versions(optimizer: Optimizer) -> list[int]:
@@ -153,8 +171,13 @@ def written_message(found: Written, step: int) -> Message:
         ("what", found.what),
         ("where", f"group {found.group} of {found.optimizer}"),
         *(("why" if not index else "and", why) for index, why in enumerate(found.why)),
-        *cure_fields(found.cures),
     ]
+    cures = found.cures
+    if found.growth is not None:
+        fields.append(("growth", found.growth.text))
+        others = [cure for cure in cures if not cure.startswith("a lower learning rate")]
+        cures = [found.growth.cure, *others]
+    fields += cure_fields(cures)
     data = {
         "optimizer": found.optimizer,
         "group": found.group,
@@ -164,22 +187,11 @@ def written_message(found: Written, step: int) -> Message:
         "not_finite": found.bad[0],
         "elements": found.bad[1],
         "why": found.why,
-        "cures": found.cures,
+        "growth": None if found.growth is None else found.growth.data,
+        "cures": cures,
         "step": step,
     }
     return Message("weights", head, fields, data)
-
-
-def name_of(param: torch.Tensor) -> str:
-    """Qualified name of ``param``, or of the weight whose master it is, in the live models."""
-    master = master_of(param)
-    wanted = (param,) if master is None else (param, master.half)
-    models = list(state.models.live)
-    for model in models:
-        for name, held in model.named_parameters():
-            if any(held is one for one in wanted):
-                return f"{type(model).__name__}.{name}" if len(models) > 1 else name
-    return ""
 
 
 def _whole(tensor: torch.Tensor) -> bool:

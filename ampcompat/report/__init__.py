@@ -17,7 +17,8 @@ def report(steps: int = STEPS) -> Receipt:
     """Observe what runs from here on, and in which dtype: the precision receipt. apex had nothing like it.
 
     Every op of the first ``steps`` optimizer steps is counted, below autocast, where its dtype is what the device sees;
-    compiled code runs eagerly in them. Afterwards only steps, skips and loss scales are noted, without host syncs.
+    compiled code runs eagerly in them. What runs before ``initialize`` is left out. After these steps, only steps,
+    skips and loss scales are noted, without host syncs.
 
     Args:
         steps: Optimizer steps whose ops are counted.

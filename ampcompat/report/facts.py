@@ -200,8 +200,7 @@ def _why(entry: Reason) -> str:
     """As in "60.0 % kept in float32 (head, tail)"."""
     modules = entry["modules"]
     more = f" and {len(modules) - SHOWN} more" if len(modules) > SHOWN else ""
-    reason = entry["reason"] or "for a reason that is not known"
-    return f"{_percent(entry['share'])} {reason} ({', '.join(modules[:SHOWN])}{more})"
+    return f"{_percent(entry['share'])} {entry['reason']} ({', '.join(modules[:SHOWN])}{more})"
 
 
 def _slow(latest: Session, devices: list[str]) -> list[str]:

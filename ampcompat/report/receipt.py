@@ -41,6 +41,7 @@ class Receipt:
         self._trace, self._history = OpTrace(), History()
         self._models = Models()
         self._first: int | None = None
+        self._initialized = state.session is not None
         self._folder, self._argv = folder, list(sys.argv if argv is None else argv)
         self._started, self._clock = datetime.now(timezone.utc).astimezone(), time.monotonic()
         self._process, self._child = os.getpid(), False
@@ -77,8 +78,11 @@ class Receipt:
 
     # -- events ----------------------------------------------------------------------------------------------------
     def on_initialize(self) -> None:
-        """Begin to count, in a process that the script has started."""
+        """Begin to count: what ran before the first ``initialize`` could not be half."""
         self._heed_fork()
+        if not self._initialized:
+            self._initialized = True
+            self._trace.forget()
         if self._child and not self._trace.running and not self._traced:
             self._rank = rank()
             self._trace.start()

@@ -66,7 +66,7 @@ class Point(TypedDict):
 
 
 class WideProduct(TypedDict):
-    """Describe a forward product that was not half, and why, where that is known."""
+    """Describe a forward product that was not half, and why."""
 
     op: str
     module: str

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
-from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -18,40 +16,22 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.keep_fp32 import BorderPolicy
-from ampcompat.amp.optimizer import step_was_skipped
-from ampcompat.amp.rules import Rule, make_kernel, make_wrapper
-from ampcompat.explain.tensors import HALVES, readable, tensors_in
+from ampcompat.amp.trees import tensors_in
+from ampcompat.explain.tensors import HALVES, readable
+from ampcompat.report.reasons import OUTSIDE, Called, why_not_half
 
 #: Multiplications of these dimensions run on tensor cores without padding.
 MULTIPLE = 8
 
 
 class Product(NamedTuple):
-    """A matrix product, convolution or attention: what FLOPs are counted of; and why it is not half, if known."""
+    """A matrix product, convolution or attention: what FLOPs are counted of; and why it is not half, if it is not."""
 
     op: str
     module: str
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
     reason: str = ""
-
-
-class Called(NamedTuple):
-    """A module whose forward is running.
-
-    Attributes:
-        name: Qualified, or its class name.
-        given: Whether it or a module around it is one that ``initialize`` was given.
-        kept: Whether it or a module around it is kept in float32.
-    """
-
-    name: str
-    given: bool
-    kept: bool
-
-
-_WIDEST = "{} takes its widest input's dtype"
-OUTSIDE = Called("(outside of modules)", given=False, kept=False)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -125,9 +105,12 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for name, inner in module.named_modules():  # of a model that initialize was not given
                 self.names.setdefault(id(inner), ".".join(filter(None, (type(module).__name__, name))))
         around = self.modules[-1] if self.modules else OUTSIDE
-        given = around.given or module in state.models.live
-        kept = around.kept or isinstance(module.__dict__.get("_amp_policy"), BorderPolicy)
-        self.modules.append(Called(self.names[id(module)], given, kept))
+        own_policy = module.__dict__.get("_amp_policy")
+        at_border = isinstance(own_policy, BorderPolicy)
+        policy = around.policy
+        if own_policy is not None and not at_border:
+            policy = own_policy
+        self.modules.append(Called(self.names[id(module)], policy, kept=around.kept or at_border))
 
     def _leave_module(self, module: torch.nn.Module, args: object, output: object) -> None:
         if self.modules:
@@ -192,53 +175,13 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if direction != "backward":
             called = self.modules[-1] if self.modules else OUTSIDE
             shapes = tuple(tuple(t.shape) for t in inputs if t.dim() > 1)
-            reason = "" if is_half(dtype) else _reason(called, dtype, inputs[0].device.type)
+            reason = ""
+            if not is_half(dtype):
+                reason = why_not_half(func, called, inputs[0].dtype, inputs[0].device.type)
             product = Product(func.overloadpacket.__name__, called.name, dtype, shapes, reason)
             self.products[product] += flops
             self.calls[product] += 1
             self.module_flops[called.name, dtype] += flops
-
-
-def _reason(called: Called, dtype: str, device_type: str) -> str:
-    """Why a product of the forward is not half where half is on; "" where that is not known."""
-    latest, thread = state.session, state.casts.thread
-    if latest is None or not latest.enabled or not (latest.policy.half or latest.policy.casts.enabled):
-        return ""
-    caller = _caller()
-    if dtype == "float64":
-        reason = "its inputs are float64"
-    elif thread.disabled:
-        reason = "under disable_casts"
-    elif called.kept:
-        reason = "kept in float32"
-    elif caller:
-        reason = caller
-    elif thread.regions.get(device_type):
-        reason = "in a region of torch.autocast"
-    elif not called.given and latest.policy.half is not None and not latest.policy.casts.enabled:
-        reason = "not given to initialize"
-    else:
-        reason = ""
-    return reason
-
-
-def _caller() -> str:
-    """Which function on the stack keeps the op that runs from half: listed or registered, or an optimizer's step."""
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None:
-        file, function, names = frame.f_code.co_filename, frame.f_code.co_name, frame.f_locals
-        if function == "kernel" and file == make_kernel.__code__.co_filename and "call" in names:
-            op = _torch.op_name(names["call"]).removeprefix("aten::")
-            return _WIDEST.format(op) if names["target"] is not None else f"{op} is on the float list"
-        if function == "wrapper" and file == make_wrapper.__code__.co_filename and names["rule"] is not Rule.HALF:
-            name = getattr(names["function"], "__name__", "a function")
-            return (
-                _WIDEST.format(name) if names["rule"] is Rule.PROMOTE else f"{name} is registered as a float function"
-            )
-        if file == step_was_skipped.__code__.co_filename:  # a step, or the closure that it calls
-            return "" if function == "evaluate" else "in an optimizer step"
-        frame = frame.f_back
-    return ""
 
 
 def is_half(dtype: str) -> bool:

@@ -1,5 +1,6 @@
 """The autopsy of faults whose culprit is known: it must name it, and the cure must cure."""
 
+import json
 import re
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.explain import explain_overflows
+from ampcompat.explain import explain_in_words, explain_overflows
 
 
 def lose_a_step(model, x, level="O1", loss_of=lambda y: y.float().pow(2).mean(), steps=1, **options):
@@ -203,7 +204,7 @@ def test_a_bad_batch(capsys, value):
     (entry,) = fields(capsys.readouterr().err)
     assert entry["what"] == "input 0 was not finite before the forward"
     assert entry["where"] == "Head"
-    assert "no matter of precision: look at the data loader" in entry["cure"]
+    assert "precision is not the cause: look at the data loader" in entry["cure"]
 
 
 def test_a_batch_beyond_float16_at_o2(capsys):
@@ -271,6 +272,56 @@ def test_a_buffer_that_is_not_finite(capsys):
     assert entry["cure"].startswith("running statistics of a batch that was not finite, or an average")
 
 
+class Normed(nn.Module):
+    """A layer whose result, if it is not finite, goes into the running statistics of a batch norm too."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.bn = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.bn(self.fc(x))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_running_statistics_that_the_batch_itself_spoiled(capsys, level):
+    """They are written by the forward that overflowed: what overflowed was there first."""
+    model = Normed()
+    with torch.no_grad():
+        model.fc.weight.fill_(1e38 if level == "O0" else 1e4)
+    lose_a_step(model, torch.full((4, 8), 50.0), level)
+    assert not model.bn.running_mean.isfinite().all()
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"].startswith("linear (aten::")
+    assert entry["where"] == "fc (Linear), in Normed"
+    assert "self.bn(self.fc(x))" in entry["line"]
+
+
+def test_running_statistics_that_an_earlier_batch_spoiled(capsys):
+    """A training batch norm does not read them: the op that overflows now is at fault."""
+    model = Normed()
+    model.bn.running_var.fill_(float("inf"))
+    with torch.no_grad():
+        model.fc.weight.fill_(1e4)
+    lose_a_step(model, torch.full((4, 8), 50.0), "O2")
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["where"] == "fc (Linear), in Normed"
+
+
+@pytest.mark.parametrize("frozen", ["eval", "no momentum"])
+def test_running_statistics_that_the_forward_reads(capsys, frozen):
+    model = Normed()
+    model.bn.running_mean.fill_(float("nan"))
+    if frozen == "eval":
+        model.eval()
+    else:
+        model.bn.register_forward_pre_hook(lambda bn, args: bn.eval() and None)
+    lose_a_step(model, torch.randn(4, 8), "O1")
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"] == "buffer bn.running_mean was not finite before the forward"
+
+
 def log_of_zero_outside(y):
     p = torch.sigmoid(y.float()) * 0
     return -torch.log(p).mean()
@@ -302,3 +353,203 @@ def test_a_model_that_overflows_while_the_loss_function_is_watched(capsys):
     assert "That code is watched from now on" in first["head"]
     assert second["what"].startswith("the cast to float16")
     assert "self.last(self.fc(x))" in second["line"]
+
+
+def test_gradients_whose_sum_overflows(capsys):
+    """Each forward stays finite; their half gradients are added before they are unscaled."""
+    model = nn.Linear(1, 1)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    explain_overflows()
+    for delay in (True, False):
+        with amp.scale_loss(model(torch.ones(1, 1)).sum() * 0.7, optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+    optimizer.step()
+    (entry,) = fields(capsys.readouterr().err)
+    assert "or the sum of the gradients of these 2 forwards overflowed." in entry["head"]
+
+
+# -- lines of code that is not below the model -------------------------------------------------------------------------
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_model_without_code_of_the_user_has_the_line_that_calls_it(capsys, level):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    with torch.no_grad():
+        model[1][0].weight.fill_(1e38 if level == "O0" else 6e4)
+    lose_a_step(model, torch.full((4, 8), 100.0), level)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["where"] == "1.0 (Linear), in Sequential"
+    assert re.match(r".*test_known_culprits.py:\d+: with amp.scale_loss\(loss_of\(model\(x\)\)", entry["line"])
+
+
+def test_a_sequential_that_overflows_in_backward_has_the_line_that_calls_it(capsys):
+    torch.manual_seed(0)
+    lose_a_step(nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8), "O2", loss_of=lambda y: y.sum() * 0.9)
+    (entry,) = fields(capsys.readouterr().err)
+    assert (entry["pass"], entry["where"]) == ("backward", "0 (Linear), in Sequential")
+    assert "loss_of(model(x))" in entry["line"]
+
+
+class LogOfZero(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        divisor = x * 0
+        return grad / divisor
+
+
+class UsesFunction(nn.Module):
+    def __init__(self, after):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.act = nn.Module()
+        self.act.forward = lambda x: LogOfZero.apply(x)
+        self.after = after
+
+    def forward(self, x):
+        return self.after(self.act(self.fc(x)))
+
+
+@pytest.mark.parametrize("after", [lambda y: y, lambda y: y * 0.5], ids=["last", "followed"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_the_backward_of_a_custom_function_has_its_own_line(capsys, level, after):
+    lose_a_step(UsesFunction(after), torch.randn(4, 8), level)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["pass"] == "backward"
+    assert entry["what"].startswith("LogOfZero (aten::div) gave a result that is not finite")
+    assert entry["where"] == "act (Module), in UsesFunction"
+    assert entry["line"].endswith(": return grad / divisor")
+
+
+class InfForZero(torch.autograd.Function):
+    """Its backward hands an op of torch's the fault: no line of its own runs when that is found."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("inf")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_custom_function_as_the_model(capsys, level):
+    class Whole(nn.Linear):
+        def forward(self, x):
+            return InfForZero.apply(super().forward(x))
+
+    lose_a_step(Whole(8, 8), torch.randn(4, 8), level)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["where"] == "Whole itself"
+    assert entry["line"].endswith(': return grad * float("inf")')
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_class_weight_that_is_not_finite(capsys, level):
+    weight = torch.tensor([1.0, float("inf"), 1.0])
+    target = torch.tensor([0, 1, 2, 0])
+
+    def loss_of(y):
+        return F.cross_entropy(y.float(), target, weight=weight)
+
+    lose_a_step(nn.Linear(8, 3), torch.randn(4, 8), level, loss_of=loss_of, steps=3)
+    entry = fields(capsys.readouterr().err)[-1]
+    assert entry["what"] == "weight given to cross_entropy (float32 of shape (3,)) was not finite before"
+    assert entry["where"] == "outside of any module"
+    assert entry["line"].endswith(": return F.cross_entropy(y.float(), target, weight=weight)")
+    assert entry["cure"] == "precision is not the cause: look at what makes that tensor"
+
+
+def test_a_constant_of_a_module_that_is_not_finite(capsys):
+    """Neither parameter nor buffer nor input: a tensor that it holds as an attribute."""
+
+    class Scaled(nn.Linear):
+        scale = torch.full((8,), float("nan"))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    lose_a_step(Scaled(8, 8), torch.randn(4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"] == "a tensor given to mul (float32 of shape (8,)) was not finite before"
+    assert entry["where"] == "Scaled itself"
+    assert entry["line"].endswith(": return super().forward(x) * self.scale")
+
+
+# -- a learning rate that is too high ----------------------------------------------------------------------------------
+def diverge(level, rate, steps=40, decay=1.0, **options):
+    """Train a small net until it overflows, or for ``steps``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+    explain_overflows(limit=1)
+    x, y = torch.randn(16, 8), torch.randn(16, 4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_learning_rate_that_is_too_high(capsys, level):
+    """No precision holds it; keeping a layer in float32 is no cure."""
+    options = {"loss_scale": 128.0} if level in ("O1", "O2") else {}
+    diverge(level, 50, **options)
+    entry = fields(capsys.readouterr().err)[0]
+    assert entry["cure"].startswith("a lower learning rate than 50, a warmup, or clipped gradients")
+    assert re.match(r"\S+ grew from \S+ to \S+ in \d+ steps?, at lr=50", entry["growth"])
+
+
+def test_the_highest_learning_rate_of_these_steps_is_named(capsys):
+    diverge("O0", 40, decay=0.9)
+    entry = fields(capsys.readouterr().err)[0]
+    assert entry["growth"].endswith("at lr=40")
+
+
+def test_the_growth_of_weights_as_json(capsys):
+    explain_in_words("json")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    x = torch.full((2, 4), 100.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).pow(2).mean() * 1e-2, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    fault = json.loads(capsys.readouterr().err.splitlines()[0])
+    growth = fault["growth"]
+    assert growth["parameter"] == "weight"
+    assert (growth["steps"], growth["lr"]) == (1, 50.0)
+    assert growth["after"] > 10 * growth["before"] > 0
+
+
+def test_weights_that_stay_what_they_are_are_not_blamed(capsys):
+    torch.manual_seed(0)
+    lose_a_step(T5Like(), torch.ones(4, 16), "O1", steps=3)
+    assert not any("growth" in entry or "learning rate" in entry["cure"] for entry in fields(capsys.readouterr().err))
+
+
+def test_weights_that_were_loaded_did_not_grow(capsys):
+    """Larger ones than before, and no step's doing."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    for size in (1.0, 1e5):
+        optimizer.zero_grad()
+        model.load_state_dict({"weight": torch.full((4, 4), size), "bias": torch.zeros(4)})
+        with amp.scale_loss(model(torch.ones(2, 4)).float().pow(2).mean() * 0.1, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    (entry,) = fields(capsys.readouterr().err)
+    assert "growth" not in entry

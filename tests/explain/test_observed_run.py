@@ -1,9 +1,12 @@
 """The autopsy leaves the run that it observes as it would have been, bitwise, and keeps little."""
 
 import copy
+import dataclasses
 import gc
 import random
 import weakref
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -229,6 +232,110 @@ def test_inputs_that_were_written_since_are_mentioned(capsys):
     x.fill_(float("inf"))
     optimizer.step()
     assert "The inputs were written since the forward" in capsys.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    name: str = ""
+
+
+class Frozen(Mapping):
+    def __init__(self, given):
+        self.given = dict(given)
+
+    def __getitem__(self, key):
+        return self.given[key]
+
+    def __iter__(self):
+        return iter(self.given)
+
+    def __len__(self):
+        return len(self.given)
+
+
+class Batch:
+    """An object that moves itself, as many libraries have."""
+
+    def __init__(self, x):
+        self.x, self.seen = x, []
+
+    def to(self, *args, **kwargs):
+        return self
+
+
+class Cloned(Batch):
+    """One that keeps its tensors where nobody else knows."""
+
+    __slots__ = ()
+
+    def clone(self):
+        return Cloned(self.x.clone())
+
+
+BATCHES = {
+    "list": (lambda x: [x], lambda batch: batch[0]),
+    "dict": (lambda x: {"x": x}, lambda batch: batch["x"]),
+    "OrderedDict": (lambda x: OrderedDict(x=x), lambda batch: batch["x"]),
+    "defaultdict": (lambda x: defaultdict(list, x=x), lambda batch: batch["x"]),
+    "UserDict": (lambda x: UserDict(x=x), lambda batch: batch["x"]),
+    "Mapping": (lambda x: Frozen({"x": x}), lambda batch: batch["x"]),
+    "dataclass": (Pair, lambda batch: batch.x),
+    "object with to": (Batch, lambda batch: batch.x),
+    "object with clone": (Cloned, lambda batch: batch.x),
+    "nested": (lambda x: {"pairs": [(Pair(x), 1)]}, lambda batch: batch["pairs"][0][0].x),
+}
+
+
+class WritesItsBatch(nn.Module):
+    """Adds in place to its batch, and takes the logarithm of zero."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.read = read
+
+    def forward(self, batch):
+        x = self.read(batch)
+        x += 1
+        return torch.log(self.fc(x) * 0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_what_a_forward_writes_into_its_batch_is_written_once(kind, level, capsys):
+    pack, read = BATCHES[kind]
+    model = WritesItsBatch(read)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    explain_overflows()
+    batch = pack(torch.zeros(2, 4))
+    with amp.scale_loss(model(batch).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert "torch.log(" in capsys.readouterr().err
+    assert torch.equal(read(batch), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("empty", [list, dict, set])
+def test_what_a_forward_collects_in_an_argument_is_collected_once(empty, capsys):
+    class Collects(nn.Linear):
+        def forward(self, x, seen):
+            if isinstance(seen, dict):
+                seen[len(seen)] = "layer"
+            else:
+                (seen.append if isinstance(seen, list) else seen.add)(len(seen))
+            return torch.log(super().forward(x) * 0)
+
+    model = Collects(4, 4)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    explain_overflows()
+    seen = empty()
+    with amp.scale_loss(model(torch.ones(2, 4), seen=seen).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert "torch.log(" in capsys.readouterr().err
+    assert len(seen) == 1
 
 
 def test_two_models_and_the_one_at_fault(capsys):

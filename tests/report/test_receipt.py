@@ -121,9 +121,9 @@ def test_casts_of_one_layer_at_o2_include_those_of_the_masters():
     facts = one_step(lambda: nn.Linear(8, 5), torch.randn(4, 8), "O2")
     casts = {(c["from"], c["to"]): (c["count"], c["bytes"]) for c in facts["casts"]}
     assert casts["float16", "float32"] == (3, 2 * (Y + W + B))  # the result; the gradients, to those of the masters
-    # The weights in initialize, in the forward and before the step (is half(master) what the model has?), and after the
-    # step; the input; the gradient of the result.
-    assert casts["float32", "float16"] == (10, 4 * (4 * (W + B) + X + Y))
+    # The weights in the forward and before the step (is half(master) what the model has?), and after the step; the
+    # input; the gradient of the result. Those of initialize came before counting began.
+    assert casts["float32", "float16"] == (8, 4 * (3 * (W + B) + X + Y))
 
 
 def test_what_is_written_in_place_takes_no_memory():
@@ -549,6 +549,127 @@ def test_mostly_float32_because_of_float64():
     other = nn.Linear(8, 256).double()
     _, reasons, _ = why(lambda: nn.Linear(8, 8), "O1", outside=lambda y: other(y.double()))
     assert reasons == [("its inputs are float64", ["Linear"])]
+
+
+def with_out(y):
+    torch.mm(y.detach().float(), torch.ones(8, 64), out=torch.empty(8, 64))
+    return y
+
+
+def switched_off(y):
+    torch.set_autocast_enabled("cpu", False)
+    torch.mm(y.detach().float(), torch.ones(8, 64))
+    torch.set_autocast_enabled("cpu", True)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("outside", "reason"),
+    [
+        (with_out, "no cast is made with out="),
+        (switched_off, "no cast reached it"),
+    ],
+)
+def test_what_casts_at_o1_do_not_reach(outside, reason):
+    _, reasons, text = why(lambda: nn.Linear(8, 8), "O1", outside=outside)
+    assert reasons == [(reason, ["(outside of modules)"])]
+    assert re.search(rf"mm +\(outside of modules\) +.* +{reason}$", text, re.MULTILINE)
+
+
+class Widened(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).float() @ self.weight.float()
+
+
+@pytest.mark.parametrize("level", ["O2", "O3"])
+def test_a_half_model_that_multiplies_float32(level):
+    _, reasons, _ = why(lambda: Widened(8, 8), level)
+    assert reasons == [("its inputs are float32", ["Widened"])]
+
+
+def test_a_model_at_o0_beside_one_in_half():
+    torch.manual_seed(0)
+    receipt = amp.report(steps=1)
+    wide, half = nn.Linear(8, 8), nn.Linear(8, 8)
+    wide = amp.initialize(wide, opt_level="O0", verbosity=0)
+    half, optimizer = amp.initialize(half, torch.optim.SGD(half.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    with amp.scale_loss(half(wide(torch.ones(8, 8))).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    reasons = [(w["reason"], w["modules"]) for w in receipt.facts()["why_float32"]]
+    assert reasons == [("opt_level O0 is float32 throughout", ["Linear"])]
+
+
+def test_a_device_that_holds_no_initialized_model(monkeypatch):
+    def outside(y):
+        monkeypatch.setattr(state.casts, "device_types", ("cuda",))
+        return switched_off(y)
+
+    _, reasons, _ = why(lambda: nn.Linear(8, 8), "O1", outside=outside)
+    assert reasons == [("no initialized model is on cpu", ["(outside of modules)"])]
+
+
+def test_a_closure_is_not_the_optimizer_step_that_calls_it():
+    receipt = amp.report(steps=1)
+    model = nn.Linear(8, 8)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+
+    def closure():
+        with amp.scale_loss((model(torch.ones(8, 8)) @ torch.ones(8, 8)).mean(), optimizer) as scaled:
+            scaled.backward()
+
+    optimizer.step(closure)
+    reasons = [(w["reason"], w["modules"]) for w in receipt.facts()["why_float32"]]
+    assert reasons == [("not given to initialize", ["(outside of modules)"])]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (None, "amp.initialize was not called"),
+        ({"enabled": False}, "amp.initialize was given enabled=False"),
+        ({"opt_level": "O0"}, "opt_level O0 is float32 throughout"),
+    ],
+)
+def test_no_product_is_without_a_reason(options, reason):
+    receipt = amp.report(steps=1)
+    model = nn.Linear(8, 8)
+    if options is not None:
+        model = amp.initialize(model, verbosity=0, **options)
+    model(torch.ones(8, 8))
+    assert [product["reason"] for product in receipt.facts()["would_repay"]] == [reason]
+
+
+def test_what_runs_before_initialize_is_not_counted():
+    receipt = amp.report(steps=1)
+    model = nn.Linear(8, 8)
+    torch.ones(256, 256) @ torch.ones(256, 256)
+    model(torch.ones(8, 8))
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    with amp.scale_loss(model(torch.ones(8, 8)).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    facts = receipt.facts()
+    assert facts["flops"]["forward"] == {"float16": 2 * 8**3}
+    assert facts["would_repay"] == []
+    assert [m["module"] for m in facts["modules"]] == ["Linear"]
+    assert facts["sentences"][0] == "Half precision is on: 100.0 % of the FLOPs ran in float16."
+
+
+def test_a_second_initialize_forgets_nothing():
+    receipt = amp.report(steps=1)
+    first = amp.initialize(nn.Linear(8, 8), opt_level="O2", verbosity=0)
+    first(torch.ones(8, 8))
+    amp.initialize(nn.Linear(8, 8), opt_level="O2", verbosity=0)
+    assert receipt.facts()["flops"]["forward"] == {"float16": 2 * 8**3}
+
+
+def test_a_receipt_begun_after_initialize_counts_at_once():
+    model = amp.initialize(nn.Linear(8, 8), opt_level="O2", verbosity=0)
+    receipt = amp.report(steps=1)
+    model(torch.ones(8, 8))
+    amp.initialize(nn.Linear(8, 8), opt_level="O2", verbosity=0)
+    assert receipt.facts()["flops"]["forward"] == {"float16": 2 * 8**3}
 
 
 def test_above_half_of_the_flops_nothing_is_said_of_float32():

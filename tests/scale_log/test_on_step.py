@@ -110,6 +110,35 @@ def test_steps_count_over_all_optimizers_and_one_without_a_block_gives_no_record
     assert [(one.step, one.loss_id) for one in seen] == [(1, 0), (3, 1)]
 
 
+def test_a_callback_added_later_counts_as_the_first_one_does():
+    first, second = [], []
+    amp.on_step(first.append)
+    model, optimizer = build()
+    train(model, optimizer, [1.0, INF])
+    amp.on_step(second.append)
+    train(model, optimizer, [1.0])
+    assert [one.step for one in first] == [1, 2, 3]
+    assert second == first[2:]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_steps_made_before_the_first_callback_count(level):
+    model, optimizer = build(level)
+    train(model, optimizer, [1.0, 1.0])
+    seen = []
+    amp.on_step(seen.append)
+    train(model, optimizer, [1.0])
+    assert [one.step for one in seen] == [3]
+
+
+def test_each_call_of_initialize_counts_its_own_steps():
+    seen = []
+    amp.on_step(seen.append)
+    train(*build(), [1.0, 1.0])
+    train(*build(), [1.0])
+    assert [one.step for one in seen] == [1, 2, 1]
+
+
 def test_a_step_with_a_closure():
     model, optimizer = build("O2")
     seen = []

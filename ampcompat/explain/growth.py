@@ -1,0 +1,143 @@
+"""Weights that the last steps made many times larger: a learning rate that is too high, which no precision holds."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ampcompat._state import state
+from ampcompat._types import Optimizer, ParamGroup
+from ampcompat.amp.masters import master_of
+
+#: Steps that are looked back on, and the growth in these that no healthy run has.
+STEPS, FAR = 10, 20.0
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The weight that grew most.
+
+    Attributes:
+        parameter: Qualified name, or "" where no live model has it.
+        before: Its largest magnitude some steps ago.
+        after: Its largest magnitude now.
+        times: How many times larger that is.
+        steps: How many steps were made in between.
+        rate: The highest learning rate of its group in these; None where that is no number.
+    """
+
+    parameter: str
+    before: float
+    after: float
+    times: float
+    steps: int
+    rate: float | None
+
+    @property
+    def text(self) -> str:
+        """As in "conv2.weight grew from 0.21 to 350 in 3 steps, at lr=50"."""
+        name = self.parameter or "a weight"
+        steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
+        rate = "" if self.rate is None else f", at lr={self.rate:g}"
+        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{rate}"
+
+    @property
+    def cure(self) -> str:
+        """What stops it."""
+        than = "" if self.rate is None else f" than {self.rate:g}"
+        return f"a lower learning rate{than}, a warmup, or clipped gradients: no precision holds weights that grow so"
+
+    @property
+    def data(self) -> dict[str, object]:
+        """The same as plain data."""
+        return {
+            "parameter": self.parameter,
+            "before": self.before,
+            "after": self.after,
+            "steps": self.steps,
+            "lr": self.rate,
+        }
+
+
+class Sizes(NamedTuple):
+    """The largest magnitudes of some weights, on the device: the weights' ids, and a tensor in their order."""
+
+    ids: list[int]
+    largest: torch.Tensor
+
+
+class History:
+    """The sizes of the weights of one optimizer, before and after each of its last steps.
+
+    Attributes:
+        seen: The sizes.
+        rates: The learning rates of each step, by param group; None for one that is no number.
+    """
+
+    def __init__(self) -> None:
+        self.seen: deque[list[Sizes]] = deque(maxlen=STEPS + 1)
+        self.rates: deque[list[float | None]] = deque(maxlen=STEPS)
+
+    def begin(self, sizes: list[Sizes]) -> None:
+        """Forget what was seen: something other than a step has written the weights."""
+        self.seen.clear()
+        self.rates.clear()
+        self.seen.append(sizes)
+
+    def add(self, sizes: list[Sizes], optimizer: Optimizer) -> None:
+        """Note the weights after a step of ``optimizer``."""
+        self.seen.append(sizes)
+        self.rates.append([_rate(group) for group in optimizer.param_groups])
+
+    def growth(self, optimizer: Optimizer) -> Growth | None:
+        """The weight of ``optimizer`` that grew most in the last steps; None where none grew far.
+
+        A weight that began at zero, or near it, is compared with the usual one. Reads the device.
+        """
+        if len(self.seen) < 2:
+            return None
+        before = _read(self.seen[0])
+        after = _read(self.seen[-1])
+        usual = statistics.median([size for size in before.values() if size > 0] or [1.0])
+        most = FAR
+        found: Growth | None = None
+        for index, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                then = before.get(id(param), math.inf)
+                now = after.get(id(param), 0.0)
+                times = now / max(then, usual)
+                if times >= most:  # not so for a NaN
+                    most = times
+                    found = Growth(name_of(param), then, now, times, len(self.seen) - 1, self._highest_rate(index))
+        return found
+
+    def _highest_rate(self, group: int) -> float | None:
+        rates = [rates[group] for rates in self.rates if group < len(rates)]
+        return max((rate for rate in rates if rate is not None), default=None)
+
+
+def _read(sizes: list[Sizes]) -> dict[int, float]:
+    return {key: size for part in sizes for key, size in zip(part.ids, part.largest.tolist(), strict=True)}
+
+
+def _rate(group: ParamGroup) -> float | None:
+    rate = group.get("lr")
+    on_device = isinstance(rate, torch.Tensor) and rate.device.type != "cpu"  # not worth a host sync at each step
+    return float(rate) if isinstance(rate, (int, float, torch.Tensor)) and not on_device else None
+
+
+def name_of(param: torch.Tensor) -> str:
+    """Qualified name of ``param``, or of the weight whose master it is, in the live models."""
+    master = master_of(param)
+    wanted = (param,) if master is None else (param, master.half)
+    models = list(state.models.live)
+    for model in models:
+        for name, held in model.named_parameters():
+            if any(held is one for one in wanted):
+                return f"{type(model).__name__}.{name}" if len(models) > 1 else name
+    return ""
