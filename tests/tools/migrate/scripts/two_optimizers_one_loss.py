@@ -7,11 +7,11 @@ from torch import nn
 from apex import amp
 
 parser = argparse.ArgumentParser()
-parser.add_argument('--enc-lr', type=float, default=0.1)
+parser.add_argument('--enc-lr', type=float, default=0.3)
 parser.add_argument('--dec-lr', type=float, default=3e-3)
 parser.add_argument('--steps', type=int, default=16)
 parser.add_argument('--apex-level', default='O1')
-parser.add_argument('--clip', type=float, default=1.0)
+parser.add_argument('--clip', type=float, default=0.1)
 
 
 class Encoder(nn.Module):
