@@ -204,13 +204,18 @@ class Master:
                 return value_moved
         written = counted or (half_moved and is_param)
         if compare and is_param and not (written or traced):  # the master that was handed out, perhaps
-            written = not torch.equal(_torch.bits(value.to(self.dtype)), _torch.bits(half.detach()))
+            written = not self._agrees()
         self._take(half, kept, remember=half_moved and not stepping)
         # NaN differs from itself, and -0.0 equals 0.0. Write past the version counter where none has moved: a graph
         # that holds the weight stays valid.
         (half if counted else half.data).copy_(value)
         self.settle()
         return written
+
+    def _agrees(self) -> bool:
+        """Whether ``half`` is ``value`` as :meth:`push` rounds it, NaN included. Reads the device: one host sync."""
+        rounded = torch.empty_like(self.half).copy_(self.value)
+        return torch.equal(_torch.bits(rounded), _torch.bits(self.half.detach()))
 
     def _catch(self) -> None:
         """Compare by value for ever: a writer moves no version counter."""
@@ -221,7 +226,7 @@ class Master:
         watch, self.rounds = self.watch, max(0, self.rounds - 1)
         if watch is not None and not (self.rounds or watch.steps):
             self.watch = None
-        if torch.equal(_torch.bits(self.value.to(self.half.dtype)), _torch.bits(self.half.detach())):
+        if self._agrees():
             return False, False
         known = None if watch is None else watch.fingerprint
         written = known is None or not torch.equal(_torch.fingerprint(self.half), known)
