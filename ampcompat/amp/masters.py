@@ -234,8 +234,8 @@ class Master:
         return isinstance(self.half, torch.nn.Parameter)
 
     def _sides_differ(self) -> bool:
-        """Whether ``value`` does not round to what ``half`` holds. One host sync."""
-        rounded = self.value.to(self.half.dtype)
+        """Whether ``half`` is not ``value`` as :meth:`push` rounds it, NaN included. One host sync."""
+        rounded = torch.empty_like(self.half).copy_(self.value)
         return not torch.equal(_torch.bits(rounded), _torch.bits(self.half.detach()))
 
     def _always_compare(self) -> None:

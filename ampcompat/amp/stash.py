@@ -290,17 +290,20 @@ def _held_for(param: torch.Tensor, session: Session | None) -> tuple[torch.Tenso
         return (param if masters and master.half.dtype != torch.float32 else master.half), master
     if session is None or param.dtype not in HALF_DTYPES or (master is None and session.policy.half is None):
         return param, master
-    home = _home_of(param) if master is None else None
-    if home is not None and "_amp_half" not in home[0].__dict__:  # of a module that was added after initialize
-        hook(home[0], param.dtype, masters)
+    homes = _homes_of(param) if master is None else []
+    for module, _ in homes:
+        if "_amp_half" not in module.__dict__:  # of a module that was added after initialize
+            hook(module, param.dtype, masters)
     if not masters:
         return param, master
+    for module, name in homes:
+        master = ensure_master(module, name)
     if master is None:
-        master = Master(param) if home is None else ensure_master(*home)
+        master = Master(param)
     return master.value, master
 
 
-def _home_of(param: torch.Tensor) -> tuple[torch.nn.Module, str] | None:
-    """The module of an initialized model that holds ``param``, and its name there."""
-    modules = (module for model in state.models.live for module in model.modules())
-    return next(((m, name) for m in modules for name, held in m._parameters.items() if held is param), None)
+def _homes_of(param: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
+    """The modules of initialized models that hold ``param`` (several where it is tied), and its name in each."""
+    modules = dict.fromkeys(module for model in state.models.live for module in model.modules())
+    return [(module, name) for module in modules for name, held in module._parameters.items() if held is param]

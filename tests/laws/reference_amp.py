@@ -245,8 +245,8 @@ class Reference:
         index = step["weight"] % len(self.weights)
         weight = self.weights[index]
         places = self.places(weight)
-        if not places:
-            return False
+        if not places or (step["when"] == "early" and self.owner(weight) is None):
+            return False  # nothing tells amp of a parameter that a model comes to hold without one before it
         step["wide"] = step["wide"] and weight.has_master and self.owner(weight) is not None
         leaf = programs.replacement(weight.leaf, step, step["wide"])
         exact = leaf.detach().float()
@@ -503,7 +503,7 @@ class Reference:
         return True
 
     def tensors(self):
-        return [w.value for w in self.weights] + [b for m in self.models for b in m.buffers()]
+        return [w.value for w in self.weights if self.places(w)] + [b for m in self.models for b in m.buffers()]
 
     def state_dicts(self):
         return (

@@ -4,6 +4,7 @@ A program that fails is named by its seed: ``pytest "tests/laws/test_training_la
 """
 
 import contextlib
+import copy
 import io
 import pprint
 
@@ -204,7 +205,7 @@ class Real:
         self.kept = self.saved = self.state_dict()
 
     def rewind(self, step):
-        self.load(self.kept, list(self.kept))
+        self.load(copy.deepcopy(self.kept), list(self.kept))  # optimizers alias what they load, and step it
 
     def state_dict(self):
         saved = {f"model{n}": model.state_dict() for n, model in enumerate(self.models)}

@@ -4,9 +4,10 @@ import copy
 
 import pytest
 import torch
-from nets import Net, batch, masters_agree
+from nets import Net, Tied, batch, masters_agree
 
 from ampcompat import amp
+from ampcompat.amp.masters import masters_of
 
 HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 
@@ -103,6 +104,23 @@ def test_a_half_parameter_of_no_model_is_trained_by_a_master(level):
     *_, master = amp.master_params(optimizer)
     assert torch.equal(master, torch.full((4,), 1 - 3 * 2.0**-14))  # no half holds it
     assert torch.equal(loose, master.to(HALF[level]))
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_tied_weight_that_is_added_late_is_known_under_both_names(level):
+    torch.manual_seed(0)
+    model = Tied()
+    extra = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([extra], lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer.add_param_group({"params": [model.encoder.weight], "lr": 0.5})
+    old = model.encoder.weight
+    model.encoder.weight = torch.nn.Parameter(torch.rand(4, 4))
+    with pytest.warns(UserWarning, match="was untied after amp.initialize"):
+        model(batch())
+    assert model.decoder.weight is old
+    assert {id(m.half) for m in masters_of(model)} == {id(p) for p in model.parameters()}
+    masters_agree(model)
 
 
 def pair(level):

@@ -198,3 +198,17 @@ def test_odd_strides_train_and_are_followed(level, kind):
     model.weight.data.fill_(0.5)
     model(torch.ones(()))
     assert torch.equal(next(amp.master_params(optimizer)), torch.full_like(want, 0.5))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_weights_that_are_not_numbers_are_written_by_nobody(level):
+    """Rounding makes other bits of them in other strides, which are no reason to write into a graph."""
+    model = Scaled(torch.randn(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with torch.no_grad():
+        next(amp.master_params(optimizer)).copy_(-torch.full((4, 4), float("nan")))
+    transposed(model)
+    model(torch.ones(()))
+    x = torch.ones((), requires_grad=True)
+    (model(x) + model(x)).backward()
