@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable
 
 from ampcompat._extensions import EXTENSIONS
@@ -42,9 +43,10 @@ def dotted(node: ast.AST) -> str | None:
 class Bindings:
     """The file-wide table name -> apex symbol.
 
-    A name that any import of the file binds to apex counts as apex everywhere in the file, except where a function's
-    parameter shadows it. Names that another import binds too (``except ImportError: from torch.cuda import amp``) are
-    ambiguous: they count as apex only for symbols that apex has.
+    A name that any import of the file binds to apex, or an assignment of such a name (``self.amp = amp``), counts as
+    apex everywhere in the file, except where a function's parameter shadows it. Names that are bound to something else
+    too (``except ImportError: from torch.cuda import amp``) are ambiguous: they count as apex only for symbols that
+    apex has.
     """
 
     def __init__(self, nodes: Iterable[ast.AST]) -> None:
@@ -59,15 +61,18 @@ class Bindings:
                     self._import(alias, other)
             elif isinstance(node, ast.ImportFrom):
                 self._import_from(node, other)
-            elif isinstance(node, ast.Assign) and len(node.targets) == 1:
-                target = dotted(node.targets[0])
-                if target is not None and isinstance(node.value, ast.Attribute | ast.Name):
-                    assigned.append((target, node.value))
+            elif isinstance(node, ast.Assign):
+                assigned += _pairs(node.targets, node.value)
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                assigned += _pairs([node.target], node.value)
+        self._most_parts = max((name.count(".") + 1 for name in (*self.names, *(t for t, _ in assigned))), default=0)
         for target, value in assigned:
             symbol = self.resolve(dotted(value))
             # Only modules and symbols of the table: `x = amp._amp_state.loss_scalers[0]` is no alias.
-            if symbol in SYMBOLS and target not in self.names:
-                self.names[target] = symbol
+            if symbol in SYMBOLS:
+                self.names.setdefault(target, symbol)
+            elif symbol is None:
+                other.add(target)
         self.ambiguous = other & set(self.names)
         #: Where a chain of attributes must begin to name anything of apex.
         self.heads = {name.partition(".")[0] for name in self.names}
@@ -88,25 +93,45 @@ class Bindings:
             elif alias.name != "*":
                 self.names[alias.asname or alias.name] = f"{module}.{alias.name}"
             else:
-                for symbol in SYMBOLS:
-                    parent, _, name = symbol.rpartition(".")
-                    if parent == apex_name(module) and not name.startswith("_"):
-                        self.names.setdefault(name, symbol)
+                for name in _public_names(apex_name(module)):
+                    self.names.setdefault(name, f"{apex_name(module)}.{name}")
 
     def resolve(self, name: str | None) -> str | None:
         """The apex symbol that a dotted name of the file means, or None."""
+        bound = self.bound(name)
+        if name is None or bound is None:
+            return None
+        symbol = apex_name(self.names[bound] + name[len(bound) :])
+        if bound in self.ambiguous and symbol not in SYMBOLS:
+            return None
+        return symbol
+
+    def bound(self, name: str | None) -> str | None:
+        """The longest beginning of a dotted name that is bound to something of apex: ``self.amp``, or ``amp``."""
         if name is None:
             return None
-        head, rest = name, ""
-        while head:
-            if head in self.names:
-                symbol = apex_name(self.names[head] + rest)
-                if head in self.ambiguous and symbol not in SYMBOLS:
-                    return None
-                return symbol
-            head, _, last = head.rpartition(".")
-            rest = f".{last}{rest}"
+        # No bound name has more parts than this one.
+        parts = name.split(".", self._most_parts)[: self._most_parts]
+        while parts:
+            beginning = ".".join(parts)
+            if beginning in self.names:
+                return beginning
+            parts.pop()
         return None
+
+
+@functools.cache
+def _public_names(module: str | None) -> tuple[str, ...]:
+    """What a star imports from a module of apex."""
+    names = (symbol.rpartition(".") for symbol in SYMBOLS)
+    return tuple(name for parent, _, name in names if parent == module and not name.startswith("_"))
+
+
+def _pairs(targets: list[ast.expr], value: ast.expr) -> list[tuple[str, ast.expr]]:
+    """Names with what is assigned to them, where that is a name too: ``self.amp = amp``, ``amp if x else None``."""
+    values = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+    names = [name for name in map(dotted, targets) if name is not None]
+    return [(name, one) for name in names for one in values if isinstance(one, ast.Attribute | ast.Name)]
 
 
 def parameters(function: Function) -> set[str]:

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
-from ampcompat.check.findings import Finding
+from ampcompat.check.findings import LEVELS, Finding
+from ampcompat.check.symbols import MODULES, ON_OPTIMIZERS, SYMBOLS
+from ampcompat.check.traps import TRAPS
 
 COMMENT = re.compile(r"#\s*ampcompat:\s*ignore(?:\[([^\]]*)\])?")
 KEYS = ("select", "ignore", "exclude")
+KINDS = ("symbol", "trap", "file")
+#: Names of findings about a file.
+FILE_RULES = ("unreadable", "unparsable", "not_python", "installs_apex")
 
 
 class BadConfig(ValueError):
-    """``[tool.ampcompat]`` cannot be used; the message says why."""
+    """``[tool.ampcompat]`` or a rule cannot be used; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +53,41 @@ class Config:
         return any(fnmatch.fnmatch(name, p) or fnmatch.fnmatch(name, f"{p.rstrip('/')}/*") for p in self.exclude)
 
     def with_options(self, select: Sequence[str], ignore: Sequence[str]) -> Config:
-        """The configuration with the command line's rules: they replace ``select`` and add to ``ignore``."""
+        """The configuration with the command line's rules: they replace ``select`` and add to ``ignore``.
+
+        Raises:
+            BadConfig: One of them names nothing that is ever found.
+        """
+        check_rules("--select", select)
+        check_rules("--ignore", ignore)
         return Config(tuple(select) or self.select, (*self.ignore, *ignore), self.exclude)
 
 
 def matches(finding: Finding, rule: str) -> bool:
     """Whether a rule names a finding."""
     return rule in (finding.name, finding.kind, finding.level) or finding.name.startswith(f"{rule}.")
+
+
+def check_rules(where: str, rules: Iterable[str]) -> None:
+    """Refuse rules that no finding has.
+
+    Args:
+        where: What names them, for the message.
+        rules: See :class:`Config`.
+
+    Raises:
+        BadConfig: A rule names no finding.
+    """
+    known = {*KINDS, *LEVELS, *FILE_RULES, *(trap.__name__ for trap in TRAPS), *SYMBOLS}
+    known |= {f"optimizer.{name}" for name in ON_OPTIMIZERS}
+    for rule in rules:
+        # An unknown name of a module of apex is reported by that name; "optimizer" stands for all that begin so.
+        parent = rule.rpartition(".")[0]
+        if rule in known or parent in MODULES or any(name.startswith(f"{rule}.") for name in known):
+            continue
+        close = difflib.get_close_matches(rule, known, n=1)
+        meant = f"did you mean {close[0]}?" if close else f"name a trap, a symbol of apex, or {', '.join(KINDS)}."
+        raise BadConfig(f"{where}: {rule!r} names no rule - {meant}")
 
 
 def is_ignored(finding: Finding, lines: Sequence[str]) -> bool:
@@ -69,7 +104,7 @@ def read_config(paths: Iterable[str | Path]) -> Config:
     """``[tool.ampcompat]`` of the pyproject.toml nearest above the first path; the default without one.
 
     Raises:
-        BadConfig: the table has unknown keys, or values that are no lists of strings.
+        BadConfig: the file is no TOML, or the table has unknown keys or rules, or values that are no lists of strings.
     """
     first = Path(next(iter(paths), ".")).resolve()
     for folder in (first, *first.parents):
@@ -80,28 +115,48 @@ def read_config(paths: Iterable[str | Path]) -> Config:
 
 
 def _parsed(file: Path) -> Config:
-    text = file.read_text(encoding="utf-8", errors="replace")
-    if "[tool.ampcompat]" not in text:
-        return Config()
+    table = _table(file)
     rules: dict[str, tuple[str, ...]] = {}
-    for key, value in _toml(text, file).get("tool", {}).get("ampcompat", {}).items():
+    for key, value in table.items():
         if key not in KEYS:
             raise BadConfig(f"{file}: [tool.ampcompat] has no {key!r}; use {', '.join(KEYS)}")
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise BadConfig(f"{file}: {key} in [tool.ampcompat] is {value!r}; give a list of strings")
+        if key != "exclude":
+            check_rules(f"{file}: {key} in [tool.ampcompat]", value)
         rules[key] = tuple(value)
     return Config(**rules)
 
 
-def _toml(text: str, file: Path) -> dict[str, dict[str, dict[str, object]]]:
+def _table(file: Path) -> dict[str, object]:
+    """``[tool.ampcompat]`` of a project file; empty where it has none."""
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise BadConfig(f"{file} cannot be read: {problem}") from None
+    module = _toml_module()
+    if module is None:
+        if "tool.ampcompat" in text:
+            raise BadConfig(f"{file}: reading it needs Python 3.11, or tomli: pip install tomli")
+        return {}
+    try:
+        content = module.loads(text)
+    except ValueError as problem:
+        raise BadConfig(f"{file} cannot be read: {problem}") from None
+    except RecursionError:
+        raise BadConfig(f"{file} cannot be read: it is nested too deeply") from None
+    tools = content.get("tool", {})
+    table = tools.get("ampcompat", {}) if isinstance(tools, dict) else {}
+    if not isinstance(table, dict):
+        raise BadConfig(f"{file}: tool.ampcompat is no table - it is {table!r} - write [tool.ampcompat] above its keys")
+    return table
+
+
+def _toml_module() -> Any:
+    """What reads TOML; None where nothing does."""
     for name in ("tomllib", "tomli"):  # Python 3.10 has the first under the second name, where it is installed
         try:
-            module = import_module(name)
+            return import_module(name)
         except ImportError:
             continue
-        try:
-            content: dict[str, dict[str, dict[str, object]]] = module.loads(text)
-        except ValueError as problem:
-            raise BadConfig(f"{file} cannot be read: {problem}") from None
-        return content
-    raise BadConfig(f"{file}: reading it needs Python 3.11, or tomli: pip install tomli")
+    return None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import fnmatch
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,15 +16,17 @@ from ampcompat.check.lines import lines_of
 
 NOTEBOOKS = ("*.ipynb",)
 INSTALLS = (
-    "requirements*.txt", "requirements*.in", "constraints*.txt", "Dockerfile*", "*.dockerfile", "setup.cfg",
+    "*requirements*.txt", "*requirements*.in", "*constraints*.txt", "Dockerfile*", "*.dockerfile", "setup.cfg",
     "pyproject.toml", "environment*.yml", "environment*.yaml",
 )  # fmt: skip
-# apex as a requirement, a download, a clone; "apex" in another word or in a path of the project is none of them.
-INSTALL = re.compile(
-    r"github\.com[/:]nvidia/apex|nvidia[-_]apex|(?:pip3?|conda|mamba)\s+install\b[^#\n]*\bapex\b"
-    r"|^\s*-?\s*[\"']?apex(?:\[[^\]]*\])?\s*(?:[=<>!~@;].*)?[\"']?,?\s*(?:#.*)?$",
-    re.IGNORECASE,
-)
+#: Of files in a folder ``requirements``.
+REQUIREMENTS = (".txt", ".in")
+# apex as a download, a clone, an argument of an installer, a requirement; "apex" in another word or in a path of the
+# project is none of them.
+DOWNLOAD = re.compile(r"github\.com[/:]nvidia/apex|nvidia[-_]apex", re.IGNORECASE)
+INSTALL_COMMAND = re.compile(r"\b(?:pip3?|conda|mamba)[ \t]+install\b", re.IGNORECASE)
+APEX = re.compile(r"\bapex\b", re.IGNORECASE)
+REQUIREMENT = re.compile(r"(?:- *)?[\"']?apex(?:\[[^\]]*\])? *(?:[=<>!~@;].*|[\"']?,? *(?:#.*)?)?$", re.IGNORECASE)
 NOTEBOOK, INSTALLER = (re.compile("|".join(map(fnmatch.translate, names))) for names in (NOTEBOOKS, INSTALLS))
 MAGIC = re.compile(r"^(\s*)([%!?].*)$")
 CELL = "# ampcompat cell {}"
@@ -39,15 +44,30 @@ def is_notebook(name: str) -> bool:
     return NOTEBOOK.match(name) is not None
 
 
-def installs(name: str) -> bool:
-    """Whether a file of that name may say what is to be installed."""
+def installs(path: str) -> bool:
+    """Whether a file of that name, or path, may say what is to be installed."""
+    folder, name = os.path.split(path)
+    if os.path.basename(folder) == "requirements" and name.endswith(REQUIREMENTS):
+        return True
     return INSTALLER.match(name) is not None
+
+
+def installs_apex(command: str) -> bool:
+    """Whether a command downloads or installs apex."""
+    command = command.partition("#")[0]
+    if DOWNLOAD.search(command):
+        return True
+    install = INSTALL_COMMAND.search(command)
+    return install is not None and APEX.search(command, install.end()) is not None
 
 
 def install_lines(text: str) -> Iterator[int]:
     """Lines, from 1, on which apex is installed; comments are not looked at."""
     for number, line in enumerate(lines_of(text), 1):
-        if not line.lstrip().startswith("#") and INSTALL.search(line):
+        stripped = line.strip()
+        if stripped.startswith("#"):
+            continue
+        if REQUIREMENT.match(stripped) or DOWNLOAD.search(stripped) or installs_apex(stripped):
             yield number
 
 
@@ -95,14 +115,15 @@ class Notebook:
             raise NotANotebook(f"is no notebook: {problem}") from None
         found = re.search(r"\n( +)\"", text)
         notebook = cls(content, indent=len(found[1]) if found else None)
-        raw = lines_of(text)
+        places = _places(text)
         at = 0
         lines: list[str] = []
         for index, code in codes:
             lines.append(CELL.format(index))
             notebook.lines.append(0)
             for line in lines_of(code):
-                at, place = _find(raw, at, line)
+                place = _next_place(places.get(line, []), at)
+                at = place or at
                 notebook.lines.append(place)
                 lines.append(MAGIC.sub(rf"\1{HIDDEN}\2", line))
             if code.lstrip().startswith("%%") and not code.lstrip().startswith(("%%time", "%%capture")):
@@ -111,6 +132,13 @@ class Notebook:
                 lines[-count:] = [f"{HIDDEN}{line}" for line in lines_of(code)]
         notebook.code = "\n".join(lines) + "\n"
         return notebook
+
+    def commands(self) -> Iterator[tuple[int, str]]:
+        """Commands for the shell in the cells, with their lines in ``code``, from 1."""
+        for number, line in enumerate(lines_of(self.code), 1):
+            hidden = line.lstrip()
+            if hidden.startswith(HIDDEN):
+                yield number, hidden[len(HIDDEN) :]
 
     def written(self, code: str) -> str:
         """The text of the file with its cells taken from ``code``.
@@ -138,14 +166,18 @@ class Notebook:
         return json.dumps(self.content, indent=self.indent, ensure_ascii=False) + "\n"
 
 
-def _find(raw: list[str], at: int, line: str) -> tuple[int, int]:
-    """Find the line of the file that holds a line of a cell (0 for none), and where to search on."""
-    for index in range(at, min(at + WINDOW, len(raw))):
-        text = raw[index].strip().removesuffix(",")
-        if text.startswith('"') and text.endswith('"'):
-            try:
-                if json.loads(text).rstrip("\n") == line:
-                    return index + 1, index + 1
-            except ValueError:
-                continue
-    return at, 0
+def _places(text: str) -> dict[str, list[int]]:
+    """For each line of a cell the lines of the file, from 1, that hold it: as a JSON string, one a line."""
+    found: dict[str, list[int]] = {}
+    for number, line in enumerate(lines_of(text), 1):
+        shown = line.strip().removesuffix(",")
+        if shown.startswith('"') and shown.endswith('"'):
+            with contextlib.suppress(ValueError):
+                found.setdefault(json.loads(shown).rstrip("\n"), []).append(number)
+    return found
+
+
+def _next_place(places: list[int], after: int) -> int:
+    """The first of ``places`` behind ``after``, not too far away; 0 for none."""
+    at = bisect.bisect_right(places, after)
+    return places[at] if at < len(places) and places[at] <= after + WINDOW else 0

@@ -64,7 +64,7 @@ def sources(root: Path) -> Iterator[tuple[str, str]]:
             name = entry.name
             if entry.is_dir(follow_symlinks=False):
                 directories += [(entry.path, f"{prefix}{name}/")] if _is_scanned(entry) else []
-            elif (name.endswith(".py") or is_notebook(name) or installs(name)) and not entry.is_symlink():
+            elif (name.endswith(".py") or is_notebook(name) or installs(prefix + name)) and not entry.is_symlink():
                 yield prefix + name, entry.path
         rest += reversed(directories)
 

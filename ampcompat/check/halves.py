@@ -6,11 +6,13 @@ What is not shown is not half: parameters of functions, buffers, numpy values an
 from __future__ import annotations
 
 import ast
+import bisect
 import functools
+from collections.abc import Iterator
 
 from ampcompat.check.bindings import dotted
 from ampcompat.check.own import PACKAGE
-from ampcompat.check.source import SCOPES, Source, called, text
+from ampcompat.check.source import SCOPES, TRIES, Source, called, text
 
 HALF_DTYPES = frozenset({"half", "float16", "bfloat16"})
 LAYERS = frozenset(
@@ -26,6 +28,10 @@ KEEPS = frozenset(
     | {"where", "type_as", "elu", "selu", "silu", "max_pool2d", "avg_pool2d", "adaptive_avg_pool2d", "pad"}
     | {"roll", "flip", "tril", "triu", "mul", "add", "div", "sub"}
 )
+#: Calls and names that are Python numbers.
+NUMBERS = frozenset({"len", "float", "int", "item", "size", "sqrt_"})
+NAMES_OF_NUMBERS = frozenset({"temperature", "scale", "scaling", "eps", "d_k", "dim", "head_dim", "dk", "gamma", "n"})
+#: Operations in one expression that are looked through.
 DEPTH = 12
 
 
@@ -43,6 +49,33 @@ def listed(name: str) -> frozenset[str]:
     )
 
 
+class Values:
+    """What a name of one scope is given, in the order of lines, and whether that is half."""
+
+    def __init__(self) -> None:
+        self.lines: list[int] = []
+        self.halves: list[bool] = []
+        self.all_halves: list[bool] = []  # this one and all above
+        self.conditional: list[bool] = []
+
+    def add(self, line: int, is_half: bool, conditional: bool) -> None:
+        """Add a value, from a line that is not above those before."""
+        self.lines.append(line)
+        self.halves.append(is_half)
+        self.all_halves.append(is_half and (not self.all_halves or self.all_halves[-1]))
+        self.conditional.append(conditional)
+
+    def is_half(self, line: int) -> bool | None:
+        """Whether the name holds a half tensor above ``line``; None where it is given nothing there.
+
+        A value that one branch alone gives counts with that of the branches before.
+        """
+        last = bisect.bisect_left(self.lines, line) - 1
+        if last < 0:
+            return None
+        return self.all_halves[last] if self.conditional[last] else self.halves[last]
+
+
 class Halves:
     """Half tensors of one file.
 
@@ -55,27 +88,71 @@ class Halves:
 
     def __init__(self, source: Source, casts: bool, whole: bool) -> None:
         self.source, self.casts, self.whole = source, casts, whole
+        self._values: dict[tuple[ast.AST, str], Values] | None = None
+
+    def _values_of(self, scope: ast.AST, name: str) -> Values:
+        if self._values is None:
+            self._values = {}
+            # Line by line: what a value is made of stands above it, and is there when it is asked for.
+            for where, given, value in sorted(self._assignments(), key=lambda one: one[2].lineno):
+                values = self._values.setdefault((where, given), Values())
+                values.add(value.lineno, self.of(value, before=value.lineno), self._is_conditional(value))
+        return self._values.get((scope, name), Values())
+
+    def _assignments(self) -> Iterator[tuple[ast.AST, str, ast.expr]]:
+        """Each assignment to a name: its scope, the name, the value."""
+        assignments: list[ast.Assign | ast.AnnAssign | ast.AugAssign] = [
+            *self.source.kind(ast.Assign),
+            *self.source.kind(ast.AnnAssign),
+            *self.source.kind(ast.AugAssign),
+        ]
+        for node in assignments:
+            if node.value is None:
+                continue
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                for name in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    if text(name):
+                        yield self.source.scope(node), text(name), node.value
 
     @functools.cached_property
-    def _assigned(self) -> tuple[dict[tuple[ast.AST, str], list[ast.expr]], set[tuple[ast.AST | None, str]]]:
-        """The values of each name by scope, and the names of layers by class; worked out when first asked for."""
-        source, values = self.source, dict[tuple[ast.AST, str], list[ast.expr]]()
-        layers = set[tuple[ast.AST | None, str]]()
-        for node in source.nodes:
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else targets
-            value = getattr(node, "value", None)
-            for target in targets:
-                names = target.elts if isinstance(target, ast.Tuple) else [target]
-                for name in names:
-                    if text(name) and value is not None:
-                        values.setdefault((source.scope(node), text(name)), []).append(value)
-                        if isinstance(value, ast.Call) and called(value) in LAYERS:
-                            layers.add((self._class(node), text(name)))
-        return values, layers
+    def _layers(self) -> set[tuple[ast.AST | None, str]]:
+        """The names that layers are given, by class."""
+        return {
+            (self._class(value), name)
+            for _, name, value in self._assignments()
+            if isinstance(value, ast.Call) and called(value) in LAYERS
+        }
 
     def _class(self, node: ast.AST) -> ast.AST | None:
-        return next((a for a in self.source.ancestors(node) if isinstance(a, ast.ClassDef)), None)
+        """The class around ``node``."""
+        key = ("class", self._block(node))
+        if key not in self.source.known:
+            classes = (a for a in self.source.ancestors(node) if isinstance(a, ast.ClassDef))
+            self.source.known[key] = next(classes, None)
+        found: ast.AST | None = self.source.known[key]
+        return found
+
+    def _is_conditional(self, value: ast.AST) -> bool:
+        """Whether a value is given in a branch or loop of its function."""
+        key = ("conditional", self._block(value))
+        if key not in self.source.known:
+            self.source.known[key] = self._in_branch(value)
+        found: bool = self.source.known[key]
+        return found
+
+    def _in_branch(self, value: ast.AST) -> bool:
+        for parent in self.source.ancestors(value):
+            if isinstance(parent, SCOPES):
+                return False
+            if isinstance(parent, (ast.If, ast.For, ast.AsyncFor, ast.While, *TRIES)):
+                return True
+        return False
+
+    def _block(self, node: ast.AST) -> int:
+        """A key of the block of statements that ``node`` stands in."""
+        place = self.source.place(self.source.statement(node))
+        return 0 if place is None else id(place.block)
 
     def of(self, node: ast.AST, depth: int = 0, before: int | None = None) -> bool:
         """Whether ``node`` is shown to be a half tensor (``before``: as of that line)."""
@@ -98,25 +175,19 @@ class Halves:
             return self.of(node.body, depth + 1, before) and self.of(node.orelse, depth + 1, before)
         return False
 
-    def _is_plain(self, node: ast.AST) -> bool:
+    def _is_plain(self, node: ast.AST, depth: int = 0) -> bool:
         """Whether a side of an operation is a Python number, which changes no dtype."""
+        if depth > DEPTH:
+            return False
         if isinstance(node, ast.Constant):
             return True
         if isinstance(node, ast.UnaryOp):
-            return self._is_plain(node.operand)
+            return self._is_plain(node.operand, depth + 1)
         if isinstance(node, ast.BinOp):
-            return self._is_plain(node.left) and self._is_plain(node.right)
+            return self._is_plain(node.left, depth + 1) and self._is_plain(node.right, depth + 1)
         if isinstance(node, ast.Call):
-            return (dotted(node.func) or "").startswith("math.") or called(node) in (
-                "len",
-                "float",
-                "int",
-                "item",
-                "size",
-                "sqrt_",
-            )
-        name = text(node).rpartition(".")[2]
-        return name in ("temperature", "scale", "scaling", "eps", "d_k", "dim", "head_dim", "dk", "gamma", "n")
+            return (dotted(node.func) or "").startswith("math.") or called(node) in NUMBERS
+        return text(node).rpartition(".")[2] in NAMES_OF_NUMBERS
 
     def _call(self, node: ast.Call, depth: int) -> bool:
         name = called(node)
@@ -157,29 +228,17 @@ class Halves:
 
     def _is_layer(self, func: ast.AST) -> bool:
         path = text(func)
-        return bool(path) and not self._assigned[1].isdisjoint({(self._class(func), path), (None, path)})
+        return bool(path) and not self._layers.isdisjoint({(self._class(func), path), (None, path)})
 
     def _name(self, node: ast.Name | ast.Attribute, depth: int, before: int | None) -> bool:
         if isinstance(node, ast.Attribute) and node.attr in ("T", "mT", "data"):
             return self.of(node.value, depth + 1, before)
-        path = text(node)
         scope = self.source.scope(node)
         line = getattr(node, "lineno", 0) if before is None else before
-        values = [v for v in self._assigned[0].get((scope, path), []) if v.lineno < line]
-        if values:
-            last = max(values, key=lambda v: v.lineno)
-            # A value that one branch alone gives counts with that of the branches before.
-            recent = [v for v in values if v is last or self._conditional(last)]
-            return all(self.of(v, depth + 1, v.lineno) for v in recent)
+        is_half = self._values_of(scope, text(node)).is_half(line)
+        if is_half is not None:
+            return is_half
         return self.whole and isinstance(node, ast.Name) and self._is_input(node.id, scope)
-
-    def _conditional(self, value: ast.AST) -> bool:
-        for parent in self.source.ancestors(value):
-            if isinstance(parent, SCOPES):
-                return False
-            if isinstance(parent, ast.If | ast.For | ast.While | ast.Try):
-                return True
-        return False
 
     def _is_input(self, name: str, scope: ast.AST) -> bool:
         """Whether a name is what the forward of a half module is given first."""

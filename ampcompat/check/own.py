@@ -17,7 +17,10 @@ def provides(name: str) -> bool:
     while parts and ((place / parts[0]).is_dir() or (place / f"{parts[0]}.py").is_file()):
         place /= parts.pop(0)
     bound = _bound(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
-    return parts[0] in bound if parts else not bound & REFUSES
+    if not parts:
+        return not bound & REFUSES
+    has_every_module = parts[0].startswith("__") and parts[0].endswith("__")
+    return parts[0] in bound or (has_every_module and bool(bound))
 
 
 def binds(module: str, name: str) -> bool:

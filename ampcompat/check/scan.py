@@ -1,92 +1,160 @@
-"""Walk a directory, parse each file, collect its apex symbols and traps."""
+"""Read the files of a directory, parse them, collect their apex symbols and traps.
+
+A file is parsed for its symbols where it names apex. Once all files have told what they do with amp, those of a
+repository that uses it are parsed for traps: each tree is dropped before the next one is made.
+"""
 
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.check.bindings import apex_name
 from ampcompat.check.config import Config, is_ignored
-from ampcompat.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
+from ampcompat.check.documents import NotANotebook, Notebook, install_lines, installs, installs_apex, is_notebook
 from ampcompat.check.files import SUFFIXES, Unreadable, decode, read, sources
 from ampcompat.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
 from ampcompat.check.lines import lines_of
-from ampcompat.check.source import Source, called, mentions_apex
-from ampcompat.check.symbols import canonical, verdict
-from ampcompat.check.traps import TRAPS, Facts, Repository, may_hold_trap
-from ampcompat.check.workers import shared
+from ampcompat.check.source import TRIES, Source, called, mentions_apex
+from ampcompat.check.symbols import ON_OPTIMIZERS, canonical, verdict
+from ampcompat.check.traps import TRAPS, Facts, Repository
+from ampcompat.check.workers import workers
 
+T = TypeVar("T")
 #: Suffixes of files that hold Python.
 READ = (*SUFFIXES, ".ipynb")
-MENTION = re.compile(rf"^\s*(from|import)\s+({'|'.join(('apex', *EXTENSIONS))})\b", re.MULTILINE)
+MENTION = re.compile(rf"^[ \t\f]*(from|import)[ \t]+({'|'.join(('apex', *EXTENSIONS))})\b", re.MULTILINE)
+#: What only Python 2 has, on the line that Python 3 does not parse, strings left out.
+PYTHON_2 = re.compile(
+    r"^\s*(print|exec)\s+[^(=\s]"
+    r"|^\s*raise\s[^,(]*,"
+    r"|^\s*except\b[^(:]*,\s*\w+\s*:"
+    r"|`|<>|\b0\d+[lL]?\b|\b\d+[lL]\b|\bur''"
+)
+STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
+#: Characters of that line that are looked at.
+LONGEST_LINE = 10_000
 NAMING = {ast.Import, ast.ImportFrom, ast.Attribute, ast.Name}
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
+ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
 # What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
-def scan(path: str | Path | Sequence[str | Path], config: Config | None = None) -> Report:
+class Read(NamedTuple):
+    """What is known of one file by itself.
+
+    Attributes:
+        findings: Symbols, and what is to be said of the file.
+        facts: What the traps of every file need to know; None where it never names apex.
+        may_hold_traps: Whether it is a Python file that can be parsed.
+    """
+
+    findings: list[Finding]
+    facts: Facts | None = None
+    may_hold_traps: bool = False
+
+
+def scan(
+    path: str | Path | Sequence[str | Path],
+    config: Config | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
+) -> Report:
     """Check every Python file and notebook under one or several paths, and what installs apex there.
 
     Args:
         path: A directory, a file, or several; paths in the report are relative to a single one, else to where they are
             given from.
         config: What is reported; everything by default.
+        progress: Called with what is being done, how many files are done, and how many there are.
 
     Raises:
         FileNotFoundError: a path does not exist.
+        ChildProcessError: one of the processes that read files was ended from outside.
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     config = config or Config()
     files = [(name, file) for name, file in _named(paths) if not config.excludes(name)]
-    parts = shared(_part, files, config, Repository)
-    findings = sorted(f for found in parts for f in found if config.keeps(f))
-    return Report(str(paths[0]) if len(paths) == 1 else "", len(files), findings)
-
-
-def _part(files: Sequence[tuple[str, str]], config: Config) -> Generator[list[Facts], Repository, list[Finding]]:
-    """The check of some of the files: yields what they tell of the repository, is sent that, returns findings.
-
-    What does not name apex holds no symbol of it, and without amp nothing is a trap: such files are parsed afterwards,
-    one tree at a time, and only where their text may hold a trap.
-    """
     findings: list[Finding] = []
-    naming: list[Source] = []
-    others: list[tuple[str, str]] = []
-    for name, file in files:
+    with workers(len(files)) as apply:
+        read = list(_counted(apply(_read_file, files), "reading", len(files), progress))
+        findings += [finding for one in read for finding in one.findings]
+        repository = Repository([one.facts for one in read if one.facts is not None])
+        if repository.is_mixed:  # without amp nothing is a trap
+            rest = [file for file, one in zip(files, read, strict=True) if one.may_hold_traps]
+            found = apply(functools.partial(_traps_of_file, repository), rest)
+            for some in _counted(found, "looking for traps", len(rest), progress):
+                findings += some
+    kept = sorted(finding for finding in findings if config.keeps(finding))
+    return Report(str(paths[0]) if len(paths) == 1 else "", len(files), kept)
+
+
+def _counted(
+    results: Iterable[T], what: str, total: int, progress: Callable[[str, int, int], object] | None
+) -> Iterator[T]:
+    for done, result in enumerate(results, 1):
+        yield result
+        if progress is not None:
+            progress(what, done, total)
+
+
+def _read_file(job: tuple[str, str]) -> Read:
+    """The symbols of a file, and its facts. One that does not name apex has none, and is not parsed for them."""
+    name, file = job
+    try:
+        code = decode(read(file)).code
+        if installs(file):
+            return Read(_installed(name, code))
+        notebook = Notebook.read(code) if is_notebook(os.path.basename(file)) else None
+    except (Unreadable, NotANotebook) as problem:
+        return Read([_unreadable(name, file, problem)])
+    lines: list[int] = []
+    found: list[Finding] = []
+    if notebook is not None:
+        code, lines = notebook.code, notebook.lines
+        found = _kept(_installed_by_cells(name, notebook), code, lines)
+    if not mentions_apex(code):
+        return Read(found, may_hold_traps=notebook is None)  # nobody imports a notebook
+    try:
+        source = Source(name, code)
+        found += _kept(_symbols(source), code, lines)
+        return Read(found, Facts.of(source), may_hold_traps=True)
+    except UNPARSABLE as problem:
+        return Read([*found, *_kept([_unparsable(name, code, problem, file)], "", lines)])
+
+
+def _traps_of_file(repository: Repository, job: tuple[str, str]) -> list[Finding]:
+    """The traps in a file, judged by what the repository does."""
+    name, file = job
+    code = ""
+    try:
+        code = decode(read(file)).code
+        lines: list[int] = []
+        if is_notebook(os.path.basename(file)):
+            notebook = Notebook.read(code)
+            code, lines = notebook.code, notebook.lines
+        source = Source(name, code)
         try:
-            code = decode(read(file)).code
-            if installs(os.path.basename(file)):
-                findings += _installed(name, code, config)
-                continue
-            code, lines = _code(file, code)
-        except (Unreadable, NotANotebook) as problem:
-            reason = f"the file {problem}" if os.path.splitext(file)[1] in READ else f"is not a Python file ({problem})"
-            findings.append(Finding(name, 0, 0, "file", "unreadable", WARNING, reason))
-            continue
-        if mentions_apex(code):
-            try:
-                naming.append(Source(name, code))
-                naming[-1].lines = lines
-            except UNPARSABLE as problem:
-                findings.append(_unparsable(name, code, problem, file))
-        elif not lines and may_hold_trap(code):
-            others.append((name, code))
-    repository = yield [Facts.of(source) for source in naming]
-    for source in naming:
-        findings += _kept(_examine(source, repository), source.code, source.lines)
-    if repository.is_mixed:
-        for name, code in others:
-            try:
-                findings += _kept(_examine(Source(name, code), repository), code, [])
-            except UNPARSABLE as problem:
-                findings.append(_unparsable(name, code, problem))
-    return findings
+            return _kept(_traps(source, repository), code, lines)
+        finally:
+            source.known.clear()  # it leads back to the source, and no collector runs in the processes
+    except (Unreadable, NotANotebook) as problem:
+        return [_unreadable(name, file, problem)]
+    except UNPARSABLE as problem:
+        return [_unparsable(name, code, problem, file)]
+
+
+def _unreadable(name: str, file: str, problem: Exception) -> Finding:
+    is_python = os.path.splitext(file)[1] in READ
+    reason = f"the file {problem}" if is_python else f"is not a Python file ({problem})"
+    return Finding(name, 0, 0, "file", "unreadable", WARNING, reason)
 
 
 def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
@@ -105,20 +173,20 @@ def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
             yield (name if len(paths) == 1 else (given / name if whole else given).as_posix()), file
 
 
-def _code(file: str, text: str) -> tuple[str, list[int]]:
-    """The Python code of a file, and for a notebook the lines that its lines come from."""
-    if not is_notebook(os.path.basename(file)):
-        return text, []
-    notebook = Notebook.read(text)
-    return notebook.code, notebook.lines
+INSTALLED = "apex is installed here: nothing has to be built any more; install ampcompat, and drop this"
 
 
-def _installed(name: str, text: str, config: Config) -> list[Finding]:
+def _installed(name: str, text: str) -> list[Finding]:
     """Lines that install apex, which nothing needs any more."""
-    note = "apex is installed here: nothing has to be built any more; install ampcompat, and drop this"
     lines = lines_of(text)
-    found = [Finding(name, line, 0, "file", "installs_apex", NOTE, note) for line in install_lines(text)]
+    found = [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in install_lines(text)]
     return [finding for finding in found if not is_ignored(finding, lines)]
+
+
+def _installed_by_cells(name: str, notebook: Notebook) -> list[Finding]:
+    """The same of commands in the cells of a notebook, at the lines of its code."""
+    lines = [number for number, command in notebook.commands() if installs_apex(command)]
+    return [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in lines]
 
 
 def _kept(found: list[Finding], code: str, places: list[int]) -> list[Finding]:
@@ -129,13 +197,6 @@ def _kept(found: list[Finding], code: str, places: list[int]) -> list[Finding]:
     if not places:
         return found
     return [replace(f, line=places[f.line - 1] if 0 < f.line <= len(places) else 0) for f in found]
-
-
-def _examine(source: Source, repository: Repository) -> list[Finding]:
-    try:
-        return _symbols(source) + _traps(source, repository)
-    except RecursionError as problem:
-        return [_unparsable(source.path, "", problem)]
 
 
 def scan_source(code: str, path: str = "<string>") -> list[Finding]:
@@ -151,10 +212,26 @@ def _unparsable(path: str, code: str, problem: BaseException, file: str = "x.py"
     if os.path.splitext(file)[1] not in READ:
         return Finding(path, 0, 0, "file", "not_python", WARNING, "is not a Python file")
     uses_apex = MENTION.search(code) is not None
+    level = ERROR if uses_apex else WARNING
+    conflict = next((number for number, line in enumerate(lines_of(code), 1) if line.startswith("<<<<<<< ")), 0)
+    if conflict and ">>>>>>> " in code:
+        note = "the file has a merge conflict that nobody resolved: resolve it first"
+        return Finding(path, conflict, 0, "file", "unparsable", level, note)
     line = problem.lineno or 0 if isinstance(problem, SyntaxError) else 0
     reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
-    note = f"Python 3 cannot parse the file ({reason})" + ("; it imports apex: port it (2to3) first" * uses_apex)
-    return Finding(path, max(line, 0), 0, "file", "unparsable", ERROR if uses_apex else WARNING, note)
+    note = f"Python 3 cannot parse the file ({reason})"
+    if uses_apex:
+        note += (
+            "; it imports apex, and it is Python 2: port it (2to3) first"
+            if _is_python_2(problem)
+            else "; it imports apex"
+        )
+    return Finding(path, max(line, 0), 0, "file", "unparsable", level, note)
+
+
+def _is_python_2(problem: BaseException) -> bool:
+    line = (problem.text or "")[:LONGEST_LINE] if isinstance(problem, SyntaxError) else ""
+    return PYTHON_2.search(STRING.sub("''", line)) is not None
 
 
 def _symbols(source: Source) -> list[Finding]:
@@ -174,6 +251,7 @@ def _symbols(source: Source) -> list[Finding]:
             continue
         found += [_symbol(source, node, symbol) for name in names if (symbol := apex_name(name)) is not None]
     found += [f for call in source.calls if (f := _probe(source, call)) is not None]
+    found += _left_on_optimizers(source)
     # Two mentions on one line (`amp.initialize(amp.x)`) stay two only when they name different symbols.
     return list({(f.line, f.name): f for f in found}.values())
 
@@ -199,7 +277,7 @@ def _symbol(source: Source, node: ast.AST, name: str) -> Finding:
 def _guarded(source: Source, node: ast.AST) -> bool:
     child = node
     for parent in source.ancestors(node):
-        if isinstance(parent, ast.Try) and child in parent.body and parent.handlers:
+        if isinstance(parent, TRIES) and source.field(child) == "body" and getattr(parent, "handlers", []):
             return True
         child = parent
     return False
@@ -214,6 +292,17 @@ def _probe(source: Source, call: ast.Call) -> Finding | None:
     level, note = verdict(first.value)
     note = note or "asked for by name: answered under `ampcompat run` or install_as_apex()"
     return source.finding(call, "symbol", canonical(first.value), NOTE if level == WORKS else level, note)
+
+
+def _left_on_optimizers(source: Source) -> Iterator[Finding]:
+    """What amp leaves on an optimizer, as an attribute, or asked for by name: ``hasattr(optimizer, "_amp_stash")``."""
+    for attribute in source.kind(ast.Attribute):
+        if attribute.attr in ON_OPTIMIZERS:
+            yield source.finding(attribute, "symbol", f"optimizer.{attribute.attr}", WORKS)
+    for call in source.calls:
+        name = call.args[1] if called(call) in ATTRIBUTES and len(call.args) > 1 else None
+        if isinstance(name, ast.Constant) and name.value in ON_OPTIMIZERS:
+            yield source.finding(call, "symbol", f"optimizer.{name.value}", WORKS)
 
 
 def _traps(source: Source, repository: Repository) -> list[Finding]:

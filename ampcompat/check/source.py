@@ -4,19 +4,38 @@ from __future__ import annotations
 
 import ast
 import functools
-import re
 import warnings
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.check.bindings import Bindings, dotted, parameters
 from ampcompat.check.findings import Finding
+from ampcompat.check.symbols import ON_OPTIMIZERS
 
 SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-MENTIONS = ("apex", "ampcompat", *EXTENSIONS)
+#: What a text that uses apex has in it: a name of it, or of what it leaves on optimizers.
+MENTIONS = ("apex", "ampcompat", *EXTENSIONS, *ON_OPTIMIZERS)
 Node = TypeVar("Node", bound=ast.AST)
-LEVEL = re.compile(r"O[0-5]$")
+#: ``try``, and from Python 3.11 on the one with ``except*``.
+_TRY_STAR: type[ast.AST] = getattr(ast, "TryStar", ast.Try)
+TRIES: tuple[type[ast.AST], ...] = (ast.Try, _TRY_STAR)
+#: Kinds of nodes that hold statements.
+HOLDS_STATEMENTS: tuple[type[ast.AST], ...] = (
+    ast.Module,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.With,
+    ast.AsyncWith,
+    ast.ExceptHandler,
+    ast.match_case,
+    *TRIES,
+)
 # Fields of nodes that hold no nodes, or operators and contexts, of which one object stands for many.
 PLAIN_FIELDS = frozenset(
     {"ctx", "op", "ops", "id", "attr", "arg", "name", "module", "level", "asname", "kind", "type_comment", "conversion"}
@@ -39,6 +58,14 @@ def parse(code: str) -> ast.Module:
         return ast.parse(code)
 
 
+class Place(NamedTuple):
+    """Where a statement stands: in which list of its parent (``"body"``, ``"orelse"``, ...), and as which of it."""
+
+    field: str
+    block: list[ast.stmt]
+    position: int
+
+
 class Source:
     """A file under check. What is not asked for is not worked out: most files of a large tree never mention apex.
 
@@ -48,12 +75,15 @@ class Source:
         tree: The parsed file.
         lines: For the code of a notebook, the lines of the file that its lines come from.
         mentions_apex: Whether the text names apex at all; without that no symbol and no call is apex's.
+        known: What was worked out of this file before, by what it is; goes with the file.
     """
 
     def __init__(self, path: str, code: str) -> None:
         self.path, self.code, self.tree = path, code, parse(code)
         self.lines: list[int] = []
+        self.known: dict[Hashable, Any] = {}
         self._within: dict[ast.AST, list[ast.AST]] = {}
+        self._parameters: dict[ast.AST, set[str]] = {}
         self.mentions_apex = mentions_apex(code)
 
     @functools.cached_property
@@ -106,13 +136,46 @@ class Source:
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Parents of ``node``, nearest first."""
-        while node in self.parents:
-            node = self.parents[node]
+        parents = self.parents
+        while node in parents:
+            node = parents[node]
             yield node
 
     def scope(self, node: ast.AST) -> ast.AST:
         """The innermost function that holds ``node``, or the module."""
-        return next((a for a in self.ancestors(node) if isinstance(a, SCOPES)), self.tree)
+        return self._scopes.get(node, self.tree)
+
+    @functools.cached_property
+    def _scopes(self) -> dict[ast.AST, ast.AST]:
+        scopes: dict[ast.AST, ast.AST] = {self.tree: self.tree}
+        for node, parent in self.parents.items():  # parents come before their children
+            scopes[node] = parent if isinstance(parent, SCOPES) else scopes[parent]
+        return scopes
+
+    def place(self, node: ast.AST) -> Place | None:
+        """Where a statement, or a handler, stands; None for an expression."""
+        return self._places.get(node)
+
+    @functools.cached_property
+    def _places(self) -> dict[ast.AST, Place]:
+        places: dict[ast.AST, Place] = {}
+        for node in self.kind(*HOLDS_STATEMENTS):
+            for field in ("body", "orelse", "finalbody", "handlers"):
+                block: list[ast.stmt] = getattr(node, field, [])
+                for position, statement in enumerate(block):
+                    places[statement] = Place(field, block, position)
+        return places
+
+    def field(self, node: ast.AST) -> str:
+        """The list of its parent that a statement or handler stands in; "" for an expression."""
+        place = self.place(node)
+        return "" if place is None else place.field
+
+    def statement(self, node: ast.AST) -> ast.AST:
+        """The innermost statement that ``node`` is a part of, or is."""
+        while node not in self._places and node in self.parents:
+            node = self.parents[node]
+        return node
 
     def apex(self, node: ast.AST) -> str | None:
         """The apex symbol that an expression names, or None; parameters shadow imports."""
@@ -125,13 +188,23 @@ class Source:
             return None
         name = dotted(node)
         symbol = self.bindings.resolve(name)
-        if symbol is None or name is None:
+        if symbol is None:
             return None
-        head = name.partition(".")[0]
-        for outer in self.ancestors(node):
-            if isinstance(outer, SCOPES) and head in parameters(outer):
-                return None
+        bound = self.bindings.bound(name)
+        if bound is not None and "." not in bound and self._is_parameter(bound, node):
+            return None
         return symbol
+
+    def _is_parameter(self, name: str, node: ast.AST) -> bool:
+        """Whether ``name`` means a parameter of a function around ``node``."""
+        scope = self.scope(node)
+        while isinstance(scope, SCOPES):
+            if scope not in self._parameters:
+                self._parameters[scope] = parameters(scope)
+            if name in self._parameters[scope]:
+                return True
+            scope = self.scope(scope)
+        return False
 
     def calls_to(self, *symbols: str) -> list[ast.Call]:
         """Calls of apex symbols, e.g. ``calls_to("apex.amp.initialize")``."""

@@ -158,6 +158,17 @@ SYMBOLS: dict[str, Symbol] = {
 }
 
 
+#: What ``initialize`` leaves on an optimizer, and scripts ask for by name. Files that never name apex do so, too.
+ON_OPTIMIZERS = (
+    "_amp_stash",
+    "_amp_lazy_init",
+    "_lazy_init_maybe_master_weights",
+    "_master_params_to_model_params",
+    "_prepare_amp_backward",
+    "_post_amp_backward",
+)
+
+
 def verdict(name: str) -> Symbol:
     """The verdict on a dotted name: its own entry, or that of the longest known prefix.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import time
 from collections.abc import Callable
 
 from ampcompat.check import Report, scan
@@ -12,6 +14,8 @@ from ampcompat.check.formats import github, sarif
 from ampcompat.check.table import plain, table
 from ampcompat.cli._emit import emit, painted
 
+#: Seconds before progress is shown, and between two looks at it.
+FIRST, BETWEEN = 0.5, 0.1
 EXIT = "exit status: 0 nothing unsupported and no error, 1 something unsupported or an error, 2 bad usage"
 FORMATS: dict[str, Callable[[Report], str]] = {
     "text": lambda report: table(report, painted),
@@ -38,17 +42,47 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _rules(text: str) -> list[str]:
-    return [rule.strip() for rule in text.split(",") if rule.strip()]
+    rules = [rule.strip() for rule in text.split(",") if rule.strip()]
+    if not rules:
+        raise argparse.ArgumentTypeError("no rule is given - name some, separated by commas: trap,apex.contrib")
+    return rules
+
+
+class Progress:
+    """One line on standard error, written over and over while it is a terminal; nothing anywhere else."""
+
+    def __init__(self) -> None:
+        self.is_terminal = sys.stderr.isatty()
+        self.next = time.monotonic() + FIRST
+        self.shown = False
+
+    def show(self, what: str, done: int, total: int) -> None:
+        """Show how far the check is, unless that was just done."""
+        now = time.monotonic()
+        if self.is_terminal and now >= self.next:
+            emit(f"\r\x1b[K{what}: {done} of {total} files", error=True, end="")
+            self.next = now + BETWEEN
+            self.shown = True
+
+    def clear(self) -> None:
+        """Take the line away."""
+        if self.shown:
+            emit("\r\x1b[K", error=True, end="")
+            self.shown = False
 
 
 def main(args: argparse.Namespace) -> int:
     """Print the report and return the exit status."""
+    progress = Progress()
     try:
         config = read_config(args.paths).with_options(args.select, args.ignore)
-        report = scan(args.paths[0] if len(args.paths) == 1 else args.paths, config)
+        report = scan(args.paths[0] if len(args.paths) == 1 else args.paths, config, progress.show)
     except (OSError, ValueError) as problem:
+        progress.clear()
         emit(f"ampcompat check: {plain(str(problem))}", error=True)
         return 2
+    finally:
+        progress.clear()
     text = FORMATS[args.format](report)
     if text:
         emit(text)

@@ -58,6 +58,43 @@ def test_a_python_2_file_that_uses_apex_is_an_error_and_others_are_not():
     assert scan_source("print 'loss'\n")[0].level == "warning"
 
 
+CONFLICT = "from apex import amp\n<<<<<<< HEAD\nlr = 1\n=======\nlr = 2\n>>>>>>> theirs\n"
+
+
+def test_merge_conflicts_are_said_to_be_there():
+    (finding,) = scan_source(CONFLICT)
+    assert (finding.name, finding.level, finding.line) == ("unparsable", "error", 2)
+    assert "merge conflict" in finding.note
+    assert "Python" not in finding.note
+    assert "2to3" not in finding.note
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "print 'loss', loss",
+        "print loss",
+        "exec 'x'",
+        "raise E, 'text'",
+        "x = `y`",
+        "x = 1 <> 2",
+        "x = 0777",
+        "x = ur''",
+    ],
+)
+def test_python_2_is_told_by_its_statements(statement):
+    (finding,) = scan_source(f"from apex import amp\n{statement}\n")
+    assert "it is Python 2: port it (2to3) first" in finding.note
+
+
+@pytest.mark.parametrize("statement", ["x = (", "def f(:", "x = 1 +", "print('a'", "  x = 1", "match x:\n"])
+def test_other_errors_are_no_python_2(statement):
+    (finding,) = scan_source(f"from apex import amp\n{statement}\n")
+    assert finding.level == "error"
+    assert "2to3" not in finding.note
+    assert "Python 3 cannot parse the file (" in finding.note
+
+
 @pytest.mark.parametrize("charset", ["latin-1", "cp1252", "gbk", "euc-jp"])
 def test_declared_charsets_are_read(tmp_path, charset):
     text = f"# -*- coding: {charset} -*-\nfrom apex import amp  # " + ("中" if charset[0] in "ge" else "é") + "\n"

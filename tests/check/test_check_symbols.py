@@ -69,6 +69,55 @@ def test_extensions_and_private_modules(code, name, level):
     assert symbols(code)[name] == level
 
 
+@pytest.mark.parametrize(
+    "assigned",
+    [
+        "self.amp = amp",
+        "self.amp = amp if fp16 else None",
+        "self.amp: object = amp",
+        "self.amp = module = amp",
+        "self.fp16 = self.amp = amp",
+    ],
+)
+def test_a_module_that_an_attribute_holds(assigned):
+    code = (
+        "from apex import amp\nclass Trainer:\n    def __init__(self, fp16):\n"
+        f"        {assigned}\n"
+        "    def step(self, loss):\n        with self.amp.scale_loss(loss, self.opt) as scaled:\n"
+        "            scaled.backward()\n"
+        "            clip_grad_norm_(self.model.parameters(), 1)\n"
+    )
+    assert symbols(code)["apex.amp.scale_loss"] == "works"
+    assert "clip_of_scaled_gradients" in {f.name for f in scan_source(code)}
+
+
+@pytest.mark.parametrize("method", ["def f(self, amp)", "def f(amp)"])
+def test_a_parameter_shadows_the_import_beside_such_an_attribute(method):
+    code = f"from apex import amp\nself.amp = amp\nclass A:\n    {method}:\n        amp.nonsense()\n"
+    assert "apex.amp.nonsense" not in symbols(code)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if hasattr(opt, '_amp_stash'): pass",
+        "stash = getattr(self.optimizer, '_amp_stash', None)",
+        "opt._amp_stash.already_patched = True",
+        "opt._amp_stash = None",
+        "setattr(opt, '_amp_stash', None)",
+        "del opt._amp_stash",
+    ],
+)
+@pytest.mark.parametrize("start", ["", "from apex import amp\n"])
+def test_what_amp_leaves_on_an_optimizer(code, start):
+    assert symbols(start + code)["optimizer._amp_stash"] == "works"
+
+
+def test_methods_that_amp_leaves_on_an_optimizer():
+    found = symbols("opt._amp_lazy_init()\nopt._prepare_amp_backward()\nx = opt._post_amp_backward")
+    assert list(found) == [f"optimizer.{n}" for n in ("_amp_lazy_init", "_prepare_amp_backward", "_post_amp_backward")]
+
+
 def test_a_parameter_shadows_the_import():
     assert "apex.amp.nonsense" not in symbols("from apex import amp\ndef f(amp):\n    amp.nonsense()")
     assert "apex.amp.nonsense" in symbols("from apex import amp\ndef f(x):\n    amp.nonsense()")

@@ -28,9 +28,4 @@ TRAPS: tuple[Trap, ...] = (
     numeric.overflowing_fill,
 )
 
-__all__ = ["TRAPS", "Facts", "Repository", "Trap", "may_hold_trap"]
-
-
-def may_hold_trap(code: str) -> bool:
-    """Whether a file that does not name apex could hold a trap, by its text: most hold none, and parsing costs."""
-    return numeric.may_hold_one(code) or ("deepcopy" in code and setup.COPY.search(code) is not None)
+__all__ = ["TRAPS", "Facts", "Repository", "Trap"]

@@ -3,22 +3,98 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 from ampcompat.check.findings import ERROR, WARNING, Finding
-from ampcompat.check.source import SCOPES, Source, argument, called, text
-from ampcompat.check.together import exclusive
+from ampcompat.check.source import SCOPES, TRIES, Source, argument, called, text
+from ampcompat.check.together import contexts, exclusive
 from ampcompat.check.traps.repository import Repository
 
 CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
 # A branch under such a test is the other way of training, not a mistake in this one.
 SWITCH = re.compile(r"fp_?16|amp|apex|half|mixed|precision|bf16|opt_level|scaler", re.IGNORECASE)
+With: TypeAlias = ast.With | ast.AsyncWith
 
 
-def _clips(source: Source, within: ast.AST) -> list[ast.Call]:
-    return [n for n in source.within(within) if isinstance(n, ast.Call) and called(n) in CLIPS and n.args]
+class Blocks:
+    """The ``scale_loss`` blocks of one function, and what is asked of other statements beside them."""
+
+    def __init__(self, source: Source, scope: ast.AST, blocks: list[With]) -> None:
+        self.source, self.scope, self.blocks = source, scope, blocks
+        self.inside = {id(node) for block in blocks for node in source.within(block)}
+        self._contexts = contexts(source, blocks)
+        self.first_return = min(self._lines_of_returns(), default=None)
+        #: Of each ``if`` and ``try`` around a block: its statements that hold one, and how many of these its body has.
+        self._holders: dict[ast.AST, set[ast.AST]] = {}
+        self._in_body: Counter[ast.AST] = Counter()
+        for block in blocks:
+            self._note_holders(block)
+
+    def _note_holders(self, block: With) -> None:
+        child: ast.AST = block
+        for parent in self.source.ancestors(block):
+            if isinstance(parent, (ast.If, *TRIES)):
+                held = self._holders.setdefault(parent, set())
+                if child in held:  # those further out were noted for another block
+                    return
+                held.add(child)
+                self._in_body[parent] += self.source.field(child) == "body"
+            child = parent
+
+    def _lines_of_returns(self) -> Iterator[int]:
+        """The lines of branches that hold a block and leave the iteration: what follows trains in the other way."""
+        seen: set[ast.AST] = set()
+        for block in self.blocks:
+            for outer in self.source.ancestors(block):
+                if isinstance(outer, SCOPES) or outer in seen:
+                    break
+                seen.add(outer)
+                if isinstance(outer, ast.If) and isinstance(outer.body[-1], ast.Return | ast.Continue):
+                    yield outer.lineno
+
+    def hold(self, node: ast.AST) -> bool:
+        """Whether ``node`` is in one of the blocks."""
+        return id(node) in self.inside
+
+    def exclude(self, node: ast.AST) -> bool:
+        """Whether the tests around say that ``node`` is the other way of training."""
+        if self._on_another_side(node):
+            return True
+        return all(exclusive(self.source, node, block) for block in self._contexts)
+
+    def _on_another_side(self, node: ast.AST) -> bool:
+        """Whether ``node`` and some block are on different sides of one ``if`` or ``try``."""
+        child = self.source.statement(node)
+        for parent in self.source.ancestors(child):
+            holders = self._holders.get(parent)
+            if holders is not None:
+                own_side = self._in_body[parent] if self.source.field(child) == "body" else int(child in holders)
+                if len(holders) > own_side:
+                    return True
+            child = parent
+        return False
+
+    def return_before(self, node: ast.AST) -> bool:
+        """Whether a branch that holds a block leaves the iteration above ``node`` (``with ...; return``)."""
+        return self.first_return is not None and self.first_return < getattr(node, "lineno", 0)
+
+
+def _blocks_by_function(source: Source) -> list[Blocks]:
+    key = "blocks by function"
+    if key not in source.known:
+        found: dict[ast.AST, list[With]] = {}
+        for block in source.scaled_blocks():
+            found.setdefault(source.scope(block), []).append(block)
+        source.known[key] = [Blocks(source, scope, blocks) for scope, blocks in found.items()]
+    by_function: list[Blocks] = source.known[key]
+    return by_function
+
+
+def _clips(nodes: Iterable[ast.AST]) -> list[ast.Call]:
+    return [node for node in nodes if isinstance(node, ast.Call) and called(node) in CLIPS and node.args]
 
 
 def _of_model(call: ast.Call) -> bool:
@@ -31,19 +107,17 @@ def switched(source: Source, node: ast.AST) -> bool:
     for parent in source.ancestors(node):
         if isinstance(parent, SCOPES):
             return False
-        if isinstance(parent, ast.If | ast.IfExp) and any(
-            SWITCH.search(name)
-            for part in ast.walk(parent.test)
-            for name in [getattr(part, "id", None) or getattr(part, "attr", None) or ""]
-        ):
+        if isinstance(parent, ast.If | ast.IfExp) and _names_precision(source, parent.test):
             return True
     return False
 
 
-def _functions_that_scale(source: Source) -> dict[ast.AST, list[ast.With | ast.AsyncWith]]:
-    found: dict[ast.AST, list[ast.With | ast.AsyncWith]] = {}
-    for block in source.scaled_blocks():
-        found.setdefault(source.scope(block), []).append(block)
+def _names_precision(source: Source, test: ast.expr) -> bool:
+    key = ("names precision", id(test))
+    if key not in source.known:
+        names = (getattr(part, "id", None) or getattr(part, "attr", None) or "" for part in ast.walk(test))
+        source.known[key] = any(SWITCH.search(name) for name in names)
+    found: bool = source.known[key]
     return found
 
 
@@ -55,21 +129,16 @@ def clip_of_model_params(source: Source, repository: Repository) -> Iterator[Fin
     """
     if not repository.may_run_at("O2", "O5"):
         return
-    certain = repository.levels is not None
-    for scope, blocks in _functions_that_scale(source).items():
-        inside = {id(n) for block in blocks for n in source.within(block)}
+    level = WARNING if repository.levels is None else ERROR
+    note = "at O2 the optimizer steps master parameters; clip amp.master_params(optimizer) instead"
+    mastered = set(source.calls_to("apex.amp.master_params"))
+    for blocks in _blocks_by_function(source):
+        nodes = source.within(blocks.scope)
         # An if/else on the precision in use: one side with master_params, the other without.
-        mastered = source.calls_to("apex.amp.master_params")
-        if mastered and not set(mastered).isdisjoint(source.within(scope)):
+        if mastered and not mastered.isdisjoint(nodes):
             continue
-        for call in _clips(source, scope):
-            if (
-                _of_model(call)
-                and id(call) not in inside
-                and not (_in_else_of(source, call, blocks) or _exclusive(source, call, blocks))
-            ):
-                level = ERROR if certain else WARNING
-                note = "at O2 the optimizer steps master parameters; clip amp.master_params(optimizer) instead"
+        for call in _clips(nodes):
+            if _of_model(call) and not blocks.hold(call) and not blocks.exclude(call):
                 yield source.finding(call, "trap", "clip_of_model_params", level, note)
 
 
@@ -79,38 +148,9 @@ def clip_of_scaled_gradients(source: Source, repository: Repository) -> Iterator
     The limit is then up to 65536 times too tight. Clip after the block.
     """
     for block in source.scaled_blocks():
-        for call in _clips(source, block):
+        for call in _clips(source.within(block)):
             note = "gradients are scaled until the scale_loss block ends; clip after the block"
             yield source.finding(call, "trap", "clip_of_scaled_gradients", ERROR, note)
-
-
-def _exclusive(source: Source, node: ast.AST, blocks: list[ast.With | ast.AsyncWith]) -> bool:
-    """Whether ``node`` never runs in an execution that scales a loss, by the tests around them."""
-    return all(exclusive(source, node, block) for block in blocks)
-
-
-def _in_else_of(source: Source, node: ast.AST, blocks: list[ast.With | ast.AsyncWith]) -> bool:
-    """Whether ``node`` and each scale_loss block are on different sides of some ``if``, or a test switches ``node``."""
-    above = [node, *source.ancestors(node)]
-    for child, parent in itertools.pairwise(above):
-        if isinstance(parent, ast.If | ast.Try):
-            side = parent.body if child in parent.body else None
-            others = [s for s in ast.iter_child_nodes(parent) if s is not child and (side is None or s not in side)]
-            if any(n in blocks for other in others for n in ast.walk(other)):
-                return True
-    return False
-
-
-def _ends_before(source: Source, node: ast.AST, blocks: list[ast.With | ast.AsyncWith]) -> bool:
-    """Whether a block leaves the iteration right after it (``with ...; return``): what follows is the other way."""
-    for block in blocks:
-        for outer in [block, *source.ancestors(block)]:
-            if isinstance(outer, SCOPES):
-                break
-            leaves = isinstance(outer, ast.If) and isinstance(outer.body[-1], ast.Return | ast.Continue)
-            if leaves and getattr(outer, "lineno", 0) < getattr(node, "lineno", 0):
-                return True
-    return False
 
 
 def unscaled_backward(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -119,42 +159,78 @@ def unscaled_backward(source: Source, repository: Repository) -> Iterator[Findin
     Its gradients lack the scale: in half, small ones vanish, and at O2 masters get none of them. Give the loss to
     ``amp.scale_loss`` as well.
     """
-    for scope, blocks in _functions_that_scale(source).items():
-        inside = {id(n) for block in blocks for n in source.within(block)}
-        for call in source.within(scope):
-            if not isinstance(call, ast.Call) or id(call) in inside or source.scope(call) is not scope:
+    for blocks in _blocks_by_function(source):
+        losses = _Losses(source, blocks)
+        for call in source.within(blocks.scope):
+            if not isinstance(call, ast.Call) or blocks.hold(call) or source.scope(call) is not blocks.scope:
                 continue
             # `engine.backward(loss)` and `scaler.scale(loss).backward()` are other tools' ways.
             if called(call) != "backward" or call.args or not isinstance(call.func, ast.Attribute):
                 continue
             name = text(call.func.value)
-            if not name or switched(source, call) or _in_else_of(source, call, blocks):
+            if not name or switched(source, call) or blocks.exclude(call) or blocks.return_before(call):
                 continue
-            if _exclusive(source, call, blocks):
-                continue
-            if not _ends_before(source, call, blocks):
-                note = f"{name} is not scaled; give it to amp.scale_loss and call backward on what that yields"
-                # Of a network beside amp's, stepped by an optimizer of its own, it is right.
-                level = ERROR if _trains_managed(source, scope, name, blocks) else WARNING
-                yield source.finding(call, "trap", "unscaled_backward", level, note)
+            note = f"{name} is not scaled; give it to amp.scale_loss and call backward on what that yields"
+            # Of a network beside amp's, stepped by an optimizer of its own, it is right.
+            level = ERROR if losses.train_managed(name) else WARNING
+            yield source.finding(call, "trap", "unscaled_backward", level, note)
 
 
-def _trains_managed(source: Source, scope: ast.AST, loss: str, blocks: list[ast.With | ast.AsyncWith]) -> bool:
-    """Whether a loss is one that is scaled elsewhere, or is computed with a model that ``initialize`` was given."""
-    scaled = [item.context_expr for block in blocks for item in block.items]
-    if loss in {text(call.args[0]) for call in scaled if isinstance(call, ast.Call) and call.args}:
-        return True
-    given = [argument(call, 0, "models") for call in source.calls_to("apex.amp.initialize")]
-    models = {text(node) for models in given if models is not None for node in ast.walk(models)} - {""}
-    names, before = {loss}, 0
-    while before != len(names):
-        before = len(names)
+class _Losses:
+    """Which losses of a function train a model that ``initialize`` was given."""
+
+    def __init__(self, source: Source, blocks: Blocks) -> None:
+        scaled = [item.context_expr for block in blocks.blocks for item in block.items]
+        self.scaled = {text(call.args[0]) for call in scaled if isinstance(call, ast.Call) and call.args}
+        self.computed: set[str] = set()  # names that an assignment computes from others
+        users: dict[str, list[str]] = {}  # for each name those that are computed from it
+        for targets, used in _assignments(source).get(blocks.scope, ()):
+            self.computed |= {target for target in targets if used - {target}}
+            for name in used:
+                users.setdefault(name, []).extend(targets)
+        #: Names that a model goes into.
+        self.of_models: set[str] = set()
+        models = _initialized_models(source)
+        rest = [name for name in models if name in users]
+        while rest:
+            for user in users.pop(rest.pop(), ()):
+                if user not in self.of_models:
+                    self.of_models.add(user)
+                    rest.append(user)
+        self.models = models
+
+    def train_managed(self, loss: str) -> bool:
+        """Whether a loss is one that is scaled elsewhere, or is computed with such a model.
+
+        Where nothing tells what computes it, it counts as the model's.
+        """
+        if loss in self.scaled or loss not in self.computed:
+            return True
+        return loss in self.models or loss in self.of_models
+
+
+def _initialized_models(source: Source) -> set[str]:
+    """The names of the models that ``initialize`` is given, and of what they are parts of."""
+    key = "initialized models"
+    if key not in source.known:
+        given = [argument(call, 0, "models") for call in source.calls_to("apex.amp.initialize")]
+        source.known[key] = {text(node) for one in given if one is not None for node in ast.walk(one)} - {""}
+    names: set[str] = source.known[key]
+    return names
+
+
+def _assignments(source: Source) -> dict[ast.AST, list[tuple[set[str], set[str]]]]:
+    """For each function its assignments: the names that are given values, and those that the values use."""
+    key = "assignments"
+    if key not in source.known:
+        found: dict[ast.AST, list[tuple[set[str], set[str]]]] = {}
         for node in source.kind(ast.Assign):
-            targets = (text(part) for target in node.targets for part in ast.walk(target))
-            if source.scope(node) is scope and not names.isdisjoint(targets):
-                names |= set(map(text, ast.walk(node.value))) - {""}
-    # Where nothing tells what computes it, it counts as the model's.
-    return names == {loss} or not names.isdisjoint(models)
+            targets = {text(part) for target in node.targets for part in ast.walk(target)} - {""}
+            used = set(map(text, ast.walk(node.value))) - {""}
+            found.setdefault(source.scope(node), []).append((targets, used))
+        source.known[key] = found
+    assignments: dict[ast.AST, list[tuple[set[str], set[str]]]] = source.known[key]
+    return assignments
 
 
 def backward_of_wrong_loss(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -168,10 +244,12 @@ def backward_of_wrong_loss(source: Source, repository: Repository) -> Iterator[F
             if not isinstance(call, ast.Call) or not call.args or not text(call.args[0]):
                 continue
             loss = text(call.args[0])
-            for inner in ast.walk(block):
+            if loss == scaled:
+                continue
+            for inner in source.within(block):
                 if not isinstance(inner, ast.Call) or called(inner) != "backward" or inner.args:
                     continue
-                if isinstance(inner.func, ast.Attribute) and text(inner.func.value) == loss != scaled:
+                if isinstance(inner.func, ast.Attribute) and text(inner.func.value) == loss:
                     right = scaled or "scaled_loss"
                     note = f"the block unscales gradients that were never scaled; call {right}.backward()"
                     yield source.finding(inner, "trap", "backward_of_wrong_loss", ERROR, note)
@@ -185,37 +263,32 @@ def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[
     """
     if not repository.may_run_at("O2", "O5") or repository.levels is None:
         return
-    for scope, blocks in _functions_that_scale(source).items():
-        inside = {id(n) for block in blocks for n in source.within(block)}
-        last = max(block.lineno for block in blocks)
-        for loop in source.within(scope):
-            if (
-                not isinstance(loop, ast.For)
-                or id(loop) in inside
-                or loop.lineno < last
-                or source.scope(loop) is not scope
-            ):
+    note = "at O2 the optimizer steps masters: this changes nothing; edit amp.master_params(optimizer)"
+    for blocks in _blocks_by_function(source):
+        last = max(block.lineno for block in blocks.blocks)
+        for loop in source.within(blocks.scope):
+            if not isinstance(loop, ast.For) or blocks.hold(loop) or loop.lineno < last:
                 continue
-            names = [n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)]
             over = loop.iter
             if not isinstance(over, ast.Call) or called(over) not in ("parameters", "named_parameters"):
                 continue
-            if switched(source, loop) or _in_else_of(source, loop, blocks) or _exclusive(source, loop, blocks):
+            if source.scope(loop) is not blocks.scope or switched(source, loop) or blocks.exclude(loop):
                 continue
+            names = [n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)]
             found = next((n for n in ast.walk(loop) if _edits(n, names)), None)
             if found is not None:
-                note = "at O2 the optimizer steps masters: this changes nothing; edit amp.master_params(optimizer)"
                 yield source.finding(found, "trap", "edit_of_model_gradients", ERROR, note)
 
 
 def _edits(node: ast.AST, names: list[str]) -> bool:
     """Whether a node changes ``p.grad`` for a ``p`` in ``names``, to something else than nothing."""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-        changed = text(node.func.value)
-        method = node.func.attr
-        of_grad = any(changed in (f"{name}.grad", f"{name}.grad.data") for name in names)
-        return of_grad and method.endswith("_") and method not in ("zero_", "detach_", "requires_grad_")
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-    empties = isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
     grads = {f"{name}.grad{data}" for name in names for data in ("", ".data")}
-    return not empties and any(text(target) in grads for target in targets)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        method = node.func.attr
+        edits = method.endswith("_") and method not in ("zero_", "detach_", "requires_grad_")
+        return edits and text(node.func.value) in grads
+    if isinstance(node, ast.AugAssign):
+        return text(node.target) in grads
+    if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):
+        return any(text(target) in grads for target in node.targets)
+    return False

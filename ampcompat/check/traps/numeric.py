@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import ast
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ampcompat.check.bindings import dotted
 from ampcompat.check.findings import ERROR, WARNING, Finding
@@ -12,152 +11,61 @@ from ampcompat.check.halves import Halves
 from ampcompat.check.source import Source, argument, called, number, text
 from ampcompat.check.traps.repository import Repository
 
-# What the text of a file must have for one of these traps to be in it: a search costs less than a look at each node.
-# Each with the plain text that it begins with, which is searched for first.
-SMALL = {begin: re.compile(f"{re.escape(begin)}0*(?:[89]|[1-9]\\d)") for begin in ("e-", "E-")}
-SMALL[".0000000"] = re.compile(r"\.0{7}")
-LARGE = re.compile(r"[\d.][eE]\+?0*(?:[4-9]|[1-9]\d)|\d[\d_]{4}")
-LITERAL = re.compile(r"(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)(?:[eE][+-]?\d[\d_]*)?")
-MASKS = ("mask", "Mask", "MASK")
-#: How far from the literal, in characters, the mask of an expression is looked for.
-NEAR = 1000
-#: Characters of a literal before its last five digits that are looked at.
-LONGEST = 300
-FILL = re.compile(r"\.\s*masked_fill_?\s*\(")
-LOSSES = {name: re.compile(rf"{name}\s*\(") for name in ("BCELoss", "binary_cross_entropy")}
-BRACKET = re.compile(r"[()]")
-BRACKETS = re.compile(r"[][(){}]")
-BLANKS = " \t\r\n\f\\"
-MINIMUM = re.compile(r"\bmin\s*=\Z")
-IMPORTS_TORCH = re.compile(r"\bimport\b(?:[^\n\\]|\\\s)*\btorch\b|\bfrom\s+torch\b")
 LARGEST_HALF = 65504.0
 # Below half of the smallest subnormal a number rounds to zero.
 VANISHES_BELOW = 2.0**-25
-FLOAT32 = re.compile(r"\.(float|double|item|cpu|numpy|to_float)\(|float32|float64|\b(np|numpy|math)\.|\b(float|len)\(")
+#: Methods and functions that leave no half tensor, modules that know none, and the dtypes' names.
+WIDENS = {"float", "double", "item", "cpu", "numpy", "to_float", "len"}
+PLAIN_MODULES = {"np", "numpy", "math"}
+WIDE = ("float32", "float64")
 NEEDS_GUARD = {"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"}
 LIMITS = {"clamp", "clamp_", "clamp_min", "clamp_min_"}
-#: What stands before the bracket around a guard: a division, or a call.
-GUARDED = re.compile(rf"(?:/|\b(?:{'|'.join(sorted(NEEDS_GUARD | LIMITS))}))\Z")
 FILLS = {"masked_fill": 1, "masked_fill_": 1}
 
 
-def _may_be_half(node: ast.AST) -> bool:
+def _may_be_half(source: Source, node: ast.AST) -> bool:
     """Whether an expression may be a half tensor: it has a variable and nothing in it says float32 or numpy."""
-    names = any(isinstance(n, ast.Name) for n in ast.walk(node))
-    return names and FLOAT32.search(ast.unparse(node)) is None
+    return node in _holding(source, _is_variable) and node not in _holding(source, _is_wide)
 
 
-def has_large_fill(code: str) -> bool:
-    """Whether a text may hold an overflowing fill."""
-    for fill in FILL.finditer(code) if "masked_fill" in code else ():
-        if any(_is_too_large(code, found) for found in LARGE.finditer(code, fill.end(), _end(code, fill.end()))):
-            return True
-    return any(
-        (_is_operand(code, found, "*") or _is_stored(code, found))
-        and not _is_comment(code, found.start())
-        and _is_too_large(code, found)
-        for start, end in _around_masks(code)
-        for found in LARGE.finditer(code, start, end)
-    )
+def _holding(source: Source, wanted: Callable[[ast.AST], bool]) -> set[ast.AST]:
+    """The nodes with a part, or that are one themselves, that ``wanted`` says is what is looked for."""
+    key = ("holding", wanted)
+    if key not in source.known:
+        found: set[ast.AST] = set()
+        for part in filter(wanted, source.nodes):
+            node: ast.AST | None = part
+            while node is not None and node not in found:
+                found.add(node)
+                node = source.parents.get(node)
+        source.known[key] = found
+    holding: set[ast.AST] = source.known[key]
+    return holding
 
 
-def _around_masks(code: str) -> Iterator[tuple[int, int]]:
-    """The stretches of a text that are near a mask: tables of numbers are long, and have none."""
-    for word in MASKS:
-        end, at = 0, code.find(word)
-        while at >= 0:
-            start, end = max(end, at - NEAR), at + 2 * NEAR
-            yield start, end
-            at = code.find(word, end - NEAR)
+def _words(node: ast.AST) -> str:
+    """The name of a variable, an attribute or a keyword, or the text of a string."""
+    if isinstance(node, ast.Constant):
+        return node.value if isinstance(node.value, str) else ""
+    word = getattr(node, "id", None) or getattr(node, "attr", None) or getattr(node, "arg", None)
+    return word if isinstance(word, str) else ""
 
 
-def _is_too_large(code: str, found: re.Match[str]) -> bool:
-    """Whether the literal that ``found`` is a part of may be out of float16's range."""
-    left = code[max(0, found.start() - LONGEST) : found.start()]
-    before = left.rstrip("0123456789._")
-    literal = LITERAL.match(code, found.start() - len(left) + len(before))
-    # The end of a name, of a hexadecimal number, of a number that goes on for lines.
-    if literal is None or before[-1:].isalnum() or len(left) - len(before) == LONGEST:
+def _is_variable(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name)
+
+
+def _is_mask(node: ast.AST) -> bool:
+    return "mask" in _words(node).lower()
+
+
+def _is_wide(node: ast.AST) -> bool:
+    """Whether a node says float32 or numpy."""
+    if isinstance(node, ast.Call):
+        return called(node) in WIDENS
+    if isinstance(node, ast.Attribute) and _words(node.value) in PLAIN_MODULES:
         return True
-    return LARGEST_HALF < float(literal[0].replace("_", "")) < float("inf")
-
-
-def has_small_guard(code: str) -> bool:
-    """Whether a text may hold a vanishing epsilon that guards something, or is a limit."""
-    found = (match for begin, small in SMALL.items() if begin in code for match in small.finditer(code))
-    return any(_may_guard(code, literal) for literal in found)
-
-
-def _may_guard(code: str, literal: re.Match[str]) -> bool:
-    """Whether the innermost brackets around a literal may be those of a divisor, or of a call that needs a guard."""
-    at = literal.start()
-    before = code[max(0, at - LONGEST) : at].rstrip("0123456789._").rstrip(BLANKS)
-    follows = "#" in before.rpartition("\n")[2] or before[-1:] in (*"+-(,",) or MINIMUM.search(before) is not None
-    if not follows or _is_comment(code, at):
-        return False
-    start, depth = max(0, at - 2 * NEAR), 0
-    for bracket in reversed(list(BRACKETS.finditer(code, start, at))):
-        depth += 1 if bracket[0] in ")]}" else -1
-        if depth >= 0:
-            continue
-        if any(mark in code[bracket.start() : at] for mark in "\"'#"):
-            return True  # a bracket may be in a string or a comment
-        before = code[max(0, bracket.start() - 200) : bracket.start()].rstrip(BLANKS)
-        if bracket[0] != "(":
-            return False
-        if GUARDED.search(before) or "#" in before.rpartition("\n")[2]:
-            return True
-        if before[-1:].isalnum() or before[-1:] in ("_", ")", "]"):
-            return False  # a call of something else
-        depth = 0  # the brackets may be redundant
-    return "clamp" in code[start:at] or _is_operand(code, literal, "+-")
-
-
-def _is_comment(code: str, at: int) -> bool:
-    """Whether a place of a text is shown to be in a comment (or in a string that began on an earlier line)."""
-    before = code[max(code.rfind("\n", 0, at), code.rfind("\r", 0, at)) + 1 : at]
-    return "#" in before and not any(mark in before for mark in "\"'{")
-
-
-def _end(code: str, start: int) -> int:
-    """Find where a call's arguments end, which begin behind its bracket."""
-    depth = 1
-    for found in BRACKET.finditer(code, start):
-        depth += 1 if found[0] == "(" else -1
-        if not depth:
-            return found.start()
-    return len(code)
-
-
-def _is_operand(code: str, literal: re.Match[str], operators: str) -> bool:
-    """Whether one of ``operators`` may stand before or behind a literal, brackets, signs and comments aside."""
-    left = code[max(0, literal.start() - 200) : literal.start()].rstrip("0123456789._")
-    signs = "" if "-" in operators else "+-"
-    left = left.rstrip(f" \t\r\n\f\\({signs}")
-    right = code[literal.end() : literal.end() + 200].lstrip("0123456789_ \t\r\n\f\\)")
-    # A comment, or more space than was looked through: it may.
-    return left[-1:] in operators or right[:1] in f"{operators}#" or "#" in left.rpartition("\n")[2]
-
-
-def _is_stored(code: str, literal: re.Match[str]) -> bool:
-    """Whether a literal may be assigned to an element: ``x[mask] = -1e9``."""
-    left = code[max(0, literal.start() - 200) : literal.start()].rstrip("0123456789._ \t\r\n\f\\(+-")
-    return left.endswith("=") and left[:-1].rstrip().endswith("]")
-
-
-def may_hold_one(code: str) -> bool:
-    """Whether a text may hold one of these traps."""
-    if "torch" not in code:
-        return False
-    if "import torch" not in code and "from torch" not in code and IMPORTS_TORCH.search(code) is None:
-        return False
-    return has_large_fill(code) or _has_loss(code) or has_small_guard(code)
-
-
-def _has_loss(code: str) -> bool:
-    found = (match.start() for name, loss in LOSSES.items() if name in code for match in loss.finditer(code))
-    # Not by \b in the patterns: they are searched for faster where they begin with plain text.
-    return any(at == 0 or not (code[at - 1].isalnum() or code[at - 1] == "_") for at in found)
+    return any(dtype in _words(node) for dtype in WIDE)
 
 
 def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -166,15 +74,13 @@ def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Fin
     ``BCEWithLogits`` computes both in float32. Or keep the sigmoid in float32 with
     ``amp.register_float_function(torch, "sigmoid")``.
     """
-    if not _has_loss(source.code):
-        return
     if not repository.may_run_at("O1", "O4") or repository.float_sigmoid or not source.imports("torch"):
         return
     for call in source.calls:
         if called(call) == "BCELoss":
             # Which loss is given what is not followed: a sigmoid somewhere makes it likely, no more.
             level = WARNING
-        elif called(call) == "binary_cross_entropy" and call.args and _may_be_half(call.args[0]):
+        elif called(call) == "binary_cross_entropy" and call.args and _may_be_half(source, call.args[0]):
             level = ERROR if repository.runs_at("O1", "O4") and _half_sigmoid(call.args[0]) else WARNING
         else:
             continue
@@ -208,7 +114,7 @@ def vanishing_constant(source: Source, repository: Repository) -> Iterator[Findi
     ``x / (norm + 1e-8)`` divides by zero where it was meant not to. Use 1e-6 or above (the smallest float16 is 6e-8,
     the smallest normal one 6e-5), or compute in ``x.float()``. Reported where the guarded value is shown to be half.
     """
-    if not has_small_guard(source.code) or not source.imports("torch"):
+    if not source.imports("torch"):
         return
     halves = Halves(source, repository.casts, repository.keeps_half)
     for node in source.kind(ast.BinOp, ast.Call):
@@ -241,7 +147,7 @@ def _guards(source: Source, node: ast.BinOp) -> bool:
     if not isinstance(parent, ast.Call):
         return False
     # torch.log(x + 1e-8), or (x + 1e-8).log() through an attribute.
-    return called(parent) in NEEDS_GUARD and FLOAT32.search(ast.unparse(parent.func)) is None
+    return called(parent) in NEEDS_GUARD and parent.func not in _holding(source, _is_wide)
 
 
 def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -250,27 +156,26 @@ def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding
     ``scores + -1e9 * mask`` and ``scores[mask] = -1e9`` give -inf, and NaN after the softmax of a row of them. Use
     ``torch.finfo(scores.dtype).min``, or -1e4.
     """
-    if not has_large_fill(source.code) or not source.imports("torch"):
+    if not source.imports("torch"):
         return
     fix = "use torch.finfo(x.dtype).min, or -1e4"
     halves = Halves(source, repository.casts, repository.keeps_half)
     for node in source.kind(ast.Call, ast.Assign, ast.BinOp):
         if isinstance(node, ast.Call) and called(node) in FILLS and isinstance(node.func, ast.Attribute):
             value = argument(node, FILLS[called(node)], "value")
-            if value is not None and _overflows(value) and _may_be_half(node.func.value):
+            if value is not None and _overflows(value) and _may_be_half(source, node.func.value):
                 # Shown to be half it raises; else it may be.
                 level = ERROR if halves.of(node.func.value) else WARNING
                 note = f"{ast.unparse(value)} does not fit float16 (largest: 65504) and raises there; {fix}"
                 yield source.finding(node, "trap", "overflowing_fill", level, note)
         elif isinstance(node, ast.Assign) and _overflows(node.value) and isinstance(node.targets[0], ast.Subscript):
             target = node.targets[0]
-            index_is_mask = "mask" in ast.unparse(target.slice).lower()
-            if index_is_mask and text(target.value) and _may_be_half(target.value):
+            if target.slice in _holding(source, _is_mask) and text(target.value) and _may_be_half(source, target.value):
                 note = f"{ast.unparse(node.value)} is out of float16's range (65504); {fix}"
                 yield source.finding(node, "trap", "overflowing_fill", WARNING, note)
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             constant, other = (node.right, node.left) if _overflows(node.right) else (node.left, node.right)
-            if _overflows(constant) and "mask" in ast.unparse(other).lower() and _may_be_half(other):
+            if _overflows(constant) and other in _holding(source, _is_mask) and _may_be_half(source, other):
                 note = f"{ast.unparse(constant)} is out of float16's range (65504); {fix}"
                 yield source.finding(node, "trap", "overflowing_fill", WARNING, note)
 

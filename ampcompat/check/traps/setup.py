@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ast
+import bisect
 import re
 from collections.abc import Iterator
 
 from ampcompat.check.findings import ERROR, WARNING, Finding
 from ampcompat.check.source import Source, argument, called, number, text
-from ampcompat.check.together import certain, conditions, evaluates, exclusive, rebound
+from ampcompat.check.together import MOST, certain, conditions, evaluates, exclusive, rebound
 from ampcompat.check.traps.repository import Repository
 
 AMP = re.compile(r"fp_?16|\bamp|_amp|apex|half|mixed|precision", re.IGNORECASE)
-COPY = re.compile(r"deepcopy\s*\([\s(]*(?:[\w.]*[._])?(?:optim|optimizer|opt)\b")
+OPTIMIZER = re.compile(r"(?:.*[._])?(?:optim|optimizer|opt)")
+ADAMS = ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
 WRAPPERS = ("DistributedDataParallel", "DDP", "DataParallel")
 
 
@@ -26,19 +28,35 @@ def misspelt_level(source: Source, repository: Repository) -> Iterator[Finding]:
             yield source.finding(level, "trap", "misspelt_level", ERROR, note)
 
 
+def _initializations(source: Source) -> list[ast.Call]:
+    """The calls of ``initialize`` that values are followed to: nobody writes more of them into one file."""
+    return source.calls_to("apex.amp.initialize")[:MOST]
+
+
 def _given(source: Source) -> list[tuple[ast.Call, ast.expr]]:
     """Each model given to an ``initialize`` call, with the call."""
-    found = []
-    for call in source.calls_to("apex.amp.initialize"):
+    found: list[tuple[ast.Call, ast.expr]] = []
+    for call in _initializations(source):
         given = argument(call, 0, "models")
-        models = given.elts if isinstance(given, ast.List | ast.Tuple) else [given] if given is not None else []
-        found += [(call, model) for model in models]
+        if isinstance(given, ast.List | ast.Tuple):
+            found += [(call, model) for model in given.elts[:MOST]]
+        elif given is not None:
+            found.append((call, given))
     return found
 
 
-def _models(source: Source) -> list[tuple[ast.Call, str]]:
-    """Those of the models that are given by name."""
-    return [(call, name) for call, model in _given(source) if (name := text(model))]
+def _assigned(source: Source, name: str, beside: ast.AST) -> list[tuple[ast.Assign, ast.Call]]:
+    """The assignments of a call's result to ``name`` in the scope of ``beside``."""
+    key = "assigned calls"
+    if key not in source.known:
+        found: dict[tuple[ast.AST, str], list[tuple[ast.Assign, ast.Call]]] = {}
+        for node in source.kind(ast.Assign):
+            if isinstance(node.value, ast.Call):
+                for target in {text(target) for target in node.targets} - {""}:
+                    found.setdefault((source.scope(node), target), []).append((node, node.value))
+        source.known[key] = found
+    by_name: dict[tuple[ast.AST, str], list[tuple[ast.Assign, ast.Call]]] = source.known[key]
+    return by_name.get((source.scope(beside), name), [])
 
 
 def _cast_to_half(source: Source, node: ast.AST) -> ast.Call | None:
@@ -49,10 +67,10 @@ def _cast_to_half(source: Source, node: ast.AST) -> ast.Call | None:
             return node
         if not isinstance(node.func, ast.Attribute):
             return None
-        dtypes = [text(a).rpartition(".")[2] for a in (*node.args, *(k.value for k in node.keywords))]
-        if (node.func.attr == "half" and not node.args) or (
-            node.func.attr == "to" and {"half", "float16", "bfloat16"} & set(dtypes)
-        ):
+        if node.func.attr == "half" and not node.args:
+            return node
+        dtypes = {text(a).rpartition(".")[2] for a in (*node.args, *(k.value for k in node.keywords))}
+        if node.func.attr == "to" and dtypes & {"half", "float16", "bfloat16"}:
             return node
         node = node.func.value
     return None
@@ -65,51 +83,82 @@ def half_by_hand(source: Source, repository: Repository) -> Iterator[Finding]:
     rounds the weights away. ``opt_level="O2"`` (or O3) is the way to ask for a half model.
     """
     casts: dict[int, tuple[ast.AST, str]] = {}
+    by_name = _casts_by_name(source)
     for call, model in _given(source):
-        if cast := _cast_to_half(source, model):
-            casts[id(cast)] = cast, "a model"
         name = text(model)
-        for part in source.kind(ast.Expr, ast.Assign) if name else ():
-            # `model.half()` for what it does to the model, and `model = Net().half()`.
-            if isinstance(part, ast.Expr | ast.Assign) and source.scope(part) is source.scope(call):
-                cast = _cast_to_half(source, part.value)
-                if exclusive(source, part, call) or evaluates(source, part):
-                    continue
-                if rebound(source, name, part, call) or _cast_back(source, name, part, call):
-                    continue
-                targets = [text(t) for t in part.targets] if isinstance(part, ast.Assign) else []
-                if cast is not None and (name in targets or _casts(source, cast) == name):
-                    casts[id(cast)] = cast, name
+        inner = _cast_to_half(source, model)
+        if inner is not None:
+            casts[id(inner)] = inner, "a model"
+        for statement, cast in by_name.get((source.scope(call), name), ()) if name else ():
+            if id(cast) in casts:
+                continue
+            if exclusive(source, statement, call) or evaluates(source, statement):
+                continue
+            if rebound(source, name, statement, call) or _cast_back(source, name, statement, call):
+                continue
+            casts[id(cast)] = cast, name
     for found, name in casts.values():
         note = f"{name} is given to amp.initialize, which needs it in float32; drop the cast and choose O2 or O3"
         yield source.finding(found, "trap", "half_by_hand", ERROR, note)
 
 
+def _casts_by_name(source: Source) -> dict[tuple[ast.AST, str], list[tuple[ast.stmt, ast.Call]]]:
+    """Statements that cast to half, by scope and by the name of what is half then.
+
+    ``model.half()`` for what it does to the model, and ``model = Net().half()``.
+    """
+    found: dict[tuple[ast.AST, str], list[tuple[ast.stmt, ast.Call]]] = {}
+    statements: list[ast.Expr | ast.Assign] = [*source.kind(ast.Expr), *source.kind(ast.Assign)]
+    for statement in statements:
+        cast = _cast_to_half(source, statement.value)
+        if cast is None:
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else []
+        for name in {*map(text, targets), _casts(source, cast)} - {""}:
+            found.setdefault((source.scope(statement), name), []).append((statement, cast))
+    return found
+
+
 def _cast_back(source: Source, name: str, cast: ast.AST, initialize: ast.Call) -> bool:
     """Whether ``name.float()`` stands between a cast to half and ``initialize``."""
-    between = range(getattr(cast, "lineno", 0) + 1, initialize.lineno)
-    return any(c.lineno in between and text(c.func) in (f"{name}.float", f"{name}.double") for c in source.calls)
+    key = "lines of calls"
+    if key not in source.known:
+        found: dict[str, list[int]] = {}
+        for call in source.calls:
+            found.setdefault(text(call.func), []).append(call.lineno)
+        source.known[key] = {called: sorted(lines) for called, lines in found.items()}
+    lines_of_calls: dict[str, list[int]] = source.known[key]
+    for method in ("float", "double"):
+        lines = lines_of_calls.get(f"{name}.{method}", [])
+        after = bisect.bisect_right(lines, getattr(cast, "lineno", 0))
+        if after < len(lines) and lines[after] < initialize.lineno:
+            return True
+    return False
 
 
 def _casts(source: Source, cast: ast.Call) -> str:
     """The name of what a cast is applied to."""
-    method = isinstance(cast.func, ast.Attribute) and source.apex(cast.func) is None
-    return text(cast.func.value if method and isinstance(cast.func, ast.Attribute) else cast.args[0])
+    if isinstance(cast.func, ast.Attribute) and source.apex(cast.func) is None:
+        return text(cast.func.value)
+    return text(cast.args[0])
 
 
 def wrapped_before_initialize(source: Source, repository: Repository) -> Iterator[Finding]:
     """A model wrapped in DistributedDataParallel or DataParallel before ``initialize`` is refused: wrap it after."""
-    for initialize, name in _models(source):
-        for node in source.kind(ast.Assign):
-            if not isinstance(node.value, ast.Call):
+    wrapped: dict[ast.AST, tuple[str, bool]] = {}
+    for initialize, model in _given(source):
+        name = text(model)
+        for node, call in _assigned(source, name, initialize):
+            if node.lineno >= initialize.lineno or called(call) not in WRAPPERS:
                 continue
-            same = source.scope(node) is source.scope(initialize) and name in map(text, node.targets)
-            before = node.lineno < initialize.lineno and not exclusive(source, node, initialize)
-            before = before and not rebound(source, name, node, initialize)
-            if same and before and called(node.value) in WRAPPERS and not _amp_is_off(source, node):
-                level = ERROR if certain(source, node, initialize) else WARNING
-                note = f"{name} is wrapped before amp.initialize, which refuses it; initialize first, then wrap"
-                yield source.finding(node, "trap", "wrapped_before_initialize", level, note)
+            if exclusive(source, node, initialize) or rebound(source, name, node, initialize):
+                continue
+            if not _amp_is_off(source, node):
+                _, before = wrapped.get(node, ("", False))
+                wrapped[node] = name, before or certain(source, node, initialize)
+    for statement, (name, is_certain) in wrapped.items():
+        note = f"{name} is wrapped before amp.initialize, which refuses it; initialize first, then wrap"
+        yield source.finding(statement, "trap", "wrapped_before_initialize", ERROR if is_certain else WARNING, note)
 
 
 def _amp_is_off(source: Source, node: ast.AST) -> bool:
@@ -135,28 +184,32 @@ def level_as_enabled(source: Source, repository: Repository) -> Iterator[Finding
 
 def adam_eps_in_half(source: Source, repository: Repository) -> Iterator[Finding]:
     """Adam's default ``eps=1e-8`` with a literal O3: its state is half, where 1e-8 is zero, and 0/0 is NaN."""
-    for call in source.calls_to("apex.amp.initialize"):
-        level = argument(call, 3, "opt_level")
-        if not (isinstance(level, ast.Constant) and level.value == "O3"):
+    made: dict[ast.Call, None] = {}
+    for initialize in _initializations(source):
+        level = argument(initialize, 3, "opt_level")
+        if isinstance(level, ast.Constant) and level.value == "O3":
+            made.update(dict.fromkeys(_optimizers_of(source, initialize)))
+    for call in made:
+        if called(call) not in ADAMS or source.apex(call.func):
             continue
-        given = argument(call, 1, "optimizers")
-        names = {text(part) for part in (given.elts if isinstance(given, ast.List | ast.Tuple) else [given])} - {""}
-        made = [given] if isinstance(given, ast.Call) else []
-        for node in source.kind(ast.Assign):
-            if not isinstance(node.value, ast.Call):
-                continue
-            same = source.scope(node) is source.scope(call) and not exclusive(source, node, call)
-            targets = names & set(map(text, node.targets))
-            if same and targets and not any(rebound(source, name, node, call) for name in targets):
-                made.append(node.value)
-        for adam in made:
-            if called(adam) not in ("Adam", "AdamW", "Adamax", "NAdam", "RAdam") or source.apex(adam.func):
-                continue
-            eps = number(argument(adam, 3, "eps"))
-            if argument(adam, 3, "eps") is None or (eps is not None and 0 < eps < 2.0**-25):
-                name, value = called(adam), eps or 1e-8
-                note = f"at O3 {name} keeps its state in half, where eps={value:g} is 0; pass eps=1e-4 or use O2"
-                yield source.finding(adam, "trap", "adam_eps_in_half", ERROR, note)
+        given = argument(call, 3, "eps")
+        eps = number(given)
+        if given is None or (eps is not None and 0 < eps < 2.0**-25):
+            name, value = called(call), eps or 1e-8
+            note = f"at O3 {name} keeps its state in half, where eps={value:g} is 0; pass eps=1e-4 or use O2"
+            yield source.finding(call, "trap", "adam_eps_in_half", ERROR, note)
+
+
+def _optimizers_of(source: Source, initialize: ast.Call) -> list[ast.Call]:
+    """The calls that make the optimizers of an ``initialize`` call: its argument, and what its names were given."""
+    given = argument(initialize, 1, "optimizers")
+    parts = given.elts[:MOST] if isinstance(given, ast.List | ast.Tuple) else [given]
+    made = [part for part in parts if isinstance(part, ast.Call)]
+    for name in {text(part) for part in parts} - {""}:
+        for node, call in _assigned(source, name, initialize):
+            if not exclusive(source, node, initialize) and not rebound(source, name, node, initialize):
+                made.append(call)
+    return made
 
 
 def deepcopy_of_optimizer(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -164,13 +217,11 @@ def deepcopy_of_optimizer(source: Source, repository: Repository) -> Iterator[Fi
 
     Build a new optimizer over the model's parameters and load the ``state_dict()`` of the first.
     """
-    if "deepcopy" not in source.code:
-        return
     optimizers = {text(argument(c, 1, "optimizers")) for c in source.calls_to("apex.amp.initialize")} - {""}
     for call in source.calls:
         name = text(call.args[0]) if call.args else ""
         if called(call) != "deepcopy" or not name:
             continue
-        if name in optimizers or re.fullmatch(r"(.*[._])?(optim|optimizer|opt)", name):
+        if name in optimizers or OPTIMIZER.fullmatch(name):
             note = f"the copy of {name} updates parameters of its own; build a new one and load its state_dict()"
             yield source.finding(call, "trap", "deepcopy_of_optimizer", WARNING, note)
