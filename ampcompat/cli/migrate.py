@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ampcompat.check.table import plain
 from ampcompat.cli._emit import emit, painted, painted_diff
-from ampcompat.migrate import MissingLibcst
-from ampcompat.migrate.source import TARGETS
-from ampcompat.migrate.tree import Change, migrate_paths
+from ampcompat.tools.migrate import MissingLibcst
+from ampcompat.tools.migrate.source import TARGETS
+from ampcompat.tools.migrate.tree import Change, migrate_paths
 
 EPILOG = """with --verify the script comes after two dashes: ampcompat migrate --verify --to native -- train.py
 exit status: 0 everything translated, 1 something is left to do (listed, and marked in the code) or the migrated
-script does something else (--verify), 2 bad usage"""
+script does something else (--verify), 2 bad usage, 130 interrupted"""
 
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -67,11 +69,10 @@ def main(args: argparse.Namespace) -> int:
         changes = list(_with_progress(args))
         if args.verify:
             return _verify(args, changes, target)
+        if args.write and not _write(changes):
+            return 130
         for change in changes:
-            if change.changed and args.write:
-                change.write()
-                emit(f"rewrote {plain(change.name)}")
-            elif change.changed:
+            if change.changed and not args.write:
                 emit(painted_diff(change.diff().rstrip("\n")))
     except (OSError, ValueError, MissingLibcst) as problem:
         emit(f"ampcompat migrate: {plain(str(problem))}", error=True)
@@ -79,6 +80,38 @@ def main(args: argparse.Namespace) -> int:
     left = _list_left(changes)
     _summary(args, changes, left)
     return int(left > 0)
+
+
+def _write(changes: Sequence[Change]) -> bool:
+    """Write the files, each in one move; False where Ctrl-C ended that, after saying what is written."""
+    waiting = [change for change in changes if change.changed]
+    written = 0
+    with _interrupts_noted() as interrupts:
+        for change in waiting:
+            if interrupts:
+                break
+            change.write()
+            written += 1
+            emit(f"rewrote {plain(change.name)}")
+    if written < len(waiting):
+        emit(f"interrupted: {written} of {len(waiting)} files are written, the others are as they were", error=True)
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _interrupts_noted() -> Iterator[list[int]]:
+    """Collect Ctrl-C instead of raising it, so that no file is left half way."""
+    interrupts: list[int] = []
+    try:
+        previous = signal.signal(signal.SIGINT, lambda number, _frame: interrupts.append(number))
+    except ValueError:  # only the main thread gets signals
+        yield interrupts
+        return
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _with_progress(args: argparse.Namespace) -> Sequence[Change]:
@@ -98,6 +131,8 @@ def _list_left(changes: Sequence[Change]) -> int:
     for change in changes:
         for line, message in change.todos:
             emit(f"{plain(change.name)}:{line}: {plain(message)}", error=True)
+        for note in change.notes:
+            emit(f"{plain(change.name)}: note: {plain(note)}", error=True)
         if change.problem:
             emit(f"{plain(change.name)}: {plain(change.problem)}", error=True)
         left += len(change.todos) + bool(change.problem)
@@ -122,7 +157,8 @@ def _summary(args: argparse.Namespace, changes: Sequence[Change], left: int) -> 
 
 def _verify(args: argparse.Namespace, changes: Sequence[Change], target: Sequence[str]) -> int:
     """Run the script in two copies of the tree and print the verdict on each step."""
-    from ampcompat.migrate.verify import Options, copies, run, verdict
+    from ampcompat.tools.migrate.verify import Options, copies, rewritten_near, run, verdict
+    from ampcompat.tools.migrate.verify.launch import Imports
 
     root = Path(args.paths[0]).resolve()
     if len(args.paths) > 1 or not root.is_dir():
@@ -132,9 +168,11 @@ def _verify(args: argparse.Namespace, changes: Sequence[Change], target: Sequenc
         before, after = copies(root, changes, Path(folder))
         options = Options(target, args.steps, args.seed, args.timeout)
         traces = []
-        for name, copy, native in (("before", before, False), ("after", after, args.to == "native")):
+        allowed: Imports = "neither" if args.to == "native" else "ampcompat"
+        runs: list[tuple[str, Path, Imports]] = [("before", before, "apex"), ("after", after, allowed)]
+        for name, copy, imports in runs:
             emit(f"running {name}", error=True)
-            trace = run(copy, options, Path(folder, f"{name}.jsonl"), native)
+            trace = run(copy, options, Path(folder, f"{name}.jsonl"), imports)
             traces.append(trace)
             if trace.error is not None:
                 emit(
@@ -143,6 +181,13 @@ def _verify(args: argparse.Namespace, changes: Sequence[Change], target: Sequenc
                 )
         result = verdict(traces[0], traces[1])
     emit("\n".join(map(plain, result.lines)))
+    if result.strays is not None:
+        places = traces[1].places or [""]
+        place = places[min(result.strays, len(places) - 1)]
+        emit(f"step {result.strays + 1} strays first" + (f"; it is made at {plain(place)}" if place else ""))
+        near = rewritten_near(changes, place)
+        if near:
+            emit("rewritten there:\n" + "\n".join(f"  | {plain(line)}" for line in near))
     left = _list_left(changes)
     same = painted("the same training", "green") if result.passed else painted("NOT the same training", "red")
     emit(f"{same}, {left} places need you")

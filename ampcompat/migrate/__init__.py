@@ -1,9 +1,0 @@
-"""Rewriting a script that uses apex: its imports to ampcompat, or its calls to plain ``torch.amp``.
-
-Sources are parsed and printed again with libcst, which keeps comments and layout; nothing of them is executed.
-"""
-
-from ampcompat.migrate.result import MissingLibcst, Result
-from ampcompat.migrate.source import migrate_source
-
-__all__ = ["MissingLibcst", "Result", "migrate_source"]

@@ -1,0 +1,1 @@
+"""Tools that work on scripts, beside the library that scripts import."""

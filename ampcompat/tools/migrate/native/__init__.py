@@ -1,0 +1,167 @@
+"""``--to native``: calls of apex become plain ``torch.amp``.
+
+The forward of a model is made to run under autocast where ``amp.initialize`` stands, by a helper that is pasted into the
+file; all that follows from it needs no change. What analysis remains is the order of the scaler's calls (``paths``).
+"""
+
+from __future__ import annotations
+
+import re
+
+import libcst as cst
+
+from ampcompat._extensions import EXTENSIONS
+from ampcompat.check.lines import lines_of
+from ampcompat.tools.migrate.native.edits import SCALER, Edits
+from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts, drop_aliases
+from ampcompat.tools.migrate.native.file import File, Function
+from ampcompat.tools.migrate.native.float32 import keep_float32
+from ampcompat.tools.migrate.native.home import Home, loss_groups
+from ampcompat.tools.migrate.native.initialize import HELPER, replace_initialize, switched_off
+from ampcompat.tools.migrate.native.leftovers import mark_mentions, mark_objects
+from ampcompat.tools.migrate.native.loop import (
+    insert_unscale,
+    replace_backward,
+    replace_losses,
+    replace_master_params,
+    replace_steps,
+    scaled_steps,
+)
+from ampcompat.tools.migrate.native.merge import answer_probes, merge_branches
+from ampcompat.tools.migrate.native.paths import Walk
+from ampcompat.tools.migrate.native.replaced import replace_classes
+from ampcompat.tools.migrate.native.state import drop_registrations, replace_disable_casts, replace_state, state_uses
+from ampcompat.tools.migrate.native.tidy import add_helper, add_torch, drop_amp_arguments, drop_imports, helper_names
+from ampcompat.tools.migrate.result import Result
+
+NO_LOOP = (
+    "this file has no amp.scale_loss: hand {scaler} to the loop that trains, and write {scaler}.scale(loss).backward(), "
+    "{scaler}.step(optimizer), {scaler}.update() there"
+)
+NO_STEP = (
+    f"no step of this optimizer is seen in this file: make it {SCALER}.step(optimizer), then {SCALER}.update(), "
+    "wherever it is"
+)
+#: What a file cannot do without a scaler.
+NEEDED = (*SCALE_LOSS, *MASTER_PARAMS, "apex.amp.state_dict", "apex.amp.load_state_dict")
+NAMES_APEX = re.compile(rf"\b({'|'.join(('apex', *EXTENSIONS))})\b|(import|from) ampcompat\b")
+
+
+def rewrite_native(code: str, made_in: str = "") -> Result:
+    """Rewrite one source.
+
+    Args:
+        code: The source.
+        made_in: Where ``amp.initialize`` stands, ``train.py:12``, for a file that does not call it.
+    """
+    module = cst.parse_module(code)
+    facts = Facts(File(module))
+    edits = Edits()
+    if not facts.initialized:
+        result = Result.of(_without_initialize(facts, edits, made_in))
+        result.needs = any(facts.symbol(call.func) in NEEDED for call in facts.file.of_type(cst.Call))
+        return result
+    makes = next(n for n, text in enumerate(lines_of(code), 1) if "initialize" in text)
+    for prepare in (answer_probes, merge_branches):
+        prepared = prepare(facts)
+        if prepared is not None:
+            facts = Facts(File(prepared))
+    names = helper_names(facts.file)
+    walk = Walk(facts)
+    home = Home(facts, _functions_that_use_it(facts, walk), loss_groups(facts, walk))
+    _translate(facts, walk, home, edits)
+    new = edits.apply(facts.file)
+    new = _named(new, names, home.name)
+    if any(param.name.value == "amp" for param in facts.file.of_type(cst.Param)):
+        new = drop_amp_arguments(new)
+    new = drop_imports(new)
+    if NAMES_APEX.search(new.code):
+        new = _marked(new)
+    shared = f"{home.name} = {switched_off(home)}  # until {names[HELPER]}() is called" if home.kind == "global" else ""
+    new = add_helper(new, names, shared) if names[HELPER] in new.code else add_torch(new)
+    result = Result.of(new.code)
+    result.notes = edits.notes
+    result.makes = makes
+    result.optimizers = facts.optimizer_names()
+    return result
+
+
+def _functions_that_use_it(facts: Facts, walk: Walk) -> set[Function | None]:
+    """The functions whose code names the scaler after the translation."""
+    nodes: list[cst.CSTNode] = [*facts.scaled, *state_uses(facts), *walk.scaled_backward]
+    nodes += [step.call for step in scaled_steps(walk)]
+    nodes += [place.statement for place in walk.unscales.values()]
+    return {facts.file.function(node) for node in nodes}
+
+
+def _translate(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
+    uses = home.uses
+    replace_initialize(facts, home, edits, used=bool(uses) or any(made.optimizers for made in facts.initialized))
+    replace_losses(facts, home, edits)
+    replace_backward(facts, walk, home, edits)
+    replace_steps(facts, walk, home, edits)
+    insert_unscale(walk, home, edits)
+    replace_master_params(facts, edits)
+    replace_state(facts, home, edits)
+    replace_disable_casts(facts, edits)
+    drop_registrations(facts, edits)
+    drop_aliases(facts, edits)
+    replace_classes(facts, edits)
+    keep_float32(facts, edits)
+    for statement, message in walk.problems:
+        edits.mark(statement, message)
+    for node in walk.unstepped():
+        edits.mark(facts.file.statement(node), NO_STEP)
+    mark_objects(facts, walk, SCALER, edits)
+    if (
+        not facts.scaled
+        and not walk.steps
+        and not any("gets an optimizer" in m for ms in edits.marks.values() for m in ms)
+    ):
+        for made in facts.initialized:
+            if made.optimizers is not None:
+                edits.mark(facts.file.statement(made.node), NO_LOOP.format(scaler=SCALER))
+
+
+def _named(module: cst.Module, names: dict[str, str], scaler: str) -> cst.Module:
+    """The module with the names that were chosen for the helper and the scaler."""
+    code = module.code.replace(SCALER, scaler)
+    if names[HELPER] != HELPER:
+        code = code.replace(f"{HELPER}(", f"{names[HELPER]}(")
+    return cst.parse_module(code)
+
+
+def _marked(module: cst.Module) -> cst.Module:
+    """The module with marks above what still names apex."""
+    marks = Edits()
+    file = File(module)
+    mark_mentions(file, marks, {})
+    return marks.apply(file)
+
+
+def _without_initialize(facts: Facts, edits: Edits, made_in: str) -> str:
+    """A file whose scaler another file makes: its uses are marked, with what to write."""
+    where = f" (it is in {made_in})" if made_in else ""
+    missing = f"amp.initialize is not called in this file{where}: hand its scaler to this function"
+    reasons = dict.fromkeys(SCALE_LOSS, f"{missing}, and write scaler.scale(loss).backward() for the block")
+    reasons.update(
+        dict.fromkeys(
+            MASTER_PARAMS,
+            f"{missing}, call scaler.unscale_(optimizer) first, and use "
+            '[p for group in optimizer.param_groups for p in group["params"]]',
+        )
+    )
+    reasons["apex.amp.state_dict"] = f"{missing}, and write scaler.state_dict()"
+    reasons["apex.amp.load_state_dict"] = f"{missing}, and write scaler.load_state_dict(...)"
+    replace_classes(facts, edits)
+    if facts.scaled:
+        for node in facts.file.of_type(cst.Attribute):
+            parent = facts.file.parents[node]
+            called = isinstance(parent, cst.Call) and parent.func is node
+            if node.attr.value == "step" and called and facts.is_optimizer(node.value):
+                edits.mark(facts.file.statement(node), f"{missing}, and write scaler.step(optimizer); scaler.update()")
+    new = drop_imports(edits.apply(facts.file))
+    marks = Edits()
+    file = File(cst.parse_module(new.code))
+    mark_mentions(file, marks, reasons)
+    return add_torch(marks.apply(file)).code

@@ -1,0 +1,289 @@
+"""What a file does with amp: its calls by name, the models and optimizers that are under amp."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import libcst as cst
+
+from ampcompat.check.bindings import apex_name
+from ampcompat.tools.migrate.native.edits import Edits
+from ampcompat.tools.migrate.native.file import File, Variable, argument, elements, last_name
+from ampcompat.tools.migrate.native.flows import Flows
+from ampcompat.tools.migrate.text import code_of
+
+INITIALIZE = "apex.amp.initialize"
+SCALE_LOSS = ("apex.amp.scale_loss", "apex.amp.handle.scale_loss")
+MASTER_PARAMS = ("apex.amp.master_params", "apex.amp._amp_state.master_params")
+#: Objects whose ``step`` is not an optimizer's.
+OTHER_STEPS = re.compile(
+    r"sched|^lr_|_lr$|warmup|prof|env|ema|swa|timer|meter|tracker|bar$|callback|simulat", re.IGNORECASE
+)
+#: Names that optimizers have.
+OPTIMIZER = re.compile(r"opt(im|$|_|[A-Z0-9])|solver|adam|sgd", re.IGNORECASE)
+OTHER_CLASSES = re.compile(r"LR$|Lr$|Scheduler|Schedule$|schedule|Profil|Env|Restarts$|Decay$|OnPlateau$")
+
+
+@dataclass
+class Initialize:
+    """One call of ``amp.initialize``.
+
+    Attributes:
+        call: The call, with the arguments of a ``functools.partial`` that it goes through.
+        node: The call as it stands in the tree.
+        models: What it gets as models.
+        optimizers: What it gets as optimizers; None where there are none.
+        target: What its result is assigned to; None where it is returned or dropped.
+    """
+
+    call: cst.Call
+    node: cst.Call
+    models: cst.BaseExpression
+    optimizers: cst.BaseExpression | None
+    target: cst.BaseExpression | None = None
+
+
+class Facts:
+    """Everything that the rules need to know of one file."""
+
+    def __init__(self, file: File) -> None:
+        self.file = file
+        self.flows = Flows(file)
+        self.aliases: dict[Variable, str] = {}
+        self._named: set[Variable] = set()
+        self.partials: dict[Variable, cst.Call] = {}
+        self._symbols: dict[cst.CSTNode, str | None] = {}
+        self._imports()
+        self._aliases()
+        self._symbols.clear()
+        # The variables that apex flows into: no others need to be asked.
+        self._named = self.flows.targets(self.aliases)
+        self.initialized = [made for call in file.of_type(cst.Call) for made in self._initialize(call)]
+        self.scaled = [call for call in file.of_type(cst.Call) if self.symbol(call.func) in SCALE_LOSS]
+        self.optimizers = self._managed([o for i in self.initialized for o in (i.optimizers, _second(i))], "optimizer")
+        self.models = self._managed([m for i in self.initialized for m in (i.models, _first(i))], "model")
+        self.results = self._results()
+        self.containers = self._containers()
+        #: Variables that a loop binds, with their loops.
+        self.loops: defaultdict[Variable | None, list[cst.CSTNode]] = defaultdict(list)
+        for loop in [*file.of_type(cst.For), *file.of_type(cst.CompFor)]:
+            for target in elements(loop.target) or [loop.target]:
+                self.loops[file.variable(target)].append(loop)
+        self._roots: dict[Variable, frozenset[Variable]] = {}
+        self._numbers: dict[Variable | None, int] = {}
+        for node in file.nodes:
+            if isinstance(node, cst.Name | cst.Attribute):
+                self._numbers.setdefault(file.variable(node), len(self._numbers))
+        self.model_of = self._models_of_optimizers()
+
+    # Names.
+
+    def _imports(self) -> None:
+        for statement in [*self.file.of_type(cst.Import), *self.file.of_type(cst.ImportFrom)]:
+            if isinstance(statement.names, cst.ImportStar) or getattr(statement, "relative", ()):
+                continue
+            module = (
+                code_of(statement.module) + "." if isinstance(statement, cst.ImportFrom) and statement.module else ""
+            )
+            for alias in statement.names:
+                name = module + code_of(alias.name)
+                bound = alias.asname.name if alias.asname is not None else alias.name
+                symbol = apex_name(name)
+                if symbol is not None and isinstance(bound, cst.Name):
+                    self.aliases[self.file.scope(statement), bound.value] = symbol
+
+    def _aliases(self) -> None:
+        """``init = amp.initialize`` and ``init = functools.partial(amp.initialize, opt_level="O1")``."""
+        for node in self.file.of_type(cst.Assign):
+            value = node.value
+            symbol = self.file.symbol(value)
+            partial = isinstance(value, cst.Call) and last_name(value.func) == "partial" and value.args
+            if isinstance(value, cst.Call) and partial:
+                symbol = self.file.symbol(value.args[0].value)
+            for target in node.targets:
+                variable = self.file.variable(target.target)
+                if symbol is not None and variable is not None:
+                    self.aliases[variable] = symbol
+                    if isinstance(value, cst.Call) and partial:
+                        self.partials[variable] = value
+
+    def symbol(self, node: cst.CSTNode) -> str | None:
+        """The name in apex that an expression means, through variables, parameters and attributes of the file."""
+        if node not in self._symbols:
+            self._symbols[node] = self._symbol(node)
+        return self._symbols[node]
+
+    def _symbol(self, node: cst.CSTNode) -> str | None:
+        found = self.file.symbol(node)
+        if found is not None:
+            return found
+        if not isinstance(node, cst.Name | cst.Attribute):
+            return None
+        if isinstance(node, cst.Attribute):
+            base = self.symbol(node.value)
+            if base is not None:
+                return f"{base}.{node.attr.value}"
+        variable = self.file.variable(node)
+        if variable is None or variable not in self._named:
+            return None
+        for source in self.flows.sources([variable]):
+            if source in self.aliases:
+                return self.aliases[source]
+        return None
+
+    def _full_call(self, call: cst.Call) -> cst.Call:
+        """A call with the arguments of the ``partial`` that it goes through."""
+        for source in self.flows.sources(filter(None, [self.file.variable(call.func)])):
+            if source in self.partials:
+                partial = self.partials[source]
+                given = {arg.keyword.value for arg in call.args if arg.keyword is not None}
+                extra = [a for a in partial.args[1:] if a.keyword is None or a.keyword.value not in given]
+                places = [a for a in extra if a.keyword is None]
+                words = [a for a in extra if a.keyword is not None]
+                return call.with_changes(args=[*places, *call.args, *words])
+        return call
+
+    def _initialize(self, call: cst.Call) -> Iterable[Initialize]:
+        if self.symbol(call.func) != INITIALIZE:
+            return
+        full = self._full_call(call)
+        models = argument(full, 0, "models")
+        optimizers = argument(full, 1, "optimizers")
+        if isinstance(optimizers, cst.Name) and optimizers.value == "None":
+            optimizers = None
+        parent = self.file.parents[call]
+        target = parent.targets[0].target if isinstance(parent, cst.Assign) else None
+        if models is not None:
+            yield Initialize(full, call, models, optimizers, target)
+
+    def loss_id(self, call: cst.Call) -> str:
+        """The ``loss_id`` of a ``scale_loss``, as text."""
+        given = argument(call, 2, "loss_id")
+        return code_of(given) if given is not None else "0"
+
+    # Objects.
+
+    def _managed(self, given: list[cst.BaseExpression | None], what: str) -> set[Variable]:
+        seeds = [v for node in given for v in self._variables(node)]
+        if what == "optimizer":
+            for call in self.scaled:
+                seeds += self._variables(argument(call, 1, "optimizers"))
+        return self.flows.targets(self.flows.sources(seeds))
+
+    def _variables(self, node: cst.BaseExpression | None) -> list[Variable]:
+        if node is None:
+            return []
+        inner = elements(node)
+        if inner is not None:
+            return [v for one in inner for v in self._variables(one)]
+        if isinstance(node, cst.ListComp | cst.GeneratorExp):
+            return self._variables(node.elt)
+        variable = self.file.variable(node)
+        return [] if variable is None else [variable]
+
+    def is_optimizer(self, node: cst.CSTNode) -> bool:
+        """Whether an expression may be an optimizer that is under amp."""
+        if OTHER_STEPS.search(last_name(node)):
+            return False
+        return self.file.variable(node) in self.optimizers
+
+    def optimizer_names(self) -> tuple[str, ...]:
+        """The last parts of the names of optimizers under amp."""
+        names = {str(name) for scope, name in self.optimizers if scope != "key" and str(name).isidentifier()}
+        return tuple(sorted(name for name in names if OPTIMIZER.search(name)))
+
+    def is_model(self, node: cst.CSTNode) -> bool:
+        """Whether an expression may be a model that is under amp."""
+        return self.file.variable(node) in self.models
+
+    def roots(self, variable: Variable) -> frozenset[Variable]:
+        """The optimizers that a variable may hold, each by the variable that it came from."""
+        if variable not in self._roots:
+            sources = self.flows.sources([variable]) & self.optimizers
+            found = {self._first_of(source) for source in sources if self._is_origin(source, sources)}
+            self._roots[variable] = frozenset(found or {variable})
+        return self._roots[variable]
+
+    def _is_origin(self, variable: Variable, among: set[Variable]) -> bool:
+        """Whether nothing but the variable itself, round a circle, leads to it."""
+        before = self.flows.sources([variable]) & among
+        return all(variable in self.flows.sources([one]) for one in before)
+
+    def _first_of(self, variable: Variable) -> Variable:
+        """One variable for all that lead to each other, the same in each run."""
+        circle = self.flows.sources([variable]) & self.optimizers
+        return min(circle, key=lambda one: self._numbers.get(one, len(self._numbers)))
+
+    def _containers(self) -> set[Variable | None]:
+        """Variables that hold several objects: made by a display, gone through, or asked for an element."""
+        found: set[Variable | None] = set()
+        for node in self.file.nodes:
+            if isinstance(node, cst.For | cst.CompFor):
+                found.add(self.file.variable(node.iter))
+            elif isinstance(node, cst.Subscript):
+                found.add(self.file.variable(node.value))
+            elif isinstance(node, cst.Assign) and isinstance(
+                node.value, cst.List | cst.Tuple | cst.ListComp | cst.Dict
+            ):
+                found |= {self.file.variable(target.target) for target in node.targets}
+        return found - {None}
+
+    def _results(self) -> set[Variable]:
+        """Variables that hold what a model under amp returned."""
+        found: list[Variable] = []
+        for node in self.file.of_type(cst.Assign):
+            value = node.value
+            if isinstance(value, cst.Call) and self.is_model(value.func):
+                for target in node.targets:
+                    found += self._variables(target.target)
+        return self.flows.targets(found)
+
+    def _models_of_optimizers(self) -> dict[Variable, str]:
+        """The text of the model that an optimizer was made of: ``SGD(model.parameters(), ...)``."""
+        found: dict[Variable, str] = {}
+        for node in self.file.of_type(cst.Assign):
+            value = node.value
+            if not isinstance(value, cst.Call) or not value.args:
+                continue
+            params = value.args[0].value
+            if not isinstance(params, cst.Call) or params.args or last_name(params.func) != "parameters":
+                continue
+            for target in node.targets:
+                variable = self.file.variable(target.target)
+                if variable in self.optimizers and variable is not None and isinstance(params.func, cst.Attribute):
+                    found[variable] = code_of(params.func.value)
+        return found
+
+
+def _first(made: Initialize) -> cst.BaseExpression | None:
+    """What the models are bound to."""
+    targets = elements(made.target)
+    if made.optimizers is None or targets is None or len(targets) != 2:
+        return made.target
+    return targets[0]
+
+
+def _second(made: Initialize) -> cst.BaseExpression | None:
+    """What the optimizers are bound to."""
+    targets = elements(made.target)
+    if made.optimizers is None or targets is None or len(targets) != 2:
+        return None
+    return targets[1]
+
+
+def drop_aliases(facts: Facts, edits: Edits) -> None:
+    """Drop ``init = functools.partial(amp.initialize, ...)`` where each use was a call that is translated."""
+    for node in facts.file.of_type(cst.Assign):
+        variables = [facts.file.variable(target.target) for target in node.targets]
+        if len(variables) != 1 or variables[0] not in facts.aliases or not isinstance(node.targets[0].target, cst.Name):
+            continue
+        if facts.aliases[variables[0]] not in (INITIALIZE, *SCALE_LOSS, *MASTER_PARAMS):
+            continue
+        uses = [n for n in facts.file.of_type(cst.Name) if facts.file.variable(n) == variables[0]]
+        uses = [n for n in uses if n is not node.targets[0].target]
+        parents = [facts.file.parents[n] for n in uses]
+        if all(isinstance(p, cst.Call) and p.func is n for p, n in zip(parents, uses, strict=True)):
+            edits.statements[node] = lambda _: []

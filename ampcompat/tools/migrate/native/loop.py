@@ -1,0 +1,266 @@
+"""The loop: scaled losses, steps, and gradients that are unscaled before they are read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from ampcompat.tools.migrate.native.edits import Edits, Statement
+from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
+from ampcompat.tools.migrate.native.file import File, Function, argument, descendants, elements, last_name
+from ampcompat.tools.migrate.native.home import Home
+from ampcompat.tools.migrate.native.initialize import never_scales
+from ampcompat.tools.migrate.native.merge import scaled_loss
+from ampcompat.tools.migrate.native.paths import Path, Step, Walk, meeting
+from ampcompat.tools.migrate.text import code_of
+
+CLOSURE = (
+    "GradScaler cannot step with a closure. Use bfloat16, which needs no scaling: dtype=torch.bfloat16 as an argument "
+    "of mixed_precision; then this line is right as it is"
+)
+NO_BLOCK = "amp.scale_loss outside of a with statement; write {scaler}.scale({loss}).backward()"
+
+
+def replace_losses(facts: Facts, home: Home, edits: Edits) -> None:
+    """``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`` becomes one line."""
+    for node in facts.file.of_type(cst.With):
+        if any(_is_scaling(item, facts) for item in node.items):
+            losses = [
+                facts.loss_id(i.item) for i in node.items if isinstance(i.item, cst.Call) and _is_scaling(i, facts)
+            ]
+            _replace_block(node, facts, home.scaler(facts.file.function(node), losses), edits)
+    for call in facts.scaled:
+        parent = facts.file.parents[call]
+        if isinstance(parent, cst.WithItem):
+            continue
+        scaler = home.scaler(facts.file.function(call), [facts.loss_id(call)])
+        outer = facts.file.parents.get(parent)
+        entered = isinstance(parent, cst.Arg) and isinstance(outer, cst.Call)
+        if entered and last_name(outer.func) == "enter_context":  # type: ignore[union-attr]
+            edits.expressions[outer] = lambda new, s=scaler: _scaled(new.args[0].value, s)  # type: ignore[index,misc,attr-defined]
+        else:
+            loss = code_of(call.args[0].value) if call.args else "loss"
+            edits.mark(facts.file.statement(call), NO_BLOCK.format(scaler=scaler, loss=loss))
+
+
+def _is_scaling(item: cst.WithItem, facts: Facts) -> bool:
+    return isinstance(item.item, cst.Call) and facts.symbol(item.item.func) in SCALE_LOSS and bool(item.item.args)
+
+
+def _scaled(call: cst.CSTNode, scaler: str) -> cst.BaseExpression:
+    loss = code_of(call.args[0].value) if isinstance(call, cst.Call) else ""
+    return cst.parse_expression(f"{scaler}.scale({loss})")
+
+
+def _replace_block(node: cst.With, facts: Facts, scaler: str, edits: Edits) -> None:
+    scaling = [_is_scaling(item, facts) for item in node.items]
+    simple = scaled_loss(node, facts)
+    if simple is not None and not _is_read_elsewhere(node, facts.file):
+        edits.statements[node] = lambda new: _one_line(new, scaler)
+    else:
+        edits.statements[node] = lambda new: _assigned(new, scaling, scaler)
+
+
+def _is_read_elsewhere(node: cst.With, file: File) -> bool:
+    """Whether the name of the scaled loss is read outside of its block."""
+    name = node.items[0].asname
+    if name is None or not isinstance(name.name, cst.Name):
+        return name is not None
+    inside = {id(inner) for inner in descendants(node)}
+    for other in file.of_type(cst.Name):
+        if other.value != name.name.value or id(other) in inside:
+            continue
+        if not _is_bound_by_block(other, file) and file.function(other) is file.function(node):
+            return True
+    return False
+
+
+def _is_bound_by_block(name: cst.Name, file: File) -> bool:
+    """Whether a name stands in another ``with`` that binds it."""
+    for parent in file.ancestors(name):
+        if isinstance(parent, cst.With):
+            if any(i.asname is not None and code_of(i.asname.name) == name.value for i in parent.items):
+                return True
+    return False
+
+
+def _one_line(new: cst.CSTNode, scaler: str) -> Sequence[Statement]:
+    """``scaler.scale(loss).backward()``."""
+    if not isinstance(new, cst.With) or not isinstance(new.items[0].item, cst.Call):
+        return []
+    suite = new.body
+    line = suite.body[0] if isinstance(suite, cst.IndentedBlock) else cst.SimpleStatementLine(suite.body)
+    if not isinstance(line, cst.SimpleStatementLine) or not isinstance(line.body[0], cst.Expr):
+        return []
+    backward = line.body[0].value
+    if not isinstance(backward, cst.Call) or not isinstance(backward.func, cst.Attribute):
+        return []
+    scaled = _scaled(new.items[0].item, scaler)
+    call = backward.with_changes(func=backward.func.with_changes(value=scaled))
+    return [line.with_changes(body=[cst.Expr(call)])]
+
+
+def _assigned(new: cst.CSTNode, scaling: Sequence[bool], scaler: str) -> Sequence[Statement]:
+    """The block with ``scaled_loss = scaler.scale(loss)`` as a statement of its own."""
+    if not isinstance(new, cst.With):
+        return []
+    first: list[cst.BaseStatement] = []
+    for item, scales in zip(new.items, scaling, strict=True):
+        if scales and item.asname is not None:
+            code = f"{code_of(item.asname.name)} = {code_of(_scaled(item.item, scaler))}"
+            first.append(cst.parse_statement(code))
+    suite = new.body
+    inner = list(suite.body) if isinstance(suite, cst.IndentedBlock) else [cst.SimpleStatementLine(suite.body)]
+    body = [*first, *(s for s in inner if isinstance(s, cst.BaseStatement))]
+    kept = [item for item, scales in zip(new.items, scaling, strict=True) if not scales]
+    if not kept:
+        return body
+    kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
+    return [new.with_changes(items=kept, body=cst.IndentedBlock(body))]
+
+
+def replace_backward(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
+    """A plain ``loss.backward()`` whose gradients are stepped together with scaled ones is scaled, too."""
+    for node in walk.scaled_backward:
+        if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
+            continue
+        if isinstance(node.func.value, cst.Call) and last_name(node.func.value.func) == "scale":
+            continue
+        scaler = home.scaler(facts.file.function(node))
+
+        def scaled(new: cst.CSTNode, scaler: str = scaler) -> cst.CSTNode:
+            if not isinstance(new, cst.Call) or not isinstance(new.func, cst.Attribute):
+                return new
+            loss = cst.parse_expression(f"{scaler}.scale({code_of(new.func.value)})")
+            return new.with_changes(func=new.func.with_changes(value=loss))
+
+        edits.expressions[node] = scaled
+
+
+def scaled_steps(walk: Walk) -> list[Step]:
+    """The steps that the scaler makes."""
+    return [step for step in walk.steps.values() if step.scaled]
+
+
+def replace_steps(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
+    """``optimizer.step()`` becomes ``scaler.step(optimizer)``, with ``scaler.update()`` where no step waits any more."""
+    steps = scaled_steps(walk)
+    closures = []
+    for step in steps:
+        call = step.call
+        if call.args and not (len(call.args) == 1 and code_of(call.args[0].value) == "None"):
+            closures.append(step)
+            if not never_scales(facts):
+                edits.mark(facts.file.statement(call), CLOSURE)
+            continue
+        scaler = home.scaler(facts.file.function(call), step.losses)
+
+        def stepped(new: cst.CSTNode, scaler: str = scaler) -> cst.CSTNode:
+            if not isinstance(new, cst.Call) or not isinstance(new.func, cst.Attribute):
+                return new
+            return cst.parse_expression(f"{scaler}.step({code_of(new.func.value)})")
+
+        edits.expressions[call] = stepped
+    for group in _groups([step for step in steps if step not in closures], walk):
+        _update(group, facts, walk, home, edits)
+
+
+def _groups(steps: list[Step], walk: Walk) -> list[list[Step]]:
+    """Steps that share an update: one that others wait for belongs to them."""
+    groups: list[list[Step]] = []
+    for step in steps:
+        joined = [step]
+        apart = []
+        for group in groups:
+            related = any(step.call in other.later or other.call in step.later for other in group)
+            if related:
+                joined = group + joined
+            else:
+                apart.append(group)
+        groups = [*apart, joined]
+    return groups
+
+
+def _update(group: list[Step], facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
+    last = max(group, key=lambda step: facts.file.order(step.call))
+    index = len(last.path) - 1
+    for step in group:
+        if step is not last:
+            index = min(index, meeting(facts.file, last.path, step.path))
+    index = min(index, _loop_over(last, facts, index))
+    for place in walk.unscales.values():
+        if place.ids & last.ids and _is_beside(place.path, last.path, facts.file):
+            index = min(index, len(place.path) - 1)
+    statement = last.path[index].statement
+    function = facts.file.function(statement)
+    edits.insert_after(statement, f"{home.scaler(function, last.losses)}.update()")
+
+
+def _loop_over(step: Step, facts: Facts, index: int) -> int:
+    """The loop over several optimizers that a step stands in: the update follows it."""
+    base = step.call.func.value if isinstance(step.call.func, cst.Attribute) else step.call
+    for number, at in enumerate(step.path[: index + 1]):
+        loop = at.statement
+        if not isinstance(loop, cst.For):
+            continue
+        names = {code_of(one) for one in elements(loop.target) or [loop.target]}
+        scales = any(isinstance(n, cst.Call) and facts.symbol(n.func) in SCALE_LOSS for n in descendants(loop.body))
+        if code_of(base) in names and not scales:
+            return number
+    return index
+
+
+def _is_beside(place: Path, step: Path, file: File) -> bool:
+    """Whether a step may be left out after ``unscale_``: the update then stands beside that call, for both cases."""
+    index = meeting(file, place, step)
+    same_block = index == len(place) - 1 and index < len(step)
+    if not same_block:
+        return False
+    blocks = [file.parents.get(file.line_of(path[index].statement)) for path in (place, step)]
+    return blocks[0] is blocks[1]
+
+
+def insert_unscale(walk: Walk, home: Home, edits: Edits) -> None:
+    """``scaler.unscale_(optimizer)`` before gradients are read."""
+    for place in walk.unscales.values():
+        if place.statement in walk.refused:
+            continue
+        for name in place.names:
+            scaler = home.scaler(place.function, place.losses)
+            code = f"{scaler}.unscale_({name})"
+            if name.startswith("*"):
+                code = f"for one in {name[1:]}:\n    {scaler}.unscale_(one)"
+            edits.insert_before(place.statement, code)
+
+
+def replace_master_params(facts: Facts, edits: Edits) -> None:
+    """``amp.master_params(optimizer)``: the parameters of the optimizer are the masters."""
+    for call in facts.file.of_type(cst.Call):
+        if facts.symbol(call.func) not in MASTER_PARAMS:
+            continue
+        optimizer = argument(call, 0, "optimizer")
+        if optimizer is None:
+            continue
+        edits.expressions[call] = lambda _, text=_parameters(optimizer, call, facts): cst.parse_expression(text)  # type: ignore[misc]
+
+
+def _parameters(optimizer: cst.BaseExpression, call: cst.Call, facts: Facts) -> str:
+    """``model.parameters()`` where the optimizer was made of that and the name means it here, else its groups'."""
+    function = facts.file.function(call)
+    variable = facts.file.variable(optimizer)
+    if variable is not None:
+        for root in facts.roots(variable):
+            for made, model in facts.model_of.items():
+                if root in facts.roots(made) and _means(model, function, facts):
+                    return f"{model}.parameters()"
+    return f'(p for group in {code_of(optimizer)}.param_groups for p in group["params"])'
+
+
+def _means(model: str, function: Function | None, facts: Facts) -> bool:
+    """Whether a function reads a model under amp by this name."""
+    for node in facts.file.nodes:
+        if isinstance(node, cst.Name | cst.Attribute) and facts.file.function(node) is function:
+            if code_of(node) == model and facts.is_model(node):
+                return True
+    return False

@@ -1,0 +1,43 @@
+"""Hold the result of a migration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ampcompat.check.lines import lines_of
+
+MARK = "# TODO(ampcompat): "
+
+
+class MissingLibcst(ImportError):
+    """libcst, which rewrites the sources, is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__("ampcompat migrate rewrites sources with libcst: pip install 'ampcompat[migrate]'")
+
+
+@dataclass
+class Result:
+    """One migrated source.
+
+    Attributes:
+        code: The new text; equal to the old one when there was nothing to do.
+        todos: What could not be translated, as ``(line in the new text, message)``.
+        notes: What differs and needs nobody.
+        makes: The line on which the source calls ``amp.initialize``, 0 for none (``native``).
+        needs: Whether it uses a scaler that another file makes (``native``).
+        optimizers: The last parts of the names of optimizers whose gradients its scaler scales (``native``).
+    """
+
+    code: str
+    todos: list[tuple[int, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    makes: int = 0
+    needs: bool = False
+    optimizers: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, code: str) -> Result:
+        """The result with its marks listed."""
+        marks = [(n, line.strip()) for n, line in enumerate(lines_of(code), 1)]
+        return cls(code, [(n, line[len(MARK) :]) for n, line in marks if line.startswith(MARK)])

@@ -1,0 +1,235 @@
+"""Migrating a directory: read, rewrite, show the difference, and write inside the directory only."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ampcompat.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
+from ampcompat.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
+from ampcompat.check.lines import lines_of
+from ampcompat.check.workers import workers
+from ampcompat.tools.migrate.elsewhere import USES, connected, imported_names, mark_uses
+from ampcompat.tools.migrate.result import MARK, Result
+from ampcompat.tools.migrate.source import migrate_source
+
+
+@dataclass(frozen=True)
+class Change:
+    """Describe what becomes of one file.
+
+    Attributes:
+        path: The file.
+        name: Its path relative to the migrated directory.
+        old: The text as read; None where nothing was translated.
+        new: The text after the migration.
+        todos: What was left to the reader, ``(line in the new text, message)``.
+        problem: Why the file was left alone, or ``""``.
+        notes: What differs and needs nobody.
+        makes: The line on which it calls ``amp.initialize``, 0 for none.
+        needs: Whether it uses a scaler that another file makes.
+        optimizers: The last parts of the names of optimizers whose gradients its scaler scales.
+    """
+
+    path: Path
+    name: str
+    old: Text | None = None
+    new: str = ""
+    todos: list[tuple[int, str]] = field(default_factory=list)
+    problem: str = ""
+    notes: list[str] = field(default_factory=list)
+    makes: int = 0
+    needs: bool = False
+    optimizers: tuple[str, ...] = ()
+
+    def source(self) -> str | None:
+        """The text of a Python file as it was; None for others and for what cannot be read."""
+        if self.path.suffix != ".py" or self.problem:
+            return None
+        if self.old is not None:
+            return self.old.code
+        try:
+            return decode(read(self.path)).code
+        except Unreadable:
+            return None
+
+    @property
+    def changed(self) -> bool:
+        """Whether there is something to write."""
+        return self.old is not None and self.new != self.old.code
+
+    def diff(self) -> str:
+        """Unified diff, as ``patch -p1`` takes it; empty where nothing changed."""
+        if self.old is None or not self.changed:
+            return ""
+        # patch knows one end of a line.
+        old, new = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (self.old.code, self.new))
+        lines = difflib.unified_diff(old, new, f"a/{self.name}", f"b/{self.name}")
+        return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
+
+    def write(self) -> None:
+        """Replace the file in one move: it is never half written, and a link put in its place is not followed.
+
+        Raises:
+            OSError: the directory or the disk refuses it, or the path leads elsewhere by now; the file is as before.
+        """
+        if self.old is None:
+            return
+        if self.path.parent.resolve() != self.path.parent:
+            raise OSError(f"{self.path.parent} became a link since it was read; nothing is written through it")
+        mode = stat.S_IMODE(os.lstat(self.path).st_mode)
+        descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name[:40]}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(self.old.encode(self.new))
+            os.chmod(temporary, mode)
+            os.replace(temporary, self.path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+
+def migrate_tree(path: str | Path, to: str = "ampcompat") -> Iterator[Change]:
+    """Changes for every file under ``path`` that could have some; nothing is written.
+
+    Raises:
+        FileNotFoundError: ``path`` does not exist.
+        MissingLibcst: libcst is not installed.
+    """
+    for _, _, change in migrate_paths([path], to):
+        if change is not None:
+            yield change
+
+
+def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterator[tuple[int, int, Change | None]]:
+    """The changes under several paths, after lines without one that tell how many of how many files are done.
+
+    Raises:
+        FileNotFoundError: A path does not exist.
+        MissingLibcst: libcst is not installed.
+    """
+    jobs: dict[Path, tuple[Path, str, str]] = {}
+    for path in paths:
+        root = Path(path)
+        if not root.exists():
+            raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
+        for name, path in sources(root.resolve()):
+            file = Path(path)
+            jobs.setdefault(file, (file, name, to))
+    wanted = list(jobs.values())
+    with workers(len(wanted)) as apply:
+        changes: list[Change] = []
+        for change in apply(_job, wanted):
+            changes.append(change)
+            yield len(changes), len(wanted), None
+    for change in _told_of_each_other(changes, to):
+        yield len(wanted), len(wanted), change
+
+
+def _job(job: tuple[Path, str, str]) -> Change:
+    return migrate_file(*job)
+
+
+def _told_of_each_other(changes: list[Change], to: str) -> list[Change]:
+    """``changes`` with marks that say in which other file ``amp.initialize`` stands."""
+    makers = [change for change in changes if change.makes]
+    if not makers:
+        return changes
+    made_in = ", ".join(f"{change.name}:{change.makes}" for change in makers)
+    told = [migrate_file(c.path, c.name, to, made_in) if c.needs else c for c in changes]
+    codes = {change.path: code for change in told if (code := change.source()) is not None}
+    imports = {path.stem: imported_names(code) for path, code in codes.items()}
+    for maker in makers:
+        others = connected(maker.path.stem, imports)
+        told = [
+            _with_uses_marked(c, maker, codes[c.path]) if c.path.stem in others and c.path in codes else c for c in told
+        ]
+    return told
+
+
+def _with_uses_marked(change: Change, maker: Change, code: str) -> Change:
+    """A file with marks where it steps an optimizer, or reads gradients, that the scaler of another file scales."""
+    if change.makes or not USES.search(code):
+        return change
+    try:
+        result = mark_uses(change.new or code, maker.optimizers, f"{maker.name}:{maker.makes}")
+        if result.code == (change.new or code):
+            return change
+        return replace(change, old=change.old or decode(read(change.path)), new=result.code, todos=result.todos)
+    except (Unreadable, SyntaxError, ValueError, RecursionError, MemoryError):
+        return change  # said of the file already
+
+
+def migrate_file(file: Path, name: str, to: str, made_in: str = "") -> Change:
+    """Describe what becomes of one file.
+
+    Args:
+        file: The file.
+        name: Its path relative to the migrated directory.
+        to: The target.
+        made_in: Where ``amp.initialize`` stands if another file calls it.
+
+    Raises:
+        MissingLibcst: libcst is not installed.
+    """
+    try:
+        old = decode(read(file))
+        if installs(file.name):
+            return Change(file, name, old, *_installs(old.code, to))
+        if is_notebook(file.name):
+            return Change(file, name, old, *_notebook(old.code, to))
+        result = migrate_source(old.code, to, made_in)
+        if result.code == old.code and not result.todos:
+            return Change(file, name, makes=result.makes, needs=result.needs)
+        old.encode(result.code)
+        made = (result.notes, result.makes, result.needs, result.optimizers)
+        return Change(file, name, old, result.code, result.todos, "", *made)
+    except Unreadable as problem:
+        return Change(file, name, problem=f"the file {problem}")
+    except NotANotebook as problem:
+        return Change(file, name, problem=str(problem))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as problem:
+        if file.suffix not in (*SUFFIXES, ".ipynb"):
+            return Change(file, name, problem="is not a Python file")
+        reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
+        return Change(file, name, problem=f"cannot be parsed ({reason})")
+
+
+def _notebook(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
+    """A notebook with its cells migrated as one source."""
+    notebook = Notebook.read(text)
+    result = migrate_source(notebook.code, to)
+    new = notebook.written(result.code) if result.code != notebook.code else text
+    notes = [message for _, message in result.todos]
+    lines = [(number, line) for number, line in enumerate(lines_of(new), 1) if MARK in line]
+    return new, [(next((n for n, line in lines if message[:40] in line), 1), message) for message in notes]
+
+
+def _installs(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
+    """A file that says what is to be installed: a requirement is replaced or dropped, other ways are marked."""
+    lines = lines_of(text, keepends=True)
+    for number in reversed(list(install_lines(text))):
+        line = lines[number - 1]
+        end = line[len(line.rstrip("\r\n")) :]
+        if number > 1 and MARK.strip() in lines[number - 2]:
+            continue
+        if REQUIREMENT.match(line):
+            lines[number - 1] = f"ampcompat{end}" if to == "ampcompat" else ""
+            continue
+        instead = "install ampcompat" if to == "ampcompat" else "nothing takes its place"
+        indent = line[: len(line) - len(line.lstrip())]
+        lines.insert(number - 1, f"{indent}{MARK}apex is not needed any more: {instead}{end or chr(10)}")
+    new = "".join(lines)
+    return new, Result.of(new).todos
+
+
+# A line of a requirements file that asks for nothing but apex.
+REQUIREMENT = re.compile(r"(-e\s+)?(apex\b|nvidia[-_]apex\b|git\+\S*nvidia/apex\S*)[^'\"\],]*$", re.IGNORECASE)

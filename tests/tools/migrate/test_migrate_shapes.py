@@ -1,0 +1,75 @@
+"""Shapes of legacy scripts: what is said to be right trains like the original, the rest is marked."""
+
+import ast
+import functools
+import sys
+
+import pytest
+import torch
+from legacy_shapes import HEAD, MARKED, RIGHT
+
+import ampcompat
+from ampcompat import amp
+from ampcompat._state import state
+from ampcompat.tools.migrate import migrate_source
+
+
+@functools.cache
+def migrated(name):
+    return migrate_source(HEAD + {**RIGHT, **MARKED}[name], "native")
+
+
+def run(code, monkeypatch, apex):
+    """The losses of a script, and whether each forward of a linear layer ran under autocast."""
+    under = []
+    real = torch.nn.functional.linear
+    with monkeypatch.context() as patch:
+        for name in [n for n in sys.modules if n == "apex" or n.startswith("apex.")]:
+            patch.delitem(sys.modules, name)
+        patch.setitem(sys.modules, "apex", ampcompat if apex else None)
+        if apex:
+            patch.setitem(sys.modules, "apex.amp", amp)
+        else:
+
+            def linear(*args, **kwargs):
+                under.append(torch.is_autocast_enabled("cpu"))
+                return real(*args, **kwargs)
+
+            patch.setattr(torch.nn.functional, "linear", linear)
+        variables = {"__name__": "shape"}
+        try:
+            exec(compile(code, "shape.py", "exec"), variables)
+        finally:
+            state.reset()
+    return variables["LOSSES"], under
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.*is deprecated:FutureWarning")  # checkpoint's, torch 2.4
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_not_marked_trains_like_the_original(name, monkeypatch):
+    before = HEAD + RIGHT[name]
+    result = migrated(name)
+    assert result.todos == []
+    assert "apex" not in result.code
+    expected, _ = run(before, monkeypatch, apex=True)
+    losses, under = run(result.code, monkeypatch, apex=False)
+    # Native autocast keeps a few operations in half that apex's lists run in float32, and other roundings: 2^-7.
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2**-7, atol=2**-7)
+    assert set(under) == {name != "a level that does not cast"}
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_what_cannot_be_shown_is_marked(name):
+    result = migrated(name)
+    assert result.todos
+    ast.parse(result.code)
+
+
+@pytest.mark.parametrize("name", [*RIGHT, *MARKED])
+def test_a_second_run_changes_nothing(name):
+    once = migrated(name)
+    assert migrate_source(once.code, "native").code == once.code
+
+
+def test_there_are_enough_shapes():
+    assert len(RIGHT) + len(MARKED) >= 63

@@ -1,0 +1,169 @@
+"""The command on directories that nobody vouches for: what it writes, where, and what it leaves alone."""
+
+import argparse
+import builtins
+import os
+import sys
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ampcompat.cli import migrate as command
+from ampcompat.tools.migrate import migrate_source
+from ampcompat.tools.migrate import tree as tree_module
+
+OLD = b"from apex import amp\r\nx = 1  # \xc3\xa9"
+NEW = b"from ampcompat import amp\r\nx = 1  # \xc3\xa9"
+BYTES = st.one_of(st.binary(max_size=200), st.text(max_size=100).map(lambda t: t.encode("utf-8", "surrogatepass")))
+
+
+def run(capsys, *arguments):
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["migrate", *map(str, arguments)])
+    return args.main(args), capsys.readouterr()
+
+
+def test_a_diff_by_default_and_nothing_is_written(tmp_path, capsys):
+    (tmp_path / "a.py").write_bytes(OLD)
+    status, shown = run(capsys, tmp_path)
+    assert status == 0
+    assert "--- a/a.py" in shown.out
+    assert "+from ampcompat import amp" in shown.out
+    assert (tmp_path / "a.py").read_bytes() == OLD
+
+
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+def test_write_keeps_line_ends_encoding_and_mode_and_is_idempotent(tmp_path, capsys, bom):
+    file = tmp_path / "a.py"
+    file.write_bytes(bom + OLD)
+    file.chmod(0o755)
+    assert run(capsys, tmp_path, "--write")[0] == 0
+    assert file.read_bytes() == bom + NEW
+    assert file.stat().st_mode & 0o777 == 0o755
+    assert os.listdir(tmp_path) == ["a.py"]
+    status, shown = run(capsys, tmp_path, "--write")
+    assert (status, shown.out) == (0, "")
+
+
+def test_declared_charsets_are_kept(tmp_path, capsys):
+    (tmp_path / "a.py").write_bytes("# coding: latin-1\nfrom apex import amp  # é\n".encode("latin-1"))
+    run(capsys, tmp_path, "--write")
+    assert (tmp_path / "a.py").read_bytes() == "# coding: latin-1\nfrom ampcompat import amp  # é\n".encode("latin-1")
+
+
+def test_what_is_left_is_listed_and_sets_the_status(tmp_path, capsys):
+    (tmp_path / "a.py").write_text("import apex.RNN\n")
+    (tmp_path / "b.py").write_text("import apex\nprint 'old'\n")
+    status, shown = run(capsys, tmp_path)
+    assert status == 1
+    assert "a.py:1: apex.RNN is not provided" in shown.err
+    assert "b.py: cannot be parsed" in shown.err
+
+
+def test_links_are_neither_read_nor_written(tmp_path, capsys):
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    outside.mkdir()
+    inside.mkdir()
+    (outside / "a.py").write_bytes(OLD)
+    (inside / "link.py").symlink_to(outside / "a.py")
+    (inside / "folder").symlink_to(outside)
+    (inside / "loop").symlink_to(inside)
+    os.mkfifo(inside / "pipe.py")
+    status, shown = run(capsys, inside, "--write")
+    assert "pipe.py: the file is not a plain file" in shown.err
+    assert (outside / "a.py").read_bytes() == OLD
+    assert (inside / "link.py").is_symlink()
+
+
+def test_a_link_put_in_place_before_the_write_is_replaced_not_followed(tmp_path):
+    outside, inside = tmp_path / "outside.py", tmp_path / "inside"
+    inside.mkdir()
+    outside.write_bytes(OLD)
+    (inside / "a.py").write_bytes(OLD)
+    (change,) = tree_module.migrate_tree(inside)
+    (inside / "a.py").unlink()
+    (inside / "a.py").symlink_to(outside)
+    change.write()
+    assert outside.read_bytes() == OLD
+    assert not (inside / "a.py").is_symlink()
+
+
+def test_a_link_put_in_place_of_a_folder_is_not_followed(tmp_path):
+    outside, inside = tmp_path / "outside", tmp_path / "inside"
+    for folder in (outside, inside / "package"):
+        folder.mkdir(parents=True)
+        (folder / "a.py").write_bytes(OLD)
+    (change,) = tree_module.migrate_tree(inside)
+    (inside / "package").rename(inside / "moved")
+    (inside / "package").symlink_to(outside)
+    with pytest.raises(OSError, match="became a link"):
+        change.write()
+    assert (outside / "a.py").read_bytes() == OLD
+    assert os.listdir(outside) == ["a.py"]
+
+
+def test_a_failed_write_leaves_the_file_and_no_litter(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.py").write_bytes(OLD)
+
+    def refuse(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(tree_module.os, "replace", refuse)
+    status, shown = run(capsys, tmp_path, "--write")
+    assert status == 2
+    assert "No space left" in shown.err
+    assert os.listdir(tmp_path) == ["a.py"]
+    assert (tmp_path / "a.py").read_bytes() == OLD
+
+
+def test_without_libcst_the_command_says_how_to_get_it(tmp_path, capsys, monkeypatch):
+    (tmp_path / "a.py").write_bytes(OLD)
+    monkeypatch.setitem(sys.modules, "libcst", None)
+    status, shown = run(capsys, tmp_path)
+    assert status == 2
+    assert "pip install 'ampcompat[migrate]'" in shown.err
+
+
+def test_a_missing_path_is_bad_usage(tmp_path, capsys):
+    assert run(capsys, tmp_path / "missing")[0] == 2
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(tail=BYTES, to=st.sampled_from(["ampcompat", "native"]))
+def test_arbitrary_bytes_never_raise(tmp_path, tail, to):
+    (tmp_path / "a.py").write_bytes(b"from apex import amp\n" + tail)
+    (change,) = tree_module.migrate_tree(tmp_path, to)
+    assert change.problem or change.changed
+
+
+DEEP = {
+    "sums": "x = 1" + "+1" * 900,
+    "more sums": "x = 1" + "+1" * 50_000,
+    "attributes": "x = a" + ".b" * 900,
+    "calls": "x = f" + "()" * 900,
+    "parentheses": "x = " + "(" * 150 + "1" + ")" * 150,
+    "blocks": "".join(" " * i + "if x:\n" for i in range(90)) + " " * 90 + "pass",
+    "unary": "x = " + "-" * 900 + "1",
+    "elif": "if x:\n    pass\n" + "elif x:\n    pass\n" * 900,
+}
+
+
+@pytest.mark.parametrize("to", ["ampcompat", "native"])
+@pytest.mark.parametrize("name", sorted(DEEP))
+def test_deep_sources_are_rewritten_or_reported(tmp_path, name, to):
+    (tmp_path / "a.py").write_text(f"from apex import amp\n{DEEP[name]}\n")
+    (change,) = tree_module.migrate_tree(tmp_path, to)
+    assert change.problem or change.changed
+
+
+def test_nothing_that_is_read_is_run(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("executed")
+
+    monkeypatch.setattr(builtins, "exec", refuse)
+    monkeypatch.setattr(builtins, "eval", refuse)
+    mark = tmp_path / "ran"
+    migrate_source(f"from apex import amp\nopen({str(mark)!r}, 'w')\n", "native")
+    assert not mark.exists()

@@ -1,0 +1,148 @@
+"""``migrate --verify``: every fixture before and after, in processes of their own, and runs that must fail."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+from spread_shapes import RIGHT as SPREAD
+
+from ampcompat.cli import main
+from ampcompat.cli import migrate as command
+from ampcompat.tools.migrate.tree import migrate_tree
+from ampcompat.tools.migrate.verify import Options, Trace, copies, run, verdict
+
+FIXTURES = Path(__file__).parent / "fixtures"
+NAMES = sorted(path.name.removesuffix("_before.py") for path in FIXTURES.glob("*_before.py"))
+# What is left to the reader does not run without apex.
+TRAINED = [name for name in NAMES if name != "partial"]
+SIMPLE = (FIXTURES / "simple_before.py").read_text()
+
+
+def verified(tmp_path, code, to="native", edit=lambda text: text, steps=40):
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "train.py").write_text(code)
+    before, after = copies(root, list(migrate_tree(root, to)), tmp_path / "copies")
+    (after / "train.py").write_text(edit((after / "train.py").read_text()))
+    assert (root / "train.py").read_text() == code
+    options = Options(["train.py"], steps=steps, timeout=240)
+    one = run(before, options, tmp_path / "before.jsonl", native=False)
+    other = run(after, options, tmp_path / "after.jsonl", native=to == "native")
+    return one, other, verdict(one, other)
+
+
+@pytest.mark.slow  # test_the_command verifies one by default
+@pytest.mark.parametrize("name", TRAINED)
+def test_the_fixture_does_the_same_without_apex_and_ampcompat(name, tmp_path):
+    one, other, result = verified(tmp_path, (FIXTURES / f"{name}_before.py").read_text())
+    assert result.passed, "\n".join([*result.lines, other.output])
+    assert len(one.steps) == len(other.steps) > 5
+    assert one.losses
+
+
+@pytest.mark.slow
+def test_imports_alone_change_nothing(tmp_path):
+    one, other, result = verified(tmp_path, SIMPLE, to="ampcompat", steps=4)
+    assert result.passed
+    assert [loss[:3] for loss in one.losses] == [loss[:3] for loss in other.losses]
+    assert len(one.steps) == 4
+
+
+BREAKS = {
+    "step not scaled": (
+        lambda s: s.replace("scaler.step(optimizer)", "optimizer.step()").replace("scaler.update()", "pass")
+    ),
+    "not unscaled": (
+        lambda s: s.replace("scaler.unscale_(optimizer)", "pass").replace("1.0)", "1e9)").replace("lr=0.1", "lr=0.4")
+    ),
+    "float32": (lambda s: s.replace("dtype=torch.float16)", "dtype=torch.float16, enabled=False)")),
+    "a name missing": (lambda s: s.replace("scaler = torch", "scalar = torch")),
+    "apex needed": (lambda s: "import ampcompat\n" + s),
+}
+
+
+@pytest.mark.slow  # test_verdicts has each kind of difference
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_is_wrong_is_seen(name, tmp_path):
+    _, _, result = verified(tmp_path, SIMPLE, edit=BREAKS[name])
+    assert not result.passed
+
+
+def trace(losses=(1.0, 0.5), scale=4.0, dtypes=None, **more):
+    made = Trace(
+        [(loss, scale, "float32", i) for i, loss in enumerate(losses)], [(0, False)] * len(losses), dtypes or {}
+    )
+    return Trace(**{**made.__dict__, **more})
+
+
+HALF, FULL = {("Linear", True): {"float16"}}, {("Linear", True): {"float32"}}
+
+
+@pytest.mark.parametrize(
+    ("after", "passed"),
+    [
+        (trace(), True),
+        (trace((1.01, 0.505)), True),
+        (trace((1.0, 0.7)), False),
+        (trace((1.0,)), False),
+        (trace((1.0, float("nan"))), False),
+        (trace(scale=8.0), False),
+        (trace(steps=[(0, False), (0, True)]), False),
+        (trace(steps=[(0, False), (1, False)]), False),
+        (trace(error="KeyError: 'x'"), False),
+    ],
+)
+def test_verdicts(after, passed):
+    result = verdict(trace(), after)
+    assert result.passed == passed
+    assert len(result.lines) >= 3
+
+
+def test_products_must_keep_their_precision_and_norms_need_not():
+    assert not verdict(trace(dtypes=HALF), trace(dtypes=FULL)).passed
+    norm = [{("LayerNorm", True): {name}} for name in ("float32", "float16")]
+    result = verdict(trace(dtypes=norm[0]), trace(dtypes=norm[1]))
+    assert result.passed
+    assert "no fault" in result.lines[-1]
+
+
+def test_a_script_that_does_nothing_is_no_proof():
+    assert not verdict(Trace(), Trace()).passed
+
+
+FIRST, *OTHERS = SPREAD
+
+
+@pytest.mark.usefixtures("warm_executable")
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(SPREAD[FIRST], id=FIRST),
+        *(pytest.param(SPREAD[name], id=name, marks=pytest.mark.slow) for name in OTHERS),
+        pytest.param({"train.py": SIMPLE}, id="one module", marks=pytest.mark.slow),
+    ],
+)
+def test_the_command(files, tmp_path, capsys):
+    """Code spread over modules is a migration of several files: what is right there trains like the original."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    status = main(["migrate", "--verify", "--to", "native", "--steps", "3", str(tmp_path), "--", "train.py"])
+    shown = capsys.readouterr()
+    assert status == 0, shown
+    assert len([line for line in shown.out.splitlines() if line.endswith(" ok")]) == 3
+    assert {name: (tmp_path / name).read_text() for name in files} == files
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--verify"], ["--", "train.py"], ["--verify", "--write", "--", "a.py"], ["--verify", "--steps", "0", "--", "a"]],
+)
+def test_bad_usage(words, tmp_path, capsys):
+    assert main(["migrate", str(tmp_path), *words]) == 2
+    assert "ampcompat migrate:" in capsys.readouterr().err
+
+
+def test_the_parser_knows_the_command():
+    subparsers = argparse.ArgumentParser().add_subparsers()
+    assert command.add_parser(subparsers).parse_args([]).paths == ["."]
