@@ -383,3 +383,47 @@ def test_scaled_gradients_of_a_weight_that_joins():
 def test_accumulated_then_delayed(level):
     config = {**CONFIG, "level": level, "loss_scale": 128.0}
     run({"config": config, "steps": [block(0), block(0, delay_unscale=True), step(0)]})
+
+
+# Weights: 1 is tied, of the first two layers; 5 that of the other model's layer.
+CHANGING = {
+    **CONFIG,
+    "models": [["linear", "mirror"], ["linear"]],
+    "owners": [0, 0, 0, 0, 1, 1, 1],
+    "late": [None] * 7,
+    "optimizers": ["fused", "momentum"],
+}
+
+
+def change(kind, weight, **more):
+    step = {"do": kind, "optimizer": 0, "weight": weight, "to": 0, "home": 0, "data": 3, "fresh": True, "wide": False}
+    return {**step, "joins": None, "when": "before", **more}
+
+
+TRAINED = [block(0, 1), step(0), step(1), clear("all", "none")]
+CHANGED = {
+    "laid out": [change("lay_out", 1), change("lay_out", 5)],
+    "laid out and back": [change("lay_out", 1), *TRAINED, change("lay_out", 1)],
+    "replaced": [change("replace", 5)],
+    "replaced by the same values": [change("replace", 5, fresh=False)],
+    "untied": [change("replace", 1)],
+    "untied, the second name": [change("replace", 1, home=1)],
+    "tied": [change("tie", 5, to=1)],
+    "untied and tied again": [change("replace", 1), *TRAINED, change("tie", 7, to=1)],
+    "a layer of both models": [change("graft", 0, **{"model": 0, "from": 1, "layer": 1})],
+    **{
+        f"{what}, added {when} a forward": [change("replace", weight, joins=1, when=when)]
+        for what, weight in (("replaced", 5), ("untied", 1))
+        for when in ("before", "after", "early")
+    },
+}
+
+
+@pytest.mark.cover(2)
+@pytest.mark.parametrize("wide", [False, True], ids=["half", "float32"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("changes", CHANGED.values(), ids=CHANGED)
+@pytest.mark.parametrize("before", [[], TRAINED, [*TRAINED, block(0, 1)]], ids=["at once", "trained", "in a pass"])
+def test_models_that_change_between_steps(before, changes, level, wide):
+    changes = [{**one, "wide": wide} for one in changes]
+    run({"config": {**CHANGING, "level": level}, "steps": [*before, *changes, *TRAINED, *TRAINED]})
