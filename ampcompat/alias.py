@@ -132,9 +132,11 @@ def name_modules() -> None:
     """
     if _finder() is None:
         return
+    ours = [name for name in list(sys.modules) if _below(name, "ampcompat")]
     for alias, home in ROOTS.items():
-        for name in [name for name in sys.modules if _below(name, home)]:
-            sys.modules.setdefault(alias + name[len(home) :], sys.modules[name])
+        for name in ours:
+            if _below(name, home):
+                sys.modules.setdefault(alias + name[len(home) :], sys.modules[name])
 
 
 def _below(name: str, root: str) -> bool:

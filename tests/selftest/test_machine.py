@@ -56,7 +56,7 @@ def scale_stays(monkeypatch):
 
 
 def gradients_stay_scaled(monkeypatch):
-    monkeypatch.setattr(LossScaler, "unscale_", nothing)
+    monkeypatch.setattr(LossScaler, "unscale_grads", nothing)
 
 
 def no_casts(monkeypatch):
@@ -202,7 +202,7 @@ def test_a_rank_that_fails_is_quoted_and_none_is_left(tmp_path, monkeypatch):
         "import sys\n"
         "if 'ampcompat.selftest.ranks' in ' '.join(sys.orig_argv):\n"
         "    from ampcompat.amp.scaler import LossScaler\n"
-        "    LossScaler.unscale_ = lambda *args, **kwargs: None\n"
+        "    LossScaler.unscale_grads = lambda *args, **kwargs: None\n"
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     with ranks.started(["cpu"]) as groups:
