@@ -206,11 +206,9 @@ class Block:
         if self.plain:  # scale one for ever, and no masters: nothing to unscale
             return loss.float()
         if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
-            refuse_pending(self.optimizers, among_themselves=self.delay)
-        if several:  # the backward pass may add to what was cleared
-            for optimizer in state.optimizers.listed():
-                if optimizer._amp_stash.gradients is Gradients.UNSCALED:
-                    drop_cleared_gradients(optimizer._amp_stash.masters)
+            refuse_pending(self.optimizers, self.delay)
+        if several:
+            _drop_cleared_of_all()
         try:
             for optimizer in self.optimizers:
                 stash = optimizer._amp_stash
@@ -262,7 +260,7 @@ class Block:
 
     def _leave_pending(self) -> None:
         """Leave the gradients as they are, scaled, to a later block or to the step."""
-        refuse_pending(self.optimizers, among_themselves=True)
+        refuse_pending(self.optimizers, delay=True)
         scale = self.scaler.scale_on() if self.scale is None else self.scale
         pending = Pending(scale, {self.scaler: None})
         for optimizer in self.optimizers:
@@ -282,6 +280,13 @@ class Block:
         abandon(begun, self.scale)
 
 
+def _drop_cleared_of_all() -> None:
+    """See which gradients were cleared, of all optimizers: the backward pass may add to them."""
+    for optimizer in state.optimizers.listed():
+        if optimizer._amp_stash.gradients is Gradients.UNSCALED:
+            drop_cleared_gradients(optimizer._amp_stash.masters)
+
+
 # -- the end of a backward pass ----------------------------------------------------------------------------------------
 @_torch.without_grad
 def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | None, check: bool = True) -> bool:
@@ -297,13 +302,13 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
         stash: AmpOptimizerState = optimizer._amp_stash
         if stash.pending is not None:
             delayed.update(stash.pending.scalers)
+        masters, direct = stash.masters, stash.direct
+        if len(optimizers) > 1:
+            masters = [master for master in masters if id(master) not in unscaled]
+            direct = [param for param in direct if id(param) not in unscaled]
+            unscaled.update(map(id, (*masters, *direct)))
         post = replaced(optimizer, "_post_amp_backward", post_amp_backward)
         if post is None:
-            masters, direct = stash.masters, stash.direct
-            if len(optimizers) > 1:
-                masters = [master for master in masters if id(master) not in unscaled]
-                direct = [param for param in direct if id(param) not in unscaled]
-                unscaled.update(map(id, (*masters, *direct)))
             reached |= _unscale_new(stash, masters, direct, scaler, scale)
         else:
             reached |= _unscale_by(post, stash, scaler)
@@ -371,21 +376,34 @@ def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler, de
         return
     prepare = None if delay else replaced(optimizer, "_prepare_amp_backward", prepare_amp_backward)
     if prepare is None:
-        prepare_amp_backward(optimizer)
+        _put_aside(stash)
     else:
         prepare()
     if stash.earlier_overflows and not stash.gradients_in_use():
         stash.earlier_overflows = []
 
 
+def _put_aside(stash: AmpOptimizerState) -> None:
+    """Take unscaled gradients out of ``param.grad``; those of half params are in their masters already."""
+    if stash.masters:
+        if drop_cleared_gradients(stash.masters):
+            misuse.warn_of("half gradients edited")
+        for master in stash.masters:
+            master.folded = master.half.grad = None
+    for param in stash.direct:
+        if (grad := param.grad) is not None:
+            # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
+            stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
+            param.grad = None
+
+
 def _drop_used_gradients(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     """Begin anew in masters whose gradients the last step has used up, though another optimizer waits for them."""
     waited = waited_for(optimizer)
-    for master, used in stash.left.items():
-        if master.value.grad is not None and master.value.grad is _torch.tensor_of(used):
-            master.drop_gradient()
-            if master in waited:
-                misuse.warn_of("shared gradients dropped")
+    for master in stash.used_up():
+        master.drop_gradient()
+        if master in waited:
+            misuse.warn_of("shared gradients dropped")
     stash.left = {}
 
 
@@ -447,16 +465,8 @@ def unscale_pending(optimizer: Optimizer) -> None:
 def prepare_amp_backward(optimizer: Optimizer) -> None:
     """Put unscaled gradients aside (``apex/amp/_process_optimizer.py: prepare_backward_with_master_weights``)."""
     stash: AmpOptimizerState = optimizer._amp_stash
-    if stash.masters:
-        if drop_cleared_gradients(stash.masters):
-            misuse.warn_of("half gradients edited")
-        for master in stash.masters:
-            master.folded = master.half.grad = None
-    for param in stash.direct:
-        if (grad := param.grad) is not None:
-            # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
-            stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
-            param.grad = None
+    stash.look_up(optimizer)
+    _put_aside(stash)
 
 
 @_torch.without_grad
@@ -468,7 +478,12 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
     """
     stash: AmpOptimizerState = optimizer._amp_stash
     block = None if stash.block is None else stash.block()
-    scale = scaler.scale_on() if block is None else block.scale
+    if block is not None:
+        scale = block.scale
+    elif stash.pending is not None:
+        scale = stash.pending.scale
+    else:
+        scale = scaler.scale_on()
     reached = _unscale_new(stash, stash.masters, stash.direct, scaler, scale)
     settle(optimizer, stash)
     if stash.gradients is not Gradients.LOST and reached:

@@ -13,8 +13,8 @@ import functools
 import inspect
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
             return _step_with_closure(optimizer, original, closure, outside, **kwargs)
     casting = casts.found is not None or any(map(torch.is_autocast_enabled, casts.device_types))
     with uncast() if casting else nullcontext():
-        scaled = stash.overflows or stash.earlier_overflows or stash.reports or stash.pending
+        scaled = stash.overflows or stash.earlier_overflows or stash.reports or len(state.optimizers.pending)
         if stash.gradients is Gradients.UNSCALED and not (scaled or stash.masters):
             result = original(**kwargs)  # fast path: scale one, no masters
             stash.gradients, stash.skipped = Gradients.NONE, False
@@ -140,58 +140,60 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
         # An optimizer that looks at ``found_inf`` skips on the device (torch's ``fused=True``).
         on_device = _decides_itself(optimizer)
         skip = _prepare(optimizer, stash, on_device)
-        if on_device and not skip and (stash.overflows or stash.earlier_overflows):
-            result = _step_on_device(optimizer, stash, original, **kwargs)
-            _end(optimizer, stash, None)
-            return result
-        result = None
-        if not skip:
-            with _without_used_gradients(stash) if stash.left else nullcontext():
-                result = original(**kwargs)
-        _end(optimizer, stash, skip)
+        flags = _flags_to_lend(stash) if on_device and not skip else []
+        step = functools.partial(original, **kwargs)
+        if stash.left:
+            step = functools.partial(_without_used_gradients, stash, step)
+        if skip:
+            result = None
+        elif flags:
+            result = _with_flags(optimizer, stash, flags, step)
+        else:
+            result = step()
+        _end(optimizer, stash, None if flags else skip)
         return result
 
 
-def _step_on_device(
-    optimizer: Optimizer, stash: AmpOptimizerState, original: Callable[..., Any], **kwargs: Any
-) -> object:
-    """Lend ``optimizer`` the flags that it skips by; the message follows when they have reached the host."""
+def _flags_to_lend(stash: AmpOptimizerState) -> list[tuple[LossScaler | None, torch.Tensor]]:
+    """The flags any of which skips a step on the device; no scaler: of earlier overflows that are still there."""
     flags: list[tuple[LossScaler | None, torch.Tensor]] = [*stash.overflows]
-    gradients = stash.gradients_in_use()
-    if stash.earlier_overflows and gradients:
-        overflowed = _torch.any_of([flag for _, flag in stash.earlier_overflows])
-        still_there = _torch.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
-        flags.append((None, overflowed * still_there))
-    if not flags:
-        return original(**kwargs)
-    optimizer.grad_scale, optimizer.found_inf = None, _torch.any_of([flag for _, flag in flags])
+    if stash.earlier_overflows:
+        gradients = stash.gradients_in_use()
+        if gradients:
+            overflowed = _torch.any_of([flag for _, flag in stash.earlier_overflows])
+            still_there = _torch.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
+            flags.append((None, overflowed * still_there))
+    return flags
+
+
+def _with_flags(
+    optimizer: Optimizer,
+    stash: AmpOptimizerState,
+    flags: list[tuple[LossScaler | None, torch.Tensor]],
+    step: Callable[[], Any],
+) -> Any:
+    """Step with ``flags`` lent to the optimizer; the message follows when they have reached the host."""
+    optimizer.grad_scale = None
+    optimizer.found_inf = _torch.any_of([flag for _, flag in flags])
     try:
-        with _without_used_gradients(stash) if stash.left else nullcontext():
-            result = original(**kwargs)
+        result = step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-    report = [(scaler, _torch.HostCopy([flag, _scale_to_name(scaler, flag)])) for scaler, flag in flags]
+    report = []
+    for scaler, flag in flags:
+        scale = flag if scaler is None else scaler.scale_after_back_off()
+        report.append((scaler, _torch.HostCopy([flag, scale])))
     stash.reports = [*stash.reports, report]
     return result
 
 
-def _scale_to_name(scaler: LossScaler | None, flag: torch.Tensor) -> torch.Tensor:
-    """The scale that the message about a skipped step names; ``flag`` itself where it names none."""
-    return flag if scaler is None else scaler.scale_after_back_off()
-
-
-@contextmanager
-def _without_used_gradients(stash: AmpOptimizerState) -> Iterator[None]:
-    """Hide from a step the gradients that the last one has used up, and left to another optimizer."""
-    hidden = {
-        master: grad
-        for master, used in stash.left.items()
-        if (grad := master.value.grad) is not None and grad is _torch.tensor_of(used)
-    }
+def _without_used_gradients(stash: AmpOptimizerState, step: Callable[[], Any]) -> Any:
+    """Step without the gradients that the last step has used up, and left to another optimizer."""
+    hidden = stash.used_up()
     for master in hidden:
         master.value.grad = None
     try:
-        yield
+        return step()
     finally:
         for master, grad in hidden.items():
             master.value.grad = grad
@@ -409,7 +411,7 @@ def _snapshot(optimizer: Optimizer, undo: ExitStack) -> None:
 def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
-    if stash.gradients is Gradients.UNSCALED or stash.left:
+    if stash.gradients is Gradients.UNSCALED or len(state.optimizers.live) > 1:
         drop_cleared_gradients(stash.masters)  # before what is None becomes zeros
     original(*args, **kwargs)
     if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters

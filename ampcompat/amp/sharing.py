@@ -66,15 +66,20 @@ def waited_for(optimizer: Optimizer) -> set[Master]:
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-def refuse_pending(optimizers: Sequence[Optimizer], among_themselves: bool = False) -> None:
-    """Refuse scaled gradients pending (or about to be: ``among_themselves``) in a tensor that two optimizers hold."""
+def refuse_pending(optimizers: Sequence[Optimizer], delay: bool = False) -> None:
+    """Refuse scaled gradients pending in a tensor that two optimizers hold, one of ``optimizers`` or both.
+
+    ``delay``: those of ``optimizers`` are about to be pending.
+    """
     inside = set(map(id, optimizers))
     holders: dict[int, Optimizer] = {}
     others = [other for other in state.optimizers.pending if id(other) not in inside]
     for optimizer in (*others, *optimizers):
         for leaf in optimizer._amp_stash.leaves():
             holder = holders.setdefault(id(leaf), optimizer)
-            if holder is optimizer or (id(holder) in inside and not among_themselves):
+            if holder is optimizer:
+                continue
+            if not delay and holder._amp_stash.pending is None and optimizer._amp_stash.pending is None:
                 continue
             raise RuntimeError(
                 f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"

@@ -105,9 +105,19 @@ class AmpOptimizerState:
         if len(self.earlier_overflows) > MANY:
             self.earlier_overflows = _by_scaler(self.earlier_overflows)
 
+    def used_up(self) -> dict[Master, torch.Tensor]:
+        """The gradients that the last step has used up, as far as they are still there for other optimizers."""
+        found: dict[Master, torch.Tensor] = {}
+        for master, reference in self.left.items():
+            grad = master.value.grad
+            if grad is not None and grad is _torch.tensor_of(reference):
+                found[master] = grad
+        return found
+
     def gradients_in_use(self) -> list[torch.Tensor]:
         """The gradients that there are for a step: those of masters and of other params, and those put aside."""
-        params = [*[master.value for master in self.masters], *self.direct]
+        used_up = self.used_up()
+        params = [*[master.value for master in self.masters if master not in used_up], *self.direct]
         found = [grad for param in params if (grad := param.grad) is not None]
         return [*found, *[grad for _, grad in self.aside]]
 

@@ -178,6 +178,36 @@ def test_an_optimizer_that_never_steps_doubles_no_gradient(clears, waits):
     assert len(dropped) == (not clears and waits == "alive")
 
 
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("clears", [True, False])
+def test_a_new_optimizer_beside_one_that_never_stepped(again, clears):
+    """A second stage of training, while the first one's optimizer is still referenced and has gradients."""
+    torch.manual_seed(0)
+    model, kwargs = nn.Linear(4, 1), {"opt_level": "O2", "loss_scale": 128.0, "verbosity": 0}
+    model, old = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), **kwargs)
+    x = torch.randn(8, 4)
+
+    def backward(optimizer):
+        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
+            scaled.backward()
+
+    backward(old)
+    expected = [p.grad.clone() for p in amp.master_params(old)]
+    model.zero_grad()
+    new = torch.optim.SGD(model.parameters(), lr=0.0)
+    amp.initialize(model if again else [], new, **kwargs)
+    backward(old)
+    model.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            backward(new)
+            assert same(expected, [p.grad for p in amp.master_params(new)])
+            new.step()
+            if clears:
+                model.zero_grad()
+
+
 # -- overflows -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("first_steps", ["before", "between", "after"])
@@ -226,6 +256,23 @@ def test_nor_where_it_is_in_no_shared_tensor(level):
     a.step()
     assert amp.step_was_skipped(a)
     assert is_finite(model)
+
+
+def test_it_skips_one_that_had_used_the_gradients_before():
+    """What one step has left to the other is forgotten when it was cleared: the overflow is in new gradients."""
+    model, a, b = start()
+    for p in model.encoder[1].parameters():  # float32, and not finite either
+        p.requires_grad_(False)
+    block(model, 1, b)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        a.step()
+    model.zero_grad()
+    block(model, 1, b, INF)
+    before = values(model)
+    a.step()
+    assert amp.step_was_skipped(a)
+    assert moved(before, model) == []
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
@@ -281,6 +328,22 @@ def test_open_blocks_that_share_weights_are_refused(level):
     b.zero_grad()
     block(model, 1, [a, b])
     assert same(kept, [p.grad for p in amp.master_params(b)])
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+def test_a_step_beside_pending_gradients_is_refused(level, loss_scale):
+    model, a, b = start(level, loss_scale=loss_scale)
+    block(model, 0, [a, b])
+    block(model, 0, a, delay_unscale=True)
+    before = values(model)
+    with pytest.raises(RuntimeError, match="scaled gradients are pending"):
+        b.step()
+    with pytest.raises(RuntimeError, match="scaled gradients are pending"):
+        block(model, 1, [a, b])
+    assert moved(before, model) == []
+    a.step()
+    assert is_finite(model)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])

@@ -56,10 +56,11 @@ def build(config, seed):
 
 
 def make_optimizers(config, tensors):
-    """The optimizers, over ``tensors``: one per weight. Late weights join afterwards."""
+    """The optimizers, over ``tensors``, some of which several hold. Late weights join afterwards."""
     made = []
     for number, kind in enumerate(config["optimizers"]):
-        mine = [t for t, owner in zip(tensors, config["owners"], strict=True) if owner == number]
+        held = zip(tensors, config["owners"], config["sharers"], strict=True)
+        mine = [t for t, owner, sharers in held if owner == number or number in sharers]
         half = (len(mine) + 1) // 2
         groups = [{"params": mine[:half]}, {"params": mine[half:], "lr": 0.0625}] if config["groups"] else []
         made.append(OPTIMIZERS[kind]([g for g in groups if g["params"]] or [{"params": mine}]))
@@ -174,14 +175,25 @@ def generate(seed):
     kept = [n for n in range(optimizers) if n in owners]
     config["owners"] = [kept.index(n) if n in kept else None for n in owners]
     config["late"] = [kept.index(n) if n in kept else None for n in late]
+    config["sharers"] = share(rng, config["owners"], len(kept))
     config["optimizers"] = [rng.choice(list(OPTIMIZERS)) for _ in kept]
     # Each program has habits of its own: rare things meet each other in those that do them often.
-    habits = {name: rng.choice([0, 0.1, 0.3, 0.6]) for name in ("delays", "puts off", "raises", "clears", "overflows")}
+    names = ("delays", "puts off", "raises", "clears", "overflows", "edits", "steps again")
+    habits = {name: rng.choice([0, 0.1, 0.3, 0.6]) for name in names}
     habits["weights"] = [12, 9, 7] + [rng.choice([0, 0.5, 2]) for _ in OTHERS]
     steps = []
     for _ in range(rng.randint(4, 24)):
         steps += draw_steps(rng, config, habits)
     return {"seed": seed, "config": config, "steps": steps}
+
+
+def edit(gradients, how):
+    """Edit ``gradients`` in place, as scripts do that clip those of the model."""
+    for grad in gradients:
+        if how == "value":
+            grad.clamp_(-1e-9, 1e-9)
+        else:
+            grad.mul_({"half": 0.5, "nothing": 0.0}[how])
 
 
 def spread(rng, config, count, optimizers):
@@ -203,12 +215,29 @@ def spread(rng, config, count, optimizers):
     return owners, late
 
 
-OTHERS = ("clip", "save", "snapshot", "rewind", "write", "join", "scale", "freeze", "plain", *CHANGES)
+def share(rng, owners, optimizers):
+    """The other optimizers that hold each weight: none mostly, a few weights, or those of a model that two train."""
+    chance = rng.choice([0, 0, 0.3, 0.6, 1.0]) if optimizers > 1 else 0
+    sharers = []
+    for owner in owners:
+        others = [n for n in range(optimizers) if n != owner]
+        shares = owner is not None and rng.random() < chance
+        sharers.append(sorted(rng.sample(others, rng.randint(1, len(others)))) if shares else [])
+    return sharers
+
+
+OTHERS = ("edit", "nested", "load_scaler", "clip", "save", "snapshot", "rewind", "write", "join", "scale", "freeze")
+OTHERS += ("plain", *CHANGES)
+EDITS = ("half", "nothing", "value")
 
 
 def draw_steps(rng, config, habits):
-    """One step; before a backward pass outside any block, what makes it possible."""
+    """One step; before a backward pass outside any block, what makes it possible; and what habits add."""
     step = draw_step(rng, config, habits)
+    if step["do"] == "block" and rng.random() < habits["edits"]:
+        return [step, {"do": "edit", "optimizer": 0, "how": rng.choice(EDITS)}]
+    if step["do"] == "step" and rng.random() < habits["steps again"]:
+        return [step, step]
     if step["do"] != "plain":
         return [step]
     optimizers = range(len(config["optimizers"]))
@@ -218,29 +247,44 @@ def draw_steps(rng, config, habits):
     return [*taken, *cleared, {**clear, "optimizer": 0, "who": "all"}, step, {**step, "do": "step", "asks": True}]
 
 
+def draw_loss(rng, models):
+    paths = [rng.sample(range(models), rng.randint(1, models)) for _ in range(rng.randint(1, 2))]
+    size = 0.0 if rng.random() < 0.1 else 2.0 ** rng.randint(-12, 1)
+    return {"data": rng.randrange(1000), "paths": paths, "size": size}
+
+
+def draw_block(rng, config, habits):
+    """What is scaled, and by which scaler."""
+    drawn = {**draw_loss(rng, len(config["models"])), "loss_id": rng.randrange(config["losses"])}
+    if rng.random() < habits["overflows"]:
+        drawn["size"] = rng.choice([float("inf"), float("nan"), 2.0**20])
+    return drawn
+
+
 def draw_step(rng, config, habits):
     optimizers, models = len(config["optimizers"]), len(config["models"])
     kind = rng.choices(["block", "step", "clear", *OTHERS], habits["weights"])[0]
     step = {"do": kind, "optimizer": rng.randrange(optimizers)}
     if kind in CHANGES:
         return draw_change(rng, config, step)
-    if kind in ("block", "plain"):
-        paths = [rng.sample(range(models), rng.randint(1, models)) for _ in range(rng.randint(1, 2))]
-        step |= {"data": rng.randrange(1000), "paths": paths, "size": 2.0 ** rng.randint(-12, 1)}
-        if rng.random() < 0.1:
-            step["size"] = 0.0
-    if kind == "block":
+    if kind == "plain":
+        step |= draw_loss(rng, models)
+    if kind == "nested":
+        order = rng.sample(range(optimizers), optimizers)
+        border = rng.randint(1, max(1, optimizers - 1))
+        sides = (order[:border], order[border:] or order)
+        parts = [{**draw_block(rng, config, habits), "optimizers": side} for side in sides]
+        step |= {"outer": parts[0], "inner": parts[1], "how": rng.choice(["together", "apart", "outer first"])}
+    elif kind == "block":
         step |= {
+            **draw_block(rng, config, habits),
             "optimizers": rng.sample(range(optimizers), rng.choice([1, 1, optimizers])),
-            "loss_id": rng.randrange(config["losses"]),
             "passes": rng.choice([0, 1, 1, 1, 1, 1, 1, 2]),
             "delay_unscale": rng.random() < habits["delays"],
             "delay_overflow_check": rng.random() < habits["puts off"],
             "clears": rng.random() < habits["clears"],  # zero_grad inside the block
             "raises": rng.choice(["before", "after"]) if rng.random() < habits["raises"] else None,
         }
-        if rng.random() < habits["overflows"]:
-            step["size"] = rng.choice([float("inf"), float("nan"), 2.0**20])
     elif kind == "clear":
         step |= {"who": rng.choice(["optimizer", "model", "all", "one"]), "how": rng.choice(["none", "zeros"])}
         step |= {"weight": rng.randrange(len(config["owners"])), "model": rng.randrange(models)}
@@ -254,7 +298,9 @@ def draw_step(rng, config, habits):
     elif kind == "write":
         how = rng.choice(["model", "and back", "masters", "data"])
         step |= {"how": how, "weight": rng.randrange(len(config["owners"])), "value": rng.randint(-63, 63) / 64}
-    elif kind == "scale":
+    elif kind == "edit":
+        step["how"] = rng.choice(EDITS)
+    elif kind in ("scale", "load_scaler"):
         step |= {"loss_id": rng.randrange(config["losses"]), "value": 2.0 ** rng.randint(-2, 18)}
     elif kind == "freeze":
         step["weight"] = rng.randrange(len(config["owners"]))

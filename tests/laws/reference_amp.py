@@ -57,8 +57,10 @@ class Weight:
 
     leaf: torch.nn.Parameter
     value: torch.nn.Parameter
-    filled: bool = False  # the model shows the gradient of the master, and may clear it there
-    cleared: bool = False  # there, and amp has had no reason to look since
+    shown: tuple[torch.Tensor, int] | None = None  # the model's gradient that tells of the master's, and its version
+    dropped: torch.Tensor | None = None  # the master's gradient before that one was set to zero
+    cleared: bool = False  # the master's gradient is gone, and amp has had no reason to look since
+    used_by: set["Optimizer"] = field(default_factory=set)  # whose step has used the master's, which others wait for
 
     @property
     def has_master(self):
@@ -72,17 +74,37 @@ class Weight:
         before = self.value.grad
         total = unscaled if before is None else before + unscaled
         self.value.grad = torch.empty_like(self.value).copy_(total).detach()
-        self.filled = True
+
+    def forget(self):
+        """There is no gradient of the master any more."""
+        self.value.grad, self.shown, self.dropped = None, None, None
+        self.used_by.clear()
+
+    def note(self):
+        """The model's gradient shows what the master's is, and may be cleared."""
+        self.shown = None if self.value.grad is None else (self.leaf.grad, self.leaf.grad._version)
+        self.dropped = None
 
     def show(self, scale):
         """Have the model show what its master has accumulated, where the last block has given nothing."""
         if self.has_master and self.value.grad is not None:
-            self.leaf.grad, self.filled = (self.value.grad * scale).to(self.leaf.dtype), True
+            self.leaf.grad = (self.value.grad * scale).to(self.leaf.dtype)
+            self.note()
 
     def pull(self):
         """Take the elements that somebody wrote into the model."""
         kept = self.value.to(self.leaf.dtype) == self.leaf
         self.value.data.copy_(torch.where(kept, self.value, self.leaf.to(self.value.dtype)))
+
+    @property
+    def writes(self):
+        """How often others wrote the model's gradient since it was noted."""
+        return 0 if self.shown is None or self.leaf.grad is None else self.leaf.grad._version - self.shown[1]
+
+    @property
+    def is_zero(self):
+        """Whether somebody wrote the model's gradient, and it has no bit left that is set."""
+        return self.writes > 0 and not bool(self.leaf.grad.view(torch.int16).any())
 
 
 @dataclass(eq=False)
@@ -101,39 +123,53 @@ class Optimizer:
     torch: torch.optim.Optimizer
     weights: list[Weight]
     used: bool = False  # UNSCALED, or EMPTY: there was a block since the last step
+    waits: bool = False  # UNSCALED
     pending: Pending | None = None
     aside: dict[Weight, torch.Tensor | None] = field(default_factory=dict)
     overflow: bool = False
+    earlier: bool = False  # an overflow whose gradients may still be there
     skipped: bool = False
 
+    def shares_with(self, other):
+        return other is not self and not set(self.weights).isdisjoint(other.weights)
+
     def gradients(self):
-        """What tells whether a backward pass has reached any weight."""
-        grads = [weight.leaf.grad for weight in self.weights]
-        return [(id(grad), grad._version) for grad in grads if grad is not None]
+        """The gradients that a step would use."""
+        weights = [weight for weight in self.weights if self not in weight.used_by]
+        found = [*[weight.value.grad for weight in weights], *self.aside.values()]
+        return [grad for grad in found if grad is not None]
 
     def zero_grad(self, set_to_none=True):
         self.torch.zero_grad(set_to_none)
         for weight in self.weights:
             if weight.has_master:
-                weight.leaf.grad, weight.filled = None, False
-        self.aside, self.pending, self.used = {}, None, False
+                weight.leaf.grad, weight.shown, weight.dropped = None, None, None
+                if set_to_none:
+                    weight.forget()
+        self.aside, self.pending, self.used, self.waits, self.earlier = {}, None, False, False, False
 
-    def put_back(self, scale):
-        """What accumulated before the block is there again; its own gradients are not."""
-        for weight in self.weights:
-            weight.leaf.grad = self.aside.get(weight)
-            weight.show(scale)
-        self.aside, self.pending = {}, None
-
-    def step(self):
-        self.skipped, self.overflow = self.overflow, False
+    def step(self, others):
+        overflow = self.overflow
+        left = self.earlier and not all(bool(grad.isfinite().all()) for grad in self.gradients())
+        self.skipped, self.overflow = overflow or left, False
+        decides_itself = bool(self.torch.defaults.get("fused"))  # then whether it skipped is not known yet
+        self.earlier = (self.earlier or overflow) and (self.skipped or decides_itself)
         if not self.skipped:
+            hidden = [(weight, weight.value.grad) for weight in self.weights if self in weight.used_by]
+            for weight, _ in hidden:
+                weight.value.grad = None
             self.torch.step()
+            for weight, grad in hidden:
+                weight.value.grad = grad
+        waiting = {weight for other in others if other is not self and other.waits for weight in other.weights}
         for weight in self.weights:
-            if weight.has_master:
-                weight.value.grad, weight.filled, weight.cleared = None, False, False
+            weight.cleared = False
+            if weight.has_master and weight not in waiting:
+                weight.forget()
+            elif weight.has_master and weight.value.grad is not None:
+                weight.used_by.add(self)
             weight.push()
-        self.used = False
+        self.used = self.waits = False
 
 
 def clone(tensor):
@@ -142,6 +178,14 @@ def clone(tensor):
 
 class Raised(Exception):
     """What the programs raise inside blocks."""
+
+
+class Refused(Exception):
+    """What amp must refuse, with a RuntimeError and without a change."""
+
+
+class Untold(Exception):
+    """What amp does now is not said anywhere: the program ends before this step."""
 
 
 class Reference:
@@ -221,9 +265,14 @@ class Reference:
         return {**found, **self.saved, "skipped": self.skipped}
 
     def take(self, step):
-        """Take one step of a program; whether it is possible now."""
+        """Take one step of a program: "taken", or "refused" where amp must refuse it, or "impossible" now."""
         self.saved, self.skipped = {}, None
-        return getattr(self, step["do"])(step) is not False
+        try:
+            possible = getattr(self, step["do"])(step) is not False
+            self.must_be_told()
+        except Refused:
+            return "refused"
+        return "taken" if possible else "impossible"
 
     # -- changes of the models themselves ------------------------------------------------------------------------------
     def places(self, weight):
@@ -257,7 +306,7 @@ class Reference:
         joins = step["joins"] is not None
         if weight.has_master and alone and self.owner(weight) and (not joins or step["when"] == "after"):
             # The master goes on with the new parameter.
-            weight.leaf, weight.filled, weight.cleared = leaf, False, False
+            weight.leaf, weight.shown, weight.dropped, weight.cleared = leaf, None, None, False
             if step["wide"]:
                 weight.value.copy_(exact)
             else:
@@ -331,12 +380,10 @@ class Reference:
         if self.idle:
             self.backward(loss, chosen, step)
             return
-        for one in chosen:
-            self.begin(one, scale)
+        self.begin(chosen, scale, step["delay_unscale"])
         self.backward(loss.float() * scale, chosen, step)
         if step["raises"]:
-            for one in chosen:
-                one.put_back(scale)
+            self.put_back(chosen, scale)
         elif step["delay_unscale"]:
             held = [s for one in chosen if one.pending for s in one.pending.scalers]
             pending = Pending(scale, list(dict.fromkeys([scaler, *held])), chosen)
@@ -344,6 +391,32 @@ class Reference:
                 one.pending = pending
         else:
             self.end(chosen, scaler, scale, check=not step["delay_overflow_check"])
+
+    def nested(self, step):
+        """A block in a block."""
+        outer, inner = step["outer"], step["inner"]
+        sides = [[self.optimizers[n] for n in part["optimizers"]] for part in (outer, inner)]
+        scalers = [self.scalers[part["loss_id"]] for part in (outer, inner)]
+        losses = [self.loss(part) for part in (outer, inner)]
+        if self.idle:
+            self.backward_of(losses, step["how"])
+            return
+        scales = [scaler.scale for scaler in scalers]
+        losses = [loss.float() * scale for loss, scale in zip(losses, scales, strict=True)]
+        self.begin(sides[0], scales[0])
+        if step["how"] == "outer first":
+            self.backward_of(losses[:1])
+            losses = losses[1:]
+        try:
+            if any(a is b or a.shares_with(b) for a in sides[0] for b in sides[1]):
+                raise Refused
+            self.begin(sides[1], scales[1])
+        except Refused:
+            self.end(sides[0], scalers[0], scales[0])
+            return
+        self.backward_of(losses, step["how"])
+        for side, scaler, scale in reversed(list(zip(sides, scalers, scales, strict=True))):
+            self.end(side, scaler, scale)
 
     def backward(self, loss, chosen, step):
         if step["raises"] == "before":
@@ -354,7 +427,28 @@ class Reference:
         for _ in range(step["passes"] if loss.requires_grad else 0):
             loss.backward(retain_graph=True)
 
-    def begin(self, one, scale):
+    def backward_of(self, losses, how="apart"):
+        for loss in [sum(losses)] if how == "together" else losses:
+            if loss.requires_grad:
+                loss.backward()
+
+    def refuse_pending(self, chosen, delay=False):
+        """Scaled gradients in a weight that two optimizers hold."""
+        waiting = [one for one in self.optimizers if one.pending and one not in chosen]
+        for one in chosen:
+            together = [other for other in chosen if delay or one.pending or other.pending]
+            if any(one.shares_with(other) for other in [*waiting, *together]):
+                raise Refused
+
+    def begin(self, chosen, scale, delay=False):
+        self.refuse_pending(chosen, delay)
+        for one in chosen:
+            self.begin_one(one, scale)
+
+    def begin_one(self, one, scale):
+        for weight in one.weights:
+            if one in weight.used_by:
+                weight.forget()
         if one.pending:
             for weight in one.weights:
                 grad = weight.leaf.grad
@@ -365,23 +459,42 @@ class Reference:
         for weight in one.weights:
             if not weight.has_master:
                 one.aside[weight] = weight.leaf.grad
-            weight.leaf.grad, weight.cleared = None, False
+            weight.leaf.grad, weight.shown, weight.dropped, weight.cleared = None, None, None, False
+        one.earlier &= bool(one.gradients())
+
+    def put_back(self, chosen, scale):
+        """What accumulated before the block is there again; its own gradients are not."""
+        for one in chosen:
+            for weight in one.weights:
+                weight.leaf.grad = None
+        for one in chosen:
+            for weight in one.weights:
+                if one.aside.get(weight) is not None:
+                    weight.leaf.grad = one.aside[weight]
+                if weight.leaf.grad is None:
+                    weight.show(scale)
+            one.aside, one.pending = {}, None
 
     def end(self, chosen, scaler, scale, check=True):
         """Unscale, add up, note overflows, and move the scales."""
-        overflow = False
+        overflow, reached, done = False, False, set()
         inverse = torch.tensor(1 / scale)
         for one in chosen:
             for weight in one.weights:
+                if weight in done:
+                    continue
+                done.add(weight)
                 new, old = weight.leaf.grad, one.aside.get(weight)
                 if new is None:
                     weight.leaf.grad = old if not weight.has_master else None
                     weight.show(scale)
                     continue
+                reached = True
                 overflow |= not bool(new.isfinite().all())
                 unscaled = new.float() * inverse
                 if weight.has_master:
                     weight.accumulate(unscaled)
+                    weight.note()
                 else:
                     unscaled = unscaled.to(new.dtype)
                     weight.leaf.grad = unscaled if old is None else unscaled + old
@@ -395,14 +508,19 @@ class Reference:
             other.update(overflow)
         for one in chosen:
             one.aside, one.pending, one.used = {}, None, True
+            one.waits |= reached
             one.overflow |= overflow and scaler.dynamic
+        for other in self.optimizers:
+            if other not in chosen and any(other.shares_with(one) for one in chosen):
+                other.earlier |= overflow and scaler.dynamic
 
     def step(self, step):
         one = self.optimizers[step["optimizer"]]
+        self.refuse_pending([one])
         if one.pending:
             pending = one.pending
             self.end([o for o in pending.optimizers if o.pending is pending], pending.scalers[0], pending.scale)
-        one.step()
+        one.step(self.optimizers)
         if step["asks"]:
             self.skipped = one.skipped
 
@@ -411,16 +529,40 @@ class Reference:
         if who == "optimizer":
             one = self.optimizers[step["optimizer"]]
             one.zero_grad(how == "none")
-            return True
+            return
         for weight in self.cleared_by(step):
             if how == "none":
                 weight.leaf.grad = None
             elif weight.leaf.grad is not None:
                 weight.leaf.grad.zero_()
-            owner = next((one for one in self.optimizers if weight in one.weights), None)
-            if weight.filled and not owner.pending:
-                weight.value.grad, weight.filled, weight.cleared = None, False, True
-        return True
+            held = weight.value.grad
+            if weight.shown is None or held is None or (how == "zeros" and not held.any()):
+                continue  # zeros in the place of zeros clear nothing
+            shown = weight.shown
+            weight.forget()
+            weight.cleared = True
+            if how == "zeros":
+                weight.shown, weight.dropped = shown, held
+
+    def edit(self, step):
+        """Edit the gradients of the model: those of masters stay as they are."""
+        programs.edit([w.leaf.grad for w in self.weights if w.leaf.grad is not None], step["how"])
+
+    def must_be_told(self):
+        """Raise where zeros of a product cannot be told from those of ``zero_``.
+
+        DESIGN leaves it open what becomes of gradients that have no sign to tell by.
+        """
+        for one in self.optimizers:
+            zeros = [weight for weight in one.weights if weight.has_master and weight.is_zero]
+            edits = {w.writes for w in one.weights if w.has_master and w.writes and w not in zeros}
+            for weight in zeros:
+                held = weight.value.grad if weight.dropped is None else weight.dropped
+                if held is None or not held.any():
+                    continue
+                passes_for_cleared = bool((held < 0).any()) or weight.writes not in edits
+                if passes_for_cleared != (weight.dropped is not None):
+                    raise Untold
 
     def cleared_by(self, step):
         if step["who"] == "model":
@@ -435,6 +577,12 @@ class Reference:
         scaler = self.scalers[step["loss_id"]]
         if scaler.dynamic:
             scaler.scale = step["value"]
+        return scaler.dynamic
+
+    def load_scaler(self, step):
+        scaler = self.scalers[step["loss_id"]]
+        if scaler.dynamic:
+            scaler.scale, scaler.unskipped = step["value"], 0
         return scaler.dynamic
 
     def freeze(self, step):
@@ -464,8 +612,8 @@ class Reference:
         self.save_models()
         step["joined"] = self.joined
         for weight in self.weights:
-            weight.leaf.grad = weight.value.grad = None
-            weight.filled = weight.cleared = False
+            weight.leaf.grad, weight.cleared = None, False
+            weight.forget()
         for one in self.optimizers:
             one.zero_grad()
             one.overflow = False
