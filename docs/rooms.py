@@ -19,6 +19,7 @@ ROWS: Final[tuple[dict[str, float], ...]] = (
     {"_log": 3.0},
     {"lists": 0.0, "trees": 1.0, "observers": 2.2, "masters": 3.4, "_amp_state": 4.8, "scaler": 6.0},
     {"_initialize": 1.4, "utils": 2.4, "properties": 4.4},
+    {"refusals": 0.5},
     {"rules": 0.5},
     {"cpu_convolution": 1.1, "weights": 3.2, "ddp": 4.15, "nested": 5.1},
     {"autocast": 1.0},
