@@ -32,6 +32,9 @@ _NATIVE: Final = {
     ("log1p", "cuda"): "float32",
     **{(layer, "cuda"): "half" for layer in ("rnn_tanh", "rnn_relu", "gru", "lstm")},
     # composed of ops that native casts
+    ("pinv", "cuda"): "half inside",
+    ("pinv", "cpu"): "half inside",
+    ("norm_except_dim", "cuda"): "float32",
     ("softmin", "cuda"): "float32",
     ("cross_entropy", "cuda"): "float32",
     ("normalize", "cuda"): "float32",
@@ -76,6 +79,7 @@ How O1 and O4 cast each operation. `python docs/op_lists.py` writes this page fr
 | native | torch's own autocast or type promotion does it, on the CPU and on CUDA |
 | rule on CPU, CUDA | ampcompat does it on these devices |
 | whole function | ampcompat casts the arguments of a function that torch wrote in Python over other operations |
+| by name | ampcompat refuses what a script calls (`x.exp_()`, `x **= 2`), not what torch calls itself for `square_` |
 
 A name means the operation, whichever way you call it: `softmax` is `torch.softmax`, `Tensor.softmax`,
 `torch.nn.functional.softmax` and what `nn.Softmax` calls. Casts apply to float16, bfloat16 and float32 tensors on the
@@ -133,6 +137,8 @@ def rule_for(name: str, device_type: str) -> str:
 
 def enforced_by(name: str) -> str:
     """What does it for the listed ``name``: "native", "rule on CPU", "whole function", ..."""
+    if RULES[name] in (Rule.BANNED, Rule.INPLACE_BANNED):
+        return "by name"
     if name in PYTHON and _torch.ATEN.get(name) == ():
         return "whole function"
     differs = [d for d in ("cpu", "cuda") if native_rule(name, d) != _WORDS[RULES[name]]]

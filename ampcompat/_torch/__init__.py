@@ -73,6 +73,7 @@ from ampcompat._torch.dispatcher import (
     keys_excluded,
     op_name,
     ops_with_kernel,
+    out_forms_run_whole,
     overloads_of,
     register_kernels,
 )
@@ -104,7 +105,7 @@ from ampcompat._torch.modules import (
     tensor_of,
     uncompiled,
 )
-from ampcompat._torch.patch import replace, wrap_everywhere
+from ampcompat._torch.patch import Wrap, replace, replace_function, wrap_everywhere
 from ampcompat._torch.version import (
     TORCH,
 )

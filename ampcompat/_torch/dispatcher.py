@@ -43,7 +43,7 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     ),
     "std": ("std.correction",),
     "var": ("var.correction",),
-    "softmax": ("softmax.int", "_softmax"),
+    "softmax": ("softmax.int", "_softmax", "_safe_softmax"),
     "log_softmax": ("log_softmax.int", "_log_softmax"),
     "layer_norm": ("layer_norm", "native_layer_norm"),
     "group_norm": ("group_norm", "native_group_norm"),
@@ -57,12 +57,19 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     "nll_loss": ("nll_loss", "nll_loss2d"),
     "bilinear": ("bilinear", "_trilinear"),
     "cross": ("cross", "linalg_cross"),
+    "pinv": ("linalg_pinv.atol_rtol_tensor",),
     **dict.fromkeys(("softmin", "local_response_norm", "normalize", "gaussian_nll_loss", "cpu"), ()),
     **dict.fromkeys(("multilabel_soft_margin_loss", "triplet_margin_with_distance_loss"), ()),
     # torch promotes these itself. It lets a 0-dim tensor widen nothing, where apex did; to follow apex here would cost
     # every addition of a model 5 microseconds and more.
     **dict.fromkeys(("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne", "cat", "stack"), ()),
 }
+
+#: Forms with ``out=`` that torch makes of ops without: cast inside, these give results that ``out`` is not made for.
+_OUT_FORMS: Final = (
+    *("linalg_norm.out", "linalg_norm.ord_str_out", "linalg_matrix_norm.out", "linalg_matrix_norm.str_ord_out"),
+    *("linalg_matrix_power.out", "linalg_multi_dot.out", "tensordot.out"),
+)
 
 
 def autocast_key(device_type: str) -> str | None:
@@ -96,6 +103,11 @@ def aten_overloads(name: str) -> list[torch._ops.OpOverload]:
     ops = [getattr(packet, n) for n in packet.overloads() if "out" not in n.split("_") and "dimname" not in n.lower()]
     # TorchScript's own overloads, on strings and lists, are no ops of the dispatcher.
     return [op for op in ops if torch._C._dispatch_has_kernel(op_name(op))]
+
+
+def out_forms_run_whole() -> list[torch._ops.OpOverload]:
+    """The forms with ``out=`` whose inner ops must not be cast."""
+    return [op for name in _OUT_FORMS for op in aten_overloads(name)]
 
 
 def op_name(op: torch._ops.OpOverload) -> str:

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from types import FunctionType
 from typing import TypeAlias
 
+import torch
+
 #: Makes of a function what is called in its place.
 Wrap: TypeAlias = Callable[[Callable[..., object]], Callable[..., object]]
 
@@ -26,6 +28,16 @@ def _delete(owner: object, name: str) -> None:
         delattr(owner, name)
 
 
+def replace_function(owner: object, name: str, value: object, undo: ExitStack) -> None:
+    """:func:`replace` a function; where it is one of torch's operators, ``torch.jit.script`` still compiles that."""
+    operators: dict[int, str] = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+    operator = operators.get(id(getattr(owner, name)))
+    if operator is not None:
+        undo.callback(operators.pop, id(value), None)
+        operators[id(value)] = operator
+    replace(owner, name, value, undo)
+
+
 def wrap_everywhere(owner: object, function: Callable[..., object], wrap: Wrap, undo: ExitStack) -> None:
     """Have ``wrap(original)`` run wherever ``function`` is called, by code that imported it earlier too.
 
@@ -40,7 +52,7 @@ def wrap_everywhere(owner: object, function: Callable[..., object], wrap: Wrap, 
         undo: Takes it back.
     """
     if not isinstance(function, FunctionType) or function.__closure__ or isinstance(owner, type):
-        replace(owner, getattr(function, "__name__", ""), wrap(function), undo)
+        replace_function(owner, getattr(function, "__name__", ""), wrap(function), undo)
         return
     code, hook = function.__code__, f"_ampcompat_{function.__name__}"
     original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)

@@ -21,21 +21,25 @@ from types import FrameType
 from typing import Any, Final
 
 import torch
-import torch.nn.functional as F
 
 from ampcompat import __version__, _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp import lists
+from ampcompat.amp import lists, refusals
 from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from ampcompat.amp.properties import HALF_DTYPES as HALVES
+from ampcompat.amp.refusals import OWNERS, public_name
 from ampcompat.amp.trees import map_tree, tensors_in
 
 CASTABLE: Final = (*HALVES, torch.float32)
 
 
 class Rule(Enum):
-    """Say what an op does with its floating-point arguments; float64 is left alone by each, as in torch."""
+    """Say what an op does with its floating-point arguments; float64 is left alone by each, as in torch.
+
+    The last two refuse half where a script calls them by name (:mod:`ampcompat.amp.refusals`). Where torch calls the
+    op, arguments of a banned one are cast to float32, those of an in-place one to the dtype of the left side.
+    """
 
     HALF = "half"
     BFLOAT16 = "bfloat16"  # functions that users registered so, at every level
@@ -47,13 +51,17 @@ class Rule(Enum):
     INPLACE_BANNED = "half left side refused"
 
 
+#: What follows for an op's in-place form.
+_IN_PLACE: Final = {Rule.HALF: Rule.LEFT, Rule.FLOAT: Rule.INPLACE_BANNED}
+
 Plan = dict[torch._ops.OpOverload, tuple[str, Rule]]
 
 
 # -- From lists to names -----------------------------------------------------------------------------------------------
 def _names(module: Any, list_name: str) -> set[str]:
     """Read the public names on a list; ``__rpow__`` is ``pow``."""
-    found, pairs = set(), list_name == "BANNED_FUNCS"
+    pairs = list_name == "BANNED_FUNCS"
+    names = set()
     for entry in getattr(module, list_name):
         name = entry[0] if pairs and isinstance(entry, tuple) and len(entry) == 2 else entry
         if not isinstance(name, str) or isinstance(entry, str) is pairs:
@@ -61,11 +69,8 @@ def _names(module: Any, list_name: str) -> set[str]:
                 f"{module.__name__}.{list_name} holds {entry!r} - its entries are"
                 f" {'pairs of a name and a message' if pairs else 'names of ops'} - take it out or write it so."
             )
-        if name.startswith("__"):
-            name = name.strip("_").replace("truediv", "div")
-            name = name[1:] if name[0] in "ir" and hasattr(torch, name[1:]) else name
-        found.add(name)
-    return found
+        names.add(public_name(name))
+    return names
 
 
 #: Every list with its rule and the names it ships with. Where users add a name to several, the earliest wins: in apex
@@ -101,12 +106,11 @@ def rules_by_name() -> dict[str, Rule]:
                 )
     edits = {name: rule for name, rule in {**removed, **added}.items() if SHIPPED.get(name) is not rule}
     table = {**edits, **SHIPPED, **edits}  # edits first, in order and in value
-    in_place = {Rule.HALF: Rule.LEFT, Rule.FLOAT: Rule.INPLACE_BANNED}
     for name, rule in list(table.items()):
         # An added function may have one that is no method: F.silu(x, inplace=True) calls aten::silu_.
         in_aten = name in added and _torch.overloads_of(f"{name}_")
-        if rule in in_place and (in_aten or hasattr(torch.Tensor, f"{name}_")):
-            table[f"{name}_"] = in_place[rule]
+        if rule in _IN_PLACE and (in_aten or hasattr(torch.Tensor, f"{name}_")):
+            table[f"{name}_"] = _IN_PLACE[rule]
     return table
 
 
@@ -121,19 +125,38 @@ PYTHON: Final = (
 
 def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
     """List the public name and rule of each overload that needs a kernel of ours on ``device_type``."""
-    plan, native = {}, _torch.ops_with_kernel(key)
+    native = _torch.ops_with_kernel(key)
+    plan: Plan = {op: (_torch.op_name(op), Rule.UNCAST) for op in _torch.out_forms_run_whole()}
     for name, rule in (rules_by_name() if table is None else table).items():
-        edited = not name.endswith("_") and SHIPPED.get(name) is not rule
-        if _torch.ATEN.get(name) == () and (rule is Rule.UNCAST or not edited):
-            continue  # torch promotes by itself, or casts nothing
+        ships = _ships(name, rule)
+        if not _needs_kernels(name, rule, ships):
+            continue
         # Native refuses binary_cross_entropy in every dtype (CUDA) or in none (CPU), and promotes grid_sample (CUDA).
-        ours = edited or rule in (Rule.BANNED, Rule.UNCAST) or (name == "grid_sample" and device_type != "cpu")
+        overrides = not ships or rule in (Rule.BANNED, Rule.UNCAST) or (name == "grid_sample" and device_type != "cpu")
         # Cast inside _cudnn_rnn, with cuDNN's flat weight buffer.
         cudnn = device_type == "cuda" and name in _torch.RECURRENT_LAYERS
         for op in _torch.overloads_of(name):
-            if ours or not (cudnn or _torch.op_name(op) in native):
+            if overrides or not (cudnn or _torch.op_name(op) in native):
                 plan[op] = name, rule
     return plan
+
+
+def _ships(name: str, rule: Rule) -> bool:
+    """Whether ``name`` has ``rule`` where nobody has edited the lists, as the in-place form of a listed op too."""
+    if name.endswith("_"):
+        return _IN_PLACE.get(SHIPPED.get(name[:-1], Rule.UNCAST)) is rule
+    return SHIPPED.get(name) is rule
+
+
+def _needs_kernels(name: str, rule: Rule, ships: bool) -> bool:
+    """Whether an op of the public ``name`` may need a kernel to follow ``rule``, native autocast aside."""
+    if rule is Rule.INPLACE_BANNED and ships:
+        return False  # of one tensor, or promoted by torch (pow_); half is refused at the name that scripts call
+    if rule is Rule.BANNED and name not in SHIPPED:
+        return False  # likewise: what is not refused is float32
+    if _torch.ATEN.get(name) == ():
+        return rule is not Rule.UNCAST and not ships  # torch promotes by itself, or casts nothing
+    return True
 
 
 # -- Kernels -----------------------------------------------------------------------------------------------------------
@@ -149,7 +172,7 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
     call: Callable[..., object] = (
         (lambda x, dim, widen: op(x, dim, widen and x.dtype is not torch.float32)) if softmax else op
     )
-    below, target = _torch.keys_excluded(key), _target(name, rule, device_type)
+    below, target = _torch.keys_excluded(key), _target(rule, device_type)
 
     def kernel(*args: object, **kwargs: object) -> object:
         # One loop and no helper: this is the price of every listed op.
@@ -190,7 +213,7 @@ def _cell_kernel(op: torch._ops.OpOverload, device_type: str) -> Callable[..., o
     return kernel
 
 
-def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, ...]], torch.dtype | None] | None:
+def _target(rule: Rule, device_type: str) -> Callable[[tuple[object, ...]], torch.dtype | None] | None:
     """Make what chooses the dtype to cast arguments to (None: leave them) of these; float32 needs no choice."""
 
     def dtypes(args: tuple[object, ...]) -> set[torch.dtype]:
@@ -206,26 +229,14 @@ def _target(name: str, rule: Rule, device_type: str) -> Callable[[tuple[object, 
 
     def left(args: tuple[Any, ...]) -> torch.dtype | None:
         dtype: torch.dtype = args[0].dtype
-        if rule is Rule.INPLACE_BANNED and dtype in HALVES and args[0].device.type == device_type:
-            form = f"x.{name[:-1]}(...)" if hasattr(torch.Tensor, name) else f"torch.nn.functional.{name[:-1]}(x)"
-            raise NotImplementedError(
-                f"In-place {name} on a {dtype} tensor: amp runs {name[:-1]} in float32, and a half tensor cannot hold"
-                f" the result. Use the out-of-place form, x = {form}, or x.float() before it."
-            )
         return dtype if dtype.is_floating_point else None
 
-    def banned(args: tuple[object, ...]) -> torch.dtype | None:
-        if not state.rules.allow_banned and not dtypes(args).isdisjoint(HALVES):
-            raise NotImplementedError(message)
-        return torch.float32
-
-    message = dict(functional_overrides.BANNED_FUNCS).get(name)
     choosers: dict[Rule, Callable[[tuple[object, ...]], torch.dtype | None]] = {
         Rule.HALF: lambda args: torch.get_autocast_dtype(device_type),
         Rule.PROMOTE: lambda args: torch.float32 if len(dtypes(args)) > 1 else None,  # as float16 and bfloat16 do
         Rule.UNCAST: lambda args: None,
-        Rule.BANNED: banned,
-        **dict.fromkeys((Rule.LEFT, Rule.INPLACE_BANNED), left),
+        Rule.LEFT: left,
+        Rule.INPLACE_BANNED: left,
     }
     return choosers.get(rule)
 
@@ -294,8 +305,11 @@ def wrap(target: Any, rule: Rule) -> tuple[str, Any]:
 
 def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
     """Find the function called ``name``, and what holds it."""
-    found = ((owner, getattr(owner, name, None)) for owner in (F, torch, torch.Tensor))
-    return next(((owner, function) for owner, function in found if callable(function)), None)
+    for owner in OWNERS:
+        function = getattr(owner, name, None)
+        if callable(function):
+            return owner, function
+    return None
 
 
 # -- Told to tools -----------------------------------------------------------------------------------------------------
@@ -341,11 +355,7 @@ def acquire(device_types: Iterable[str]) -> None:
         if not plans:
             return
         if not rules.plans:
-            for name, rule in table.items():  # cast also in functions that users added and no op stands for
-                added = SHIPPED.get(name) is not rule and not _torch.overloads_of(name)
-                found = _python_function(name) if name in PYTHON or added else None
-                if found is not None and rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
-                    _torch.wrap_everywhere(*found, functools.partial(make_wrapper, rule=rule), undo)
+            _wrap_functions(table, undo)
             state.undo_once(release)
         # torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a
         # plain process's cache, would ignore them, and ours would serve a plain program. Key its caches, in memory and
@@ -359,6 +369,22 @@ def acquire(device_types: Iterable[str]) -> None:
         rules.undo.push(undo.pop_all())
     rules.plans.update(plans)
     rules.table = table
+
+
+def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
+    """Wrap what is no op of the dispatcher: functions written in Python, and names that refuse half."""
+    messages = dict(functional_overrides.BANNED_FUNCS)
+    in_float32 = functools.partial(make_wrapper, rule=Rule.FLOAT)
+    refusals.refuse_in_place([name for name, rule in table.items() if rule is Rule.INPLACE_BANNED], undo)
+    for name, rule in table.items():
+        if rule is Rule.BANNED:
+            refusals.ban(name, messages[name], in_float32, undo)
+        elif rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE):
+            # Also functions that users added and no op stands for.
+            added = SHIPPED.get(name) is not rule and not _torch.overloads_of(name)
+            found = _python_function(name) if name in PYTHON or added else None
+            if found is not None:
+                _torch.wrap_everywhere(*found, functools.partial(make_wrapper, rule=rule), undo)
 
 
 def wrap_registered() -> None:

@@ -19,6 +19,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_log",),
     ("lists", "trees", "observers", "masters", "_amp_state"),
     ("_initialize", "utils", "properties", "scaler"),
+    ("refusals",),
     ("rules",),
     ("cpu_convolution", "weights", "ddp", "nested"),
     ("autocast",),

@@ -21,5 +21,6 @@ from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_ov
 __all__ = ["UNCAST", "functional_overrides", "tensor_overrides", "torch_overrides"]
 
 #: On no list of apex: run whole, in the dtype they are given. apex is recorded to have left log1p alone, which native
-#: CUDA autocast casts; the others are made inside torch of in-place steps that the lists forbid or widen.
-UNCAST = ["log1p", "logsumexp", "matrix_exp"]
+#: CUDA autocast casts. The others are made inside torch of ops that are cast, whose results do not fit what torch does
+#: next: in-place steps (logsumexp, matrix_exp), a backward formula (pinv), weight norm (norm_except_dim).
+UNCAST = ["log1p", "logsumexp", "matrix_exp", "norm_except_dim", "pinv"]

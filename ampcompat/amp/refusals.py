@@ -1,0 +1,134 @@
+"""Refuse half where a script calls a banned function, or changes a half tensor in place by an op of the float list.
+
+Refused is what the script calls, at the name that it calls: ``x.exp_()``, ``torch.exp_(x)``, ``x **= 2``,
+``F.silu(x, inplace=True)``, ``F.binary_cross_entropy(half, y)``. torch calls the same ops for itself: ``square_`` is
+made of ``pow_``, and ``nn.init.trunc_normal_`` calls ``Tensor.log_``. These run in the dtype that they are given. apex,
+whose patches were of names too, saw nothing of what is made in C++ (``apex/amp/amp.py: init``).
+
+The compiler calls the same names, on tensors without values, when it traces: compiled code is refused too. It cannot be
+told then whether the script or torch's own Python code has called, and both are refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from types import FunctionType
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.amp.trees import tensors_in
+
+#: Where scripts find functions, in the order in which a listed name is looked up.
+OWNERS: Final = (F, torch, torch.Tensor)
+
+
+def public_name(entry: str) -> str:
+    """The name of the op behind an operator: ``__rpow__`` and ``__ipow__`` are ``pow``; other names are themselves."""
+    if not entry.startswith("__"):
+        return entry
+    name = entry.strip("_").replace("truediv", "div")
+    is_reflected_or_in_place = name[0] in "ir" and hasattr(torch, name[1:])
+    return name[1:] if is_reflected_or_in_place else name
+
+
+def refuse_in_place(names: Iterable[str], undo: ExitStack) -> None:
+    """Refuse a half left side wherever scripts call the in-place forms ``names`` (``exp_``), until ``undo`` runs."""
+    operators = {f"{public_name(one)}_": one for one in dir(torch.Tensor) if one.startswith("__i")}
+    for name in names:
+        bindings = [(owner, name) for owner in OWNERS if callable(getattr(owner, name, None))]
+        if name in operators:
+            bindings.append((torch.Tensor, operators[name]))
+        for owner, attribute in bindings:
+            refusing = _refusing_left_side(getattr(owner, attribute), name)
+            _torch.replace_function(owner, attribute, refusing, undo)
+        function = getattr(F, name[:-1], None)
+        if isinstance(function, FunctionType) and "inplace" in inspect.signature(function).parameters:
+            _torch.wrap_everywhere(F, function, functools.partial(_refusing_inplace_argument, name=name), undo)
+
+
+def ban(name: str, message: str, in_float32: _torch.Wrap, undo: ExitStack) -> None:
+    """Refuse half arguments wherever scripts call ``name``, until ``undo`` runs.
+
+    Args:
+        name: A public name, of as many owners as have it.
+        message: What the error says.
+        in_float32: Makes of the function one that casts, for ``amp.init(allow_banned=True)``.
+        undo: Takes it back.
+    """
+    for owner in OWNERS:
+        function = getattr(owner, name, None)
+        if callable(function):
+            refusing = functools.partial(_refusing_half, message=message, in_float32=in_float32)
+            _torch.wrap_everywhere(owner, function, refusing, undo)
+
+
+def _refusing_left_side(function: Callable[..., object], name: str) -> Callable[..., object]:
+    @functools.wraps(function)
+    def refusing(*args: Any, **kwargs: Any) -> object:
+        left: Any = args[0] if args else kwargs.get("input")
+        if _is_half_under_casts(left) and not _called_by_torch():
+            raise _refusal(left, name)
+        return function(*args, **kwargs)
+
+    return refusing
+
+
+def _refusing_inplace_argument(function: Callable[..., object], name: str) -> Callable[..., object]:
+    @functools.wraps(function)
+    def refusing(*args: Any, **kwargs: Any) -> object:
+        # ``wrap_everywhere`` passes all arguments by name.
+        if kwargs.get("inplace") and _is_half_under_casts(kwargs["input"]):
+            raise _refusal(kwargs["input"], name)
+        return function(*args, **kwargs)
+
+    return refusing
+
+
+def _refusing_half(function: Callable[..., object], message: str, in_float32: _torch.Wrap) -> Callable[..., object]:
+    casting = in_float32(function)
+
+    @functools.wraps(function)
+    def refusing(*args: Any, **kwargs: Any) -> object:
+        if state.rules.allow_banned:
+            return casting(*args, **kwargs)
+        for tensor in tensors_in((args, kwargs), objects=False):
+            if _is_half_under_casts(tensor):
+                raise NotImplementedError(message)
+        return function(*args, **kwargs)
+
+    return refusing
+
+
+def _is_half_under_casts(value: object) -> bool:
+    """Whether ``value`` is a half tensor on a device type whose functions amp casts here."""
+    if not isinstance(value, torch.Tensor) or value.dtype not in HALF_DTYPES:
+        return False
+    device_type = value.device.type
+    return device_type in state.rules.plans and torch.is_autocast_enabled(device_type)
+
+
+def _called_by_torch() -> bool:
+    """Whether torch's own Python code, and no script, has called the function that asks."""
+    if torch.compiler.is_compiling() or _torch.in_fake_mode():  # the frames are the compiler's
+        return False
+    caller = sys._getframe(2)
+    module = str(caller.f_globals.get("__name__", ""))
+    return module.partition(".")[0] == "torch"
+
+
+def _refusal(left: torch.Tensor, name: str) -> NotImplementedError:
+    op = name[:-1]
+    form = f"x.{op}(...)" if hasattr(torch.Tensor, name) else f"torch.nn.functional.{op}(x)"
+    return NotImplementedError(
+        f"In-place {name} on a {left.dtype} tensor: amp runs {op} in float32, and a half tensor cannot hold the result."
+        f" Use the out-of-place form, x = {form}, or x.float() before it."
+    )

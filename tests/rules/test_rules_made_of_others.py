@@ -1,0 +1,101 @@
+"""Ops that torch makes of others, where casts of these would not fit: they run whole, as in eager code."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, weight_norm
+
+from ampcompat.amp import initialize
+
+HALF, FLOAT = torch.float16, torch.float32
+
+
+@pytest.fixture
+def casts():
+    """Return a function that puts casts of O1 on, or of O4, as ``initialize`` does."""
+    return lambda level="O1": initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("dtype", [HALF, torch.bfloat16, FLOAT])
+@pytest.mark.parametrize("dim", [0, 1, None])
+@pytest.mark.parametrize("normed", [weight_norm, parametrizations.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_weight_norm(normed, dim, dtype, level, casts):
+    """The magnitudes have the dtype of the weight, which torch demands of them."""
+    casts(level)
+    layer = normed(nn.Linear(8, 4).to(dtype), dim=dim)
+    assert {p.dtype for p in layer.parameters()} == {dtype}
+    y = layer(torch.randn(2, 8, dtype=dtype))
+    assert layer.weight.dtype is dtype
+    y.sum().backward()
+    assert {p.grad.dtype for p in layer.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("hermitian", [False, True])
+@pytest.mark.parametrize("shape", [(4, 3), (3, 4), (3, 3)])
+def test_pinv_has_float32s_result_and_gradient(shape, hermitian, casts):
+    a = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if hermitian:
+        a = a @ a.mT
+    found = []
+    for cast in (False, True):
+        if cast:
+            casts()
+        given = a.clone().requires_grad_()
+        result = torch.linalg.pinv(given, hermitian=hermitian)
+        result.sum().backward()
+        found.append((result.detach(), given.grad))
+    assert all(torch.equal(got, want) for got, want in zip(*found, strict=True))
+
+
+def test_pinverse_by_its_older_name(casts):
+    a = torch.eye(3, requires_grad=True)
+    casts()
+    torch.pinverse(a).sum().backward()
+    assert a.grad.dtype is FLOAT
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.aten, "_safe_softmax"), reason="this torch has no _safe_softmax")
+def test_the_softmax_of_masked_attention_is_float32(casts):
+    x = torch.randn(2, 4, dtype=HALF, requires_grad=True)
+    casts()
+    y = torch.ops.aten._safe_softmax(x, -1)
+    y[:, 0].sum().backward()
+    assert y.dtype is FLOAT
+    assert x.grad.dtype is HALF
+
+
+@pytest.mark.parametrize("dtype", [HALF, FLOAT])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_made_of_products(is_causal, dtype, casts):
+    x = torch.randn(1, 4, 8, dtype=dtype, requires_grad=True)
+    casts()
+    y, weights = torch.ops.aten._scaled_dot_product_attention_math(x, x, x, is_causal=is_causal)
+    (y.sum() + weights.sum()).backward()
+    assert x.grad.dtype is dtype
+    assert torch.isfinite(x.grad).all()
+
+
+INTO = {
+    "matrix norm": lambda a, out: torch.linalg.matrix_norm(a, out=out),
+    "matrix norm by name": lambda a, out: torch.linalg.matrix_norm(a, "fro", out=out),
+    "norm": lambda a, out: torch.linalg.norm(a, 1, dim=(0, 1), out=out),
+    "norm by name": lambda a, out: torch.linalg.norm(a, "fro", out=out),
+    "power": lambda a, out: torch.linalg.matrix_power(a, 3, out=out),
+    "chain": lambda a, out: torch.linalg.multi_dot([a, a, a], out=out),
+    "tensordot": lambda a, out: torch.tensordot(a, a, 1, out=out),
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+@pytest.mark.parametrize("name", INTO)
+def test_results_written_into_a_tensor_have_its_dtype(name, level, casts):
+    """``out=`` is cast by no autocast: the dtype is the one that eager code gives."""
+    half = {"O1": HALF, "O4": torch.bfloat16}[level]
+    a = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=half if "norm" in name else FLOAT)
+    want = INTO[name](a, None)
+    casts(level)
+    out = torch.empty_like(want)
+    assert INTO[name](a, out) is out
+    assert torch.equal(out, want)
