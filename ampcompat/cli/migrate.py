@@ -157,8 +157,8 @@ def _summary(args: argparse.Namespace, changes: Sequence[Change], left: int) -> 
 
 def _verify(args: argparse.Namespace, changes: Sequence[Change], target: Sequence[str]) -> int:
     """Run the script in two copies of the tree and print the verdict on each step."""
-    from ampcompat.tools.migrate.verify.launch import Imports
     from ampcompat.tools.migrate.verify import Options, copies, rewritten_near, run, verdict
+    from ampcompat.tools.migrate.verify.launch import Imports
 
     root = Path(args.paths[0]).resolve()
     if len(args.paths) > 1 or not root.is_dir():

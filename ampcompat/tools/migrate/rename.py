@@ -13,15 +13,17 @@ import libcst as cst
 from ampcompat.check.bindings import EXTENSIONS
 from ampcompat.check.findings import UNSUPPORTED
 from ampcompat.check.symbols import canonical, verdict
-from ampcompat.tools.migrate.text import code_of
 from ampcompat.tools.migrate.native.edits import Edits, Statement
 from ampcompat.tools.migrate.native.file import File, last_name
 from ampcompat.tools.migrate.native.leftovers import apex_mentions, is_marked
 from ampcompat.tools.migrate.result import MARK, Result
+from ampcompat.tools.migrate.text import code_of
 
 PROBES = ("find_spec", "import_module", "__import__")
 #: Texts that tell a user to install apex.
-INSTALL_APEX = re.compile(r"install[^.]{0,60}\bapex\b|\bapex\b[^.]{0,60}\b(not|isn't)\b[^.]{0,20}\binstalled", re.IGNORECASE)
+INSTALL_APEX = re.compile(
+    r"install[^.]{0,60}\bapex\b|\bapex\b[^.]{0,60}\b(not|isn't)\b[^.]{0,20}\binstalled", re.IGNORECASE
+)
 
 
 def rewrite_imports(code: str) -> Result:
@@ -119,7 +121,9 @@ def _listed(aliases: Sequence[cst.ImportAlias]) -> str:
     return ", ".join(code_of(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for alias in aliases)
 
 
-def _put(node: cst.Import | cst.ImportFrom, good: str, left: list[str], names: list[str], file: File, edits: Edits) -> None:
+def _put(
+    node: cst.Import | cst.ImportFrom, good: str, left: list[str], names: list[str], file: File, edits: Edits
+) -> None:
     """Replace an import by one of ampcompat and by what is left of apex, under a mark."""
     message = "; ".join(f"{name} is not provided: {verdict(name).note}" for name in names)
     line = file.line_of(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
 from ampcompat.check.lines import lines_of
 
 MARK = "# TODO(ampcompat): "

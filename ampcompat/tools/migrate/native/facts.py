@@ -10,16 +10,18 @@ from dataclasses import dataclass
 import libcst as cst
 
 from ampcompat.check.bindings import apex_name
-from ampcompat.tools.migrate.text import code_of
 from ampcompat.tools.migrate.native.edits import Edits
 from ampcompat.tools.migrate.native.file import File, Variable, argument, elements, last_name
 from ampcompat.tools.migrate.native.flows import Flows
+from ampcompat.tools.migrate.text import code_of
 
 INITIALIZE = "apex.amp.initialize"
 SCALE_LOSS = ("apex.amp.scale_loss", "apex.amp.handle.scale_loss")
 MASTER_PARAMS = ("apex.amp.master_params", "apex.amp._amp_state.master_params")
 #: Objects whose ``step`` is not an optimizer's.
-OTHER_STEPS = re.compile(r"sched|^lr_|_lr$|warmup|prof|env|ema|swa|timer|meter|tracker|bar$|callback|simulat", re.IGNORECASE)
+OTHER_STEPS = re.compile(
+    r"sched|^lr_|_lr$|warmup|prof|env|ema|swa|timer|meter|tracker|bar$|callback|simulat", re.IGNORECASE
+)
 #: Names that optimizers have.
 OPTIMIZER = re.compile(r"opt(im|$|_|[A-Z0-9])|solver|adam|sgd", re.IGNORECASE)
 OTHER_CLASSES = re.compile(r"LR$|Lr$|Scheduler|Schedule$|schedule|Profil|Env|Restarts$|Decay$|OnPlateau$")
@@ -67,7 +69,8 @@ class Facts:
         self.containers = self._containers()
         #: Variables that a loop binds, with their loops.
         self.loops: defaultdict[Variable | None, list[cst.CSTNode]] = defaultdict(list)
-        for loop in [*file.of_type(cst.For), *file.of_type(cst.CompFor)]:
+        loops: list[cst.For | cst.CompFor] = [*file.of_type(cst.For), *file.of_type(cst.CompFor)]
+        for loop in loops:
             for target in elements(loop.target) or [loop.target]:
                 self.loops[file.variable(target)].append(loop)
         self._roots: dict[Variable, frozenset[Variable]] = {}
@@ -80,10 +83,13 @@ class Facts:
     # Names.
 
     def _imports(self) -> None:
-        for statement in [*self.file.of_type(cst.Import), *self.file.of_type(cst.ImportFrom)]:
-            if isinstance(statement.names, cst.ImportStar) or getattr(statement, "relative", ()):
+        statements: list[cst.Import | cst.ImportFrom] = [*self.file.of_type(cst.Import)]
+        statements += [one for one in self.file.of_type(cst.ImportFrom) if not one.relative]
+        for statement in statements:
+            if isinstance(statement.names, cst.ImportStar):
                 continue
-            module = code_of(statement.module) + "." if isinstance(statement, cst.ImportFrom) and statement.module else ""
+            from_module = statement.module if isinstance(statement, cst.ImportFrom) else None
+            module = f"{code_of(from_module)}." if from_module is not None else ""
             for alias in statement.names:
                 name = module + code_of(alias.name)
                 bound = alias.asname.name if alias.asname is not None else alias.name
@@ -208,6 +214,10 @@ class Facts:
         before = self.flows.sources([variable]) & among
         return all(variable in self.flows.sources([one]) for one in before)
 
+    def ordered(self, variables: Iterable[Variable]) -> list[Variable]:
+        """Variables in the order in which the text names them first: that of sets is another in each run."""
+        return sorted(variables, key=lambda one: self._numbers.get(one, len(self._numbers)))
+
     def _first_of(self, variable: Variable) -> Variable:
         """One variable for all that lead to each other, the same in each run."""
         circle = self.flows.sources([variable]) & self.optimizers
@@ -221,7 +231,9 @@ class Facts:
                 found.add(self.file.variable(node.iter))
             elif isinstance(node, cst.Subscript):
                 found.add(self.file.variable(node.value))
-            elif isinstance(node, cst.Assign) and isinstance(node.value, cst.List | cst.Tuple | cst.ListComp | cst.Dict):
+            elif isinstance(node, cst.Assign) and isinstance(
+                node.value, cst.List | cst.Tuple | cst.ListComp | cst.Dict
+            ):
                 found |= {self.file.variable(target.target) for target in node.targets}
         return found - {None}
 
@@ -266,7 +278,6 @@ def _second(made: Initialize) -> cst.BaseExpression | None:
     if made.optimizers is None or targets is None or len(targets) != 2:
         return None
     return targets[1]
-
 
 
 def drop_aliases(facts: Facts, edits: Edits) -> None:

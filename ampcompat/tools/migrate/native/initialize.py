@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from ampcompat.tools.migrate.text import code_of
 from ampcompat.tools.migrate.native.edits import SCALER, Edits, Statement
 from ampcompat.tools.migrate.native.facts import Facts, Initialize
 from ampcompat.tools.migrate.native.file import Function, argument, elements
 from ampcompat.tools.migrate.native.home import Home
+from ampcompat.tools.migrate.text import code_of
 
 HELPER = "mixed_precision"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import libcst as cst
 
 from ampcompat.check.symbols import MODULES, verdict
-from ampcompat.tools.migrate.text import code_of
 from ampcompat.tools.migrate.native.edits import Edits
 from ampcompat.tools.migrate.native.facts import OTHER_CLASSES, Facts
 from ampcompat.tools.migrate.native.file import File, argument, elements, last_name
 from ampcompat.tools.migrate.native.paths import Walk
 from ampcompat.tools.migrate.result import MARK
+from ampcompat.tools.migrate.text import code_of
 
 ADVICE = {
     "apex.amp.initialize": "write scaler = mixed_precision(model), with that function as in the migrated files",
@@ -29,14 +29,16 @@ ADVICE = {
     "apex.amp.state_dict": "a GradScaler's state has other keys; use scaler.get_scale()",
     "apex.amp.init": "write scaler = mixed_precision(model) once the model exists, then scaler.scale(loss).backward()",
     "apex.amp.float_function": "use torch.autocast(device_type, enabled=False) inside the function, on x.float()",
-    "apex.amp.register_float_function": "call the function under torch.autocast(device_type, enabled=False), on x.float()",
+    "apex.amp.register_float_function": "call it under torch.autocast(device_type, enabled=False), on x.float()",
     "apex.amp.half_function": "autocast decides by operation; cast the arguments with x.half() by hand",
     "apex.amp.register_half_function": "autocast decides by operation; cast the arguments with x.half() by hand",
     "apex.amp.promote_function": "autocast decides by operation; cast the arguments to one dtype by hand",
     "apex.amp.register_promote_function": "autocast decides by operation; cast the arguments to one dtype by hand",
 }
 #: Functions of other files that may step an optimizer, by name.
-TRAINS = re.compile(r"train|step|fit|epoch|engine|backward|update|learn|trainer|runner|solver|optimize|iteration|closure", re.I)
+TRAINS = re.compile(
+    r"train|step|fit|epoch|engine|backward|update|learn|trainer|runner|solver|optimize|iteration|closure", re.I
+)
 TRAINS_NOT = re.compile(
     r"sched|lr|warmup|adjust|save|load|checkpoint|resume|log|restore|broadcast|state|ema|print|report|hook|param", re.I
 )
@@ -56,7 +58,10 @@ def apex_mentions(file: File) -> Iterator[tuple[cst.CSTNode, str]]:
             continue
         if isinstance(parent, cst.Attribute | cst.ClassDef | cst.FunctionDef):
             continue
-        if isinstance(parent, cst.Arg | cst.Param) and node in (getattr(parent, "keyword", None), getattr(parent, "name", None)):
+        if isinstance(parent, cst.Arg | cst.Param) and node in (
+            getattr(parent, "keyword", None),
+            getattr(parent, "name", None),
+        ):
             continue
         symbol = file.symbol(_known_part(node, file))
         if symbol is not None and symbol.split(".")[0] in ("apex", "amp_C", "apex_C"):
@@ -128,8 +133,10 @@ def _grad_of_result(node: cst.Call, facts: Facts) -> str | None:
     if last_name(node.func) != "grad":
         return None
     given = argument(node, 1, "inputs")
+    if given is None:
+        return None
     for one in elements(given) or [given]:
-        if one is not None and facts.file.variable(one) in facts.results:
+        if facts.file.variable(one) in facts.results:
             return (
                 f"{code_of(one)} is a float32 copy of what the model computed, so nothing depends on it: in forward, "
                 "call .float() on it before it is used there"
@@ -160,7 +167,11 @@ def _call(node: cst.Call, facts: Facts, scaler: str) -> str | None:
     message = _grad_of_result(node, facts)
     if message is not None:
         return message
-    if name == "retain_grad" and isinstance(node.func, cst.Attribute) and facts.file.variable(node.func.value) in facts.results:
+    if (
+        name == "retain_grad"
+        and isinstance(node.func, cst.Attribute)
+        and facts.file.variable(node.func.value) in facts.results
+    ):
         return "this is a float32 copy of what the model computed: call retain_grad() in forward"
     if name == "script" and "jit" in code_of(node.func) and any(facts.is_model(a.value) for a in node.args):
         return "torch.jit.script cannot compile a model under autocast: script it before mixed_precision(), or trace it"
@@ -168,8 +179,8 @@ def _call(node: cst.Call, facts: Facts, scaler: str) -> str | None:
         return "a pickled model is a plain one: call mixed_precision() in the process that trains"
     if facts.flows.callee(node) is None and _may_step(name, node, facts):
         return (
-            f"{name} gets an optimizer whose gradients are scaled: where it steps, write {scaler}.scale(loss).backward(), "
-            f"{scaler}.step(optimizer), {scaler}.update()"
+            f"{name} gets an optimizer whose gradients are scaled: where it steps, write "
+            f"{scaler}.scale(loss).backward(), {scaler}.step(optimizer), {scaler}.update()"
         )
     return None
 
@@ -197,5 +208,3 @@ def _dtype_test(node: cst.Comparison) -> str | None:
     if not any(HALF.match(text) for text in texts) or not any("dtype" in t or "type()" in t for t in texts):
         return None
     return "weights and results of the model are float32 now: test for torch.float32, or drop this"
-
-

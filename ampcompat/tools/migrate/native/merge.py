@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from ampcompat.tools.migrate.text import code_of
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import File, Pruned, last_name
+from ampcompat.tools.migrate.text import code_of
 
 PLACEHOLDER = "__parameters__"
 Statements = Sequence[cst.BaseStatement | cst.BaseSmallStatement]
@@ -32,9 +32,7 @@ class _Merge(Pruned):
         self.facts = facts
         self.changed = False
 
-    def leave_If(
-        self, original_node: cst.If, updated_node: cst.If
-    ) -> cst.If | cst.FlattenSentinel[cst.BaseStatement]:
+    def leave_If(self, original_node: cst.If, updated_node: cst.If) -> cst.If | cst.FlattenSentinel[cst.BaseStatement]:
         other = original_node.orelse
         if not isinstance(other, cst.Else) or self._is_elif(original_node):
             return updated_node
@@ -45,7 +43,12 @@ class _Merge(Pruned):
             return updated_node
         self.changed = True
         body = updated_node.body.visit(_Parameters(plain.parameters))
-        statements = list(body.body) if isinstance(body, cst.IndentedBlock) else [cst.SimpleStatementLine(body.body)]
+        if isinstance(body, cst.IndentedBlock):
+            statements = list(body.body)
+        elif isinstance(body, cst.BaseSuite):
+            statements = [one_line(body)]
+        else:
+            return updated_node
         first = statements[0]
         lines = [*updated_node.leading_lines, *getattr(first, "leading_lines", ())]
         statements[0] = first.with_changes(leading_lines=lines)
@@ -54,10 +57,12 @@ class _Merge(Pruned):
     def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.BaseExpression:
         """``amp.master_params(optimizer) if fp16 else model.parameters()``."""
         body = original_node.body
-        if isinstance(body, cst.Call) and self.facts.symbol(body.func) in MASTER_PARAMS:
-            if isinstance(original_node.orelse, cst.Call) and last_name(original_node.orelse.func) == "parameters":
-                self.changed = True
-                return updated_node.orelse
+        other = original_node.orelse
+        is_master = isinstance(body, cst.Call) and self.facts.symbol(body.func) in MASTER_PARAMS
+        is_plain = isinstance(other, cst.Call) and last_name(other.func) == "parameters"
+        if is_master and is_plain:
+            self.changed = True
+            return updated_node.orelse
         return updated_node
 
     def _is_elif(self, node: cst.If) -> bool:
@@ -87,7 +92,7 @@ class _Plain(cst.CSTTransformer):
             body = cst.ensure_type(body.visit(_Named(name.name.value, call.args[0].value)), type(body))
         if isinstance(body, cst.IndentedBlock):
             return cst.FlattenSentinel(body.body)
-        return cst.SimpleStatementLine(body.body)
+        return one_line(body)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         master = self.facts.symbol(original_node.func) in MASTER_PARAMS
@@ -119,6 +124,11 @@ class _Parameters(cst.CSTTransformer):
         if last_name(original_node.func) in ("master_params", "parameters") and self.parameters:
             return cst.parse_expression(self.parameters.pop(0))
         return updated_node
+
+
+def one_line(suite: cst.BaseSuite) -> cst.SimpleStatementLine:
+    """The statements of ``with x: a; b`` as a line."""
+    return cst.SimpleStatementLine([part for part in suite.body if isinstance(part, cst.BaseSmallStatement)])
 
 
 def scaled_loss(node: cst.With, facts: Facts) -> tuple[cst.BaseExpression, cst.Call] | None:
@@ -274,9 +284,7 @@ class _Answer(Pruned):
         self.changed = True
         return updated_node.body if known else updated_node.orelse
 
-    def leave_Assert(
-        self, original_node: cst.Assert, updated_node: cst.Assert
-    ) -> cst.Assert | cst.RemovalSentinel:
+    def leave_Assert(self, original_node: cst.Assert, updated_node: cst.Assert) -> cst.Assert | cst.RemovalSentinel:
         if self._known(updated_node.test):
             self.changed = True
             return cst.RemoveFromParent()
@@ -314,9 +322,7 @@ class _Answer(Pruned):
         if isinstance(node.orelse, cst.If):
             self.elifs[id(node.orelse)] = True
 
-    def leave_IndentedBlock(
-        self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock
-    ) -> cst.BaseSuite:
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
         if original_node.body and not updated_node.body:
             return updated_node.with_changes(body=[cst.SimpleStatementLine([cst.Pass()])])
         return updated_node
