@@ -92,13 +92,11 @@ class Notebook:
         content: The parsed file.
         code: The cells one after the other, each after a comment that names it; magics are comments.
         lines: For each line of ``code`` the line of the file, from 1; 0 where it has none.
-        indent: How the file is indented.
     """
 
     content: Content
     code: str = ""
     lines: list[int] = field(default_factory=list)
-    indent: int | None = None
 
     @classmethod
     def read(cls, text: str) -> Notebook:
@@ -113,8 +111,7 @@ class Notebook:
             codes = [(i, "".join(cell["source"])) for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
             raise NotANotebook(f"is no notebook: {problem}") from None
-        found = re.search(r"\n( +)\"", text)
-        notebook = cls(content, indent=len(found[1]) if found else None)
+        notebook = cls(content)
         places = _places(text)
         at = 0
         lines: list[str] = []
@@ -139,31 +136,6 @@ class Notebook:
             hidden = line.lstrip()
             if hidden.startswith(HIDDEN):
                 yield number, hidden[len(HIDDEN) :]
-
-    def written(self, code: str) -> str:
-        """The text of the file with its cells taken from ``code``.
-
-        Raises:
-            NotANotebook: A statement of the new code spans two cells.
-        """
-        cells: dict[int, list[str]] = {}
-        current: list[str] = []
-        for line in lines_of(code):
-            marker = re.fullmatch(r"(\s*)# ampcompat cell (\d+)", line)
-            if marker is not None:
-                if marker[1]:
-                    raise NotANotebook("a statement would span two cells of the notebook; put them into one")
-                current = cells.setdefault(int(marker[2]), [])
-            else:
-                current.append(re.sub(rf"^(\s*){HIDDEN}", r"\1", line))
-        expected = [i for i, cell in enumerate(self.content["cells"]) if cell["cell_type"] == "code"]
-        if sorted(cells) != expected:
-            raise NotANotebook("the cells of the notebook cannot be told apart after the migration")
-        for index, lines in cells.items():
-            cell = self.content["cells"][index]
-            text = "\n".join(lines).rstrip("\n")
-            cell["source"] = lines_of(text, keepends=True) if isinstance(cell["source"], list) else text
-        return json.dumps(self.content, indent=self.indent, ensure_ascii=False) + "\n"
 
 
 def _places(text: str) -> dict[str, list[int]]:

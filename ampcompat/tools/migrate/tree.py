@@ -17,6 +17,7 @@ from ampcompat.check.files import SUFFIXES, Text, Unreadable, decode, read, sour
 from ampcompat.check.lines import lines_of
 from ampcompat.check.workers import workers
 from ampcompat.tools.migrate.elsewhere import USES, connected, imported_names, mark_uses
+from ampcompat.tools.migrate.notebook import as_source, written
 from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.source import migrate_source
 
@@ -206,8 +207,9 @@ def migrate_file(file: Path, name: str, to: str, made_in: str = "") -> Change:
 def _notebook(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
     """A notebook with its cells migrated as one source."""
     notebook = Notebook.read(text)
-    result = migrate_source(notebook.code, to)
-    new = notebook.written(result.code) if result.code != notebook.code else text
+    code = as_source(notebook)
+    result = migrate_source(code, to)
+    new = written(text, notebook, result.code) if result.code != code else text
     notes = [message for _, message in result.todos]
     lines = [(number, line) for number, line in enumerate(lines_of(new), 1) if MARK in line]
     return new, [(next((n for n, line in lines if message[:40] in line), 1), message) for message in notes]

@@ -154,31 +154,6 @@ MARKED = {
             "engine.py": BASE.replace(APEX, APEX + "import hooks\n").replace("hook(self)", "hooks.after(self)"),
         },
     ),
-    "a model of the module is evaluated": (
-        "evaluate.py",
-        {"train.py": TRAIN, "evaluate.py": "from train import model, x\nprint(model(x))\n"},
-    ),
-    "a model by way of the module": (
-        "evaluate.py",
-        {"train.py": TRAIN, "evaluate.py": "import train as t\nprint(t.model(t.x))\n"},
-    ),
-    "an attribute is evaluated": (
-        "evaluate.py",
-        {"engine.py": BASE, "evaluate.py": RUN + "t = Trainer()\nt.run()\nprint(t.model(1))\n"},
-    ),
-    "what a function gives back": (
-        "evaluate.py",
-        {
-            "train.py": HEAD
-            + APEX
-            + DATA
-            + "def build():\n"
-            + indented(MADE + INIT)
-            + "    return model, opt\nmodel, opt = build()\n"
-            + LOOP,
-            "evaluate.py": "from train import build, x\nnet, _ = build()\nprint(net(x))\n",
-        },
-    ),
     "a step by way of a package": (
         "pkg/sub.py",
         {
@@ -212,11 +187,6 @@ MARKED = {
 
 #: Trees that look alike: nothing of another file is touched.
 PLAIN = {
-    "a trainer of its own": {
-        "engine.py": BASE,
-        "other.py": RUN + "class Plain:\n    def __init__(self, model, opt):\n        self.opt = opt\n"
-        "    def step(self):\n        self.opt.step()\n",
-    },
     "a name of its own": {"train.py": TRAIN, "other.py": "from train import x\nmodel = print\nmodel(x)\n"},
     "the name of a model": {"engine.py": BASE, "other.py": RUN + "def pick(args):\n    return args.model.lower()\n"},
     "no import between them": {"engine.py": BASE, "other.py": "def go(t):\n    t.opt.step()\n"},

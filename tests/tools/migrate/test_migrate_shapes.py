@@ -44,25 +44,32 @@ def run(code, monkeypatch, apex):
     return variables["LOSSES"], under
 
 
+def assert_trains_alike(name, monkeypatch):
+    before = HEAD + {**RIGHT, **MARKED}[name]
+    expected, _ = run(before, monkeypatch, apex=True)
+    losses, under = run(migrated(name).code, monkeypatch, apex=False)
+    # Native autocast keeps a few operations in half that apex's lists run in float32, and other roundings: 2^-7.
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2**-7, atol=2**-7)
+    return under
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.cpu.amp.autocast.*is deprecated:FutureWarning")  # checkpoint's, torch 2.4
 @pytest.mark.parametrize("name", RIGHT)
-def test_what_is_not_marked_trains_like_the_original(name, monkeypatch):
-    before = HEAD + RIGHT[name]
+def test_what_is_right_trains_like_the_original(name, monkeypatch):
     result = migrated(name)
     assert result.todos == []
     assert "apex" not in result.code
-    expected, _ = run(before, monkeypatch, apex=True)
-    losses, under = run(result.code, monkeypatch, apex=False)
-    # Native autocast keeps a few operations in half that apex's lists run in float32, and other roundings: 2^-7.
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=2**-7, atol=2**-7)
-    assert set(under) == {name != "a level that does not cast"}
+    under = assert_trains_alike(name, monkeypatch)
+    # Copies that were made before the model went under amp run in float32, as they did under apex.
+    assert (True in under) == (name != "a level that does not cast")
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_what_cannot_be_shown_is_marked(name):
+def test_what_is_hard_is_marked_or_trains_alike(name, monkeypatch):
     result = migrated(name)
-    assert result.todos
     ast.parse(result.code)
+    if not result.todos:
+        assert_trains_alike(name, monkeypatch)
 
 
 @pytest.mark.parametrize("name", [*RIGHT, *MARKED])

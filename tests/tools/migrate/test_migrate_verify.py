@@ -26,8 +26,8 @@ def verified(tmp_path, code, to="native", edit=lambda text: text, steps=40):
     (after / "train.py").write_text(edit((after / "train.py").read_text()))
     assert (root / "train.py").read_text() == code
     options = Options(["train.py"], steps=steps, timeout=240)
-    one = run(before, options, tmp_path / "before.jsonl", native=False)
-    other = run(after, options, tmp_path / "after.jsonl", native=to == "native")
+    one = run(before, options, tmp_path / "before.jsonl", imports="apex")
+    other = run(after, options, tmp_path / "after.jsonl", imports="neither" if to == "native" else "ampcompat")
     return one, other, verdict(one, other)
 
 
@@ -55,8 +55,8 @@ BREAKS = {
     "not unscaled": (
         lambda s: s.replace("scaler.unscale_(optimizer)", "pass").replace("1.0)", "1e9)").replace("lr=0.1", "lr=0.4")
     ),
-    "float32": (lambda s: s.replace("dtype=torch.float16)", "dtype=torch.float16, enabled=False)")),
-    "a name missing": (lambda s: s.replace("scaler = torch", "scalar = torch")),
+    "float32": (lambda s: s.replace("mixed_precision(model)", "mixed_precision(model, dtype=torch.float32)")),
+    "a name missing": (lambda s: s.replace("scaler = mixed", "scalar = mixed")),
     "apex needed": (lambda s: "import ampcompat\n" + s),
 }
 

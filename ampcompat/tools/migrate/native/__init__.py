@@ -1,7 +1,8 @@
 """``--to native``: calls of apex become plain ``torch.amp``.
 
-The forward of a model is made to run under autocast where ``amp.initialize`` stands, by a helper that is pasted into the
-file; all that follows from it needs no change. What analysis remains is the order of the scaler's calls (``paths``).
+The forward of a model is made to run under autocast where ``amp.initialize`` stands, by a helper that is pasted into
+the file; all that follows from it needs no change. What analysis remains is the order of the scaler's calls
+(``paths``).
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from ampcompat.tools.migrate.native.tidy import add_helper, add_torch, drop_amp_
 from ampcompat.tools.migrate.result import Result
 
 NO_LOOP = (
-    "this file has no amp.scale_loss: hand {scaler} to the loop that trains, and write {scaler}.scale(loss).backward(), "
-    "{scaler}.step(optimizer), {scaler}.update() there"
+    "this file has no amp.scale_loss: hand {scaler} to the loop that trains, and write there "
+    "{scaler}.scale(loss).backward(), {scaler}.step(optimizer), {scaler}.update()"
 )
 NO_STEP = (
     f"no step of this optimizer is seen in this file: make it {SCALER}.step(optimizer), then {SCALER}.update(), "
@@ -108,16 +109,13 @@ def _translate(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
     drop_aliases(facts, edits)
     replace_classes(facts, edits)
     keep_float32(facts, edits)
-    for statement, message in walk.problems:
+    for statement, message in sorted(walk.problems, key=lambda problem: facts.file.order(problem[0])):
         edits.mark(statement, message)
     for node in walk.unstepped():
         edits.mark(facts.file.statement(node), NO_STEP)
     mark_objects(facts, walk, SCALER, edits)
-    if (
-        not facts.scaled
-        and not walk.steps
-        and not any("gets an optimizer" in m for ms in edits.marks.values() for m in ms)
-    ):
+    told = any("gets an optimizer" in message for messages in edits.marks.values() for message in messages)
+    if not facts.scaled and not walk.steps and not told:
         for made in facts.initialized:
             if made.optimizers is not None:
                 edits.mark(facts.file.statement(made.node), NO_LOOP.format(scaler=SCALER))

@@ -92,11 +92,7 @@ class _Apply(Pruned):
             return updated
         bare = updated.with_changes(leading_lines=())
         lines = [s if isinstance(s, cst.BaseStatement) else bare.with_changes(body=[s]) for s in parts]
-        # The comment at the end of the line stays with what stands last of what took its place.
-        for index, line in enumerate(lines[:-1]):
-            if isinstance(line, cst.SimpleStatementLine):
-                lines[index] = line.with_changes(trailing_whitespace=cst.TrailingWhitespace())
-        return _in_place_of(updated, lines, marks)
+        return _in_place_of(updated, _with_end_of(updated, lines), marks)
 
     def _parts(self, original: cst.CSTNode, updated: cst.BaseSmallStatement) -> list[Statement]:
         edits = self.edits
@@ -134,6 +130,21 @@ class _Apply(Pruned):
             *(_parsed(code) for code in edits.after.get(original, ())),
         ]
         return _in_place_of(updated, lines, edits.marks.get(original, ()))
+
+
+def _with_end_of(old: cst.SimpleStatementLine, lines: list[cst.BaseStatement]) -> list[cst.BaseStatement]:
+    """``lines`` with the comment at the end of ``old`` at the end of the first that took its place."""
+    found = False
+    kept: list[cst.BaseStatement] = []
+    for line in lines:
+        own = isinstance(line, cst.SimpleStatementLine) and line.trailing_whitespace is old.trailing_whitespace
+        if own and found:
+            line = line.with_changes(trailing_whitespace=cst.TrailingWhitespace())
+        found = found or own
+        kept.append(line)
+    if not found and kept and isinstance(kept[0], cst.SimpleStatementLine):
+        kept[0] = kept[0].with_changes(trailing_whitespace=old.trailing_whitespace)
+    return kept
 
 
 def _parsed(code: str) -> cst.SimpleStatementLine | cst.BaseCompoundStatement:

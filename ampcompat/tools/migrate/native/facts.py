@@ -69,7 +69,8 @@ class Facts:
         self.containers = self._containers()
         #: Variables that a loop binds, with their loops.
         self.loops: defaultdict[Variable | None, list[cst.CSTNode]] = defaultdict(list)
-        for loop in [*file.of_type(cst.For), *file.of_type(cst.CompFor)]:
+        loops: list[cst.For | cst.CompFor] = [*file.of_type(cst.For), *file.of_type(cst.CompFor)]
+        for loop in loops:
             for target in elements(loop.target) or [loop.target]:
                 self.loops[file.variable(target)].append(loop)
         self._roots: dict[Variable, frozenset[Variable]] = {}
@@ -82,12 +83,13 @@ class Facts:
     # Names.
 
     def _imports(self) -> None:
-        for statement in [*self.file.of_type(cst.Import), *self.file.of_type(cst.ImportFrom)]:
-            if isinstance(statement.names, cst.ImportStar) or getattr(statement, "relative", ()):
+        statements: list[cst.Import | cst.ImportFrom] = [*self.file.of_type(cst.Import)]
+        statements += [one for one in self.file.of_type(cst.ImportFrom) if not one.relative]
+        for statement in statements:
+            if isinstance(statement.names, cst.ImportStar):
                 continue
-            module = (
-                code_of(statement.module) + "." if isinstance(statement, cst.ImportFrom) and statement.module else ""
-            )
+            from_module = statement.module if isinstance(statement, cst.ImportFrom) else None
+            module = f"{code_of(from_module)}." if from_module is not None else ""
             for alias in statement.names:
                 name = module + code_of(alias.name)
                 bound = alias.asname.name if alias.asname is not None else alias.name
@@ -211,6 +213,10 @@ class Facts:
         """Whether nothing but the variable itself, round a circle, leads to it."""
         before = self.flows.sources([variable]) & among
         return all(variable in self.flows.sources([one]) for one in before)
+
+    def ordered(self, variables: Iterable[Variable]) -> list[Variable]:
+        """Variables in the order in which the text names them first: that of sets is another in each run."""
+        return sorted(variables, key=lambda one: self._numbers.get(one, len(self._numbers)))
 
     def _first_of(self, variable: Variable) -> Variable:
         """One variable for all that lead to each other, the same in each run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import libcst as cst
@@ -169,10 +169,8 @@ class File:
 
     def reads_star(self, node: cst.ImportFrom) -> bool:
         """Whether the file reads a name that ``from apex.x import *`` binds."""
-        for name in self.of_type(cst.Name):
-            if self.symbol(name) in _offered(node):
-                return True
-        return False
+        offered = _offered(node)
+        return any(self.symbol(name) in offered for name in self.of_type(cst.Name))
 
 
 def _offered(node: cst.ImportFrom) -> set[str]:
@@ -210,9 +208,9 @@ def _field_names(kind: type[cst.CSTNode]) -> tuple[str, ...]:
 
 
 @functools.cache
-def _is_code(kind: type) -> bool:
-    """Whether objects of a type are nodes, and not layout: asked once for each type, for ``isinstance`` is slow here."""
-    return issubclass(kind, cst.CSTNode) and not issubclass(kind, LAYOUT)
+def _is_code(kind: Hashable) -> bool:
+    """Whether objects of a type are nodes, and not layout; asked once for each type, since ``isinstance`` is slow."""
+    return isinstance(kind, type) and issubclass(kind, cst.CSTNode) and not issubclass(kind, LAYOUT)
 
 
 def children(node: cst.CSTNode) -> list[cst.CSTNode]:
@@ -220,10 +218,11 @@ def children(node: cst.CSTNode) -> list[cst.CSTNode]:
     found: list[cst.CSTNode] = []
     for name in _field_names(type(node)):
         value = getattr(node, name)
-        if type(value) in (list, tuple):
-            found += [one for one in value if _is_code(type(one))]
-        elif _is_code(type(value)):
-            found.append(value)
+        values = value if type(value) in (list, tuple) else (value,)
+        for one in values:
+            kind: Hashable = one.__class__
+            if _is_code(kind):
+                found.append(one)
     return found
 
 

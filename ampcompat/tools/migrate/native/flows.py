@@ -10,39 +10,11 @@ import libcst as cst
 from ampcompat.tools.migrate.native.file import File, Function, Variable, elements, last_name, literal_key
 
 #: Methods of models, losses and optimizers: a class of the file that has one is not meant unless its object is known.
-COMMON = frozenset(
-    [
-        "step",
-        "backward",
-        "zero_grad",
-        "forward",
-        "train",
-        "eval",
-        "state_dict",
-        "load_state_dict",
-        "parameters",
-        "update",
-        "scale",
-        "to",
-        "cuda",
-        "float",
-        "half",
-        "item",
-        "append",
-        "items",
-        "values",
-        "keys",
-        "get",
-        "pop",
-        "copy",
-        "add",
-        "format",
-        "join",
-        "write",
-        "close",
-        "log",
-    ]
-)
+COMMON = (
+    "step", "backward", "zero_grad", "forward", "train", "eval", "state_dict", "load_state_dict", "parameters",
+    "update", "scale", "to", "cuda", "float", "half", "item", "append", "items", "values", "keys", "get", "pop",
+    "copy", "add", "format", "join", "write", "close", "log",
+)  # fmt: skip
 PASSES_ON = ("list", "tuple", "reversed", "iter", "sorted", "cycle", "deepcopy")
 
 
@@ -226,12 +198,12 @@ class Flows:
         elif isinstance(value, cst.Call):
             self._result(target, value)
         elif isinstance(value, cst.Dict):
-            for element in value.elements:
-                if isinstance(element, cst.DictElement):
-                    self._assign(target, element.value)
-                    if isinstance(element.key, cst.SimpleString):
-                        key: Variable = ("key", str(element.key.raw_value))
-                        self._assign(key, element.value)
+            for entry in value.elements:
+                if isinstance(entry, cst.DictElement):
+                    self._assign(target, entry.value)
+                    if isinstance(entry.key, cst.SimpleString):
+                        key: Variable = ("key", str(entry.key.raw_value))
+                        self._assign(key, entry.value)
                         self._edge(key, target)
         elif isinstance(value, cst.List | cst.Tuple | cst.Set):
             for index, element in enumerate(value.elements):

@@ -42,7 +42,7 @@ class Home:
 
     def _within(self, use: Function | None, maker: Function | None) -> bool:
         """Whether a function is ``maker`` or stands inside of it."""
-        return use is maker or (use is not None and maker in self.file.ancestors(use))
+        return use is maker or (use is not None and any(parent is maker for parent in self.file.ancestors(use)))
 
     def _one_family(self, classes: set[cst.ClassDef]) -> bool:
         """Whether one of the classes is the base of the others."""

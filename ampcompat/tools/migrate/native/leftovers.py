@@ -30,7 +30,7 @@ ADVICE = {
     "apex.amp.state_dict": "a GradScaler's state has other keys; use scaler.get_scale()",
     "apex.amp.init": "write scaler = mixed_precision(model) once the model exists, then scaler.scale(loss).backward()",
     "apex.amp.float_function": "use torch.autocast(device_type, enabled=False) inside the function, on x.float()",
-    "apex.amp.register_float_function": "call the function under torch.autocast(device_type, enabled=False), on x.float()",
+    "apex.amp.register_float_function": "call it under torch.autocast(device_type, enabled=False), on x.float()",
     "apex.amp.half_function": "autocast decides by operation; cast the arguments with x.half() by hand",
     "apex.amp.register_half_function": "autocast decides by operation; cast the arguments with x.half() by hand",
     "apex.amp.promote_function": "autocast decides by operation; cast the arguments to one dtype by hand",
@@ -134,8 +134,10 @@ def _grad_of_result(node: cst.Call, facts: Facts) -> str | None:
     if last_name(node.func) != "grad":
         return None
     given = argument(node, 1, "inputs")
+    if given is None:
+        return None
     for one in elements(given) or [given]:
-        if one is not None and facts.file.variable(one) in facts.results:
+        if facts.file.variable(one) in facts.results:
             return (
                 f"{code_of(one)} is a float32 copy of what the model computed, so nothing depends on it: in forward, "
                 "call .float() on it before it is used there"
@@ -178,8 +180,8 @@ def _call(node: cst.Call, facts: Facts, scaler: str) -> str | None:
         return "a pickled model is a plain one: call mixed_precision() in the process that trains"
     if facts.flows.callee(node) is None and _may_step(name, node, facts):
         return (
-            f"{name} gets an optimizer whose gradients are scaled: where it steps, write {scaler}.scale(loss).backward(), "
-            f"{scaler}.step(optimizer), {scaler}.update()"
+            f"{name} gets an optimizer whose gradients are scaled: where it steps, write "
+            f"{scaler}.scale(loss).backward(), {scaler}.step(optimizer), {scaler}.update()"
         )
     return None
 

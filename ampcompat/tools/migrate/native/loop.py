@@ -11,7 +11,7 @@ from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Fact
 from ampcompat.tools.migrate.native.file import File, Function, argument, descendants, elements, last_name
 from ampcompat.tools.migrate.native.home import Home
 from ampcompat.tools.migrate.native.initialize import never_scales
-from ampcompat.tools.migrate.native.merge import scaled_loss
+from ampcompat.tools.migrate.native.merge import one_line, scaled_loss
 from ampcompat.tools.migrate.native.paths import Path, Step, Walk, meeting
 from ampcompat.tools.migrate.text import code_of
 
@@ -38,7 +38,7 @@ def replace_losses(facts: Facts, home: Home, edits: Edits) -> None:
         outer = facts.file.parents.get(parent)
         entered = isinstance(parent, cst.Arg) and isinstance(outer, cst.Call)
         if entered and last_name(outer.func) == "enter_context":  # type: ignore[union-attr]
-            edits.expressions[outer] = lambda new, s=scaler: _scaled(new.args[0].value, s)  # type: ignore[index,misc,attr-defined]
+            edits.expressions[outer] = lambda new, s=scaler: _scaled(new.args[0].value, s)  # type: ignore[index,misc]
         else:
             loss = code_of(call.args[0].value) if call.args else "loss"
             edits.mark(facts.file.statement(call), NO_BLOCK.format(scaler=scaler, loss=loss))
@@ -79,9 +79,9 @@ def _is_read_elsewhere(node: cst.With, file: File) -> bool:
 def _is_bound_by_block(name: cst.Name, file: File) -> bool:
     """Whether a name stands in another ``with`` that binds it."""
     for parent in file.ancestors(name):
-        if isinstance(parent, cst.With):
-            if any(i.asname is not None and code_of(i.asname.name) == name.value for i in parent.items):
-                return True
+        items = parent.items if isinstance(parent, cst.With) else ()
+        if any(item.asname is not None and code_of(item.asname.name) == name.value for item in items):
+            return True
     return False
 
 
@@ -90,7 +90,7 @@ def _one_line(new: cst.CSTNode, scaler: str) -> Sequence[Statement]:
     if not isinstance(new, cst.With) or not isinstance(new.items[0].item, cst.Call):
         return []
     suite = new.body
-    line = suite.body[0] if isinstance(suite, cst.IndentedBlock) else cst.SimpleStatementLine(suite.body)
+    line = suite.body[0] if isinstance(suite, cst.IndentedBlock) else one_line(suite)
     if not isinstance(line, cst.SimpleStatementLine) or not isinstance(line.body[0], cst.Expr):
         return []
     backward = line.body[0].value
@@ -111,7 +111,7 @@ def _assigned(new: cst.CSTNode, scaling: Sequence[bool], scaler: str) -> Sequenc
             code = f"{code_of(item.asname.name)} = {code_of(_scaled(item.item, scaler))}"
             first.append(cst.parse_statement(code))
     suite = new.body
-    inner = list(suite.body) if isinstance(suite, cst.IndentedBlock) else [cst.SimpleStatementLine(suite.body)]
+    inner = list(suite.body) if isinstance(suite, cst.IndentedBlock) else [one_line(suite)]
     body = [*first, *(s for s in inner if isinstance(s, cst.BaseStatement))]
     kept = [item for item, scales in zip(new.items, scaling, strict=True) if not scales]
     if not kept:
@@ -144,7 +144,7 @@ def scaled_steps(walk: Walk) -> list[Step]:
 
 
 def replace_steps(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
-    """``optimizer.step()`` becomes ``scaler.step(optimizer)``, with ``scaler.update()`` where no step waits any more."""
+    """``optimizer.step()`` becomes ``scaler.step(optimizer)``, with ``scaler.update()`` where no other step waits."""
     steps = scaled_steps(walk)
     closures = []
     for step in steps:
@@ -242,7 +242,8 @@ def replace_master_params(facts: Facts, edits: Edits) -> None:
         optimizer = argument(call, 0, "optimizer")
         if optimizer is None:
             continue
-        edits.expressions[call] = lambda _, text=_parameters(optimizer, call, facts): cst.parse_expression(text)  # type: ignore[misc]
+        text = _parameters(optimizer, call, facts)
+        edits.expressions[call] = lambda _, text=text: cst.parse_expression(text)  # type: ignore[misc]
 
 
 def _parameters(optimizer: cst.BaseExpression, call: cst.Call, facts: Facts) -> str:
@@ -259,8 +260,8 @@ def _parameters(optimizer: cst.BaseExpression, call: cst.Call, facts: Facts) -> 
 
 def _means(model: str, function: Function | None, facts: Facts) -> bool:
     """Whether a function reads a model under amp by this name."""
-    for node in facts.file.nodes:
-        if isinstance(node, cst.Name | cst.Attribute) and facts.file.function(node) is function:
-            if code_of(node) == model and facts.is_model(node):
-                return True
+    for node in [*facts.file.of_type(cst.Name), *facts.file.of_type(cst.Attribute)]:
+        here = facts.file.function(node) is function
+        if here and code_of(node) == model and facts.is_model(node):
+            return True
     return False

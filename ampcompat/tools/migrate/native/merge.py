@@ -43,7 +43,12 @@ class _Merge(Pruned):
             return updated_node
         self.changed = True
         body = updated_node.body.visit(_Parameters(plain.parameters))
-        statements = list(body.body) if isinstance(body, cst.IndentedBlock) else [cst.SimpleStatementLine(body.body)]
+        if isinstance(body, cst.IndentedBlock):
+            statements = list(body.body)
+        elif isinstance(body, cst.BaseSuite):
+            statements = [one_line(body)]
+        else:
+            return updated_node
         first = statements[0]
         lines = [*updated_node.leading_lines, *getattr(first, "leading_lines", ())]
         statements[0] = first.with_changes(leading_lines=lines)
@@ -52,10 +57,12 @@ class _Merge(Pruned):
     def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.BaseExpression:
         """``amp.master_params(optimizer) if fp16 else model.parameters()``."""
         body = original_node.body
-        if isinstance(body, cst.Call) and self.facts.symbol(body.func) in MASTER_PARAMS:
-            if isinstance(original_node.orelse, cst.Call) and last_name(original_node.orelse.func) == "parameters":
-                self.changed = True
-                return updated_node.orelse
+        other = original_node.orelse
+        is_master = isinstance(body, cst.Call) and self.facts.symbol(body.func) in MASTER_PARAMS
+        is_plain = isinstance(other, cst.Call) and last_name(other.func) == "parameters"
+        if is_master and is_plain:
+            self.changed = True
+            return updated_node.orelse
         return updated_node
 
     def _is_elif(self, node: cst.If) -> bool:
@@ -85,7 +92,7 @@ class _Plain(cst.CSTTransformer):
             body = cst.ensure_type(body.visit(_Named(name.name.value, call.args[0].value)), type(body))
         if isinstance(body, cst.IndentedBlock):
             return cst.FlattenSentinel(body.body)
-        return cst.SimpleStatementLine(body.body)
+        return one_line(body)
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
         master = self.facts.symbol(original_node.func) in MASTER_PARAMS
@@ -117,6 +124,11 @@ class _Parameters(cst.CSTTransformer):
         if last_name(original_node.func) in ("master_params", "parameters") and self.parameters:
             return cst.parse_expression(self.parameters.pop(0))
         return updated_node
+
+
+def one_line(suite: cst.BaseSuite) -> cst.SimpleStatementLine:
+    """The statements of ``with x: a; b`` as a line."""
+    return cst.SimpleStatementLine([part for part in suite.body if isinstance(part, cst.BaseSmallStatement)])
 
 
 def scaled_loss(node: cst.With, facts: Facts) -> tuple[cst.BaseExpression, cst.Call] | None:

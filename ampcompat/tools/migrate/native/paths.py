@@ -170,7 +170,7 @@ class Walk:
         self.decided: dict[str, bool] = {}
         self.interesting = self._interesting()
         self.uses = self._uses()
-        self.all_ids = self._all_ids()
+        self.all_ids = facts.ordered(self._all_ids())
         self.tensors = self._assigned_tensors()
         self._run()
 
@@ -538,7 +538,7 @@ class Walk:
         ids = self._ids(argument(call, 1, "optimizers"))
         loss = self.facts.loss_id(call)
         state = dict(state)
-        for one in ids:
+        for one in self.facts.ordered(ids):
             self.losses_of.setdefault(one, set()).add(loss)
             self.scaled_at.setdefault(one, node)
             phases = set()
@@ -575,7 +575,7 @@ class Walk:
         state = dict(state)
         step = self.steps.setdefault(call, Step(call, tuple(self.path)))
         step.ids |= ids
-        for one in ids:
+        for one in self.facts.ordered(ids):
             phases = state.get(one, frozenset())
             scaled = [p for p in phases if p.kind in ("scaled", "unscaled") or (p.kind == "entry" and not p.plain)]
             step.plain = step.plain or any(p not in scaled and (p.plain or p.kind == "clear") for p in phases)
@@ -611,9 +611,9 @@ class Walk:
     def _made_by_scheduler(self, base: cst.BaseExpression) -> bool:
         variable = self.file.variable(base)
         for node in self.file.of_type(cst.Assign):
-            if isinstance(node.value, cst.Call) and OTHER_CLASSES.search(last_name(node.value.func)):
-                if any(self.file.variable(target.target) == variable for target in node.targets):
-                    return True
+            made = isinstance(node.value, cst.Call) and OTHER_CLASSES.search(last_name(node.value.func))
+            if made and any(self.file.variable(target.target) == variable for target in node.targets):
+                return True
         return False
 
     def _clear(self, base: cst.BaseExpression | None, state: State) -> State:
@@ -667,7 +667,7 @@ class Walk:
 
     def _unscale(self, ids: Iterable[Variable], state: State, forced: cst.CSTNode | None) -> State:
         state = dict(state)
-        for one in ids:
+        for one in self.facts.ordered(ids):
             phases = state.get(one, frozenset())
             waiting = [p for p in phases if p.kind == "scaled" or (p.kind == "entry" and not p.plain)]
             done = [p for p in phases if p.kind == "unscaled"]
@@ -755,9 +755,9 @@ class Walk:
         for other, nodes in self.uses.items():
             for node in nodes:
                 variable = self.file.variable(node)
-                if (isinstance(node, cst.Name) and variable is not None and isinstance(variable[0], GlobalScope)) or (
-                    owner is not None and self.file.class_of(other) is owner and code_of(node).startswith("self.")
-                ):
+                is_global = isinstance(node, cst.Name) and variable is not None and isinstance(variable[0], GlobalScope)
+                same_class = owner is not None and self.file.class_of(other) is owner
+                if is_global or (same_class and code_of(node).startswith("self.")):
                     found.append(node)
         return found
 
@@ -793,7 +793,7 @@ class Walk:
                         self.forced.setdefault(statement, set()).add(one)
 
     def _convert(self, calls: frozenset[cst.CSTNode], one: Variable) -> None:
-        for call in calls:
+        for call in sorted(calls, key=self.file.order):
             if call in self.backward_of_scaled:
                 self._problem(call, BOTH)
                 continue
@@ -878,13 +878,16 @@ def _join(states: Iterable[State | None]) -> State | None:
     return found
 
 
+def _is_none_test(node: cst.Comparison) -> bool:
+    return code_of(node.comparisons[0].comparator) == "None"
+
+
 def _in_order(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     """Calls and ``.grad`` of an expression in the order of their evaluation; functions are not entered."""
     if isinstance(node, cst.Lambda | cst.FunctionDef | cst.ClassDef):
         return
-    if isinstance(node, cst.Comparison) and code_of(node.comparisons[0].comparator) == "None":
-        if isinstance(node.left, cst.Attribute):
-            return
+    if isinstance(node, cst.Comparison) and isinstance(node.left, cst.Attribute) and _is_none_test(node):
+        return
     if isinstance(node, cst.Assign):
         yield from _in_order(node.value)
         for target in node.targets:

@@ -33,23 +33,13 @@ MENTIONS = {
     **dict.fromkeys(DDP, "torch.nn.parallel.DistributedDataParallel"),
 }
 #: What only tunes apex's own kernels and buckets.
-TUNING = frozenset(
-    [
-        "set_grad_none",
-        "materialize_master_grads",
-        "capturable",
-        "message_size",
-        "delay_allreduce",
-        "shared_param",
-        "prof",
-        "retain_allreduce_buffers",
-        "allreduce_trigger_params",
-        "num_allreduce_streams",
-        "allreduce_communicators",
-        "memory_efficient",
-        "channel_last",
-    ]
-)
+TUNING = (
+    "set_grad_none", "materialize_master_grads", "capturable", "message_size", "delay_allreduce", "shared_param",
+    "prof", "retain_allreduce_buffers", "allreduce_trigger_params", "num_allreduce_streams",
+    "allreduce_communicators", "memory_efficient", "channel_last",
+)  # fmt: skip
+#: Where a name is bound, not read.
+BINDS = (cst.ImportAlias, cst.AsName, cst.AssignTarget, cst.ImportFrom, cst.Import, cst.Param, cst.ClassDef)
 
 
 def replace_classes(facts: Facts, edits: Edits) -> None:
@@ -71,11 +61,7 @@ def replace_classes(facts: Facts, edits: Edits) -> None:
 def _is_value(node: cst.CSTNode, facts: Facts) -> bool:
     """Whether a name is read: not part of an import, of a longer name, or assigned to."""
     parent = facts.file.parents[node]
-    if isinstance(
-        parent, cst.ImportAlias | cst.AsName | cst.AssignTarget | cst.ImportFrom | cst.Import | cst.Param | cst.ClassDef
-    ):
-        return False
-    return not isinstance(parent, cst.Attribute)
+    return not isinstance(parent, (*BINDS, cst.Attribute))
 
 
 def _replaced(name: str, call: cst.CSTNode) -> cst.CSTNode:

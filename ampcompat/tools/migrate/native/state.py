@@ -16,54 +16,17 @@ SCALERS = ("apex.amp._amp_state.loss_scalers", "apex.amp._amp_state._amp_state.l
 OTHER_KEYS = "apex.amp.state_dict: a GradScaler's state has other keys; use {scaler}.get_scale()"
 #: Functions that autocast casts as they were registered.
 REGISTERED = {
-    "apex.amp.register_half_function": frozenset(
-        [
-            "einsum",
-            "matmul",
-            "mm",
-            "bmm",
-            "mv",
-            "addmm",
-            "addbmm",
-            "baddbmm",
-            "linear",
-            "conv1d",
-            "conv2d",
-            "conv3d",
-            "conv_transpose1d",
-            "conv_transpose2d",
-            "conv_transpose3d",
-            "chain_matmul",
-            "prelu",
-            "scaled_dot_product_attention",
-        ]
+    "apex.amp.register_half_function": (
+        "einsum", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "linear", "conv1d", "conv2d", "conv3d",
+        "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "chain_matmul", "prelu",
+        "scaled_dot_product_attention",
     ),
-    "apex.amp.register_float_function": frozenset(
-        [
-            "softmax",
-            "log_softmax",
-            "layer_norm",
-            "group_norm",
-            "exp",
-            "log",
-            "pow",
-            "prod",
-            "cumsum",
-            "cumprod",
-            "norm",
-            "cosine_similarity",
-            "cross_entropy",
-            "mse_loss",
-            "l1_loss",
-            "smooth_l1_loss",
-            "nll_loss",
-            "kl_div",
-            "binary_cross_entropy_with_logits",
-            "softplus",
-            "cdist",
-        ]
+    "apex.amp.register_float_function": (
+        "softmax", "log_softmax", "layer_norm", "group_norm", "exp", "log", "pow", "prod", "cumsum", "cumprod", "norm",
+        "cosine_similarity", "cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "nll_loss", "kl_div",
+        "binary_cross_entropy_with_logits", "softplus", "cdist",
     ),
-}
+}  # fmt: skip
 LOOKS = ("sorted", "list", "set", "len", "iter", "print", "tuple", "str", "format")
 NO_CASTS = 'torch.autocast("cuda" if torch.cuda.is_available() else "cpu", enabled=False)'
 
@@ -71,12 +34,13 @@ NO_CASTS = 'torch.autocast("cuda" if torch.cuda.is_available() else "cpu", enabl
 def state_uses(facts: Facts) -> list[cst.Call | cst.Attribute]:
     """Expressions that ask amp for its state."""
     found: list[cst.Call | cst.Attribute] = []
-    for node in facts.file.nodes:
-        if (
-            (isinstance(node, cst.Call) and facts.symbol(node.func) in (STATE_DICT, LOAD))
-            or (isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and _asks_scale(node.func, facts))
-            or (isinstance(node, cst.Attribute) and _asks_scale(node, facts) and not _is_written(node, facts))
-        ):
+    for call in facts.file.of_type(cst.Call):
+        calls_amp = facts.symbol(call.func) in (STATE_DICT, LOAD)
+        asks = isinstance(call.func, cst.Attribute) and _asks_scale(call.func, facts)
+        if calls_amp or asks:
+            found.append(call)
+    for node in facts.file.of_type(cst.Attribute):
+        if _asks_scale(node, facts) and not _is_written(node, facts):
             found.append(node)
     return found
 

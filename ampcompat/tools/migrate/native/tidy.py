@@ -157,9 +157,8 @@ def _names_read(file: File) -> set[str]:
         parent = file.parents.get(node)
         if isinstance(parent, cst.ImportAlias | cst.AsName | cst.ImportFrom | cst.AssignTarget | cst.Import):
             continue
-        if isinstance(parent, cst.Attribute):
-            if parent.attr is node or _in_import(parent, file):
-                continue
+        if isinstance(parent, cst.Attribute) and (parent.attr is node or _in_import(parent, file)):
+            continue
         if isinstance(parent, cst.Arg) and parent.keyword is node:
             continue
         found.add(node.value)
@@ -194,9 +193,9 @@ def _holds_our_import(statement: cst.CSTNode) -> bool:
     for part in _small(statement):
         if isinstance(part, cst.Import) and any(_is_ours(code_of(alias.name)) for alias in part.names):
             return True
-        if isinstance(part, cst.ImportFrom) and part.module is not None and not part.relative:
-            if _is_ours(code_of(part.module)):
-                return True
+        module = part.module if isinstance(part, cst.ImportFrom) and not part.relative else None
+        if module is not None and _is_ours(code_of(module)):
+            return True
     return False
 
 
@@ -239,33 +238,33 @@ def add_helper(module: cst.Module, names: dict[str, str], scaler: str) -> cst.Mo
     source = HELPER_FILE.read_text("utf-8")
     text = source[source.index("def mixed_precision") :]
     bound = _bound_at_top(module)
-    missing = []
+    missing: list[tuple[str, str | None]] = []
     for name in MODULES:
         if bound.get(name, name) != name:
             text = re.sub(rf"\b{name}\.", f"{name}_module.", text)
             missing.append((name, f"{name}_module"))
         elif name not in bound:
             missing.append((name, None))
-    for name, new in names.items():
-        text = re.sub(rf"\b{name}\b", new, text)
+    for name, chosen in names.items():
+        text = re.sub(rf"\b{name}\b", chosen, text)
     if scaler:
         text += f"\n\n{scaler}\n"
-    new = list(cst.parse_module(text).body)
+    helper = list(cst.parse_module(text).body)
     blank = [cst.EmptyLine(indent=False), cst.EmptyLine(indent=False)]
-    new[0] = new[0].with_changes(leading_lines=blank)
+    helper[0] = helper[0].with_changes(leading_lines=blank)
     index = _place(module)
     rest = list(module.body[index:])
-    if rest and not list(getattr(rest[0], "leading_lines", ()))[:2] == blank:
-        lines = [line for line in getattr(rest[0], "leading_lines", ())]
-        while lines and lines[0].comment is None:
-            lines.pop(0)
-        rest[0] = rest[0].with_changes(leading_lines=[*blank, *lines])
+    if rest:
+        comments = list(rest[0].leading_lines)
+        while comments and comments[0].comment is None:
+            comments.pop(0)
+        rest[0] = rest[0].with_changes(leading_lines=[*blank, *comments])
     # The imports are added to what stands above alone: libcst goes through the whole of what it is given.
     above = module.with_changes(body=module.body[:index])
     items = [ImportItem(name, alias=alias) for name, alias in missing]
     if items:
         above = AddImportsVisitor(CodemodContext(), items).transform_module(above)
-    return above.with_changes(body=[*above.body, *new, *rest], footer=module.footer)
+    return above.with_changes(body=[*above.body, *helper, *rest], footer=module.footer)
 
 
 def _bound_at_top(module: cst.Module) -> dict[str, str]:
