@@ -82,6 +82,7 @@ from ampcompat._torch.modules import (
     buffers_keyword,
     fingerprint,
     has_storage,
+    in_functional_call,
     inner_optimizers,
     is_parametrized,
     is_sharded,
