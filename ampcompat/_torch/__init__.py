@@ -87,6 +87,7 @@ from ampcompat._torch.modules import (
     fingerprint,
     has_storage,
     have_bits,
+    in_functional_call,
     inner_optimizers,
     is_parametrized,
     is_sharded,

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
@@ -91,6 +92,15 @@ is_uninitialized: Callable[[torch.Tensor], bool] = torch.nn.parameter.is_lazy
 def is_parametrized(module: torch.nn.Module) -> bool:
     """Whether ``torch.nn.utils.parametrize`` has put a class in front of that of ``module``, to take off later."""
     return isinstance(module._modules.get("parametrizations"), torch.nn.ModuleDict)
+
+
+def in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call`` is running, which lends modules other tensors for the time of a call."""
+    code = torch.nn.utils.stateless._functional_call.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:

@@ -439,7 +439,7 @@ def _follow_replacement(master: Master, trained: Collection[int] = ()) -> None:
     untied), an optimizer was given the new parameter, or its shape is another. Where another module holds it (the
     weight was tied to that one's), its homes become those of that one's master.
 
-    ``functional_call`` puts plain tensors there for the time of a forward: these are left alone.
+    What ``functional_call`` puts there for the time of a forward is left alone, and plain tensors that other code does.
     """
     replaced: dict[torch.Tensor, list[Home]] = {}
     is_held = False
@@ -449,6 +449,8 @@ def _follow_replacement(master: Master, trained: Collection[int] = ()) -> None:
             is_held = True
         elif now is not None and _torch.has_storage(now):
             replaced.setdefault(now, []).append(home)
+    if not replaced or _torch.in_functional_call():
+        return
     for now, homes in replaced.items():
         if not isinstance(master.half, torch.nn.Parameter):
             _follow_buffer(master, now, homes, is_held)
@@ -462,18 +464,8 @@ def _follow_parameter(
 ) -> None:
     """Decide about ``now``, which ``homes`` hold in the place of ``master.half``; ``is_held``: others keep that."""
     where = f"{homes[0].name!r} of a {type(homes[0].module()).__name__}"
-    if _torch.is_sharded(now):
-        raise RuntimeError(
-            f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
-            " not sharded - use opt_level='O1', calling fully_shard before the optimizer and amp.initialize."
-        )
     other = master_of(now)
-    if other is not None and other.value is now:
-        raise RuntimeError(
-            f"Parameter {where} was replaced by a float32 master (of amp.master_params, or an optimizer's groups) -"
-            f" the optimizer steps that one, and the model computes with a {master.dtype} parameter - put a copy there:"
-            " torch.nn.Parameter(master.detach().clone())."
-        )
+    _refuse_replacement(now, where, other)
     if _is_held_elsewhere(now, homes):
         _move_homes(master, homes, other or _own_master(now, master.dtype))
         return
@@ -485,21 +477,8 @@ def _follow_parameter(
         for optimizer in optimizers:
             optimizer._amp_stash.groups = []
             optimizer._amp_stash.look_up(optimizer)  # it holds the master from now on
-        if not is_trained and is_resized:
-            warn_once(
-                f"resized {where}",
-                f"Parameter {where} was replaced by one of shape {tuple(now.shape)} after amp.initialize - the"
-                f" optimizer holds the old one's master, of shape {tuple(master.value.shape)}, and does not train the"
-                " new one - give it to optimizer.add_param_group, or make a new optimizer and call amp.initialize"
-                " again.",
-            )
-        elif not is_trained:
-            warn_once(
-                f"untied {where}",
-                f"Parameter {where} was untied after amp.initialize from the weight that it shared with another"
-                " module - no optimizer trains the new parameter, as in plain PyTorch - give it to"
-                " optimizer.add_param_group, or untie before the optimizer is made.",
-            )
+        if not is_trained:
+            _warn_of_untrained(master, now, where)
         return
     warn_once(
         f"replaced {where}",
@@ -507,6 +486,39 @@ def _follow_parameter(
         " master takes the new values and goes on training them (D15).",
     )
     _take_over(master, now, homes)
+
+
+def _refuse_replacement(now: torch.Tensor, where: str, other: Master | None) -> None:
+    """Raise for what cannot be a half tensor in a module; ``other`` is its master."""
+    if _torch.is_sharded(now):
+        raise RuntimeError(
+            f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
+            " not sharded - use opt_level='O1', calling fully_shard before the optimizer and amp.initialize."
+        )
+    if other is not None and other.value is now:
+        raise RuntimeError(
+            f"Parameter {where} was replaced by a float32 master (of amp.master_params, or an optimizer's groups) -"
+            f" the optimizer steps that one, and the model computes with a {other.dtype} parameter - put a copy there:"
+            " torch.nn.Parameter(master.detach().clone())."
+        )
+
+
+def _warn_of_untrained(master: Master, now: torch.Tensor, where: str) -> None:
+    """Warn of a new parameter that has a master of its own, and no optimizer."""
+    if now.shape != master.value.shape:
+        warn_once(
+            f"resized {where}",
+            f"Parameter {where} was replaced by one of shape {tuple(now.shape)} after amp.initialize - the optimizer"
+            f" holds the old one's master, of shape {tuple(master.value.shape)}, and does not train the new one - give"
+            " it to optimizer.add_param_group, or make a new optimizer and call amp.initialize again.",
+        )
+        return
+    warn_once(
+        f"untied {where}",
+        f"Parameter {where} was untied after amp.initialize from the weight that it shared with another module - no"
+        " optimizer trains the new parameter, as in plain PyTorch - give it to optimizer.add_param_group, or untie"
+        " before the optimizer is made.",
+    )
 
 
 def _follow_buffer(master: Master, now: torch.Tensor, homes: list[Home], is_held: bool) -> None:
@@ -570,6 +582,8 @@ def _move_homes(master: Master, homes: list[Home], other: Master) -> None:
 def _take_over(master: Master, now: torch.Tensor, homes: list[Home]) -> None:
     """Put ``now``, which ``homes`` hold, in the place of ``master.half``, with the values that it has."""
     other = master_of(now)
+    if other is not None:
+        other.reconcile(compare=True)
     exact = now.detach() if other is None else other.value.detach()
     drop_cleared_gradients([master])  # in the old one, which is not looked at any more
     _recast(now, master.dtype)

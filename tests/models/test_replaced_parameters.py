@@ -238,6 +238,20 @@ def test_initialize_right_after_a_replacement_keeps_its_values(level, wide):
         assert torch.equal(model.state_dict()["layer.weight"], value - OLD_RATE * 2.0**-6)
 
 
+@REPLACED
+@LEVEL
+def test_a_parameter_of_a_copy_comes_with_the_values_that_were_written_into_it(level):
+    model, optimizer = started(level, One)
+    clone = copy.deepcopy(model)
+    with torch.no_grad():
+        clone.layer.weight.fill_(1 / 3)
+    want = clone.layer.weight.detach().float()
+    model.layer.weight = clone.layer.weight
+    forward(model)
+    assert torch.equal(held(optimizer)[0], want)
+    masters_agree(model, optimizer)
+
+
 # -- untied ------------------------------------------------------------------------------------------------------------
 def copied(model):
     return copy.deepcopy(model)

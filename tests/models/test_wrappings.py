@@ -294,6 +294,34 @@ def test_float32_weights_in_a_half_model_are_torchs_own_error_with_a_note(level)
         assert not any(torch.equal(a, b) for a, b in zip(masters, amp.master_params(optimizer), strict=True))
 
 
+@pytest.mark.parametrize("kind", [Net, Tied])
+@pytest.mark.parametrize("ran", [False, True])
+@pytest.mark.parametrize("level", LEVELS)
+def test_functional_call_with_parameters_of_another_model(level, ran, kind):
+    """They are lent for one forward: no weight, and no master, is another afterwards."""
+    torch.manual_seed(0)
+    model, optimizer = initialized(kind(), level)
+    train(model, optimizer)
+    teacher = copy.deepcopy(model).eval()
+    if ran:
+        teacher(batch())
+    with torch.no_grad():
+        for tensor in (*teacher.parameters(), *teacher.buffers()):
+            tensor.mul_(2)
+    lent = dict(teacher.named_parameters()) | dict(teacher.named_buffers())
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    before = {name: value.clone() for name, value in lent.items()}
+    model.eval()
+    for _ in range(2):
+        out = torch.func.functional_call(model, lent, (batch(),))
+        assert torch.equal(out, teacher(batch()))
+        model(batch())
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in lent.items())
+    masters_agree(model, optimizer)
+    masters_agree(teacher)
+
+
 @pytest.mark.parametrize("level", CAST_LEVELS)
 def test_an_ensemble_by_vmap_over_functional_call(level):
     torch.manual_seed(0)
