@@ -351,7 +351,10 @@ def _step_with_closure(
             with torch.enable_grad(), restored(outside):
                 losses.append(closure())
         found = _prepare(optimizer, stash)
-        stash.overflows, stash.gradients = [], Gradients.NONE if found else stash.gradients
+        if found:
+            stash.note_earlier_overflows(stash.overflows)  # until the next evaluation clears the gradients
+            stash.gradients = Gradients.NONE
+        stash.overflows = []
         return found
 
     def asked() -> Any:
