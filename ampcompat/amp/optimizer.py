@@ -361,7 +361,10 @@ def _step_with_closure(
             reconcile(stash.masters)
             losses.append(evaluate(closure, outside))
         found = _prepare(optimizer, stash)
-        stash.overflows, stash.gradients = [], Gradients.NONE if found else stash.gradients
+        if found:
+            stash.note_earlier_overflows(stash.overflows)  # until the next evaluation clears the gradients
+            stash.gradients = Gradients.NONE
+        stash.overflows = []
         return found
 
     def asked() -> Any:

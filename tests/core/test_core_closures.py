@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from core_kit import Net, assert_tied, batch, loss_of, masters, net, same, start
+from core_kit import Net, assert_tied, backward, batch, loss_of, masters, net, same, start
 
 from ampcompat import amp
 
@@ -308,6 +308,25 @@ def test_it_does_not_see_gradients_that_were_left_scaled(level, bad):
         amp_sam(twin, twin_optimizer, seed, bad if seed else ())
     assert amp.step_was_skipped(optimizer) is bool(bad)
     assert same(masters(optimizer), masters(twin_optimizer))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_second_step_without_closure_does_not_use_what_overflowed(level):
+    model, optimizer = start(level)
+    before = masters(optimizer)
+
+    def closure():
+        return backward(model, optimizer, times=INF)
+
+    optimizer.step(closure)
+    assert amp.step_was_skipped(optimizer)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert same(before, masters(optimizer))
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert not amp.step_was_skipped(optimizer)
 
 
 class CountingSAM(SAM):
