@@ -27,6 +27,8 @@ class QWKNet(nn.Module):
         super().__init__()
         self.body = nn.Sequential(nn.Linear(10, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Dropout(p))
         self.head = nn.Linear(24, 1)
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
 
     def forward(self, x):
         return self.head(self.body(x)).view(-1)
@@ -79,7 +81,7 @@ def train_loop(X, lr, fold, model, counter):
 def main():
     set_seed(11)
     x = torch.randn(72, 10)
-    X = TensorDataset(x, x[:, 0] * 2 - x[:, 1])
+    X = TensorDataset(x, x[:, 0] * 0.3 - 0.2 * x[:, 1])
     counter = [0]
     for i, fold in enumerate(kfold(len(X), N_FOLDS)):
         set_seed(i)
