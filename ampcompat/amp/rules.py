@@ -373,7 +373,7 @@ def acquire(device_types: Iterable[str]) -> None:
 
 def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
     """Wrap what is no op of the dispatcher: functions written in Python, and names that refuse half."""
-    messages = dict(functional_overrides.BANNED_FUNCS)
+    messages = {public_name(name): message for name, message in functional_overrides.BANNED_FUNCS}
     in_float32 = functools.partial(make_wrapper, rule=Rule.FLOAT)
     refusals.refuse_in_place([name for name, rule in table.items() if rule is Rule.INPLACE_BANNED], undo)
     for name, rule in table.items():
