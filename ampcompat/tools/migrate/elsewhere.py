@@ -58,7 +58,6 @@ def mark_uses(code: str, optimizers: Iterable[str], place: str) -> Result:
 
     from ampcompat.tools.migrate.native.edits import Edits
     from ampcompat.tools.migrate.native.file import File, last_name
-    from ampcompat.tools.migrate.native.leftovers import is_marked
 
     file = File(cst.parse_module(code))
     own = {
@@ -78,7 +77,7 @@ def mark_uses(code: str, optimizers: Iterable[str], place: str) -> Result:
         elif node.attr.value == "grad" or node.attr.value.startswith("clip_grad"):
             message = "they are scaled until scaler.unscale_(optimizer) is called, once before each step"
         statement = file.statement(node)
-        if message and not is_marked(file.line_of(statement), file):
+        if message:
             edits.mark(statement, f"if this is about the optimizer of {place}, whose gradients are scaled: {message}")
     return Result.of(edits.apply(file).code)
 
@@ -89,13 +88,12 @@ def mark_borrowed_amp(code: str) -> Result:
 
     from ampcompat.tools.migrate.native.edits import Edits
     from ampcompat.tools.migrate.native.file import File, last_name
-    from ampcompat.tools.migrate.native.leftovers import is_marked
 
     file = File(cst.parse_module(code))
     edits = Edits()
     for call in file.of_type(cst.Call):
         statement = file.statement(call)
-        if last_name(call.func) in BORROWED and not is_marked(file.line_of(statement), file):
+        if last_name(call.func) in BORROWED:
             edits.mark(
                 statement,
                 "amp comes from another file: import apex here (from apex import amp), and migrate again",

@@ -15,7 +15,7 @@ from ampcompat.check.findings import UNSUPPORTED
 from ampcompat.check.symbols import canonical, verdict
 from ampcompat.tools.migrate.native.edits import Edits, Statement
 from ampcompat.tools.migrate.native.file import File, last_name
-from ampcompat.tools.migrate.native.leftovers import apex_mentions, is_marked
+from ampcompat.tools.migrate.native.leftovers import apex_mentions
 from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.text import code_of
 
@@ -129,7 +129,7 @@ def _put(
     line = file.line_of(node)
     alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
     if not good or not alone:
-        if names and not is_marked(line, file):
+        if names:
             edits.mark(line, message)
         if good:
             edits.statements[node] = lambda _: [_small(code) for code in (good, *left)]
@@ -164,5 +164,5 @@ def _probe(call: cst.Call, edits: Edits) -> None:
 def _mark_uses(file: File, edits: Edits) -> None:
     """Mark each use of a name that is not provided; imports are marked where they are renamed."""
     for node, symbol in apex_mentions(file):
-        if verdict(symbol).verdict == UNSUPPORTED and not is_marked(file.line_of(node), file):
+        if verdict(symbol).verdict == UNSUPPORTED:
             edits.mark(file.statement(node), f"{canonical(symbol)} is not provided: {verdict(symbol).note}")

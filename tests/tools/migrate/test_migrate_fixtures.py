@@ -71,7 +71,7 @@ def test_rewritten_scripts_train_to_the_losses_of_the_original(name, apex):
 @pytest.mark.parametrize("runs", [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_marks_come_in_the_same_order_in_each_run(runs):
     """Sets of states have another order in each process; marks above one line had, too."""
-    script = Path(__file__).parents[1] / "legacy" / "scripts" / "bert_pretraining.py"
+    script = Path(__file__).parents[2] / "legacy" / "scripts" / "bert_pretraining.py"
     code = (
         "import sys; from ampcompat.tools.migrate import migrate_source as m\nprint(m(sys.stdin.read(), 'native').code)"
     )

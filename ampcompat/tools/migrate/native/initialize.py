@@ -69,10 +69,7 @@ class _Replacement:
 
     def _by_hand(self, reason: str) -> str:
         models = code_of(self.made.models)
-        return (
-            f"amp.initialize is left: {reason}. By hand: {SCALER} = {HELPER}({models}, enabled=..., loss_scale=None), "
-            "after defining that function as in the migrated files"
-        )
+        return f"amp.initialize is left: {reason}. By hand: {SCALER} = {HELPER}({models}, enabled=..., loss_scale=None)"
 
     # The statement.
 

@@ -13,7 +13,6 @@ from ampcompat.tools.migrate.native.edits import Edits
 from ampcompat.tools.migrate.native.facts import OTHER_CLASSES, Facts
 from ampcompat.tools.migrate.native.file import File, argument, elements, last_name
 from ampcompat.tools.migrate.native.paths import Walk
-from ampcompat.tools.migrate.result import MARK
 from ampcompat.tools.migrate.text import code_of
 
 ADVICE = {
@@ -76,19 +75,9 @@ def _known_part(node: cst.CSTNode, file: File) -> cst.CSTNode:
     return node
 
 
-def is_marked(statement: cst.CSTNode, file: File) -> bool:
-    """Whether a statement has a mark above it."""
-    lines = list(getattr(statement, "leading_lines", ()))
-    if file.module.body and statement is file.module.body[0]:
-        lines += file.module.header
-    return any(line.comment is not None and line.comment.value.startswith(MARK) for line in lines)
-
-
 def mark_mentions(file: File, edits: Edits, reasons: dict[str, str]) -> None:
     """Mark each statement that still names apex."""
     for node, symbol in apex_mentions(file):
-        if is_marked(file.line_of(node), file):
-            continue
         if symbol in MODULES:
             advice = "the module is handed on or tested here: drop it, the scaler of this file is what remains of it"
         else:

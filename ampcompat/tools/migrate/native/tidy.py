@@ -221,8 +221,15 @@ def _with_imports(module: cst.Module, names: Sequence[str]) -> cst.Module:
     return AddImportsVisitor(CodemodContext(), items).transform_module(module)
 
 
+def has_helper(file: File) -> bool:
+    """Whether the helper was pasted into a file already."""
+    return {node.name.value for node in file.of_type(cst.FunctionDef)}.issuperset(FUNCTIONS)
+
+
 def helper_names(file: File) -> dict[str, str]:
-    """The names of the helper's functions in a file: others where the file has such names already."""
+    """The names of the helper's functions in a file: others where the file has such names of its own."""
+    if has_helper(file):
+        return {name: name for name in FUNCTIONS}
     taken = {node.value for node in file.of_type(cst.Name)}
     return {name: f"amp_{name}" if name in taken else name for name in FUNCTIONS}
 
