@@ -69,9 +69,8 @@ def test_what_is_wrong_is_seen(name, tmp_path):
 
 
 def trace(losses=(1.0, 0.5), scale=4.0, dtypes=None, **more):
-    made = Trace(
-        [(loss, scale, "float32", i) for i, loss in enumerate(losses)], [(0, False)] * len(losses), dtypes or {}
-    )
+    numbered = [(loss, scale, "float32", number) for number, loss in enumerate(losses)]
+    made = Trace(losses=numbered, steps=[(0, False)] * len(losses), dtypes=dtypes or {})
     return Trace(**{**made.__dict__, **more})
 
 

@@ -195,6 +195,8 @@ def _may_step(name: str, node: cst.Call, facts: Facts) -> bool:
 def _dtype_test(node: cst.Comparison) -> str | None:
     """``out.dtype == torch.float16``: what a model returns is float32 now."""
     texts = [code_of(node.left), *(code_of(target.comparator) for target in node.comparisons)]
-    if not any(HALF.match(text) for text in texts) or not any("dtype" in t or "type()" in t for t in texts):
+    names_half = any(HALF.match(text) for text in texts)
+    asks_tensor = any(".dtype" in text or "type()" in text for text in texts)
+    if not (names_half and asks_tensor):
         return None
     return "weights and results of the model are float32 now: test for torch.float32, or drop this"
