@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from o1_casts import casts_on
+from packaging.version import Version
 from torch.nn.functional import binary_cross_entropy as early_binary_cross_entropy
 
+from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp import initialize, rules
 from ampcompat.amp.lists import functional_overrides
@@ -218,14 +220,8 @@ COMPILED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "method",
-        "operator",
-        pytest.param("function", marks=pytest.mark.divergence("compiled-in-place-functions-torch24")),
-    ],
-)
+@pytest.mark.skipif(Version("2.5") > _torch.TORCH, reason="torch 2.4 breaks the graph at some functions, at times")
+@pytest.mark.parametrize("name", COMPILED)
 def test_compiled_code_is_refused_too(name):
     torch._dynamo.reset()
     run = torch.compile(lambda x: COMPILED[name](x) + 1, backend="eager", fullgraph=True)
