@@ -1,6 +1,6 @@
 """Errors of torch's own that mixed precision provokes, by their texts, and what cures each.
 
-The texts are those of torch 2.4 to 2.13; ``tests/explain/test_torch_errors.py`` provokes them.
+The texts are those of torch 2.4 to 2.13; ``tests/tools/explain/test_torch_errors.py`` provokes them.
 """
 
 from __future__ import annotations

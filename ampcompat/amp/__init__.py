@@ -35,9 +35,9 @@ from ampcompat.amp.masters import sync_masters
 from ampcompat.amp.optimizer import step_was_skipped
 
 if TYPE_CHECKING:
-    from ampcompat.explain import explain_overflows
-    from ampcompat.report import report
-    from ampcompat.scale_log import on_step
+    from ampcompat.tools.explain import explain_overflows
+    from ampcompat.tools.report import report
+    from ampcompat.tools.scale_log import on_step
 
 __all__ = ["__version__", "_amp_state", "bfloat16_function", "disable_casts", "explain_overflows", "float_function"]
 __all__ += ["half_function", "init", "register_bfloat16_function"]
@@ -46,13 +46,13 @@ __all__ += ["register_half_function", "register_promote_function", "report", "sc
 __all__ += ["step_was_skipped", "sync_masters", "unwrap"]
 
 
-#: Tools that build on this package, by the package that they are in: imported at their first use.
+#: Tools that build on this package, by the module of ``ampcompat.tools`` that they are in: imported at their first use.
 _TOOLS = {"explain_overflows": "explain", "on_step": "scale_log", "report": "report"}
 
 
 def __getattr__(name: str) -> object:
     if name in _TOOLS:
-        return getattr(importlib.import_module(f"ampcompat.{_TOOLS[name]}"), name)
+        return getattr(importlib.import_module(f"ampcompat.tools.{_TOOLS[name]}"), name)
     if name == "_DECORATOR_HANDLE":
         return getattr(_amp_state, "handle", None)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -64,6 +64,6 @@ def __dir__() -> list[str]:
 
 # ``ampcompat run --explain`` and ``--receipt`` set these, for the processes that a script starts.
 if "AMPCOMPAT_EXPLAIN" in os.environ:
-    importlib.import_module("ampcompat.explain").explain_as_asked()
+    importlib.import_module("ampcompat.tools.explain").explain_as_asked()
 if "AMPCOMPAT_RECEIPT" in os.environ:
-    importlib.import_module("ampcompat.report").report_as_asked()
+    importlib.import_module("ampcompat.tools.report").report_as_asked()

@@ -316,7 +316,7 @@ def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
 def why_float32(frame: FrameType) -> str:
     """Say why the kernel or wrapper that runs in ``frame`` does not cast to half; "" where it does, or is none of ours.
 
-    For tools that examine the stack of an op: :mod:`ampcompat.report` names the reason of each float32 product.
+    For tools that examine the stack of an op: :mod:`ampcompat.tools.report` names the reason of each float32 product.
     """
     code, values = frame.f_code, frame.f_locals
     if code.co_filename != make_kernel.__code__.co_filename:

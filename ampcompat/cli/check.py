@@ -8,11 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from ampcompat.check import Report, scan
-from ampcompat.check.config import read_config
-from ampcompat.check.formats import github, sarif
-from ampcompat.check.table import plain, table
 from ampcompat.cli._emit import emit, painted
+from ampcompat.tools.check import Report, scan
+from ampcompat.tools.check.config import read_config
+from ampcompat.tools.check.formats import github, sarif
+from ampcompat.tools.check.table import plain, table
 
 #: Seconds before progress is shown, and between two looks at it.
 FIRST, BETWEEN = 0.5, 0.1

@@ -24,7 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def main(args: argparse.Namespace) -> int:
     """Print the facts."""
-    from ampcompat.selftest.environment import environment, text
+    from ampcompat.tools.selftest.environment import environment, text
 
     facts = environment()
     emit(json.dumps(facts, indent=2) if args.json else text(facts))

@@ -10,8 +10,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ampcompat.check.table import plain
 from ampcompat.cli._emit import emit, painted, painted_diff
+from ampcompat.tools.check.table import plain
 from ampcompat.tools.migrate import MissingLibcst
 from ampcompat.tools.migrate.source import TARGETS
 from ampcompat.tools.migrate.tree import Change, migrate_paths

@@ -15,13 +15,13 @@ from pathlib import Path
 from ampcompat import __version__
 from ampcompat.cli import run as run_command
 from ampcompat.cli._emit import emit, painted
-from ampcompat.parity.compare import Result, Tolerance, first_not_finite, judge, skipped_steps
-from ampcompat.parity.launch import Options, run_level
-from ampcompat.parity.levels import Level, read_levels
-from ampcompat.parity.progress import Progress
-from ampcompat.parity.record import Run
-from ampcompat.parity.save import passed, save_csv, save_json
-from ampcompat.parity.table import table
+from ampcompat.tools.parity.compare import Result, Tolerance, first_not_finite, judge, skipped_steps
+from ampcompat.tools.parity.launch import Options, run_level
+from ampcompat.tools.parity.levels import Level, read_levels
+from ampcompat.tools.parity.progress import Progress
+from ampcompat.tools.parity.record import Run
+from ampcompat.tools.parity.save import passed, save_csv, save_json
+from ampcompat.tools.parity.table import table
 
 TAKES_VALUE = (
     "--opt-levels",
@@ -196,7 +196,7 @@ def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tol
     save_csv(folder / "parity.csv", results)
     written = ["parity.json", "parity.csv"]
     try:
-        from ampcompat.parity.picture import save_picture
+        from ampcompat.tools.parity.picture import save_picture
     except ImportError:
         emit("no picture: matplotlib is missing - pip install 'ampcompat[plot]'", error=True)
     else:

@@ -16,7 +16,7 @@ from ampcompat.cli import _gloo, _script
 from ampcompat.cli._emit import emit
 
 if TYPE_CHECKING:
-    from ampcompat.report import Receipt
+    from ampcompat.tools.report import Receipt
 
 OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
@@ -98,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
         return 2
 
     if args.explain:
-        from ampcompat.explain import explain_in_words
+        from ampcompat.tools.explain import explain_in_words
 
         words = "first" if args.explain == "1" else args.explain  # in the environment, 1 means yes
         try:
@@ -135,7 +135,7 @@ def _are_words(script: str) -> bool:
     """Whether ``script``, which is no file, is what ``--explain=`` takes."""
     if script in _script.WORDS or os.path.exists(script):
         return False
-    from ampcompat.explain.options import parse
+    from ampcompat.tools.explain.options import parse
 
     try:
         parse(script)
@@ -160,7 +160,7 @@ def _watched(receipt: str | None, argv: Sequence[str]) -> Iterator[None]:
     if receipt is None:
         yield
         return
-    from ampcompat.report import STEPS, Receipt, processes
+    from ampcompat.tools.report import STEPS, Receipt, processes
 
     beside, process = processes.folder_of_ranks(), os.getpid()
     folder = beside or tempfile.mkdtemp(prefix="ampcompat-receipt-")

@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def main(args: argparse.Namespace) -> int:
     """Print a row per check and return the exit status."""
-    from ampcompat.selftest.environment import environment, text
+    from ampcompat.tools.selftest.environment import environment, text
 
     facts = environment()
     if not facts["devices"]:
@@ -42,7 +42,7 @@ def main(args: argparse.Namespace) -> int:
     for name in args.device or ():
         if name not in facts["devices"]:
             args.parser.error(f"--device {name} - it is not there - devices: {', '.join(facts['devices'])}")
-    from ampcompat.selftest.run import run
+    from ampcompat.tools.selftest.run import run
 
     rows = []
     if not args.json:

@@ -12,12 +12,12 @@ import torch
 
 from ampcompat._state import state
 from ampcompat.amp.observers import observing
-from ampcompat.parity.compare import Deviation, Tolerance, compare
-from ampcompat.parity.levels import OPT_LEVELS
-from ampcompat.parity.record import Step
-from ampcompat.parity.recorder import Recorder
-from ampcompat.parity.skips import Skips
 from ampcompat.testing.report import failure
+from ampcompat.tools.parity.compare import Deviation, Tolerance, compare
+from ampcompat.tools.parity.levels import OPT_LEVELS
+from ampcompat.tools.parity.record import Step
+from ampcompat.tools.parity.recorder import Recorder
+from ampcompat.tools.parity.skips import Skips
 
 __all__ = ["assert_opt_level_parity"]
 

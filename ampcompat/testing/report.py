@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ampcompat.parity.compare import Deviation, Tolerance
+from ampcompat.tools.parity.compare import Deviation, Tolerance
 
 BEFORE, AFTER = 2, 2
 

@@ -20,7 +20,7 @@ def read(page: str) -> str:
     return (DOCS / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("module", ["amp", "explain", "report", "optimizers", "parallel", "testing"])
+@pytest.mark.parametrize("module", ["amp", "tools.explain", "tools.report", "optimizers", "parallel", "testing"])
 def test_the_api_page_has_every_public_name(module):
     names = importlib.import_module(f"ampcompat.{module}").__all__
     directives = r"auto(?:function|class):: (?:[\w.]+\.)?(\w+)|function:: (\w+)"

@@ -16,8 +16,8 @@ from packaging.version import Version
 DOCS = Path(__file__).parents[2] / "docs"
 
 #: Folders whose messages a training script may meet; the tools that read code report findings of their own.
-FOLDERS = ["amp", "explain", "fp16_utils", "mlp", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
-FOLDERS += ["report", "testing"]
+FOLDERS = ["amp", "tools/explain", "fp16_utils", "mlp", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
+FOLDERS += ["tools/report", "testing"]
 #: Messages that Python itself would give, and one of a broken invariant.
 NOT_QUOTED = re.compile("object has no attribute|module … has no attribute|… has no tensor ….")
 

@@ -42,7 +42,7 @@ LEGACY: Final = frozenset(
         *("opt", "rnn_compat", "utils", "wrap"),
     )
 )
-#: What the facade, ``amp/__init__.py``, may import from above, inside functions only.
+#: What the facade, ``amp/__init__.py``, may import from ``ampcompat.tools``, inside functions only.
 FACADE_MAY_IMPORT: Final = frozenset(("explain", "report", "scale_log"))
 
 

@@ -12,7 +12,7 @@ from ampcompat.amp.handle import AmpHandle
 from ampcompat.contrib.optimizers import FusedSGD
 from ampcompat.optimizers import FusedAdam, FusedLAMB
 from ampcompat.parallel import LARC
-from ampcompat.scale_log import StepHandle, StepRecord
+from ampcompat.tools.scale_log import StepHandle, StepRecord
 
 
 class Net(torch.nn.Module):

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import libcst as cst
 
 from ampcompat._extensions import EXTENSIONS
-from ampcompat.check.findings import UNSUPPORTED
-from ampcompat.check.symbols import canonical, verdict
+from ampcompat.tools.check.findings import UNSUPPORTED
+from ampcompat.tools.check.symbols import canonical, verdict
 from ampcompat.tools.migrate.native.edits import Edits, Statement
 from ampcompat.tools.migrate.native.file import File, last_name
 from ampcompat.tools.migrate.native.leftovers import apex_mentions

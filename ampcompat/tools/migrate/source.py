@@ -6,7 +6,7 @@ import ast
 import re
 
 from ampcompat._extensions import EXTENSIONS
-from ampcompat.check.source import Source, children
+from ampcompat.tools.check.source import Source, children
 from ampcompat.tools.migrate.elsewhere import BORROWS, mark_borrowed_amp
 from ampcompat.tools.migrate.result import MissingLibcst, Result
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ampcompat.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
-from ampcompat.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
-from ampcompat.check.lines import lines_of
-from ampcompat.check.workers import workers
+from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
+from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
+from ampcompat.tools.check.lines import lines_of
+from ampcompat.tools.check.workers import workers
 from ampcompat.tools.migrate.elsewhere import USES, connected, imported_names, mark_uses
 from ampcompat.tools.migrate.notebook import as_source, written
 from ampcompat.tools.migrate.result import MARK, Result

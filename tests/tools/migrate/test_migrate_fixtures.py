@@ -11,7 +11,7 @@ import torch
 import ampcompat
 from ampcompat import amp
 from ampcompat._state import state
-from ampcompat.check import scan_source
+from ampcompat.tools.check import scan_source
 from ampcompat.tools.migrate import migrate_source
 
 FIXTURES = Path(__file__).parent / "fixtures"

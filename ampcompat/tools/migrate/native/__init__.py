@@ -12,7 +12,7 @@ import re
 import libcst as cst
 
 from ampcompat._extensions import EXTENSIONS
-from ampcompat.check.lines import lines_of
+from ampcompat.tools.check.lines import lines_of
 from ampcompat.tools.migrate.native.edits import SCALER, Edits
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts, drop_aliases
 from ampcompat.tools.migrate.native.file import File, Function

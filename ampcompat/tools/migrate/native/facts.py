@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from ampcompat.check.bindings import apex_name
+from ampcompat.tools.check.bindings import apex_name
 from ampcompat.tools.migrate.native.edits import Edits
 from ampcompat.tools.migrate.native.file import File, Variable, argument, elements, last_name
 from ampcompat.tools.migrate.native.flows import Flows

@@ -17,8 +17,8 @@ from libcst.metadata import (
 )
 
 from ampcompat._extensions import EXTENSIONS
-from ampcompat.check.bindings import apex_name
-from ampcompat.check.symbols import MODULES, SYMBOLS
+from ampcompat.tools.check.bindings import apex_name
+from ampcompat.tools.check.symbols import MODULES, SYMBOLS
 from ampcompat.tools.migrate.text import code_of
 
 Function = cst.FunctionDef

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import libcst as cst
 
 from ampcompat._extensions import EXTENSIONS
-from ampcompat.check.symbols import MODULES, verdict
+from ampcompat.tools.check.symbols import MODULES, verdict
 from ampcompat.tools.migrate.native.edits import Edits
 from ampcompat.tools.migrate.native.facts import OTHER_CLASSES, Facts
 from ampcompat.tools.migrate.native.file import File, argument, elements, last_name

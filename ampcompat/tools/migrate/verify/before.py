@@ -29,9 +29,9 @@ def main(imports: str, record: str, steps: str, seed: str, *target: str) -> None
     from ampcompat.amp.observers import observers
     from ampcompat.amp.scaler import LossScaler
     from ampcompat.cli import _script
-    from ampcompat.parity.record import Step
-    from ampcompat.parity.recorder import Recorder
     from ampcompat.tools.migrate.verify.recording import Recording, dtype_of, seed_all
+    from ampcompat.tools.parity.record import Step
+    from ampcompat.tools.parity.recorder import Recorder
 
     class Watched(Recorder):
         """The recorder of ``parity``, which also hands on each loss when it is scaled."""

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from ampcompat.check.files import SKIPPED_DIRECTORIES
+from ampcompat.tools.check.files import SKIPPED_DIRECTORIES
 from ampcompat.tools.migrate.tree import Change
 
 #: Larger files are data: both copies link to the original.

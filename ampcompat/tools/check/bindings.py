@@ -1,0 +1,141 @@
+"""Which names of a file mean something of apex: imports with aliases, assignments, stars, and what shadows them."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterable
+
+from ampcompat._extensions import EXTENSIONS
+from ampcompat.tools.check.findings import UNSUPPORTED
+from ampcompat.tools.check.own import provides
+from ampcompat.tools.check.symbols import SYMBOLS, verdict
+
+PACKAGES = ("apex", "ampcompat", *EXTENSIONS)
+Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+def apex_name(name: str) -> str | None:
+    """``name`` in apex's naming (``ampcompat.amp`` is ``apex.amp``), or None for what is not apex's.
+
+    Names that ampcompat has beside apex's (``ampcompat.tools.report``, ``ampcompat.amp.unwrap``) are not.
+    """
+    root, _, rest = name.partition(".")
+    if root in EXTENSIONS or root == "apex":
+        return name
+    if root != "ampcompat":
+        return None
+    symbol = f"apex.{rest}" if rest else "apex"
+    return None if verdict(symbol).verdict == UNSUPPORTED and provides(name) else symbol
+
+
+def dotted(node: ast.AST) -> str | None:
+    """``a.b.c`` for a chain of attributes on a name, else None."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    if not isinstance(node, ast.Name):
+        return None
+    return ".".join([node.id, *reversed(parts)])
+
+
+class Bindings:
+    """The file-wide table name -> apex symbol.
+
+    A name that any import of the file binds to apex, or an assignment of such a name (``self.amp = amp``), counts as
+    apex everywhere in the file, except where a function's parameter shadows it. Names that are bound to something else
+    too (``except ImportError: from torch.cuda import amp``) are ambiguous: they count as apex only for symbols that
+    apex has.
+    """
+
+    def __init__(self, nodes: Iterable[ast.AST]) -> None:
+        # As written: whether a name of ampcompat's is apex's shows only when the whole chain is known.
+        self.names: dict[str, str] = {}
+        self.ambiguous: set[str] = set()
+        other: set[str] = set()
+        assigned: list[tuple[str, ast.expr]] = []
+        for node in nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    self._import(alias, other)
+            elif isinstance(node, ast.ImportFrom):
+                self._import_from(node, other)
+            elif isinstance(node, ast.Assign):
+                assigned += _pairs(node.targets, node.value)
+            elif isinstance(node, ast.AnnAssign) and node.value is not None:
+                assigned += _pairs([node.target], node.value)
+        self._most_parts = max((name.count(".") + 1 for name in (*self.names, *(t for t, _ in assigned))), default=0)
+        for target, value in assigned:
+            symbol = self.resolve(dotted(value))
+            # Only modules and symbols of the table: `x = amp._amp_state.loss_scalers[0]` is no alias.
+            if symbol in SYMBOLS:
+                self.names.setdefault(target, symbol)
+            elif symbol is None:
+                other.add(target)
+        self.ambiguous = other & set(self.names)
+        #: Where a chain of attributes must begin to name anything of apex.
+        self.heads = {name.partition(".")[0] for name in self.names}
+
+    def _import(self, alias: ast.alias, other: set[str]) -> None:
+        root = alias.name.partition(".")[0]
+        if root in PACKAGES:
+            self.names[alias.asname or root] = alias.name if alias.asname else root
+        else:
+            other.add(alias.asname or root)
+
+    def _import_from(self, node: ast.ImportFrom, other: set[str]) -> None:
+        module = node.module or ""
+        ours = node.level == 0 and module.partition(".")[0] in PACKAGES
+        for alias in node.names:
+            if not ours:
+                other.add(alias.asname or alias.name)
+            elif alias.name != "*":
+                self.names[alias.asname or alias.name] = f"{module}.{alias.name}"
+            else:
+                for name in _public_names(apex_name(module)):
+                    self.names.setdefault(name, f"{apex_name(module)}.{name}")
+
+    def resolve(self, name: str | None) -> str | None:
+        """The apex symbol that a dotted name of the file means, or None."""
+        bound = self.bound(name)
+        if name is None or bound is None:
+            return None
+        symbol = apex_name(self.names[bound] + name[len(bound) :])
+        if bound in self.ambiguous and symbol not in SYMBOLS:
+            return None
+        return symbol
+
+    def bound(self, name: str | None) -> str | None:
+        """The longest beginning of a dotted name that is bound to something of apex: ``self.amp``, or ``amp``."""
+        if name is None:
+            return None
+        # No bound name has more parts than this one.
+        parts = name.split(".", self._most_parts)[: self._most_parts]
+        while parts:
+            beginning = ".".join(parts)
+            if beginning in self.names:
+                return beginning
+            parts.pop()
+        return None
+
+
+@functools.cache
+def _public_names(module: str | None) -> tuple[str, ...]:
+    """What a star imports from a module of apex."""
+    names = (symbol.rpartition(".") for symbol in SYMBOLS)
+    return tuple(name for parent, _, name in names if parent == module and not name.startswith("_"))
+
+
+def _pairs(targets: list[ast.expr], value: ast.expr) -> list[tuple[str, ast.expr]]:
+    """Names with what is assigned to them, where that is a name too: ``self.amp = amp``, ``amp if x else None``."""
+    values = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+    names = [name for name in map(dotted, targets) if name is not None]
+    return [(name, one) for name in names for one in values if isinstance(one, ast.Attribute | ast.Name)]
+
+
+def parameters(function: Function) -> set[str]:
+    """Names of all parameters of a function."""
+    arguments = function.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    return {argument.arg for argument in every if argument is not None}

@@ -1,0 +1,61 @@
+"""Read what ampcompat itself has from its source: importing it would need torch, and the check does not."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2]
+# A package that takes this from `_replacements` only answers probes.
+REFUSES = {"refuse", "supply"}
+
+
+def provides(name: str) -> bool:
+    """Whether ``ampcompat.a.b`` is a module of ampcompat or a name bound in one; below such a name all is its own."""
+    place, parts = PACKAGE, name.split(".")[1:]
+    while parts and ((place / parts[0]).is_dir() or (place / f"{parts[0]}.py").is_file()):
+        place /= parts.pop(0)
+    bound = _bound(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
+    if not parts:
+        return not bound & REFUSES
+    has_every_module = parts[0].startswith("__") and parts[0].endswith("__")
+    return parts[0] in bound or (has_every_module and bool(bound))
+
+
+def binds(module: str, name: str) -> bool:
+    """Whether ampcompat's ``module`` binds ``name`` to something of ampcompat's own; submodules do not count."""
+    place = PACKAGE.joinpath(*module.split(".")[1:])
+    return name in _owned(place / "__init__.py" if place.is_dir() else place.with_suffix(".py"))
+
+
+@functools.cache
+def _owned(file: Path) -> frozenset[str]:
+    """Names of :func:`_bound` less those that come from other packages."""
+    if not file.is_file():
+        return frozenset()
+    foreign: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        outside = isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("ampcompat")
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and outside):
+            foreign |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+    return frozenset(_bound(file) - foreign)
+
+
+@functools.cache
+def _bound(file: Path) -> frozenset[str]:
+    """The names that a module binds at its top level, in branches too."""
+    if not file.is_file():
+        return frozenset()
+    names: set[str] = set()
+    rest: list[ast.AST] = [ast.parse(file.read_bytes())]
+    for node in rest:  # grows on the way
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        else:
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            rest += ast.iter_child_nodes(node)
+    return frozenset(names)

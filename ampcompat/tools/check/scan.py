@@ -1,0 +1,311 @@
+"""Read the files of a directory, parse them, collect their apex symbols and traps.
+
+A file is parsed for its symbols where it names apex. Once all files have told what they do with amp, those of a
+repository that uses it are parsed for traps: each tree is dropped before the next one is made.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from ampcompat._extensions import EXTENSIONS
+from ampcompat.tools.check.bindings import apex_name
+from ampcompat.tools.check.config import Config, is_ignored
+from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, installs_apex, is_notebook
+from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
+from ampcompat.tools.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
+from ampcompat.tools.check.lines import lines_of
+from ampcompat.tools.check.source import TRIES, Source, called, mentions_apex
+from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
+from ampcompat.tools.check.traps import TRAPS, Facts, Repository
+from ampcompat.tools.check.workers import workers
+
+T = TypeVar("T")
+#: Suffixes of files that hold Python.
+READ = (*SUFFIXES, ".ipynb")
+MENTION = re.compile(rf"^[ \t\f]*(from|import)[ \t]+({'|'.join(('apex', *EXTENSIONS))})\b", re.MULTILINE)
+#: What only Python 2 has, on the line that Python 3 does not parse, strings left out.
+PYTHON_2 = re.compile(
+    r"^\s*(print|exec)\s+[^(=\s]"
+    r"|^\s*raise\s[^,(]*,"
+    r"|^\s*except\b[^(:]*,\s*\w+\s*:"
+    r"|`|<>|\b0\d+[lL]?\b|\b\d+[lL]\b|\bur''"
+)
+STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
+#: Characters of that line that are looked at.
+LONGEST_LINE = 10_000
+NAMING = {ast.Import, ast.ImportFrom, ast.Attribute, ast.Name}
+PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
+ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
+# What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
+UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+
+class Read(NamedTuple):
+    """What is known of one file by itself.
+
+    Attributes:
+        findings: Symbols, and what is to be said of the file.
+        facts: What the traps of every file need to know; None where it never names apex.
+        may_hold_traps: Whether it is a Python file that can be parsed.
+    """
+
+    findings: list[Finding]
+    facts: Facts | None = None
+    may_hold_traps: bool = False
+
+
+def scan(
+    path: str | Path | Sequence[str | Path],
+    config: Config | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
+) -> Report:
+    """Check every Python file and notebook under one or several paths, and what installs apex there.
+
+    Args:
+        path: A directory, a file, or several; paths in the report are relative to a single one, else to where they are
+            given from.
+        config: What is reported; everything by default.
+        progress: Called with what is being done, how many files are done, and how many there are.
+
+    Raises:
+        FileNotFoundError: a path does not exist.
+        ChildProcessError: one of the processes that read files was ended from outside.
+    """
+    paths = [path] if isinstance(path, str | Path) else list(path)
+    config = config or Config()
+    files = [(name, file) for name, file in _named(paths) if not config.excludes(name)]
+    findings: list[Finding] = []
+    with workers(len(files)) as apply:
+        read = list(_counted(apply(_read_file, files), "reading", len(files), progress))
+        findings += [finding for one in read for finding in one.findings]
+        repository = Repository([one.facts for one in read if one.facts is not None])
+        if repository.is_mixed:  # without amp nothing is a trap
+            rest = [file for file, one in zip(files, read, strict=True) if one.may_hold_traps]
+            found = apply(functools.partial(_traps_of_file, repository), rest)
+            for some in _counted(found, "looking for traps", len(rest), progress):
+                findings += some
+    kept = sorted(finding for finding in findings if config.keeps(finding))
+    return Report(str(paths[0]) if len(paths) == 1 else "", len(files), kept)
+
+
+def _counted(
+    results: Iterable[T], what: str, total: int, progress: Callable[[str, int, int], object] | None
+) -> Iterator[T]:
+    for done, result in enumerate(results, 1):
+        yield result
+        if progress is not None:
+            progress(what, done, total)
+
+
+def _read_file(job: tuple[str, str]) -> Read:
+    """The symbols of a file, and its facts. One that does not name apex has none, and is not parsed for them."""
+    name, file = job
+    try:
+        code = decode(read(file)).code
+        if installs(file):
+            return Read(_installed(name, code))
+        notebook = Notebook.read(code) if is_notebook(os.path.basename(file)) else None
+    except (Unreadable, NotANotebook) as problem:
+        return Read([_unreadable(name, file, problem)])
+    lines: list[int] = []
+    found: list[Finding] = []
+    if notebook is not None:
+        code, lines = notebook.code, notebook.lines
+        found = _kept(_installed_by_cells(name, notebook), code, lines)
+    if not mentions_apex(code):
+        return Read(found, may_hold_traps=notebook is None)  # nobody imports a notebook
+    try:
+        source = Source(name, code)
+        found += _kept(_symbols(source), code, lines)
+        return Read(found, Facts.of(source), may_hold_traps=True)
+    except UNPARSABLE as problem:
+        return Read([*found, *_kept([_unparsable(name, code, problem, file)], "", lines)])
+
+
+def _traps_of_file(repository: Repository, job: tuple[str, str]) -> list[Finding]:
+    """The traps in a file, judged by what the repository does."""
+    name, file = job
+    code = ""
+    try:
+        code = decode(read(file)).code
+        lines: list[int] = []
+        if is_notebook(os.path.basename(file)):
+            notebook = Notebook.read(code)
+            code, lines = notebook.code, notebook.lines
+        source = Source(name, code)
+        try:
+            return _kept(_traps(source, repository), code, lines)
+        finally:
+            source.known.clear()  # it leads back to the source, and no collector runs in the processes
+    except (Unreadable, NotANotebook) as problem:
+        return [_unreadable(name, file, problem)]
+    except UNPARSABLE as problem:
+        return [_unparsable(name, code, problem, file)]
+
+
+def _unreadable(name: str, file: str, problem: Exception) -> Finding:
+    is_python = os.path.splitext(file)[1] in READ
+    reason = f"the file {problem}" if is_python else f"is not a Python file ({problem})"
+    return Finding(name, 0, 0, "file", "unreadable", WARNING, reason)
+
+
+def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
+    """Each file with its name for the report, once."""
+    seen: set[str] = set()
+    for path in paths:
+        root = Path(path)
+        if not root.exists():
+            raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
+        given, root = root, root.resolve()
+        whole = root.is_dir()
+        for name, file in sources(root):
+            if file in seen:
+                continue
+            seen.add(file)
+            yield (name if len(paths) == 1 else (given / name if whole else given).as_posix()), file
+
+
+INSTALLED = "apex is installed here: nothing has to be built any more; install ampcompat, and drop this"
+
+
+def _installed(name: str, text: str) -> list[Finding]:
+    """Lines that install apex, which nothing needs any more."""
+    lines = lines_of(text)
+    found = [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in install_lines(text)]
+    return [finding for finding in found if not is_ignored(finding, lines)]
+
+
+def _installed_by_cells(name: str, notebook: Notebook) -> list[Finding]:
+    """The same of commands in the cells of a notebook, at the lines of its code."""
+    lines = [number for number, command in notebook.commands() if installs_apex(command)]
+    return [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in lines]
+
+
+def _kept(found: list[Finding], code: str, places: list[int]) -> list[Finding]:
+    """Findings without those that a comment ignores, at the lines of the file."""
+    if "ampcompat:" in code:
+        lines = lines_of(code)
+        found = [finding for finding in found if not is_ignored(finding, lines)]
+    if not places:
+        return found
+    return [replace(f, line=places[f.line - 1] if 0 < f.line <= len(places) else 0) for f in found]
+
+
+def scan_source(code: str, path: str = "<string>") -> list[Finding]:
+    """Findings of one source text."""
+    try:
+        source = Source(path, code)
+        return sorted(_kept(_symbols(source) + _traps(source, Repository([Facts.of(source)])), code, []))
+    except UNPARSABLE as problem:
+        return [_unparsable(path, code, problem)]
+
+
+def _unparsable(path: str, code: str, problem: BaseException, file: str = "x.py") -> Finding:
+    if os.path.splitext(file)[1] not in READ:
+        return Finding(path, 0, 0, "file", "not_python", WARNING, "is not a Python file")
+    uses_apex = MENTION.search(code) is not None
+    level = ERROR if uses_apex else WARNING
+    conflict = next((number for number, line in enumerate(lines_of(code), 1) if line.startswith("<<<<<<< ")), 0)
+    if conflict and ">>>>>>> " in code:
+        note = "the file has a merge conflict that nobody resolved: resolve it first"
+        return Finding(path, conflict, 0, "file", "unparsable", level, note)
+    line = problem.lineno or 0 if isinstance(problem, SyntaxError) else 0
+    reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
+    note = f"Python 3 cannot parse the file ({reason})"
+    if uses_apex:
+        note += (
+            "; it imports apex, and it is Python 2: port it (2to3) first"
+            if _is_python_2(problem)
+            else "; it imports apex"
+        )
+    return Finding(path, max(line, 0), 0, "file", "unparsable", level, note)
+
+
+def _is_python_2(problem: BaseException) -> bool:
+    line = (problem.text or "")[:LONGEST_LINE] if isinstance(problem, SyntaxError) else ""
+    return PYTHON_2.search(STRING.sub("''", line)) is not None
+
+
+def _symbols(source: Source) -> list[Finding]:
+    found: list[Finding] = []
+    if not source.mentions_apex:
+        return found
+    for node in source.nodes:
+        if node.__class__ not in NAMING:
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names = [node.module or "" if a.name == "*" else f"{node.module}.{a.name}" for a in node.names]
+        else:
+            if symbol := used(source, node):
+                found.append(_symbol(source, node, symbol))
+            continue
+        found += [_symbol(source, node, symbol) for name in names if (symbol := apex_name(name)) is not None]
+    found += [f for call in source.calls if (f := _probe(source, call)) is not None]
+    found += _left_on_optimizers(source)
+    # Two mentions on one line (`amp.initialize(amp.x)`) stay two only when they name different symbols.
+    return list({(f.line, f.name): f for f in found}.values())
+
+
+def used(source: Source, node: ast.AST) -> str | None:
+    """The apex symbol that a node uses; of a chain of attributes the whole speaks."""
+    if not isinstance(node, ast.Attribute | ast.Name) or not isinstance(node.ctx, ast.Load):
+        return None
+    if isinstance(source.parents.get(node), ast.Attribute):
+        return None  # the longer chain speaks
+    symbol = source.apex(node)
+    # A bare module (`if amp is not None`, `amp` passed on) says nothing that its import did not.
+    return None if symbol is None or (isinstance(node, ast.Name) and symbol.count(".") < 2) else symbol
+
+
+def _symbol(source: Source, node: ast.AST, name: str) -> Finding:
+    level, note = verdict(name)
+    if level == UNSUPPORTED and isinstance(node, ast.Import | ast.ImportFrom) and _guarded(source, node):
+        level, note = DIFFERS, f"imported inside try: the probe is answered, each use of it is refused ({note})"
+    return source.finding(node, "symbol", canonical(name), level, note)
+
+
+def _guarded(source: Source, node: ast.AST) -> bool:
+    child = node
+    for parent in source.ancestors(node):
+        if isinstance(parent, TRIES) and source.field(child) == "body" and getattr(parent, "handlers", []):
+            return True
+        child = parent
+    return False
+
+
+def _probe(source: Source, call: ast.Call) -> Finding | None:
+    first = call.args[0] if call.args else None
+    if called(call) not in PROBES or not isinstance(first, ast.Constant) or not isinstance(first.value, str):
+        return None
+    if first.value.partition(".")[0] != "apex":
+        return None
+    level, note = verdict(first.value)
+    note = note or "asked for by name: answered under `ampcompat run` or install_as_apex()"
+    return source.finding(call, "symbol", canonical(first.value), NOTE if level == WORKS else level, note)
+
+
+def _left_on_optimizers(source: Source) -> Iterator[Finding]:
+    """What amp leaves on an optimizer, as an attribute, or asked for by name: ``hasattr(optimizer, "_amp_stash")``."""
+    for attribute in source.kind(ast.Attribute):
+        if attribute.attr in ON_OPTIMIZERS:
+            yield source.finding(attribute, "symbol", f"optimizer.{attribute.attr}", WORKS)
+    for call in source.calls:
+        name = call.args[1] if called(call) in ATTRIBUTES and len(call.args) > 1 else None
+        if isinstance(name, ast.Constant) and name.value in ON_OPTIMIZERS:
+            yield source.finding(call, "symbol", f"optimizer.{name.value}", WORKS)
+
+
+def _traps(source: Source, repository: Repository) -> list[Finding]:
+    if not repository.is_mixed:
+        return []
+    return [finding for trap in TRAPS for finding in trap(source, repository)]

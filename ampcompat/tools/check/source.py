@@ -1,0 +1,315 @@
+"""One parsed file with what symbols and traps ask about it: parents, scopes, apex names, calls."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import warnings
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from ampcompat._extensions import EXTENSIONS
+from ampcompat.tools.check.bindings import Bindings, dotted, parameters
+from ampcompat.tools.check.findings import Finding
+from ampcompat.tools.check.symbols import ON_OPTIMIZERS
+
+SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+#: What a text that uses apex has in it: a name of it, or of what it leaves on optimizers.
+MENTIONS = ("apex", "ampcompat", *EXTENSIONS, *ON_OPTIMIZERS)
+Node = TypeVar("Node", bound=ast.AST)
+#: ``try``, and from Python 3.11 on the one with ``except*``.
+_TRY_STAR: type[ast.AST] = getattr(ast, "TryStar", ast.Try)
+TRIES: tuple[type[ast.AST], ...] = (ast.Try, _TRY_STAR)
+#: Kinds of nodes that hold statements.
+HOLDS_STATEMENTS: tuple[type[ast.AST], ...] = (
+    ast.Module,
+    ast.FunctionDef,
+    ast.AsyncFunctionDef,
+    ast.ClassDef,
+    ast.If,
+    ast.For,
+    ast.AsyncFor,
+    ast.While,
+    ast.With,
+    ast.AsyncWith,
+    ast.ExceptHandler,
+    ast.match_case,
+    *TRIES,
+)
+# Fields of nodes that hold no nodes, or operators and contexts, of which one object stands for many.
+PLAIN_FIELDS = frozenset(
+    {"ctx", "op", "ops", "id", "attr", "arg", "name", "module", "level", "asname", "kind", "type_comment", "conversion"}
+)
+
+
+def mentions_apex(code: str) -> bool:
+    """Whether a text names apex at all; one that does not has no apex symbol."""
+    return any(word in code for word in MENTIONS)
+
+
+def parse(code: str) -> ast.Module:
+    """The tree of ``code``; nothing is executed.
+
+    Raises:
+        SyntaxError, ValueError, RecursionError, MemoryError: as :func:`ast.parse`.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(code)
+
+
+class Place(NamedTuple):
+    """Where a statement stands: in which list of its parent (``"body"``, ``"orelse"``, ...), and as which of it."""
+
+    field: str
+    block: list[ast.stmt]
+    position: int
+
+
+class Source:
+    """A file under check. What is not asked for is not worked out: most files of a large tree never mention apex.
+
+    Attributes:
+        path: Path for the report.
+        code: Its text.
+        tree: The parsed file.
+        lines: For the code of a notebook, the lines of the file that its lines come from.
+        mentions_apex: Whether the text names apex at all; without that no symbol and no call is apex's.
+        known: What was worked out of this file before, by what it is; goes with the file.
+    """
+
+    def __init__(self, path: str, code: str) -> None:
+        self.path, self.code, self.tree = path, code, parse(code)
+        self.lines: list[int] = []
+        self.known: dict[Hashable, Any] = {}
+        self._within: dict[ast.AST, list[ast.AST]] = {}
+        self._parameters: dict[ast.AST, set[str]] = {}
+        self.mentions_apex = mentions_apex(code)
+
+    @functools.cached_property
+    def _walked(self) -> tuple[list[ast.AST], dict[ast.AST, ast.AST], dict[type[ast.AST], list[ast.AST]]]:
+        nodes: list[ast.AST] = [self.tree]
+        parents: dict[ast.AST, ast.AST] = {}
+        kinds: dict[type[ast.AST], list[ast.AST]] = {}
+        for node in nodes:  # grows on the way
+            found = children(node)
+            for child in found:
+                parents[child] = node
+            nodes += found
+            kinds.setdefault(node.__class__, []).append(node)
+        return nodes, parents, kinds
+
+    @property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes but operators and contexts, breadth first; iterating them needs no recursion."""
+        return self._walked[0]
+
+    def kind(self, *kinds: type[Node]) -> Iterator[Node]:
+        """The nodes of some kinds, one kind after the other."""
+        for kind in kinds:
+            yield from self._walked[2].get(kind, ())  # type: ignore[misc]
+
+    @property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        """Parent of every node."""
+        return self._walked[1]
+
+    @functools.cached_property
+    def calls(self) -> list[ast.Call]:
+        """All calls."""
+        return list(self.kind(ast.Call))
+
+    @functools.cached_property
+    def calls_within(self) -> dict[ast.AST, list[ast.Call]]:
+        """For each function the calls in it, those of functions nested in it too."""
+        found: dict[ast.AST, list[ast.Call]] = {}
+        for call in self.calls:
+            for parent in self.ancestors(call):
+                if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.setdefault(parent, []).append(call)
+        return found
+
+    @functools.cached_property
+    def bindings(self) -> Bindings:
+        """The file's apex names."""
+        return Bindings(self.nodes if self.mentions_apex else ())
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Parents of ``node``, nearest first."""
+        parents = self.parents
+        while node in parents:
+            node = parents[node]
+            yield node
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """The innermost function that holds ``node``, or the module."""
+        return self._scopes.get(node, self.tree)
+
+    @functools.cached_property
+    def _scopes(self) -> dict[ast.AST, ast.AST]:
+        scopes: dict[ast.AST, ast.AST] = {self.tree: self.tree}
+        for node, parent in self.parents.items():  # parents come before their children
+            scopes[node] = parent if isinstance(parent, SCOPES) else scopes[parent]
+        return scopes
+
+    def place(self, node: ast.AST) -> Place | None:
+        """Where a statement, or a handler, stands; None for an expression."""
+        return self._places.get(node)
+
+    @functools.cached_property
+    def _places(self) -> dict[ast.AST, Place]:
+        places: dict[ast.AST, Place] = {}
+        for node in self.kind(*HOLDS_STATEMENTS):
+            for field in ("body", "orelse", "finalbody", "handlers"):
+                block: list[ast.stmt] = getattr(node, field, [])
+                for position, statement in enumerate(block):
+                    places[statement] = Place(field, block, position)
+        return places
+
+    def field(self, node: ast.AST) -> str:
+        """The list of its parent that a statement or handler stands in; "" for an expression."""
+        place = self.place(node)
+        return "" if place is None else place.field
+
+    def statement(self, node: ast.AST) -> ast.AST:
+        """The innermost statement that ``node`` is a part of, or is."""
+        while node not in self._places and node in self.parents:
+            node = self.parents[node]
+        return node
+
+    def apex(self, node: ast.AST) -> str | None:
+        """The apex symbol that an expression names, or None; parameters shadow imports."""
+        if not self.mentions_apex:
+            return None
+        root = node
+        while isinstance(root, ast.Attribute):
+            root = root.value
+        if not isinstance(root, ast.Name) or root.id not in self.bindings.heads:
+            return None
+        name = dotted(node)
+        symbol = self.bindings.resolve(name)
+        if symbol is None:
+            return None
+        bound = self.bindings.bound(name)
+        if bound is not None and "." not in bound and self._is_parameter(bound, node):
+            return None
+        return symbol
+
+    def _is_parameter(self, name: str, node: ast.AST) -> bool:
+        """Whether ``name`` means a parameter of a function around ``node``."""
+        scope = self.scope(node)
+        while isinstance(scope, SCOPES):
+            if scope not in self._parameters:
+                self._parameters[scope] = parameters(scope)
+            if name in self._parameters[scope]:
+                return True
+            scope = self.scope(scope)
+        return False
+
+    def calls_to(self, *symbols: str) -> list[ast.Call]:
+        """Calls of apex symbols, e.g. ``calls_to("apex.amp.initialize")``."""
+        return [call for call, symbol in self._apex_calls if symbol in symbols]
+
+    @functools.cached_property
+    def _apex_calls(self) -> list[tuple[ast.Call, str]]:
+        calls = self.calls if self.mentions_apex else ()
+        return [(call, symbol) for call in calls if (symbol := self.apex(call.func)) is not None]
+
+    def within(self, node: ast.AST) -> list[ast.AST]:
+        """The nodes below a statement, itself included."""
+        if node is self.tree:
+            return self.nodes
+        if node not in self._within:
+            self._within[node] = list(ast.walk(node))
+        return self._within[node]
+
+    def scaled_blocks(self) -> list[ast.With | ast.AsyncWith]:
+        """``with amp.scale_loss(...)`` statements."""
+        calls = set(map(id, self.calls_to("apex.amp.scale_loss", "apex.amp.handle.scale_loss")))
+        if not calls:
+            return []
+        blocks: list[ast.With | ast.AsyncWith] = [*self.kind(ast.With), *self.kind(ast.AsyncWith)]
+        return [block for block in blocks if any(id(i.context_expr) in calls for i in block.items)]
+
+    def imports(self, package: str) -> bool:
+        """Whether the file imports ``package`` or a part of it."""
+        return package in self._packages
+
+    @functools.cached_property
+    def _packages(self) -> set[str]:
+        names: list[str] = []
+        for node in self.kind(ast.Import, ast.ImportFrom):
+            if isinstance(node, ast.Import):
+                names += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.append(node.module or "")
+        return {name.partition(".")[0] for name in names}
+
+    def opt_levels(self) -> set[str] | None:
+        """The opt_levels that the file's ``initialize`` calls spell out; None when one is computed or none is there."""
+        found = set()
+        for call in self.calls_to("apex.amp.initialize"):
+            level: ast.AST = argument(call, 3, "opt_level") or ast.Constant("O1")
+            if any(k.arg is None for k in call.keywords) or not isinstance(level, ast.Constant):
+                return None
+            found.add(str(level.value))
+        return found or None
+
+    def finding(self, node: ast.AST, kind: str, name: str, level: str, note: str = "") -> Finding:
+        """A finding at ``node``."""
+        line, column = getattr(node, "lineno", 0), getattr(node, "col_offset", -1) + 1
+        return Finding(self.path, line, column, kind, name, level, note)
+
+
+def children(node: ast.AST) -> list[ast.AST]:
+    """As ast.iter_child_nodes, without operators and contexts, at a third of its cost."""
+    found: list[ast.AST] = []
+    for name in _fields(node.__class__):  # type: ignore[arg-type]
+        value = getattr(node, name, None)
+        if value.__class__ is list:
+            found += [child for child in value if isinstance(child, ast.AST)]
+        elif isinstance(value, ast.AST):
+            found.append(value)
+    return found
+
+
+@functools.cache
+def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
+    """The fields of a kind of node that may hold nodes."""
+    if kind is ast.Constant:
+        return ()
+    # The name of `type X = int` is a node.
+    return tuple(f for f in kind._fields if f not in PLAIN_FIELDS or (f == "name" and kind.__name__ == "TypeAlias"))
+
+
+def argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:
+    """The argument given by position or keyword, or None."""
+    for given in call.keywords:
+        if given.arg == keyword:
+            return given.value
+    return call.args[position] if len(call.args) > position else None
+
+
+def number(node: ast.AST | None) -> float | None:
+    """The value of a numeric literal, sign included, else None."""
+    sign = 1.0
+    while isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        sign, node = (-sign if isinstance(node.op, ast.USub) else sign), node.operand
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
+        try:
+            return sign * float(node.value)
+        except OverflowError:
+            return sign * float("inf")
+    return None
+
+
+def text(node: ast.AST | None) -> str:
+    """``a.b`` for names and attributes, ``""`` for any other expression: what tells two mentions apart."""
+    return dotted(node) or "" if node is not None else ""
+
+
+def called(call: ast.Call) -> str:
+    """The last name of what is called: ``clip_grad_norm_`` for ``torch.nn.utils.clip_grad_norm_(...)``."""
+    if isinstance(call.func, ast.Attribute):
+        return call.func.attr
+    return call.func.id if isinstance(call.func, ast.Name) else ""

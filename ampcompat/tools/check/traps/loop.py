@@ -1,0 +1,294 @@
+"""Traps of the training loop: backward passes and clipping beside ``amp.scale_loss``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
+
+from ampcompat.tools.check.findings import ERROR, WARNING, Finding
+from ampcompat.tools.check.source import SCOPES, TRIES, Source, argument, called, text
+from ampcompat.tools.check.together import contexts, exclusive
+from ampcompat.tools.check.traps.repository import Repository
+
+CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
+# A branch under such a test is the other way of training, not a mistake in this one.
+SWITCH = re.compile(r"fp_?16|amp|apex|half|mixed|precision|bf16|opt_level|scaler", re.IGNORECASE)
+With: TypeAlias = ast.With | ast.AsyncWith
+
+
+class Blocks:
+    """The ``scale_loss`` blocks of one function, and what is asked of other statements beside them."""
+
+    def __init__(self, source: Source, scope: ast.AST, blocks: list[With]) -> None:
+        self.source, self.scope, self.blocks = source, scope, blocks
+        self.inside = {id(node) for block in blocks for node in source.within(block)}
+        self._contexts = contexts(source, blocks)
+        self.first_return = min(self._lines_of_returns(), default=None)
+        #: Of each ``if`` and ``try`` around a block: its statements that hold one, and how many of these its body has.
+        self._holders: dict[ast.AST, set[ast.AST]] = {}
+        self._in_body: Counter[ast.AST] = Counter()
+        for block in blocks:
+            self._note_holders(block)
+
+    def _note_holders(self, block: With) -> None:
+        child: ast.AST = block
+        for parent in self.source.ancestors(block):
+            if isinstance(parent, (ast.If, *TRIES)):
+                held = self._holders.setdefault(parent, set())
+                if child in held:  # those further out were noted for another block
+                    return
+                held.add(child)
+                self._in_body[parent] += self.source.field(child) == "body"
+            child = parent
+
+    def _lines_of_returns(self) -> Iterator[int]:
+        """The lines of branches that hold a block and leave the iteration: what follows trains in the other way."""
+        seen: set[ast.AST] = set()
+        for block in self.blocks:
+            for outer in self.source.ancestors(block):
+                if isinstance(outer, SCOPES) or outer in seen:
+                    break
+                seen.add(outer)
+                if isinstance(outer, ast.If) and isinstance(outer.body[-1], ast.Return | ast.Continue):
+                    yield outer.lineno
+
+    def hold(self, node: ast.AST) -> bool:
+        """Whether ``node`` is in one of the blocks."""
+        return id(node) in self.inside
+
+    def exclude(self, node: ast.AST) -> bool:
+        """Whether the tests around say that ``node`` is the other way of training."""
+        if self._on_another_side(node):
+            return True
+        return all(exclusive(self.source, node, block) for block in self._contexts)
+
+    def _on_another_side(self, node: ast.AST) -> bool:
+        """Whether ``node`` and some block are on different sides of one ``if`` or ``try``."""
+        child = self.source.statement(node)
+        for parent in self.source.ancestors(child):
+            holders = self._holders.get(parent)
+            if holders is not None:
+                own_side = self._in_body[parent] if self.source.field(child) == "body" else int(child in holders)
+                if len(holders) > own_side:
+                    return True
+            child = parent
+        return False
+
+    def return_before(self, node: ast.AST) -> bool:
+        """Whether a branch that holds a block leaves the iteration above ``node`` (``with ...; return``)."""
+        return self.first_return is not None and self.first_return < getattr(node, "lineno", 0)
+
+
+def _blocks_by_function(source: Source) -> list[Blocks]:
+    key = "blocks by function"
+    if key not in source.known:
+        found: dict[ast.AST, list[With]] = {}
+        for block in source.scaled_blocks():
+            found.setdefault(source.scope(block), []).append(block)
+        source.known[key] = [Blocks(source, scope, blocks) for scope, blocks in found.items()]
+    by_function: list[Blocks] = source.known[key]
+    return by_function
+
+
+def _clips(nodes: Iterable[ast.AST]) -> list[ast.Call]:
+    return [node for node in nodes if isinstance(node, ast.Call) and called(node) in CLIPS and node.args]
+
+
+def _of_model(call: ast.Call) -> bool:
+    given = call.args[0]
+    return isinstance(given, ast.Call) and isinstance(given.func, ast.Attribute) and given.func.attr == "parameters"
+
+
+def switched(source: Source, node: ast.AST) -> bool:
+    """Whether ``node`` runs only on one side of a test on the precision in use."""
+    for parent in source.ancestors(node):
+        if isinstance(parent, SCOPES):
+            return False
+        if isinstance(parent, ast.If | ast.IfExp) and _names_precision(source, parent.test):
+            return True
+    return False
+
+
+def _names_precision(source: Source, test: ast.expr) -> bool:
+    key = ("names precision", id(test))
+    if key not in source.known:
+        names = (getattr(part, "id", None) or getattr(part, "attr", None) or "" for part in ast.walk(test))
+        source.known[key] = any(SWITCH.search(name) for name in names)
+    found: bool = source.known[key]
+    return found
+
+
+def clip_of_model_params(source: Source, repository: Repository) -> Iterator[Finding]:
+    """Clipping ``model.parameters()`` where the optimizer steps master parameters.
+
+    At O2 the gradients that count are those of the float32 masters; clipping the model's half gradients after the
+    block changes nothing. Clip ``amp.master_params(optimizer)``: right at every level.
+    """
+    if not repository.may_run_at("O2", "O5"):
+        return
+    level = WARNING if repository.levels is None else ERROR
+    note = "at O2 the optimizer steps master parameters; clip amp.master_params(optimizer) instead"
+    mastered = set(source.calls_to("apex.amp.master_params"))
+    for blocks in _blocks_by_function(source):
+        nodes = source.within(blocks.scope)
+        # An if/else on the precision in use: one side with master_params, the other without.
+        if mastered and not mastered.isdisjoint(nodes):
+            continue
+        for call in _clips(nodes):
+            if _of_model(call) and not blocks.hold(call) and not blocks.exclude(call):
+                yield source.finding(call, "trap", "clip_of_model_params", level, note)
+
+
+def clip_of_scaled_gradients(source: Source, repository: Repository) -> Iterator[Finding]:
+    """Clipping inside the ``scale_loss`` block, where gradients still carry the loss scale.
+
+    The limit is then up to 65536 times too tight. Clip after the block.
+    """
+    for block in source.scaled_blocks():
+        for call in _clips(source.within(block)):
+            note = "gradients are scaled until the scale_loss block ends; clip after the block"
+            yield source.finding(call, "trap", "clip_of_scaled_gradients", ERROR, note)
+
+
+def unscaled_backward(source: Source, repository: Repository) -> Iterator[Finding]:
+    """``loss.backward()`` next to ``scale_loss`` in one function, with no switch between the two.
+
+    Its gradients lack the scale: in half, small ones vanish, and at O2 masters get none of them. Give the loss to
+    ``amp.scale_loss`` as well.
+    """
+    for blocks in _blocks_by_function(source):
+        losses = _Losses(source, blocks)
+        for call in source.within(blocks.scope):
+            if not isinstance(call, ast.Call) or blocks.hold(call) or source.scope(call) is not blocks.scope:
+                continue
+            # `engine.backward(loss)` and `scaler.scale(loss).backward()` are other tools' ways.
+            if called(call) != "backward" or call.args or not isinstance(call.func, ast.Attribute):
+                continue
+            name = text(call.func.value)
+            if not name or switched(source, call) or blocks.exclude(call) or blocks.return_before(call):
+                continue
+            note = f"{name} is not scaled; give it to amp.scale_loss and call backward on what that yields"
+            # Of a network beside amp's, stepped by an optimizer of its own, it is right.
+            level = ERROR if losses.train_managed(name) else WARNING
+            yield source.finding(call, "trap", "unscaled_backward", level, note)
+
+
+class _Losses:
+    """Which losses of a function train a model that ``initialize`` was given."""
+
+    def __init__(self, source: Source, blocks: Blocks) -> None:
+        scaled = [item.context_expr for block in blocks.blocks for item in block.items]
+        self.scaled = {text(call.args[0]) for call in scaled if isinstance(call, ast.Call) and call.args}
+        self.computed: set[str] = set()  # names that an assignment computes from others
+        users: dict[str, list[str]] = {}  # for each name those that are computed from it
+        for targets, used in _assignments(source).get(blocks.scope, ()):
+            self.computed |= {target for target in targets if used - {target}}
+            for name in used:
+                users.setdefault(name, []).extend(targets)
+        #: Names that a model goes into.
+        self.of_models: set[str] = set()
+        models = _initialized_models(source)
+        rest = [name for name in models if name in users]
+        while rest:
+            for user in users.pop(rest.pop(), ()):
+                if user not in self.of_models:
+                    self.of_models.add(user)
+                    rest.append(user)
+        self.models = models
+
+    def train_managed(self, loss: str) -> bool:
+        """Whether a loss is one that is scaled elsewhere, or is computed with such a model.
+
+        Where nothing tells what computes it, it counts as the model's.
+        """
+        if loss in self.scaled or loss not in self.computed:
+            return True
+        return loss in self.models or loss in self.of_models
+
+
+def _initialized_models(source: Source) -> set[str]:
+    """The names of the models that ``initialize`` is given, and of what they are parts of."""
+    key = "initialized models"
+    if key not in source.known:
+        given = [argument(call, 0, "models") for call in source.calls_to("apex.amp.initialize")]
+        source.known[key] = {text(node) for one in given if one is not None for node in ast.walk(one)} - {""}
+    names: set[str] = source.known[key]
+    return names
+
+
+def _assignments(source: Source) -> dict[ast.AST, list[tuple[set[str], set[str]]]]:
+    """For each function its assignments: the names that are given values, and those that the values use."""
+    key = "assignments"
+    if key not in source.known:
+        found: dict[ast.AST, list[tuple[set[str], set[str]]]] = {}
+        for node in source.kind(ast.Assign):
+            targets = {text(part) for target in node.targets for part in ast.walk(target)} - {""}
+            used = set(map(text, ast.walk(node.value))) - {""}
+            found.setdefault(source.scope(node), []).append((targets, used))
+        source.known[key] = found
+    assignments: dict[ast.AST, list[tuple[set[str], set[str]]]] = source.known[key]
+    return assignments
+
+
+def backward_of_wrong_loss(source: Source, repository: Repository) -> Iterator[Finding]:
+    """``loss.backward()`` in the block of ``amp.scale_loss(loss, optimizer) as scaled_loss``.
+
+    The block then divides gradients by a scale that they never had. Call backward on what the block yields.
+    """
+    for block in source.scaled_blocks():
+        for item in block.items:
+            call, scaled = item.context_expr, text(item.optional_vars)
+            if not isinstance(call, ast.Call) or not call.args or not text(call.args[0]):
+                continue
+            loss = text(call.args[0])
+            if loss == scaled:
+                continue
+            for inner in source.within(block):
+                if not isinstance(inner, ast.Call) or called(inner) != "backward" or inner.args:
+                    continue
+                if isinstance(inner.func, ast.Attribute) and text(inner.func.value) == loss:
+                    right = scaled or "scaled_loss"
+                    note = f"the block unscales gradients that were never scaled; call {right}.backward()"
+                    yield source.finding(inner, "trap", "backward_of_wrong_loss", ERROR, note)
+
+
+def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[Finding]:
+    """``p.grad.data.div_(n)`` over ``model.parameters()`` after the block, at O2: the masters' gradients are copies.
+
+    The optimizer steps the float32 masters, whose gradients were taken when the block ended. Edit those of
+    ``amp.master_params(optimizer)``, or edit inside the block.
+    """
+    if not repository.may_run_at("O2", "O5") or repository.levels is None:
+        return
+    note = "at O2 the optimizer steps masters: this changes nothing; edit amp.master_params(optimizer)"
+    for blocks in _blocks_by_function(source):
+        last = max(block.lineno for block in blocks.blocks)
+        for loop in source.within(blocks.scope):
+            if not isinstance(loop, ast.For) or blocks.hold(loop) or loop.lineno < last:
+                continue
+            over = loop.iter
+            if not isinstance(over, ast.Call) or called(over) not in ("parameters", "named_parameters"):
+                continue
+            if source.scope(loop) is not blocks.scope or switched(source, loop) or blocks.exclude(loop):
+                continue
+            names = [n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)]
+            found = next((n for n in ast.walk(loop) if _edits(n, names)), None)
+            if found is not None:
+                yield source.finding(found, "trap", "edit_of_model_gradients", ERROR, note)
+
+
+def _edits(node: ast.AST, names: list[str]) -> bool:
+    """Whether a node changes ``p.grad`` for a ``p`` in ``names``, to something else than nothing."""
+    grads = {f"{name}.grad{data}" for name in names for data in ("", ".data")}
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        method = node.func.attr
+        edits = method.endswith("_") and method not in ("zero_", "detach_", "requires_grad_")
+        return edits and text(node.func.value) in grads
+    if isinstance(node, ast.AugAssign):
+        return text(node.target) in grads
+    if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):
+        return any(text(target) in grads for target in node.targets)
+    return False

@@ -1,0 +1,74 @@
+"""Watching the code between a model and ``scale_loss``, which cannot be run again, the next times that it runs.
+
+Armed only after a step was lost for something that no model did; disarmed once it is explained, or after some blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.tools.explain.places import Places
+from ampcompat.tools.explain.probe import Event, Probe
+from ampcompat.tools.explain.record import Record
+from ampcompat.tools.explain.tensors import is_finite
+
+#: Blocks that are watched before giving up.
+BLOCKS = 50
+
+
+class LiveProbe:
+    """A probe that is put into the run itself."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.probe: Probe | None = None
+        self.modes = ExitStack()
+
+    def arm(self) -> None:
+        """Watch the next blocks."""
+        self.blocks = BLOCKS
+
+    def start(self, outputs: Iterable[torch.Tensor]) -> None:
+        """A model has returned ``outputs``: watch from here, if armed."""
+        if self.blocks > 0 and self.probe is None:
+            places = Places({})
+            self.probe = Probe(places)
+            for output in outputs:
+                self.probe.given(output, "output", "")
+            self.modes.enter_context(places)
+            self.modes.enter_context(self.probe)
+
+    def stop(self) -> None:
+        """Take the probe out of the run, if it is the innermost mode (the user may have entered one since)."""
+        if self.probe is not None and _torch.innermost_dispatch_mode() is self.probe:
+            self.modes.close()
+            self.probe = None
+
+    def look_at(self, loss: torch.Tensor) -> Event | None:
+        """The origin of a loss that is not finite."""
+        if self.probe is None:
+            return None
+        event = _of_this_code(self.probe.origin([loss]))
+        if event is not None:
+            self.blocks = 0
+            self.stop()
+        return event
+
+    def look_at_gradients(self, records: Iterable[Record]) -> Event | None:
+        """The origin of gradients that came into a model and are not finite."""
+        if self.probe is None:
+            return None
+        grads = [g for record in records for g in record.grads if g is not None]
+        event = _of_this_code(None if all(map(is_finite, grads)) else self.probe.origin(grads))
+        self.blocks = 0 if event is not None else self.blocks - 1
+        self.stop()
+        return event
+
+
+def _of_this_code(event: Event | None) -> Event | None:
+    """``event``, unless the model's output was not finite already: running the model again tells why."""
+    return None if event is None or event.op == "output" else event

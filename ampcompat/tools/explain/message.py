@@ -1,0 +1,152 @@
+"""Word the message of an autopsy."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import torch
+
+from ampcompat._state import state
+from ampcompat.amp.scaler import LossScaler
+from ampcompat.tools.explain.cure import Setting, cures
+from ampcompat.tools.explain.growth import Growth
+from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
+from ampcompat.tools.explain.replay import Finding
+from ampcompat.tools.explain.tensors import LARGEST
+from ampcompat.tools.explain.words import Message, cure_fields
+
+_NOT_RUN_AGAIN = (
+    "No forward of an initialized model could be run again: compiled models, DataParallel replicas and models with"
+    " SyncBatchNorm on several ranks cannot. Start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on"
+    " one device (CUDA_VISIBLE_DEVICES=0), and the autopsy names the op."
+)
+
+
+def fault(
+    finding: Finding, scaler: LossScaler, what: str, step: int, made: bool, growth: Growth | None = None
+) -> Message:
+    """Say what happened, where, how large, and what to do.
+
+    Args:
+        finding: Of a replay, with an event, or of a live probe.
+        scaler: The loss scaler of the backward pass.
+        what: What was lost, as in "A step was skipped".
+        step: The number of the step that the fault belongs to.
+        made: Whether steps were made before, all of which left finite weights.
+        growth: The weight that the last steps made many times larger, if any.
+    """
+    event = finding.event
+    if event is None:
+        return elsewhere(what, [finding], step)
+    fields = [("what", _what(event)), ("where", _where(event, finding))]
+    line = event.place.line
+    if not line and event.op not in GIVEN:
+        line = finding.called_at  # the model is made of torch's modules alone
+    if line:
+        fields.append(("line", line))
+    fields += [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
+    if event.spread is not None and event.spread != event.place:
+        place = event.spread
+        spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
+        fields.append(("then", f"became NaN in {place.function or 'an op'}{spot}"))
+    if growth is not None:
+        fields.append(("growth", growth.text))
+    advice = cures(event, _setting(scaler, made, growth))
+    fields += cure_fields(advice)
+    if finding.caveat:
+        fields.append(("note", finding.caveat))
+    data = {
+        "step": step,
+        "op": event.op,
+        "function": event.place.function,
+        "model": finding.model,
+        "module": event.place.module,
+        "type": event.place.kind,
+        **_line(line),
+        "pass": "backward" if event.backward else "forward",
+        "dtype": _dtype(event.dtype),
+        "largest": event.value,
+        "growth": None if growth is None else growth.data,
+        "cures": advice,
+        "note": finding.caveat,
+    }
+    return Message("fault", f"{what or 'The loss or a gradient is not finite'}.", fields, data)
+
+
+def _line(line: str) -> dict[str, object]:
+    found = re.fullmatch(r"(.*?):(\d+)(?:: (.*))?", line)
+    if found is None:
+        return {"file": None, "line": None, "source": None}
+    return {"file": found[1], "line": int(found[2]), "source": found[3]}
+
+
+def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
+    """No model did it: the code between model and ``scale_loss``, which cannot be run again."""
+    if any(finding.entered for finding in findings):
+        cause = "The gradient that came into the model was not finite already: the loss function made it."
+    elif findings:
+        cause = "Run again, the models stayed finite, forward and backward: the code outside of them did it"
+        if len(findings) > 1:
+            cause += f", or the sum of the gradients of these {len(findings)} forwards overflowed"
+        cause += ", or another rank, whose gradients are added." if _has_other_ranks() else "."
+    else:
+        return Message("elsewhere", f"{what}. {_NOT_RUN_AGAIN}", [], {"step": step, "run_again": False})
+    head = f"{what}. {cause} That code is watched from now on; the next time it is explained."
+    return Message("elsewhere", head, [], {"step": step, "run_again": True})
+
+
+def _has_other_ranks() -> bool:
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _setting(scaler: LossScaler, made: bool, growth: Growth | None) -> Setting:
+    latest = state.session
+    level = "" if latest is None else latest.policy.opt_level
+    half = ""
+    if latest is not None and (latest.policy.half is not None or latest.policy.casts.enabled):
+        half = str(latest.half).removeprefix("torch.")
+    scale = float(scaler.loss_scale())
+    return Setting(level, half, 2 * scale if scaler.dynamic else scale, scaler.dynamic, made, growth)
+
+
+def _what(event: Event) -> str:
+    if event.op in GIVEN:
+        return f"{event.op} {event.place.module or ''} was not finite before the forward"
+    if event.op == ARGUMENT:
+        return f"{event.given} was not finite before"
+    name = event.place.function
+    shown = name if name and name != event.op else ""
+    made = f"{shown} (aten::{event.op})" if shown else f"aten::{event.op}"
+    if event.op in ("_to_copy", "copy_") and event.out_of_range:
+        made = f"the cast to {_dtype(event.dtype)}" + (f" in {shown}" if shown and shown != "to" else "")
+        source = next((m for m in event.made if m.largest > LARGEST), None)
+        if source is not None:
+            made += f" of what {source.place.function or source.op} made"
+    result = f"{made} left the range of {_dtype(event.dtype)}"
+    return result if event.out_of_range else f"{made} gave a result that is not finite, in {_dtype(event.dtype)}"
+
+
+def _where(event: Event, finding: Finding) -> str:
+    place = event.place
+    if event.op in GIVEN:
+        return finding.model
+    if place.module is None:
+        return f"outside of any module{f' (after {finding.model})' if finding.model else ''}"
+    inside = f"{place.module} ({place.kind})" if place.module else f"{place.kind} itself"
+    return f"{inside}, in {finding.model}" if place.module and finding.model else inside
+
+
+def _largest(event: Event) -> str:
+    if math.isnan(event.value):
+        return "NaN, in float32 as well"
+    if math.isinf(event.value):
+        return "inf" if event.dtype == torch.float16 and event.op in GIVEN else "inf, in float32 as well"
+    if event.dtype == torch.float16:
+        return f"{event.value:.6g} (float16 ends at {LARGEST:g})"
+    return f"{event.value:.6g} ({_dtype(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,135 @@
+"""Numbers of an optimizer that the dtype of the parameters it steps does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ampcompat._types import Optimizer, ParamGroup
+from ampcompat.tools.explain.tensors import HALVES
+from ampcompat.tools.explain.words import Message, cure_fields
+
+#: Read by schedulers, or compared in Python: no tensor meets them.
+_NEVER_IN_HALF = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+MASTERS = "opt_level='O2': its optimizer steps float32 masters"
+
+
+@dataclass(frozen=True)
+class Unheld:
+    """A number that becomes another one in the parameters' dtype.
+
+    Attributes:
+        optimizer: Class name.
+        group: Index of the param group.
+        name: As in "eps" or "betas[1]".
+        value: What the script passed.
+        becomes: What it is in ``dtype``: 0, 1 or inf.
+        dtype: Of the parameters.
+        count: Parameters of that dtype in the group.
+    """
+
+    optimizer: str
+    group: int
+    name: str
+    value: float
+    becomes: float
+    dtype: torch.dtype
+    count: int
+
+    @property
+    def text(self) -> str:
+        """As in "eps=1e-08 is 0 in float16"."""
+        return f"{self.name}={self.value:g} is {self.becomes:g} in {str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def effect(self) -> str:
+        """Say what follows from it."""
+        if self.becomes == 1:
+            effect = "what it decays stays as it is"
+        elif self.becomes == 0:
+            effect = "0 / 0 where gradients are 0" if self.name == "eps" else "it has no effect"
+        else:
+            effect = "what it multiplies is inf"
+        return effect
+
+    @property
+    def cures(self) -> list[str]:
+        """The likeliest first."""
+        name = self.name.partition("[")[0]
+        if self.name == "eps":
+            first = f"pass eps=1e-4 to {self.optimizer}"
+        elif self.becomes == 0:
+            first = f"leave {name} out, or pass {name}=1e-6 or more to {self.optimizer}"
+        elif self.becomes == 1 and name != "1 - lr * weight_decay":
+            first = f"pass a smaller {self.name} to {self.optimizer}: at most {_below_one(self.dtype):g}"
+        elif self.becomes == 1:
+            first = f"add the weight decay to the loss, or use {self.optimizer} with float32 parameters"
+        else:
+            first = f"pass a smaller {name} to {self.optimizer}"
+        return [first, MASTERS]
+
+
+def unheld(optimizer: Optimizer) -> list[Unheld]:
+    """Every number in the groups of ``optimizer`` that its half parameters' dtype rounds to 0, 1 or inf.
+
+    Fused optimizers, torch's and apex's, compute in float32 whatever they step. A learning rate that a scheduler moves
+    may begin at next to nothing. No host sync.
+    """
+    if type(optimizer).__module__.startswith("ampcompat.optimizers"):
+        return []
+    found = []
+    name = optimizer_name(optimizer)
+    for index, group in enumerate(optimizer.param_groups):
+        dtypes = [p.dtype for p in group["params"] if p.dtype in HALVES]
+        for dtype in dict.fromkeys(() if group.get("fused") else dtypes):
+            for label, value in _numbers(group, name):
+                becomes = torch.tensor(value, dtype=dtype).item()
+                if becomes != value and (becomes in (0, 1) or becomes == float("inf")):
+                    found.append(Unheld(name, index, label, value, becomes, dtype, dtypes.count(dtype)))
+    return found
+
+
+def _numbers(group: ParamGroup, optimizer: str) -> Iterator[tuple[str, float]]:
+    for name, value in group.items():
+        if name in _NEVER_IN_HALF or name.startswith("tolerance") or (name == "lr" and "initial_lr" in group):
+            continue
+        if isinstance(value, float):
+            yield name, value
+        elif isinstance(value, (tuple, list)):
+            yield from ((f"{name}[{i}]", one) for i, one in enumerate(value) if isinstance(one, float))
+    rate, decay = group.get("lr"), group.get("weight_decay")
+    decoupled = "AdamW" in optimizer or group.get("decoupled_weight_decay")
+    if decoupled and isinstance(rate, float) and isinstance(decay, float):
+        yield "1 - lr * weight_decay", 1 - rate * decay
+
+
+def optimizer_name(optimizer: object) -> str:
+    """The class that steps: that of the optimizer inside, for a wrapper such as LARC."""
+    return type(getattr(optimizer, "optim", optimizer)).__name__
+
+
+def _below_one(dtype: torch.dtype) -> float:
+    return 1 - torch.finfo(dtype).eps / 2
+
+
+def numbers_message(found: list[Unheld]) -> Message:
+    """One message for all of them."""
+    first = found[0]
+    head = f"{first.optimizer} has numbers that the dtype of its parameters does not hold."
+    fields = []
+    for one in found:
+        parameters = f"the dtype of {one.count} of its parameters"
+        fields.append((f"group {one.group}", f"{one.text}, {parameters}: {one.effect}"))
+    cures = list(dict.fromkeys(cure for one in found for cure in one.cures if cure != MASTERS))
+    numbers = [
+        {"group": one.group, "name": one.name, "value": one.value, "becomes": one.becomes, "dtype": _dtype(one.dtype)}
+        for one in found
+    ]
+    data: dict[str, object] = {"optimizer": first.optimizer, "numbers": numbers, "cures": [*cures, MASTERS]}
+    return Message("numbers", head, [*fields, *cure_fields([*cures, MASTERS])], data)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

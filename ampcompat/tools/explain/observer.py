@@ -1,0 +1,312 @@
+"""The autopsy as an observer of the run: keeps the last forwards, and runs them again when a step was lost."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ampcompat._types import Optimizer
+from ampcompat.amp.amp_model import Args, Kwargs
+from ampcompat.amp.optimizer import step_was_skipped
+from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.trees import tensors_in
+from ampcompat.tools.explain import message, numbers, ranges, weights
+from ampcompat.tools.explain.frames import hide_tools
+from ampcompat.tools.explain.growth import Growth, History
+from ampcompat.tools.explain.live import LiveProbe
+from ampcompat.tools.explain.options import Options
+from ampcompat.tools.explain.record import BufferWatch, Record
+from ampcompat.tools.explain.replay import Finding, replay, runs_alone
+from ampcompat.tools.explain.tensors import is_finite
+from ampcompat.tools.explain.words import Message
+
+#: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
+MOST_RECORDS, OLDEST = 16, 3
+
+
+class Steps:
+    """The steps of one optimizer.
+
+    Attributes:
+        seen: How many it was asked for.
+        made: The number of the last that was not skipped; 0 before.
+        watched: Whether weights and state were finite when they were last looked at.
+        versions: Of the weights, then.
+        history: How large the weights were, after each of the last steps.
+        faulty: Whether the loss or a gradient of the step to come is not finite.
+        ranges: Of the batches of the step to come, which is the first that may be made.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.seen = self.made = 0
+        self.history = History()
+        self.look(optimizer)
+        self.faulty = False
+        self.ranges: list[Message] = []
+
+    def look(self, optimizer: Optimizer) -> None:
+        """Look at the weights as something other than a step has written them. One host sync."""
+        self.watched, sizes = weights.examine(optimizer)
+        self.versions = weights.versions(optimizer)
+        self.history.begin(sizes)
+
+
+class Autopsy:
+    """Observer (see :mod:`ampcompat.amp.observers`) that explains overflows.
+
+    Args:
+        options: How; after ``options.limit`` explanations nothing is kept any more.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options, self.left = options, options.limit
+        self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
+        self.records: deque[Record] = deque(maxlen=MOST_RECORDS)
+        self.watches: weakref.WeakKeyDictionary[torch.nn.Module, BufferWatch] = weakref.WeakKeyDictionary()
+        self.depth: list[Record | None] = []
+        self.block: tuple[int, ...] = ()
+        self.scaler: LossScaler | None = None
+        self.told: set[tuple[object, ...]] = set()
+        self.lost = False  # weights, by a step
+        self.live = LiveProbe()
+
+    # -- events ------------------------------------------------------------------------------------------------------
+    def on_forward(self, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> None:
+        """Keep references to what the outermost forward gets."""
+        self.live.stop()
+        outermost = not any(self.depth)
+        if self.left <= 0 or not outermost or not torch.is_grad_enabled() or hasattr(model, "_is_replica"):
+            self.depth.append(None)
+            return
+        if model not in self.watches:
+            self.watches[model] = BufferWatch(model)
+        self.depth.append(Record(model, args, kwargs, self.watches[model]))
+
+    def on_output(self, model: torch.nn.Module, output: object) -> None:
+        """Have the gradients of the outermost forward's outputs noted when they come."""
+        record = self.depth.pop() if self.depth else None
+        if record is None:
+            return
+        record.forward_ended()
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        record.grads = [None] * len(outputs)
+        for index, tensor in enumerate(outputs):
+            tensor.register_hook(self._noter(record, index))  # type: ignore[no-untyped-call]
+        self.records.append(record)
+        self.live.start(outputs)
+
+    def _noter(self, record: Record, index: int) -> Callable[[torch.Tensor], None]:
+        def note(grad: torch.Tensor) -> None:
+            if self.left > 0:
+                record.grads[index] = grad
+                record.owners.update(self.block)
+                record.scaler, record.scale = self.scaler, getattr(self.scaler, "_scale", None)
+
+        return note
+
+    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
+        """A static scale never skips: look at the loss itself. One host sync, at static scales only.
+
+        Another at the first block of an optimizer, and where something other than a step has written its weights: the
+        next step is to answer for its own writing alone.
+        """
+        self.depth.clear()
+        self.block, self.scaler = tuple(id(one) for one in optimizers), scaler
+        if self.left <= 0:
+            return
+        for one in optimizers:
+            steps = self._steps(one)
+            if steps.watched and steps.versions != weights.versions(one):
+                steps.look(one)
+        step = max([self._steps(one).seen for one in optimizers], default=0) + 1
+        event = self.live.look_at(loss)
+        if event is not None:
+            self._fault(optimizers)
+            self._tell(Finding(event, ""), scaler, "", step)
+        elif not scaler.dynamic and not is_finite(loss):
+            self._fault(optimizers)
+            records = [r for r in self.records if not r.owners]
+            self._explain(records, scaler, "The loss is not finite", step, backward=False)
+
+    def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
+        """The same for gradients: one host sync a block, at static scales only."""
+        self.block = ()
+        if self.left <= 0:
+            return
+        step = max([self._steps(one).seen for one in optimizers], default=0) + 1
+        event = self.live.look_at_gradients(self.records)
+        if event is not None:
+            self._fault(optimizers)
+            self._tell(Finding(event, ""), scaler, "", step)
+        elif not scaler.dynamic:
+            grads = [p.grad for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+            if not all(map(is_finite, grads)):
+                self._fault(optimizers)
+                self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite", step)
+        for one in optimizers if self.options.ranges and self.left > 0 else ():
+            if self._steps(one).made == 0:  # now: the step writes the weights
+                self._steps(one).ranges = self._measured(self._of(one), step)
+
+    def on_failure(self, error: Exception) -> None:
+        """Leave no frame of the probe in the traceback, and no probe in the run."""
+        self.depth.clear()
+        self.live.stop()
+        hide_tools(error.__traceback__)
+
+    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        """Explain a skipped step, or one that left a weight not finite; forget the forwards of any other.
+
+        One host sync, and another where only the device knows whether it skipped.
+        """
+        steps = self._steps(optimizer)
+        steps.seen += 1
+        if skipped is None:
+            skipped = step_was_skipped(optimizer)
+        if self.left > 0 and skipped:
+            scaler = optimizer._amp_stash.session.scalers[0]
+            self._explain(self._of(optimizer), scaler, "A step was skipped", steps.seen)
+        elif self.left > 0:
+            self._made(optimizer, steps)
+        steps.made, steps.faulty = steps.made if skipped else steps.seen, False
+        self._forget(optimizer)
+
+    def _made(self, optimizer: Optimizer, steps: Steps) -> None:
+        """Look at what a step wrote (one host sync a device), and at its numbers the first time."""
+        written = None
+        if steps.watched:
+            steps.watched, sizes = weights.examine(optimizer)
+            steps.history.add(sizes, optimizer)
+            self.lost = self.lost or not steps.watched
+            if not steps.watched and not steps.faulty:  # else the fault was told
+                written = weights.first_written(optimizer)
+                if written is not None:
+                    written.growth = steps.history.growth(optimizer)
+        steps.versions = weights.versions(optimizer)
+        if steps.made == 0:
+            told = written.numbers if written is not None else []
+            found = [one for one in numbers.unheld(optimizer) if one not in told]
+            if found:
+                self._emit(numbers.numbers_message(found))
+        for one in steps.ranges:
+            self._emit(one)
+        steps.ranges = []
+        if written is not None:
+            self._emit(weights.written_message(written, steps.seen))
+            self._count()
+
+    def _steps(self, optimizer: Optimizer) -> Steps:
+        if optimizer not in self.steps:
+            self.steps[optimizer] = Steps(optimizer)
+        return self.steps[optimizer]
+
+    def _fault(self, optimizers: Sequence[Optimizer]) -> None:
+        for one in optimizers:
+            self._steps(one).faulty = True
+
+    # -- what is kept ------------------------------------------------------------------------------------------------
+    def _of(self, optimizer: Optimizer) -> list[Record]:
+        return [r for r in self.records if id(optimizer) in r.owners]
+
+    def _forget(self, optimizer: Optimizer) -> None:
+        kept = []
+        for record in self.records:
+            had = bool(record.owners)
+            record.owners.discard(id(optimizer))
+            record.age += 1
+            if record.owners or (not had and record.age < OLDEST):
+                kept.append(record)
+        self.records = deque(kept, MOST_RECORDS) if self.left > 0 else deque(maxlen=MOST_RECORDS)
+
+    # -- explaining --------------------------------------------------------------------------------------------------
+    def _explain(self, records: list[Record], scaler: LossScaler, what: str, step: int, backward: bool = True) -> None:
+        if self.left <= 0:
+            return
+        findings = []
+        for record in records:
+            model = record.model()
+            if model is None or not runs_alone(model):
+                continue
+            try:
+                finding = replay(record, backward)
+            except Exception as problem:  # the run that is observed must go on whatever happens here
+                self._not_run_again(problem)
+                self._count()
+                return
+            if finding is not None:
+                findings.append(finding)
+            if finding is not None and finding.event is not None:
+                self._tell(finding, record.scaler or scaler, what, step, record)
+                return
+        self.live.arm()
+        if self._is_new(("elsewhere",)):
+            self._emit(message.elsewhere(what, findings, step))
+            if not findings and self.options.stop:
+                self._count()  # more is not to be had
+
+    def _is_new(self, key: tuple[object, ...]) -> bool:
+        new = key not in self.told
+        self.told.add(key)
+        return new
+
+    def _tell(self, finding: Finding, scaler: LossScaler, what: str, step: int, record: Record | None = None) -> None:
+        event = finding.event
+        if event is None or (event.op == "parameter" and self.lost) or not self._is_new(event.key):
+            return  # the step that lost a weight was told, or the fault that came before it
+        self.lost = self.lost or event.op == "parameter"
+        made = any(one.made for one in self.steps.values())
+        self._emit(message.fault(finding, scaler, what, step, made, self._growth()))
+        if self.options.ranges and record is not None:
+            for one in self._measured([record], step):
+                self._emit(one)
+        self._count()
+
+    def _growth(self) -> Growth | None:
+        """The weight that the last steps of an optimizer made many times larger, if any."""
+        found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
+        return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
+
+    def _measured(self, records: list[Record], step: int) -> list[Message]:
+        """The ranges of ``records``, the last of each model."""
+        messages = []
+        for record in {record.model: record for record in records}.values():
+            model = record.model()
+            if model is None or not runs_alone(model):
+                continue
+            try:
+                found = ranges.measure(record)
+            except Exception as problem:  # as above
+                self._not_run_again(problem)
+                return []
+            if found is not None:
+                messages.append(ranges.ranges_message(found, type(model).__name__, step, _scale_of(record)))
+        return messages
+
+    def _not_run_again(self, problem: Exception) -> None:
+        self._emit(Message("note", f"the batch could not be run again: {type(problem).__name__}: {problem}"))
+
+    def _emit(self, one: Message) -> None:
+        one.emit(self.options.json)
+
+    def _count(self) -> None:
+        """One more explanation was given: end the script after the last, if that was asked for."""
+        self.left -= 1
+        if self.left > 0:
+            return
+        self.records.clear()
+        if not self.options.stop:
+            hint = "that was the last explanation; amp.explain_overflows(limit=...) sets how many."
+            self._emit(Message("note", hint))
+            return
+        given = f"{self.options.limit} explanation{'s' if self.options.limit > 1 else ''}"
+        self._emit(Message("end", f"the script ends here, after {given}, as asked."))
+        raise SystemExit(1)
+
+
+def _scale_of(record: Record) -> float:
+    """The loss scale of the last backward pass of ``record``; at the end of its block the scaler may have moved on."""
+    if record.scale is None:
+        return 1.0 if record.scaler is None else float(record.scaler.loss_scale())
+    return float(record.scale)

@@ -1,0 +1,263 @@
+"""The probe: sees every op, and follows what is not finite from where it was born to where it ends up.
+
+An inf that softmax turns into a zero is no fault (masks do that on purpose); the one to name is the one that reaches an
+output or a gradient. So every non-finite tensor carries its origin, the op that made it from finite inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampcompat import _torch
+from ampcompat.amp.amp_model import Args, Kwargs
+from ampcompat.amp.trees import map_tree, tensors_in
+from ampcompat.tools.explain.places import Place, Places
+from ampcompat.tools.explain.tensors import (
+    HALVES,
+    LARGEST,
+    covers_storage,
+    is_finite,
+    largest,
+    readable,
+    storage,
+    zeros,
+)
+
+_CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "clamp_min", "detach", "maximum", "copy_")
+
+
+#: What comes into a forward from outside: an :class:`Event` of that name is no op.
+GIVEN = ("input", "parameter", "buffer")
+#: And what is handed to an op from nowhere that was seen, such as the class weights of a loss.
+ARGUMENT = "argument"
+
+
+#: Names of arguments that say more than "self" and "other" do.
+_TELLING = ("weight", "bias", "target", "mask", "attn_mask", "pos_weight", "running_mean", "running_var")
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a tensor came about: enough to say why a denominator is zero, or where a large number came from."""
+
+    op: str
+    scalars: tuple[float, ...]
+    place: Place
+    largest: float
+    before: Made | None
+
+    def chain(self) -> Iterable[Made]:
+        """This one and the cheap ops before it, nearest first."""
+        one: Made | None = self
+        while one is not None:
+            yield one
+            one = one.before
+
+
+@dataclass
+class Event:
+    """The birth of something non-finite.
+
+    Attributes:
+        op: The op's name, as in "mm"; or one of :data:`GIVEN`, or :data:`ARGUMENT`.
+        backward: Whether the engine ran it.
+        dtype: Dtype of its result.
+        value: The largest magnitude of its result, computed again in float32; inf or NaN if it is so there too.
+        scalars: Its numbers, an eps or the fill of a mask among them.
+        denominators: Zeros in its inputs.
+        made: How its inputs were made.
+        spread: Where an inf was turned into NaN.
+        node: Name of the autograd node, in backward.
+        given: For :data:`ARGUMENT`: which tensor it is.
+    """
+
+    op: str
+    place: Place
+    backward: bool
+    dtype: torch.dtype
+    value: float
+    scalars: tuple[float, ...] = ()
+    denominators: int = 0
+    made: list[Made] = field(default_factory=list)
+    spread: Place | None = None
+    node: str = ""
+    given: str = ""
+
+    @property
+    def out_of_range(self) -> bool:
+        """Whether float32 would have held the result."""
+        return self.dtype in HALVES and self.value < float("inf")
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Return a key that two events of the same fault share."""
+        return self.op, self.place, self.backward
+
+
+class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context that examines the result of every op. Reads the device at each: for replays only.
+
+    Args:
+        places: Knows where ops come from; entered around the probe.
+    """
+
+    def __init__(self, places: Places) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.places = places
+        self.origins: dict[int, Event] = {}
+        self.made: dict[int, Made] = {}
+        self.events: list[Event] = []
+
+    def given(self, tensor: torch.Tensor, op: str, name: str) -> None:
+        """Note a tensor that came from outside, if it is not finite."""
+        if not is_finite(tensor):
+            event = Event(op, Place(name, "", "", ""), False, tensor.dtype, largest(tensor))
+            self.events.append(event)
+            self.origins[storage(tensor)] = event
+
+    def origin(self, tensors: Iterable[torch.Tensor]) -> Event | None:
+        """The earliest origin of what is not finite in ``tensors``."""
+        bad = [t for t in tensors if not is_finite(t)]
+        found = [self.origins[storage(t)] for t in bad if storage(t) in self.origins]
+        return min(found, key=self.events.index, default=None)
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> object:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        outputs = [t for t in tensors_in(result) if readable(t)]
+        if outputs:
+            unread = _unread_statistics(func, args, kwargs)
+            inputs = [t for t in tensors_in((args, kwargs)) if readable(t) and id(t) not in unread]
+            for out in outputs:
+                self._examine(func, args, kwargs, inputs, out)
+        return result
+
+    def _examine(
+        self, func: OpOverload, args: Args, kwargs: Kwargs, inputs: list[torch.Tensor], out: torch.Tensor
+    ) -> None:
+        name = func.overloadpacket.__name__
+        written = any(t is out for t in inputs)
+        view = not written and any(storage(t) == storage(out) for t in inputs)
+        where = storage(out)
+        numbers = [*args, *kwargs.values()]
+        scalars = tuple(
+            float(a) for a in numbers if isinstance(a, (int, float)) and not isinstance(a, bool) and a not in (0, 1)
+        )
+        magnitude = largest(out)
+        before = next((self.made[storage(t)] for t in inputs if storage(t) in self.made), None)
+        made = Made(name, scalars, self.places.here(), magnitude, before if name in _CHEAP else None)
+        sources = [self.made[storage(t)] for t in inputs if storage(t) in self.made]
+        if not view:
+            self.made[where] = made
+        if magnitude < float("inf"):
+            if not view and covers_storage(out):
+                self.origins.pop(where, None)
+            return
+        origin = self._origin_of(func, args, kwargs, inputs, out if written else None)
+        if origin is not None:
+            if origin.spread is None and bool(torch.isnan(out).any()) and origin.value != float("nan"):
+                origin.spread = made.place
+            self.origins[where] = origin
+            return
+        node = _torch.current_node()
+        event = Event(
+            op=name,
+            place=made.place,
+            backward=node is not None,
+            dtype=out.dtype,
+            value=self._in_float32(func, args, kwargs, inputs, out, written),
+            scalars=scalars,
+            denominators=sum(zeros(t) for t in inputs[-1:] if t is not out),
+            made=sources,
+            node="" if node is None else node.name(),
+        )
+        self.events.append(event)
+        self.origins[where] = event
+
+    def _origin_of(
+        self,
+        func: OpOverload,
+        args: Args,
+        kwargs: Kwargs,
+        inputs: list[torch.Tensor],
+        written: torch.Tensor | None,
+    ) -> Event | None:
+        """The origin of what is not finite in the inputs of an op; None where they are finite."""
+        if written is not None and storage(written) in self.origins:
+            return self.origins[storage(written)]
+        read = [tensor for tensor in inputs if tensor is not written]
+        found = self.origin(read)
+        if found is not None:
+            return found
+        unknown = next((tensor for tensor in read if not is_finite(tensor)), None)
+        if unknown is None:
+            return None
+        place = self.places.here()
+        event = Event(
+            op=ARGUMENT,
+            place=place,
+            backward=_torch.current_node() is not None,
+            dtype=unknown.dtype,
+            value=largest(unknown),
+            given=_argument(func, args, kwargs, unknown, place.function),
+        )
+        self.events.append(event)
+        self.origins[storage(unknown)] = event
+        return event
+
+    def _in_float32(
+        self, func: OpOverload, args: Args, kwargs: Kwargs, inputs: list[torch.Tensor], out: torch.Tensor, written: bool
+    ) -> float:
+        """The largest magnitude of the same op in float32; of its input for a cast."""
+        if out.dtype not in HALVES:
+            return largest(out)
+        if func.overloadpacket.__name__ in ("_to_copy", "copy_", "to") and inputs:
+            return largest(inputs[-1])
+        if written:
+            scalars = [abs(a) for a in (*args, *kwargs.values()) if isinstance(a, (int, float))]
+            return max(scalars, default=float("inf")) if max(scalars, default=0.0) > LARGEST else float("inf")
+
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.float() if tensor.dtype in HALVES else tensor
+
+        try:
+            wide_args = map_tree(args, widen, objects=False)
+            wide_kwargs = {k: torch.float32 if v in HALVES else v for k, v in kwargs.items()}
+            result = func(*wide_args, **map_tree(wide_kwargs, widen, objects=False))
+        except Exception:  # not every op takes float32 in place of half; then the magnitude stays unknown
+            return float("inf")
+        return max((largest(t) for t in tensors_in(result)), default=float("inf"))
+
+
+def _argument(func: OpOverload, args: Args, kwargs: Kwargs, tensor: torch.Tensor, function: str) -> str:
+    """As in "weight given to cross_entropy (float32 of shape (3,))"."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    name = next((name for name, value in given.items() if value is tensor), "")
+    shown = name if name in _TELLING else "a tensor"
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    called = function or func.overloadpacket.__name__
+    return f"{shown} given to {called} ({dtype} of shape {tuple(tensor.shape)})"
+
+
+def _unread_statistics(func: OpOverload, args: Args, kwargs: Kwargs) -> set[int]:
+    """The ids of running statistics that a batch norm is given and does not read: one that trains only writes them.
+
+    When a batch is run again, they hold what its first run has written: not what made it overflow.
+    """
+    name = func.overloadpacket.__name__
+    if "batch_norm" not in name or "no_training" in name or "no_update" in name:
+        return set()
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    trains = given.get("training", given.get("train", True))
+    if not trains:
+        return set()
+    return {id(given.get(statistic)) for statistic in ("running_mean", "running_var")}

@@ -1,0 +1,136 @@
+"""Ranges of each layer's results and of their gradients, of a batch that is run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.modules import module as hooks
+
+from ampcompat.amp.trees import tensors_in
+from ampcompat.tools.explain.record import Record
+from ampcompat.tools.explain.replay import run_again
+from ampcompat.tools.explain.tensors import readable
+from ampcompat.tools.explain.words import Message
+
+
+@dataclass
+class Row:
+    """The results of one module, forward or backward, all of its calls together.
+
+    Attributes:
+        module: Qualified name; "" for the model itself.
+        kind: Its class name.
+        direction: "forward", or "backward" for the gradients of the results.
+        dtype: Theirs.
+        largest: Largest finite magnitude.
+        smallest: Smallest magnitude that is not 0; inf where all are.
+        zeros, infs, nans: How many elements are.
+        count: How many there are.
+    """
+
+    module: str
+    kind: str
+    direction: str
+    dtype: torch.dtype
+    largest: float = 0.0
+    smallest: float = float("inf")
+    zeros: int = 0
+    infs: int = 0
+    nans: int = 0
+    count: int = 0
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Add what is in ``tensor``. Reads the device."""
+        size = tensor.detach().abs()
+        kept = size[torch.isfinite(size) & (size > 0)]
+        self.zeros += int((size == 0).sum())
+        self.infs += int(torch.isinf(size).sum())
+        self.nans += int(torch.isnan(size).sum())
+        self.count += size.numel()
+        if kept.numel():
+            self.largest = max(self.largest, float(kept.amax()))
+            self.smallest = min(self.smallest, float(kept.amin()))
+
+    @property
+    def least(self) -> float:
+        """The smallest magnitude that is not 0; 0 where all are."""
+        return self.smallest if self.smallest < float("inf") else 0.0
+
+    @property
+    def data(self) -> dict[str, object]:
+        """The row as plain data; the shares are of 1."""
+        return {
+            "module": self.module,
+            "type": self.kind,
+            "pass": self.direction,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "largest": self.largest,
+            "smallest": self.least,
+            "zeros": self.zeros / self.count,
+            "infs": self.infs / self.count,
+            "nans": self.nans / self.count,
+        }
+
+
+class Ranges:
+    """Rows, in the order in which modules ended."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.names = {id(module): name for name, module in model.named_modules()}
+        self.rows: dict[tuple[str, str, torch.dtype], Row] = {}
+
+    def see(self, module: torch.nn.Module, tensor: torch.Tensor, direction: str) -> None:
+        """Add one result of ``module``, or the gradient of one."""
+        if not readable(tensor) or not tensor.numel():
+            return
+        name, kind = self.names.get(id(module), "?"), type(module).__name__
+        self.rows.setdefault((name, direction, tensor.dtype), Row(name, kind, direction, tensor.dtype)).see(tensor)
+
+    def after_forward(self, module: torch.nn.Module, args: object, output: object) -> None:
+        """Look at what ``module`` returned, and at its gradients when they come."""
+        for tensor in tensors_in(output):
+            self.see(module, tensor, "forward")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.register_hook(  # type: ignore[no-untyped-call]
+                    lambda grad, module=module: self.see(module, grad, "backward")
+                )
+
+
+def measure(record: Record) -> Ranges | None:
+    """Run ``record`` again, backward included, and look at every module's results; None where the model is gone."""
+    model = record.model()
+    if model is None:
+        return None
+    ranges = Ranges(model)
+    with run_again(record, model) as (args, kwargs, leaves):
+        handle = hooks.register_module_forward_hook(ranges.after_forward)
+        try:
+            output = model.forward(*args, **kwargs)
+        finally:
+            handle.remove()
+        ranges.after_forward(model, args, output)  # its forward is called past the hooks
+        outputs = [t for t in tensors_in(output) if t.requires_grad]
+        pairs = [(o, g) for o, g in zip(outputs, record.grads, strict=False) if g is not None]
+        wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
+        if pairs and wanted:
+            torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    return ranges
+
+
+def ranges_message(ranges: Ranges, model: str, step: int, scale: float) -> Message:
+    """The table."""
+    cells = [["module", "type", "pass", "dtype", "largest", "smallest", "zeros", "inf", "nan"]]
+    for row in ranges.rows.values():
+        dtype, sizes = str(row.dtype).removeprefix("torch."), [f"{row.largest:.3g}", f"{row.least:.3g}"]
+        shares = [_percent(count / row.count) for count in (row.zeros, row.infs, row.nans)]
+        cells.append([row.module or "(model)", row.kind, row.direction, dtype, *sizes, *shares])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    head = f"ranges of {model} in the batch of step {step}, run again (loss scale {scale:g})."
+    data = {"model": model, "step": step, "scale": scale, "rows": [row.data for row in ranges.rows.values()]}
+    return Message("ranges", "\n".join([head, *(f"  {line}" for line in lines)]), [], data)
+
+
+def _percent(share: float) -> str:
+    return "0" if not share else f"{100 * share:.3g} %"

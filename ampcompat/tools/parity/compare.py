@@ -1,0 +1,182 @@
+"""How far a run's losses are from those of the reference, step by step.
+
+A run that skipped steps is compared with a reference that skipped the same (see :mod:`ampcompat.tools.parity.skips`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ampcompat.tools.parity.record import Run
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A loss agrees with its reference when ``|loss - reference| <= atol + rtol * |reference|``."""
+
+    rtol: float
+    atol: float = 0.0
+
+    def holds(self, loss: float, reference: float) -> bool:
+        """Whether ``loss`` agrees; a non-finite one only with a non-finite reference."""
+        if not math.isfinite(loss) or not math.isfinite(reference):
+            return math.isfinite(loss) or not math.isfinite(reference)
+        return abs(loss - reference) <= self.atol + self.rtol * abs(reference)
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """A run against the reference.
+
+    Attributes:
+        by_step: Relative deviation of the loss at each step that both have: infinite where the loss is not finite,
+            None where there is nothing to compare (no loss, or a reference that is not finite).
+        first_beyond: Number of the first step out of tolerance, from 1; None if there is none.
+    """
+
+    by_step: list[float | None]
+    first_beyond: int | None
+
+    @property
+    def largest(self) -> float | None:
+        """The largest relative deviation; None with nothing to compare."""
+        return max(self._known, default=None)
+
+    @property
+    def mean(self) -> float | None:
+        """Their mean; None with nothing to compare."""
+        return sum(self._known) / len(self._known) if self._known else None
+
+    @property
+    def _known(self) -> list[float]:
+        return [one for one in self.by_step if one is not None]
+
+
+def compare(losses: Sequence[float | None], reference: Sequence[float | None], tolerance: Tolerance) -> Deviation:
+    """The deviation of ``losses`` from ``reference``, over the steps that both have."""
+    by_step: list[float | None] = []
+    first = None
+    for number, (loss, base) in enumerate(zip(losses, reference, strict=False), start=1):
+        if loss is None or base is None:
+            by_step.append(None)
+            continue
+        by_step.append(relative_deviation(loss, base))
+        if first is None and not tolerance.holds(loss, base):
+            first = number
+    return Deviation(by_step, first)
+
+
+def relative_deviation(loss: float, reference: float) -> float | None:
+    """``|loss - reference| / |reference|``; see :class:`Deviation` for what is not finite."""
+    if not math.isfinite(reference):
+        return None
+    if not math.isfinite(loss):
+        return math.inf
+    if loss == reference:
+        return 0.0
+    return abs(loss - reference) / abs(reference) if reference else math.inf
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run and the judgement.
+
+    Attributes:
+        run: The run.
+        deviation: From the reference; None for the reference itself.
+        passed: Whether it is within the tolerance.
+        verdict: The same in words, with the reason.
+        judged: Whether it counts; a run that does not is shown.
+        reference: What it was compared with.
+    """
+
+    run: Run
+    deviation: Deviation | None
+    passed: bool
+    verdict: str
+    judged: bool = True
+    reference: Run | None = None
+
+
+def smoothed(run: Run, window: int) -> list[float | None]:
+    """The loss of each step as the mean over the last ``window`` steps of its optimizer (fewer at the start)."""
+    recent: dict[int, list[float]] = {}
+    means: list[float | None] = []
+    for step in run.steps:
+        if step.loss is None:
+            means.append(None)
+            continue
+        losses = recent.setdefault(step.optimizer, [])
+        losses.append(step.loss)
+        del losses[:-window]
+        means.append(sum(losses) / len(losses))
+    return means
+
+
+def skipped_steps(run: Run) -> tuple[int, ...]:
+    """The numbers of the steps that an overflow cost."""
+    return tuple(step.step for step in run.steps if step.skipped)
+
+
+def judge(
+    runs: Sequence[Run],
+    tolerance: Tolerance,
+    window: int = 1,
+    skipping: Mapping[tuple[int, ...], Run] | None = None,
+    shown: Sequence[str] = (),
+) -> list[Result]:
+    """Compare all of ``runs`` with the first, the reference; losses are means over ``window`` steps.
+
+    A run passes when no loss is out of tolerance and it got as far as it should: through all its steps, or, where the
+    reference ended by itself, as far as that.
+
+    Args:
+        runs: The reference and the others.
+        tolerance: What a loss may be off.
+        window: Steps to take the mean of.
+        skipping: References that skipped steps, by these; a run that skipped the same is compared with that one.
+        shown: Levels that are not judged.
+    """
+    reference = runs[0]
+    base = smoothed(reference, window)
+    others = {steps: run for steps, run in (skipping or {}).items() if run.ending == reference.ending}
+    ran = reference.ending in ("complete", "ended") and any(loss is not None for loss in base)
+    broken = first_not_finite(reference)
+    verdict = "reference" if ran else reference.message
+    if ran and broken is not None:
+        verdict = f"{broken} in float32 itself: not for want of precision"
+    results = [Result(reference, None, ran and broken is None, verdict)]
+    for run in runs[1:]:
+        other = others.get(skipped_steps(run), reference)
+        deviation = compare(smoothed(run, window), base if other is reference else smoothed(other, window), tolerance)
+        passed, verdict = _verdict(run, deviation, other)
+        if passed and not ran:
+            passed, verdict = False, "nothing to compare with"
+        results.append(Result(run, deviation, passed, verdict, run.level.opt_level not in shown, other))
+    return results
+
+
+def first_not_finite(run: Run) -> str | None:
+    """Say where the loss first is not finite."""
+    for step in run.steps:
+        if step.loss is not None and not math.isfinite(step.loss):
+            return f"loss {step.loss:g} at step {step.step}"
+    return None
+
+
+def _verdict(run: Run, deviation: Deviation, reference: Run) -> tuple[bool, str]:
+    early = run.ending != "complete" and not (run.ending == "ended" and len(run.steps) == len(reference.steps))
+    if early or (run.message and run.ending == "complete"):
+        return False, run.message
+    if deviation.largest is None:
+        return False, "no loss to compare"
+    if run.steps and all(step.skipped for step in run.steps):
+        return False, f"no update was made: all {len(run.steps)} steps were skipped"
+    if deviation.first_beyond is not None:
+        loss = run.steps[deviation.first_beyond - 1].loss
+        if loss is not None and not math.isfinite(loss):
+            return False, f"loss {loss:g} at step {deviation.first_beyond}"
+        return False, f"out of tolerance from step {deviation.first_beyond}"
+    return True, "within tolerance"

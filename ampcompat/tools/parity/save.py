@@ -1,0 +1,67 @@
+"""The comparison as files: everything as JSON, the steps as CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ampcompat.tools.parity.compare import Result, skipped_steps
+from ampcompat.tools.parity.record import Step, plain
+from ampcompat.tools.parity.table import peak_memory, seconds_per_step, skipped
+
+COLUMNS = ("level", "step", "optimizer", "loss", "deviation", "scale", "grad_norm", "skipped", "seconds", "memory")
+
+
+def save_json(path: Path, results: Sequence[Result], settings: Mapping[str, object]) -> None:
+    """Write settings, summaries and steps; non-finite numbers are the strings "nan", "inf" and "-inf"."""
+    levels = [_summary(result) for result in results]
+    content = plain({**settings, "passed": passed(results), "levels": levels})
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def passed(results: Sequence[Result]) -> bool:
+    """Whether every level that is judged is within the tolerance."""
+    return all(result.passed for result in results if result.judged)
+
+
+def save_csv(path: Path, results: Sequence[Result]) -> None:
+    """Write a row per level and step; what is not known is empty."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(COLUMNS)
+        for result in results:
+            for step, deviation in _steps(result):
+                known = {**asdict(step), "level": result.run.level.name, "deviation": deviation}
+                rows.writerow([known[column] for column in COLUMNS])
+
+
+def _summary(result: Result) -> dict[str, object]:
+    run, deviation = result.run, result.deviation
+    return {
+        "level": run.level.name,
+        "opt_level": run.level.opt_level,
+        "dtype": run.level.dtype,
+        "passed": result.passed,
+        "judged": result.judged,
+        "verdict": result.verdict,
+        "ending": run.ending,
+        "message": run.message,
+        "max_deviation": deviation.largest if deviation else None,
+        "mean_deviation": deviation.mean if deviation else None,
+        "first_beyond": deviation.first_beyond if deviation else None,
+        "skipped": skipped(run),
+        "skipped_steps": skipped_steps(run),
+        "reference_losses": [step.loss for step in result.reference.steps] if result.reference else None,
+        "seconds_per_step": seconds_per_step(run),
+        "peak_memory": peak_memory(run),
+        "steps": [{**asdict(step), "deviation": value} for step, value in _steps(result)],
+    }
+
+
+def _steps(result: Result) -> list[tuple[Step, float | None]]:
+    """Each step with its deviation, None beyond what could be compared."""
+    values = result.deviation.by_step if result.deviation else []
+    return [(step, values[i] if i < len(values) else None) for i, step in enumerate(result.run.steps)]

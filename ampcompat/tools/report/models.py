@@ -1,0 +1,43 @@
+"""Note what the initialized models hold while they live: a script's models are gone when it has ended."""
+
+from __future__ import annotations
+
+from ampcompat._state import state
+from ampcompat.amp.masters import masters_of
+from ampcompat.tools.report.schema import Held, Parameters
+from ampcompat.tools.report.trace import dtype_name
+
+
+class Models:
+    """Parameters by module, their devices, and the memory of weights and masters, as last looked at."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Parameters] = []
+        self.devices: list[str] = []
+        self.memory: Held = {"weights": 0, "weights_in_float32": 0, "masters": 0}
+
+    def look(self) -> None:
+        """Note the models that live now, if any do. No host sync."""
+        models = list(state.models.live)
+        if not models:
+            return
+        tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()}
+        masters = {id(master): master for m in models for master in masters_of(m)}
+        self.devices = sorted({t.device.type for t in tensors.values()})
+        self.memory = {
+            "weights": sum(t.numel() * t.element_size() for t in tensors.values()),
+            "weights_in_float32": sum(4 * t.numel() for t in tensors.values()),
+            "masters": sum(4 * m.value.numel() for m in masters.values()),
+        }
+        self.parameters = []
+        seen: set[int] = set()
+        for model in models:
+            for path, module in model.named_modules():
+                name = ".".join(filter(None, (type(model).__name__ if len(models) > 1 else "", path)))
+                own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
+                seen.update(map(id, own))
+                for dtype in sorted({dtype_name(p.dtype) for p in own}):
+                    count = sum(p.numel() for p in own if dtype_name(p.dtype) == dtype)
+                    self.parameters.append(
+                        {"module": name, "type": type(module).__name__, "dtype": dtype, "count": count}
+                    )

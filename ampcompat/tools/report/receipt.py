@@ -1,0 +1,244 @@
+"""The receipt itself: an observer of the run that can be shown at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+
+from ampcompat import __version__
+from ampcompat._log import rank
+from ampcompat._state import state
+from ampcompat._types import Optimizer
+from ampcompat.amp.observers import observers
+from ampcompat.amp.scaler import LossScaler
+from ampcompat.tools.explain.frames import hide_tools
+from ampcompat.tools.report import html, processes, text
+from ampcompat.tools.report.facts import collect, completed, half_share, merged
+from ampcompat.tools.report.history import History
+from ampcompat.tools.report.models import Models
+from ampcompat.tools.report.schema import Facts, Own, ProcessRow, Provenance
+from ampcompat.tools.report.trace import OpTrace
+
+
+class Receipt:
+    """Record what really ran since ``amp.report()``. ``print`` it, or :meth:`write` it; notebooks show the page.
+
+    Args:
+        steps: Optimizer steps whose ops are counted; overflow and scale are followed to the end.
+        folder: Where the processes that this one starts leave their facts, if they do.
+        argv: The script and its arguments, as ``sys.argv`` has them.
+    """
+
+    def __init__(self, steps: int, folder: str | None = None, argv: list[str] | None = None) -> None:
+        self._steps, self._traced = steps, 0
+        self._trace, self._history = OpTrace(), History()
+        self._models = Models()
+        self._first: int | None = None
+        self._initialized = state.session is not None
+        self._folder, self._argv = folder, list(sys.argv if argv is None else argv)
+        self._started, self._clock = datetime.now(timezone.utc).astimezone(), time.monotonic()
+        self._process, self._child = os.getpid(), False
+        self._rank, self._world = rank(), int(os.environ.get("WORLD_SIZE", "1"))
+        self._error: tuple[str, str] | None = None
+        self._exit: int | str | None = None
+        self._ended = False
+
+    def start(self) -> None:
+        """Observe from here on."""
+        self._observe()
+        self._trace.start()
+
+    def start_as_child(self) -> None:
+        """Observe a process that the script has started, from its ``initialize`` on."""
+        self._child = True
+        self._observe()
+
+    def _observe(self) -> None:
+        observers().append(self)
+        state.undo.callback(self.stop)
+
+    def stop(self) -> None:
+        """Observe no more. What was seen stays."""
+        self._trace.stop()
+        observers()[:] = [one for one in observers() if one is not self]
+
+    def crashed(self, error: BaseException) -> None:
+        """Note that ``error`` ended the script."""
+        if isinstance(error, SystemExit):
+            self._exit = error.code if isinstance(error.code, (int, str)) else None
+        else:
+            self._error = type(error).__name__, str(error)
+
+    # -- events ----------------------------------------------------------------------------------------------------
+    def on_initialize(self) -> None:
+        """Begin to count: what ran before the first ``initialize`` could not be half."""
+        self._heed_fork()
+        if not self._initialized:
+            self._initialized = True
+            self._trace.forget()
+        if self._child and not self._trace.running and not self._traced:
+            self._rank = rank()
+            self._trace.start()
+            self._leave()
+            processes.at_exit(self._leave_at_exit)
+
+    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler | None, optimizers: object) -> None:
+        """Count blocks."""
+        self._heed_fork()
+        self._history.block(scaler)
+
+    def on_forward(self, model: torch.nn.Module, args: object, kwargs: object) -> None:
+        """Look at the models before the first op runs in them."""
+        self._heed_fork()
+        if not self._models.parameters:
+            self._models.look()
+
+    def on_failure(self, error: Exception) -> None:
+        """Leave no frame of the trace in the traceback."""
+        hide_tools(error.__traceback__)
+
+    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        """Note the scale; stop counting ops after enough steps of the optimizer that stepped first."""
+        self._heed_fork()
+        self._history.step(optimizer, skipped)
+        if self._first is None:
+            self._first = id(optimizer)
+        if self._trace.running:
+            self._models.look()
+            self._rank = rank()
+            if torch.distributed.is_available() and torch.distributed.is_initialized():
+                self._world = torch.distributed.get_world_size()
+            self._traced += id(optimizer) == self._first
+            if self._traced >= self._steps and self._trace.stop() and self._child:
+                self._leave()
+
+    # -- other processes ---------------------------------------------------------------------------------------------
+    def _heed_fork(self) -> None:
+        """Begin anew in a forked process: what it inherited is its parent's."""
+        if os.getpid() == self._process:
+            return
+        self._process, self._child, self._rank = os.getpid(), True, rank()
+        self._traced, self._first = 0, None
+        self._history = History()
+        self._trace.forget()
+        if not self._trace.running:
+            self._trace.start()
+        self._leave()
+        processes.at_exit(self._leave_at_exit)
+
+    def _leave(self) -> None:
+        """Leave what is known so far for the process that the script is."""
+        if self._folder is not None and os.path.isdir(self._folder):
+            processes.leave(self._folder, self._own())
+
+    def _leave_at_exit(self) -> None:
+        if self._ended or os.getpid() != self._process:
+            return
+        self._ended = True
+        # What a worker of multiprocessing ends with, or what the interpreter has printed. torch.multiprocessing exits
+        # while it handles the script's error.
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if isinstance(error, SystemExit) and error.code and error.__context__ is not None:
+            error = error.__context__
+        if isinstance(error, BaseException):
+            self.crashed(error)
+        self._leave()
+
+    # -- what was seen -----------------------------------------------------------------------------------------------
+    def _own(self) -> Own:
+        """The facts of this process alone."""
+        self._models.look()
+        return {
+            **collect(self._trace, self._history, self._models, self._traced),
+            "whole_steps": self._traced >= self._steps,
+            "process": {
+                "pid": self._process,
+                "rank": self._rank,
+                "world": self._world,
+                "ended": self._ended or not self._child,
+                "error": None if self._error is None or not self._child else ": ".join(self._error),
+            },
+        }
+
+    def facts(self) -> Facts:
+        """Everything as plain data, as in the JSON file. Reads the device."""
+        own = self._own()
+        others = [one for one in processes.left(self._folder) if one["process"]["pid"] != self._process]
+        trained = [one for one in (own, *others) if one["setting"]["initialized"]] or [own]
+        facts = merged(trained)
+        rows = [_row(one) for one in trained] if others else []
+        remarks = processes.sentences(rows)
+        lead = facts["process"]
+        if lead["world"] > len(trained):
+            missing = f"{lead['world'] - len(trained)} of {lead['world']} ranks are not in this receipt"
+            why = "they run elsewhere, or have left no counts."
+            if self._folder is None:
+                one = f"it counts one process, of rank {lead['rank']}."
+                why = f"{one} `ampcompat run --receipt` adds up the ranks of a machine."
+            remarks.append(f"{missing}: {why}")
+        return completed(facts, self._provenance(), self._ending(facts["steps"]), rows, remarks)
+
+    def _provenance(self) -> Provenance:
+        return {
+            "script": self._argv[0] if self._argv else "",
+            "arguments": self._argv[1:],
+            "date": self._started.isoformat(timespec="seconds"),
+            "seconds": round(time.monotonic() - self._clock, 1),
+            "torch": torch.__version__,
+            "versions": {
+                "ampcompat": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "cuda": torch.version.cuda,
+            },
+            "children_counted": self._folder is not None,
+            "error": None if self._error is None else {"type": self._error[0], "message": self._error[1]},
+            "exit": self._exit,
+        }
+
+    def _ending(self, steps: int) -> str:
+        """How the script ended, where it did not end well."""
+        if self._error is None:
+            return f"The script ended with {self._exit!r}." if self._exit not in (None, 0) else ""
+        kind, message = self._error
+        after = f"after {steps} optimizer steps"
+        if kind == "KeyboardInterrupt":
+            return f"The script was interrupted {after}."
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        shown = lines[:1] if not lines or not lines[0].endswith(":") else [lines[0], lines[-1]]  # a worker's traceback
+        return f"The script crashed {after}: {kind}{': ' if shown else ''}{' '.join(shown)}"
+
+    def __str__(self) -> str:
+        return text.render(self.facts())
+
+    def _repr_html_(self) -> str:
+        return html.fragment(self.facts())
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write ``path`` in one piece: a page for ``.html``, data for ``.json``, the table for anything else."""
+        facts, target = self.facts(), Path(path)
+        if target.suffix == ".json":
+            content = json.dumps(facts, indent=1) + "\n"
+        elif target.suffix in (".html", ".htm"):
+            content = html.render(facts)
+        else:
+            content = text.render(facts) + "\n"
+        processes.write(target, content)
+
+
+def _row(facts: Own) -> ProcessRow:
+    """One process of several."""
+    return {
+        **facts["process"],
+        "half_flops_share": half_share(facts),
+        "traced_steps": facts["traced_steps"],
+        "steps": facts["steps"],
+        "skipped": facts["skipped"],
+    }

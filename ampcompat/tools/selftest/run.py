@@ -1,0 +1,97 @@
+"""All checks on all devices, one after the other."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ampcompat.tools.selftest import checks
+from ampcompat.tools.selftest.checks import Failed, Skipped
+from ampcompat.tools.selftest.ranks import WORLD, Ranks, started
+
+
+@dataclass(frozen=True)
+class Row:
+    """The outcome of one check.
+
+    Attributes:
+        device: Such as ``"cuda:0"``.
+        check: Such as ``"training"``.
+        level: The opt_level.
+        result: ``"ok"``, ``"FAIL"`` or ``"skip"``.
+        remark: What was seen, or what is wrong.
+        seconds: How long it took.
+    """
+
+    device: str
+    check: str
+    level: str
+    result: str
+    remark: str
+    seconds: float
+
+
+def run(devices: Sequence[str]) -> Iterator[Row]:
+    """Check each of ``devices`` and yield a row as soon as it is known; torch is as it was afterwards.
+
+    Two processes per device type train under DDP meanwhile, where there are as many devices.
+    """
+    kinds = list(dict.fromkeys(torch.device(name).type for name in devices))
+    enough = [kind for kind in kinds if _can_distribute(kind)]
+    with _undisturbed(), started(enough) as groups:
+        checks.build(torch.device("cpu"))  # the first optimizer imports torch's compiler, which takes seconds
+        for name in devices:
+            for check, function, levels in checks.CHECKS:
+                for level in levels:
+                    yield _row(name, check, level, partial(function, torch.device(name), level))
+        for kind in kinds:
+            yield _row(kind, "ddp", "O1, O2", partial(_distributed, groups.get(kind)))
+
+
+def _can_distribute(kind: str) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    if kind == "cuda":
+        return torch.cuda.device_count() >= WORLD and torch.distributed.is_nccl_available()
+    return kind == "cpu" and torch.distributed.is_gloo_available()
+
+
+def _distributed(ranks: Ranks | None) -> str:
+    if ranks is None:
+        raise Skipped(f"needs {WORLD} devices and their process group backend")
+    problem = ranks.problem()
+    if problem:
+        raise Failed(problem)
+    return f"{WORLD} processes: equal weights, one overflow skipped by all"
+
+
+def _row(device: str, check: str, level: str, function: Callable[[], str]) -> Row:
+    begin = time.perf_counter()
+    try:
+        result, remark = "ok", function()
+    except Skipped as why:
+        result, remark = "skip", str(why)
+    except Failed as why:
+        result, remark = "FAIL", str(why)
+    except Exception as error:  # whatever a broken installation raises is a result
+        result, remark = "FAIL", f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+    return Row(device, check, level, result, remark, time.perf_counter() - begin)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without the settings of the environment, and without warnings: both change what the checks look at."""
+    before = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("AMPCOMPAT_")}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.environ.update(before)

@@ -1,0 +1,49 @@
+"""T5's trouble with float16: activations beyond 65504. One script, unchanged; only its surroundings differ."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "docs" / "examples" / "t5.py"
+
+
+@pytest.fixture
+def run(warm_python):
+    def start(*options, **environment):
+        command = ["-m", "ampcompat", "run", *options, SCRIPT, "--steps", "40", "--device", "cpu"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        done = warm_python.run(command, cwd=ROOT, env=environment)
+        assert done.returncode == 0, done.stderr
+        return done.stderr + done.stdout, json.loads(done.stdout.splitlines()[-1])
+
+    return start
+
+
+def test_float16_overflows_and_the_autopsy_names_wo(run):
+    said, result = run("--explain")
+    assert result["finite"] == 0
+    assert "Gradient overflow" not in said  # the script asks for verbosity=0
+    assert said.count("ampcompat explain: ") == 1
+    assert "where     block.1.wo (Linear), in T5" in said
+    assert "self.wo(forwarded)" in said
+    assert "cure      amp.initialize(..., keep_fp32=['block.1.wo'])" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_bfloat16_trains(level, run):
+    said, result = run(AMPCOMPAT_DTYPE="bfloat16", AMPCOMPAT_OPT_LEVEL=level)
+    assert result["finite"] == result["steps"] == 40
+    assert result["last"] < 0.1  # from ln 32 = 3.5
+    assert "Gradient overflow" not in said
+
+
+@pytest.mark.slow
+def test_wo_in_float32_trains(run):
+    said, result = run("--keep-fp32", "*.wo")
+    assert "keeps block.0.wo, block.1.wo in float32" in said
+    assert result["finite"] == result["steps"]
+    assert result["last"] < 0.1

@@ -1,0 +1,49 @@
+"""A machine with CUDA costs no more imports and prints no more than one without: most users have one."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+#: ``torch.cuda.is_available`` decides what torch's compiler imports; nothing here touches a device.
+PROGRAM = """
+import json, sys
+import torch
+torch.cuda.is_available = lambda: True
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # torch imports a part of its compiler here
+before = set(sys.modules)
+
+from ampcompat import amp
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+if sys.argv[1] == "init":
+    handle = amp.init()
+    optimizer = handle.wrap_optimizer(optimizer)
+    scale_loss = optimizer.scale_loss
+else:
+    amp.initialize(model, optimizer, opt_level=sys.argv[1], verbosity=0)
+    handle = amp._amp_state.handle
+    scale_loss = lambda loss: amp.scale_loss(loss, optimizer)
+for factor in (1.0, float("inf")):
+    with scale_loss(model(torch.ones(8, 4)).float().sum() * factor) as scaled:
+        scaled.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+model.state_dict(), amp.state_dict()
+handle._deactivate()
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5", "init"])
+def test_nothing_of_the_compiler_is_imported_or_printed(level, warm_python):
+    done = warm_python.run(["-c", PROGRAM, level], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    new = json.loads(done.stdout.splitlines()[-1])
+    assert not [name for name in new if name.split(".")[0] not in ("ampcompat", "packaging", "torch")]
+    assert not [name for name in new if name.startswith(("torch._inductor", "torch._dynamo", "torch._functorch"))]
+    assert len([name for name in new if name.startswith("torch")]) < 10
+    assert done.stderr == ""

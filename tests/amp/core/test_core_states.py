@@ -1,0 +1,350 @@
+"""Each cell of the tables at the head of ``ampcompat/amp/block.py``, seen from outside.
+
+Every gradient is a small multiple of 1/8, exact in half at any scale used here, and the learning rate is one: what a
+step takes off a parameter is the sum of the gradients it was made with, to the bit.
+"""
+
+import contextlib
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampcompat import amp
+
+ROOT = Path(__file__).parents[3]
+PAGE = runpy.run_path(str(ROOT / "docs" / "architecture.py"))
+HEAD, *ROWS = PAGE["table_in"](PAGE["TABLES"]["gradients"])
+FLOAT32_HEAD, *FLOAT32_ROWS = PAGE["table_in"](PAGE["TABLES"]["float32"])
+#: The states of both tables; the first is NONE before any step, where nothing has stayed.
+STATES = ["NONE", "NONE, step made", "NONE, step skipped", "UNSCALED", "PENDING"]
+FIRST, SECOND, INF = 0.25, 0.125, float("inf")
+
+
+class Weight(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+class Kept(Weight):
+    """A weight that stays float32: the optimizer holds it itself, at O2 too."""
+
+
+class Run:
+    """A model of two weights in one of the states, one of which has a master at O2.
+
+    ``own`` is the gradient of each that a next block adds to, and a next step uses.
+    """
+
+    def __init__(self, level, state):
+        self.level, self.state = level, state
+        model = torch.nn.Sequential(Weight(), Kept())
+        model.forward = lambda x: torch.cat([model[0](x), model[1](x)])
+        self.model, self.optimizer = amp.initialize(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), opt_level=level, keep_fp32=Kept, verbosity=0
+        )
+        self.wrapped = self.model
+        left = {"NONE": 0.0, "NONE, step skipped": INF}.get(state, FIRST)
+        if left:
+            self.block(left, delay_unscale=state == "PENDING")
+        self.own = [left, left]
+        if state.startswith("NONE,"):
+            self.optimizer.step()
+            assert amp.step_was_skipped(self.optimizer) is (state == "NONE, step skipped")
+            if level == "O2":
+                self.own[0] = 0.0
+        assert self.is_pending == (state == "PENDING")
+
+    @property
+    def is_pending(self):
+        return self.optimizer._amp_stash.params_have_scaled_gradients
+
+    @property
+    def scale(self):
+        return amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+    @property
+    def masters(self):
+        return list(amp.master_params(self.optimizer))
+
+    def loss(self, gradient, x=1.0):
+        return (self.wrapped(torch.full((4,), x)).float() * gradient).sum()
+
+    def block(self, gradient, **kwargs):
+        with amp.scale_loss(self.loss(gradient), self.optimizer, **kwargs) as scaled:
+            scaled.backward()
+
+    def own_and(self, gradient):
+        """The gradients after a block that gives each weight ``gradient``."""
+        return [own + gradient for own in self.own]
+
+    def gradients_are(self, values):
+        """Gradients are unscaled and equal ``values``, one for each weight."""
+        assert not self.is_pending
+        for param, value in zip(self.masters, values, strict=True):
+            if value:
+                assert torch.equal(param.grad, torch.full((4,), value))
+            else:
+                assert param.grad is None or not param.grad.any()
+
+    def pending_are(self, *values):
+        """Scaled gradients of the two model parameters, in ``p.grad``."""
+        assert self.is_pending
+        for param, value in zip(self.model.parameters(), values, strict=True):
+            assert torch.equal(param.grad.float(), torch.full((4,), value * self.scale))
+
+    def step_uses(self, values):
+        """A step takes ``values``, one for each weight, off the weights; or it is skipped if one is not finite."""
+        before = [p.detach().clone() for p in self.masters]
+        if INF in values:
+            self.step_is_skipped()
+            return
+        self.optimizer.step()
+        assert not amp.step_was_skipped(self.optimizer)
+        model = [p.detach().clone() for p in self.model.parameters()]  # before masters are asked for, which may push
+        for now, param, then, value in zip(self.masters, model, before, values, strict=True):
+            assert torch.equal(now, then - value)
+            assert torch.equal(param.float(), now)
+
+    def step_is_skipped(self):
+        before = [p.detach().clone() for p in self.masters]
+        self.optimizer.step()
+        assert amp.step_was_skipped(self.optimizer)
+        assert all(torch.equal(now, then) for now, then in zip(self.masters, before, strict=True))
+
+    def goes_on(self):
+        """After ``zero_grad``, the next block and step are as if nothing had been before."""
+        self.optimizer.zero_grad()
+        self.block(SECOND)
+        self.gradients_are([SECOND] * 2)
+        self.step_uses([SECOND] * 2)
+
+
+def told(expected, match):
+    """Expect a warning, or none."""
+    return pytest.warns(UserWarning, match=match) if expected else contextlib.nullcontext()
+
+
+# -- events ------------------------------------------------------------------------------------------------------------
+def block_begins(run):
+    if run.state == "NONE":
+        for param in run.masters:
+            param.grad = torch.full((4,), FIRST)  # a penalty of the script's own, say
+        run.own = [FIRST, FIRST]
+    if run.state == "PENDING":
+        amp._amp_state.loss_scalers[0]._loss_scale = run.scale / 4
+    with amp.scale_loss(run.loss(SECOND), run.optimizer) as scaled:
+        if run.state == "PENDING":
+            run.pending_are(FIRST, FIRST)
+        else:
+            assert all(p.grad is None for p in run.model.parameters())
+        scaled.backward()
+    run.gradients_are(run.own_and(SECOND))
+    run.step_uses(run.own_and(SECOND))
+    run.goes_on()
+
+
+def block_ends(run):
+    run.block(SECOND)
+    run.gradients_are(run.own_and(SECOND))
+    run.step_uses(run.own_and(SECOND))
+    run.goes_on()
+
+
+def block_ends_with_an_overflow(run):
+    scale = run.scale
+    run.block(INF)
+    assert not run.is_pending
+    assert run.scale == scale / 2
+    assert not any(p.grad.isfinite().any() for p in run.masters)  # stay visible until they are cleared
+    run.step_is_skipped()
+    run.goes_on()
+
+
+def block_gives_no_gradient(run):
+    with amp.scale_loss(torch.ones((), requires_grad=True), run.optimizer) as scaled:
+        scaled.backward()
+    run.gradients_are(run.own)
+    with told(run.state.startswith("NONE"), "gave this optimizer no gradient"):
+        run.step_uses(run.own)
+    run.goes_on()
+
+
+def block_raises(run):
+    lost = run.state == "PENDING"
+    failing = amp.scale_loss(run.loss(SECOND), run.optimizer)
+    failing.__enter__().backward()
+    with told(lost, "start the accumulation of this step again"):
+        failing.__exit__(ZeroDivisionError, ZeroDivisionError())
+    left = [0.0, 0.0] if lost else run.own
+    run.gradients_are(left)
+    with told(run.level == "O2" and run.state.startswith("NONE,"), "but no scale_loss block"):
+        run.step_uses(left)
+    run.goes_on()
+
+
+class OutOfMemory(TorchDispatchMode):
+    """Fails the unscaling at a block's end."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "non_finite_check_and_unscale" in func.name():
+            raise MemoryError
+        return func(*args, **(kwargs or {}))
+
+
+def end_of_the_block_raises(run, capsys):
+    block, scale = amp.scale_loss(run.loss(SECOND), run.optimizer), run.scale
+    block.__enter__().backward()
+    with pytest.raises(MemoryError), OutOfMemory():
+        block.__exit__(None, None, None)
+    assert "its gradients are cleared, and the next step is skipped" in capsys.readouterr().out
+    assert run.scale == scale
+    assert all(p.grad is None for p in (*run.model.parameters(), *run.masters))
+    run.gradients_are([0.0, 0.0])
+    run.block(SECOND)  # the rest of an accumulation
+    run.step_is_skipped()
+    run.goes_on()
+
+
+def pending_beside(run):
+    """Scaled gradients are pending beside those that are unscaled already, and not to be scaled again."""
+    if run.state == "PENDING":
+        run.pending_are(FIRST + SECOND, FIRST + SECOND)
+    else:
+        run.pending_are(SECOND, SECOND)
+
+
+def ends_with_delay_unscale(run):
+    run.block(SECOND, delay_unscale=True)
+    pending_beside(run)
+    run.step_uses(run.own_and(SECOND))
+    run.goes_on()
+
+
+def ends_in_no_sync(run, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        run.wrapped = torch.nn.parallel.DistributedDataParallel(run.model)
+        with run.wrapped.no_sync():
+            run.block(SECOND)
+        pending_beside(run)
+        run.block(SECOND)
+        run.gradients_are(run.own_and(2 * SECOND))
+        run.step_uses(run.own_and(2 * SECOND))
+    finally:
+        run.wrapped = run.model
+        dist.destroy_process_group()
+
+
+def step(run):
+    run.step_uses(run.own)
+    assert not run.is_pending
+    # Half gradients that stay readable are not used again; float32 ones are, as in plain torch, if they are finite.
+    stayed = run.own if run.level == "O1" else [0.0, run.own[1]]
+    run.step_uses(stayed)
+    for param, value in zip(run.model.parameters(), run.own, strict=True):
+        if value:
+            assert param.grad.any()
+    run.goes_on()
+
+
+def zero_grad(run):
+    run.optimizer.zero_grad()
+    run.gradients_are([0.0, 0.0])
+    run.step_uses([0.0, 0.0])
+    run.goes_on()
+
+
+def gradients_cleared(run):
+    """Of the first weight; then of both."""
+    first, second = run.model.parameters()
+    first.grad = None
+    with told(run.state.startswith("NONE,"), "but no scale_loss block"):
+        run.step_uses([0.0, run.own[1]])
+    assert not run.is_pending
+    second.grad = None
+    run.step_uses([0.0, 0.0])
+    run.goes_on()
+
+
+def gradients_cleared_before_a_block(run):
+    next(run.model.parameters()).grad = None
+    run.block(SECOND)
+    run.step_uses([SECOND, run.own[1] + SECOND])
+
+
+def gradients_edited(run):
+    """Multiplied; where they are not finite, written."""
+    for param, own in zip(run.model.parameters(), run.own, strict=True):
+        if param.grad is not None and own == INF:
+            param.grad.fill_(FIRST)
+        elif param.grad is not None:
+            param.grad.mul_(0.5)
+    used = [FIRST if own == INF else own / 2 for own in run.own]
+    has_master = run.level == "O2" and run.state == "UNSCALED"
+    if has_master:
+        used[0] = FIRST
+    with told(has_master, "were edited after scale_loss"):
+        run.step_uses(used)
+    run.goes_on()
+
+
+def state_loaded(run):
+    run.model.load_state_dict({name: value.clone() for name, value in run.model.state_dict().items()})
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    amp.load_state_dict(amp.state_dict())
+    amp._amp_state.loss_scalers[0].load_state_dict(amp._amp_state.loss_scalers[0].state_dict())
+    assert run.is_pending == (run.state == "PENDING")
+    if run.is_pending:
+        run.pending_are(FIRST, FIRST)
+    else:
+        run.gradients_are(run.own)
+    run.step_uses(run.own)
+    run.goes_on()
+
+
+#: Tests of each row of the tables, by its first cell.
+EVENTS = {
+    "block begins": [block_begins],
+    "block ends": [block_ends],
+    "block ends with an overflow": [block_ends_with_an_overflow],
+    "block gives no gradient": [block_gives_no_gradient],
+    "block raises": [block_raises],
+    "end of the block raises": [end_of_the_block_raises],
+    "ends with ``delay_unscale``": [ends_with_delay_unscale],
+    "ends in DDP's ``no_sync``": [ends_in_no_sync],
+    "``step``": [step],
+    "``zero_grad``": [zero_grad],
+    "``p.grad`` cleared": [gradients_cleared, gradients_cleared_before_a_block],
+    "``p.grad`` edited": [gradients_edited],
+    "``load_state_dict``": [state_loaded],
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("act", [act for acts in EVENTS.values() for act in acts], ids=lambda act: act.__name__)
+def test_cell(act, state, level, request):
+    fixtures = {
+        name: request.getfixturevalue(name) for name in ("capsys", "tmp_path") if name in act.__code__.co_varnames
+    }
+    run = Run(level, state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        act(run, **fixtures)
+
+
+def test_every_cell_of_the_tables_has_a_test():
+    assert HEAD[1:] == ["NONE", "UNSCALED", "PENDING"]
+    assert FLOAT32_HEAD[1:] == ["NONE, step made", "NONE, step skipped", "UNSCALED", "PENDING"]
+    for rows in (ROWS, FLOAT32_ROWS):
+        assert [row[0] for row in rows] == list(EVENTS)
+        assert all(all(row) for row in rows)

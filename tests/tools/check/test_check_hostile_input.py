@@ -1,0 +1,185 @@
+"""The check reads repositories that nobody vouches for: any bytes, any file, any link; it never runs what it reads."""
+
+import argparse
+import json
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ampcompat.cli import check as command
+from ampcompat.tools.check import files, scan, scan_source
+
+TRAIN = b"from apex import amp\nm, o = amp.initialize(m, o)\nwith amp.scale_loss(l, o) as s:\n    s.backward()\n"
+BYTES = st.one_of(
+    st.binary(max_size=300),
+    st.integers(0, len(TRAIN)).map(lambda n: TRAIN[:n]),
+    st.tuples(st.integers(0, len(TRAIN)), st.binary(max_size=4)).map(lambda t: TRAIN[: t[0]] + t[1] + TRAIN[t[0] :]),
+    st.text(max_size=200).map(lambda t: t.encode("utf-8", "surrogatepass")),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=BYTES)
+def test_arbitrary_bytes_give_a_report(tmp_path, data):
+    (tmp_path / "a.py").write_bytes(data)
+    report = scan(tmp_path)
+    assert report.files == 1
+    json.dumps(report.as_dict())
+
+
+DEEP = {
+    "parentheses": "(" * 50_000,
+    "closed parentheses": "(" * 150 + "1" + ")" * 150,
+    "unary minus": "x = " + "-" * 100_000 + "1",
+    "attributes": "x = a" + ".b" * 50_000,
+    "sums": "x = 1" + "+1" * 50_000,
+    "calls": "x = f" + "()" * 20_000,
+    "blocks": "".join(" " * i + "if x:\n" for i in range(150)),
+    "elif": "if x:\n    pass\n" + "elif x:\n    pass\n" * 5_000,
+    "huge number": "x = " + "9" * 100_000,
+    "null": "from apex import amp\n\0",
+    "python 2": "from apex import amp\nprint 'loss', loss\n",
+    "form feeds": "\f\f\ffrom apex import amp\f",
+    "lone surrogate": "x = '\\ud800'\nfrom apex import amp\n",
+}
+
+
+@pytest.mark.parametrize("name", sorted(DEEP))
+def test_deep_and_odd_sources_give_findings(name):
+    for finding in scan_source(DEEP[name]):
+        assert finding.kind in ("file", "symbol")
+
+
+def test_a_python_2_file_that_uses_apex_is_an_error_and_others_are_not():
+    (finding,) = scan_source(DEEP["python 2"])
+    assert (finding.level, finding.line) == ("error", 2)
+    assert scan_source("print 'loss'\n")[0].level == "warning"
+
+
+CONFLICT = "from apex import amp\n<<<<<<< HEAD\nlr = 1\n=======\nlr = 2\n>>>>>>> theirs\n"
+
+
+def test_merge_conflicts_are_said_to_be_there():
+    (finding,) = scan_source(CONFLICT)
+    assert (finding.name, finding.level, finding.line) == ("unparsable", "error", 2)
+    assert "merge conflict" in finding.note
+    assert "Python" not in finding.note
+    assert "2to3" not in finding.note
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "print 'loss', loss",
+        "print loss",
+        "exec 'x'",
+        "raise E, 'text'",
+        "x = `y`",
+        "x = 1 <> 2",
+        "x = 0777",
+        "x = ur''",
+    ],
+)
+def test_python_2_is_told_by_its_statements(statement):
+    (finding,) = scan_source(f"from apex import amp\n{statement}\n")
+    assert "it is Python 2: port it (2to3) first" in finding.note
+
+
+@pytest.mark.parametrize("statement", ["x = (", "def f(:", "x = 1 +", "print('a'", "  x = 1", "match x:\n"])
+def test_other_errors_are_no_python_2(statement):
+    (finding,) = scan_source(f"from apex import amp\n{statement}\n")
+    assert finding.level == "error"
+    assert "2to3" not in finding.note
+    assert "Python 3 cannot parse the file (" in finding.note
+
+
+@pytest.mark.parametrize("charset", ["latin-1", "cp1252", "gbk", "euc-jp"])
+def test_declared_charsets_are_read(tmp_path, charset):
+    text = f"# -*- coding: {charset} -*-\nfrom apex import amp  # " + ("中" if charset[0] in "ge" else "é") + "\n"
+    (tmp_path / "a.py").write_bytes(text.encode(charset))
+    assert [f.name for f in scan(tmp_path).findings] == ["apex.amp"]
+
+
+@pytest.mark.parametrize("charset", ["punycode", "rot13", "zlib", "unicode_escape", "no such", "os", "../../x", "\xff"])
+def test_odd_charsets_are_findings_not_codecs(tmp_path, charset):
+    (tmp_path / "a.py").write_bytes(f"# coding: {charset}\n".encode("latin-1") + b"\xff\n")
+    assert [f.name for f in scan(tmp_path).findings] == ["unreadable"]
+
+
+def test_links_pipes_and_huge_files_are_not_read(tmp_path, monkeypatch):
+    outside = tmp_path / "outside"
+    inside = tmp_path / "inside"
+    outside.mkdir()
+    inside.mkdir()
+    (outside / "secret.py").write_text("from apex import amp\n")
+    (inside / "link.py").symlink_to(outside / "secret.py")
+    (inside / "folder").symlink_to(outside)
+    (inside / "loop").symlink_to(inside)
+    (inside / "self.py").symlink_to(inside / "self.py")
+    (inside / "dangling.py").symlink_to("nowhere")
+    os.mkfifo(inside / "pipe.py")
+    (inside / "folder.py").mkdir()
+    monkeypatch.setattr(files, "LARGEST", 1000)
+    (inside / "huge.py").write_text("from apex import amp\n" * 100)
+    assert [(f.path, f.name) for f in scan(inside).findings] == [("huge.py", "unreadable"), ("pipe.py", "unreadable")]
+
+
+def test_a_file_that_cannot_be_opened_is_a_finding(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("from apex import amp\n")
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    # Permission bits do not stop root, which may run the tests.
+    monkeypatch.setattr(files.os, "open", refuse)
+    (finding,) = scan(tmp_path).findings
+    assert finding.name == "unreadable"
+    assert "Permission denied" in finding.note
+
+
+def test_nothing_that_is_read_is_run(tmp_path):
+    mark = tmp_path / "ran"
+    evil = f"import os\nopen({str(mark)!r}, 'w').write('x')\nfrom apex import amp\n"
+    for name in ("apex.py", "torch.py", "setup.py", "conftest.py", "sitecustomize.py", "ampcompat.py"):
+        (tmp_path / name).write_text(evil)
+    scan(tmp_path)
+    assert not mark.exists()
+
+
+def run(capsys, *arguments):
+    parser = argparse.ArgumentParser()
+    command.add_parser(parser.add_subparsers())
+    args = parser.parse_args(["check", *arguments])
+    return args.main(args), capsys.readouterr()
+
+
+def test_exit_status_and_output(tmp_path, capsys):
+    file = tmp_path / "a.py"
+    file.write_text("from apex import amp\n")
+    status, shown = run(capsys, str(tmp_path))
+    assert status == 0
+    assert "a.py:1" in shown.out
+    assert "1 files: 1 works" in shown.out
+    file.write_text("import apex.RNN\n")
+    status, shown = run(capsys, str(file), "--json")
+    assert status == 1
+    assert json.loads(shown.out)["findings"][0]["name"] == "apex.RNN"
+
+
+@pytest.mark.parametrize("path", ["missing", "null\0byte", "x" * 5000])
+def test_a_path_that_is_none_is_bad_usage(tmp_path, capsys, path):
+    status, shown = run(capsys, str(tmp_path / path))
+    assert status == 2
+    assert shown.err.startswith("ampcompat check: ")
+    assert shown.out == ""
+
+
+def test_terminal_escapes_in_names_are_shown_not_obeyed(tmp_path, capsys):
+    (tmp_path / "\x1b[31mred\n.py").write_text("from apex import amp\n")
+    (tmp_path / os.fsdecode(b"\xff.py")).write_text("from apex import amp\n")
+    status, shown = run(capsys, str(tmp_path))
+    assert status == 0
+    assert "\x1b" not in shown.out
+    assert "\\x1b[31mred\\n.py:1" in shown.out

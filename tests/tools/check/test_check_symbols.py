@@ -1,0 +1,193 @@
+"""Which symbols the check reports, under every way of importing them, and with which verdict."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ampcompat.tools.check import scan, scan_source
+from ampcompat.tools.check.symbols import MODULES, SYMBOLS, canonical, verdict
+
+
+def symbols(code: str) -> dict[str, str]:
+    return {f.name: f.level for f in scan_source(code) if f.kind == "symbol"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from apex import amp\namp.initialize(m, o)",
+        "from apex import amp as apex_amp\napex_amp.initialize(m, o)",
+        "import apex\napex.amp.initialize(m, o)",
+        "import apex.amp as amp\namp.initialize(m, o)",
+        "import apex.amp\napex.amp.initialize(m, o)",
+        "from apex.amp import initialize\ninitialize(m, o)",
+        "from apex.amp import *\ninitialize(m, o)",
+        "try:\n    from apex import amp\nexcept ImportError:\n    amp = None\namp.initialize(m, o)",
+        "try:\n    from apex import amp\nexcept:\n    from torch.cuda import amp\namp.initialize(m, o)",
+        "def main():\n    from apex import amp\n    amp.initialize(m, o)",
+        "import apex\namp = apex.amp\namp.initialize(m, o)",
+    ],
+)
+def test_every_way_of_importing_is_resolved(code):
+    assert symbols(code)["apex.amp.initialize"] == "works"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch.cuda import amp\namp.initialize(m)",
+        "from .apex import amp\namp.initialize(m)",
+        "from myapex import amp\namp.initialize(m)",
+        "from apexlib.amp import initialize\ninitialize(m)",
+        "amp = object()\namp.initialize(m)",
+        "text = 'from apex import amp'  # import apex",
+    ],
+)
+def test_other_packages_are_left_alone(code):
+    assert symbols(code) == {}
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "level"),
+    [
+        ("import fused_adam_cuda\nfused_adam_cuda.adam(p)", "fused_adam_cuda.adam", "works"),
+        ("import fused_adam_cuda as f\nf.maybe_adam(p)", "fused_adam_cuda.maybe_adam", "unsupported"),
+        ("from fused_layer_norm_cuda import forward_affine", "fused_layer_norm_cuda.forward_affine", "works"),
+        ("import amp_C\namp_C.multi_tensor_scale(1)", "amp_C.multi_tensor_scale", "works"),
+        ("import apex_C\napex_C.flatten(x)", "apex_C.flatten", "works"),
+        (
+            "from apex.amp import _process_optimizer as p\np.AmpOptimizerState",
+            "apex.amp._process_optimizer.AmpOptimizerState",
+            "works",
+        ),
+        ("from apex.amp.utils import cached_cast", "apex.amp.utils", "differs"),
+    ],
+)
+def test_extensions_and_private_modules(code, name, level):
+    assert symbols(code)[name] == level
+
+
+@pytest.mark.parametrize(
+    "assigned",
+    [
+        "self.amp = amp",
+        "self.amp = amp if fp16 else None",
+        "self.amp: object = amp",
+        "self.amp = module = amp",
+        "self.fp16 = self.amp = amp",
+    ],
+)
+def test_a_module_that_an_attribute_holds(assigned):
+    code = (
+        "from apex import amp\nclass Trainer:\n    def __init__(self, fp16):\n"
+        f"        {assigned}\n"
+        "    def step(self, loss):\n        with self.amp.scale_loss(loss, self.opt) as scaled:\n"
+        "            scaled.backward()\n"
+        "            clip_grad_norm_(self.model.parameters(), 1)\n"
+    )
+    assert symbols(code)["apex.amp.scale_loss"] == "works"
+    assert "clip_of_scaled_gradients" in {f.name for f in scan_source(code)}
+
+
+@pytest.mark.parametrize("method", ["def f(self, amp)", "def f(amp)"])
+def test_a_parameter_shadows_the_import_beside_such_an_attribute(method):
+    code = f"from apex import amp\nself.amp = amp\nclass A:\n    {method}:\n        amp.nonsense()\n"
+    assert "apex.amp.nonsense" not in symbols(code)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "if hasattr(opt, '_amp_stash'): pass",
+        "stash = getattr(self.optimizer, '_amp_stash', None)",
+        "opt._amp_stash.already_patched = True",
+        "opt._amp_stash = None",
+        "setattr(opt, '_amp_stash', None)",
+        "del opt._amp_stash",
+    ],
+)
+@pytest.mark.parametrize("start", ["", "from apex import amp\n"])
+def test_what_amp_leaves_on_an_optimizer(code, start):
+    assert symbols(start + code)["optimizer._amp_stash"] == "works"
+
+
+def test_methods_that_amp_leaves_on_an_optimizer():
+    found = symbols("opt._amp_lazy_init()\nopt._prepare_amp_backward()\nx = opt._post_amp_backward")
+    assert list(found) == [f"optimizer.{n}" for n in ("_amp_lazy_init", "_prepare_amp_backward", "_post_amp_backward")]
+
+
+def test_a_parameter_shadows_the_import():
+    assert "apex.amp.nonsense" not in symbols("from apex import amp\ndef f(amp):\n    amp.nonsense()")
+    assert "apex.amp.nonsense" in symbols("from apex import amp\ndef f(x):\n    amp.nonsense()")
+
+
+def test_a_name_with_two_origins_is_apex_only_where_apex_has_the_symbol():
+    code = "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()\n"
+    assert "apex.amp.autocast" not in symbols(code)
+
+
+def test_private_state_is_one_symbol_however_deep_the_chain():
+    found = symbols("from apex import amp\namp._amp_state.loss_scalers[0]._loss_scale = 1\nx = amp._amp_state.handle.y")
+    assert found["apex.amp._amp_state.loss_scalers"] == "works"
+    assert found["apex.amp._amp_state.handle"] == "works"
+
+
+def test_unsupported_symbols_name_their_replacement():
+    (finding,) = [f for f in scan_source("from apex.RNN import LSTM\n") if f.kind == "symbol"]
+    assert (finding.level, finding.line, finding.column) == ("unsupported", 1, 1)
+    assert "torch.nn.LSTM" in finding.note
+
+
+def test_a_guarded_probe_of_an_unsupported_module_is_a_difference_but_its_use_is_not():
+    code = "try:\n    from apex.contrib.fmha import FMHA as X\nexcept ImportError:\n    X = None\n"
+    assert symbols(code) == {"apex.contrib.fmha": "differs"}
+    assert [f.level for f in scan_source(code + "X()\n")] == ["differs", "unsupported"]
+
+
+def test_unknown_symbols_of_a_known_module():
+    assert symbols("from apex import amp\namp.autocast()")["apex.amp.autocast"] == "unsupported"
+
+
+def test_probes_by_name_are_reported():
+    assert symbols("import importlib.util\nimportlib.util.find_spec('apex')") == {"apex": "note"}
+    assert symbols("from importlib.metadata import version\nversion('apex')") == {"apex": "note"}
+    assert symbols("version('torch')") == {}
+
+
+def test_line_and_column_are_those_of_the_use():
+    found = [f for f in scan_source("from apex import amp\n\nif x:\n    amp.state_dict()\n") if "state_dict" in f.name]
+    assert [(f.line, f.column) for f in found] == [(4, 5)]
+
+
+@pytest.mark.parametrize("name", sorted(SYMBOLS))
+def test_the_table_is_well_formed(name):
+    assert SYMBOLS[name].verdict in ("works", "differs", "unsupported")
+    assert SYMBOLS[name].verdict == "works" or SYMBOLS[name].note, "a difference or replacement must be named"
+    assert verdict(name) == SYMBOLS[name]
+    assert name in MODULES or canonical(name) == name
+
+
+def test_the_check_needs_no_torch(tmp_path):
+    (tmp_path / "a.py").write_text("from apex import amp\n")
+    code = (
+        "import sys; from ampcompat.tools.check import scan; from ampcompat.tools.check.table import table\n"
+        f"table(scan({str(tmp_path)!r})); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
+
+
+def test_the_report_of_a_directory(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "train.py").write_text("from apex import amp\n")
+    (tmp_path / "a.py").write_text("import apex.RNN\n")
+    report = scan(tmp_path)
+    assert [(f.path, f.name) for f in report.findings] == [("a.py", "apex.RNN"), ("b/train.py", "apex.amp")]
+    assert report.exit_status == 1
+    assert json.loads(json.dumps(report.as_dict()))["summary"]["unsupported"] == 1
+
+
+def test_what_every_module_has_is_there():
+    code = "from apex import amp\nif 'state_dict' in amp.__dict__: pass\n"
+    assert set(symbols(code).values()) == {"works"}

@@ -1,0 +1,334 @@
+"""Where the check runs: several paths, notebooks, files that install apex, formats for CI, and what is left out."""
+
+import contextlib
+import io
+import json
+import sys
+from concurrent.futures.process import BrokenProcessPool
+
+import pytest
+
+from ampcompat.cli import main
+from ampcompat.tools.check import scan, scan_source, workers
+from ampcompat.tools.check.config import BadConfig, Config, read_config
+from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines
+
+TRAP = "import torch\nfrom apex import amp, RNN\nmodel, o = amp.initialize(model, o, opt_level='01')\n"
+
+
+def notebook(*cells):
+    made = [{"cell_type": "markdown", "metadata": {}, "source": ["from apex import amp\n"]}]
+    made += [
+        {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None, "source": c.splitlines(True)}
+        for c in cells
+    ]
+    return json.dumps({"cells": made, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}, indent=1)
+
+
+def run(capsys, *words):
+    status = main(["check", *map(str, words)])
+    return status, capsys.readouterr()
+
+
+def test_several_paths_are_one_repository(tmp_path, capsys):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.py").write_text(TRAP)
+    (tmp_path / "b.py").write_text("import torch\nfrom x import model\ny = torch.bmm(a, b).masked_fill(m, -1e9)\n")
+    status, shown = run(capsys, tmp_path / "a", tmp_path / "b.py", tmp_path / "b.py", "--format", "json")
+    report = json.loads(shown.out)
+    assert (status, report["files"]) == (1, 2)
+    assert {f["path"] for f in report["findings"]} == {(tmp_path / n).as_posix() for n in ("a/x.py", "b.py")}
+
+
+def test_the_default_is_the_working_directory(tmp_path, capsys, monkeypatch):
+    (tmp_path / "x.py").write_text(TRAP)
+    monkeypatch.chdir(tmp_path)
+    assert run(capsys)[0] == 1
+
+
+def test_cells_of_a_notebook_are_one_source_at_the_lines_of_the_file(tmp_path):
+    text = notebook("%matplotlib inline\nfrom apex import amp\n", "!pip list\nif x:\n    amp.nonsense()\n")
+    (tmp_path / "n.ipynb").write_text(text)
+    found = {f.name: f.line for f in scan(tmp_path).findings}
+    lines = text.splitlines()
+    assert "from apex import amp" in lines[found["apex.amp"] - 1]
+    assert found["apex.amp"] > 8  # not the text of the markdown cell
+    assert "amp.nonsense()" in lines[found["apex.amp.nonsense"] - 1]
+
+
+def test_folders_of_requirements(tmp_path):
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "train.txt").write_text("torch\napex\n")
+    (tmp_path / "requirements" / "README.md").write_text("apex\n")
+    assert [(f.path, f.line) for f in scan(tmp_path).findings] == [("requirements/train.txt", 2)]
+
+
+@pytest.mark.parametrize(
+    ("cell", "lines"),
+    [
+        ("!pip install apex\n", [0]),
+        ("import torch\n%pip install torch apex\nx = 1\n", [1]),
+        ("if x:\n    !git clone https://github.com/NVIDIA/apex\n    !cd apex && pip install .\n", [1]),
+        ("%%bash\ngit clone https://github.com/NVIDIA/apex\npip install -v ./apex\n", [1, 2]),
+        ("!pip install torch  # not apex\n", []),
+        ("# !pip install apex\n", []),
+        ("apex\n!ls apex\n", []),
+        ("!pip install apex  # ampcompat: ignore\n", []),
+    ],
+)
+def test_cells_of_a_notebook_that_install_apex(cell, lines, tmp_path):
+    text = notebook("import sys\n", cell)
+    (tmp_path / "n.ipynb").write_text(text)
+    first = text.splitlines().index(next(s for s in text.splitlines() if json.dumps(cell.splitlines(True)[0]) in s)) + 1
+    found = [f for f in scan(tmp_path).findings if f.name == "installs_apex"]
+    assert [f.line - first for f in found] == lines
+    assert all(f.level == "note" for f in found)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"cells": 3}', '{"cells": [{"cell_type": "code"}]}', "null"])
+def test_what_is_no_notebook_is_said_to_be_none(text, tmp_path):
+    with pytest.raises(NotANotebook):
+        Notebook.read(text)
+    (tmp_path / "n.ipynb").write_text(text)
+    assert [f.name for f in scan(tmp_path).findings] == ["unreadable"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("requirements.txt", "torch\napex\n", [2]),
+        ("requirements-dev.txt", "apex==0.1\n# apex\nnapex\n", [1]),
+        ("requirements.txt", "git+https://github.com/NVIDIA/apex.git@master\n", [1]),
+        ("Dockerfile", "FROM x\nRUN git clone https://github.com/NVIDIA/apex && cd apex\nCOPY apex /x\n", [2]),
+        ("Dockerfile.gpu", "RUN pip install -v --no-cache-dir apex\n", [1]),
+        ("setup.cfg", "[options]\ninstall_requires =\n    torch\n    apex>=0.1\n", [4]),
+        ("pyproject.toml", '[project]\ndependencies = [\n  "apex",\n]\n', [3]),
+        ("environment.yml", "dependencies:\n  - nvidia-apex\n", [2]),
+        ("pyproject.toml", '[project]\nname = "apex-predators"\n', []),
+        ("dev-requirements.txt", "apex\n", [1]),
+        ("my_requirements_gpu.txt", "torch\n  apex @ git+https://x\n", [2]),
+        ("dev-requirements.in", "apex\n", [1]),
+        ("gpu-constraints.txt", "apex==0.1\n", [1]),
+        ("Dockerfile", "RUN pip install torch # and apex\nRUN pip install torch && pip3 install apex\n", [2]),
+    ],
+)
+def test_lines_that_install_apex(name, text, lines, tmp_path):
+    assert list(install_lines(text)) == lines
+    (tmp_path / name).write_text(text)
+    assert [(f.name, f.line) for f in scan(tmp_path).findings] == [("installs_apex", n) for n in lines]
+
+
+def test_a_file_that_is_not_python_is_said_to_be_none(tmp_path, capsys):
+    (tmp_path / "README.md").write_text("# A title\n\nfrom apex import amp, in words\n")
+    status, shown = run(capsys, tmp_path / "README.md")
+    assert status == 0
+    assert "is not a Python file" in shown.out
+    (tmp_path / "script").write_text("import apex.RNN\n")
+    assert run(capsys, tmp_path / "script")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("comment", "left"),
+    [
+        ("", {"misspelt_level", "apex.amp.initialize"}),
+        ("# ampcompat: ignore", set()),
+        ("# ampcompat: ignore[misspelt_level]", {"apex.amp.initialize"}),
+        ("# ampcompat: ignore[trap, symbol]", set()),
+        ("# ampcompat: ignore[other]", {"misspelt_level", "apex.amp.initialize"}),
+    ],
+)
+def test_comments_ignore(comment, left):
+    code = f"from apex import amp\namp.initialize(model, o, opt_level='01')  {comment}\n"
+    assert {f.name for f in scan_source(code) if f.line == 2} == left
+
+
+@pytest.mark.parametrize(
+    ("words", "left"),
+    [
+        (["--select", "misspelt_level"], {"misspelt_level"}),
+        (["--select", "apex"], {"apex.RNN", "apex.amp", "apex.amp.initialize"}),
+        (["--ignore", "apex.RNN,trap"], {"apex.amp", "apex.amp.initialize"}),
+        (["--select=trap", "--ignore=misspelt_level"], set()),
+    ],
+)
+def test_rules_are_chosen(words, left, tmp_path, capsys):
+    (tmp_path / "x.py").write_text(TRAP)
+    status, shown = run(capsys, tmp_path, "--format", "json", *words)
+    assert {f["name"] for f in json.loads(shown.out)["findings"]} == left
+    assert status == int(bool(left & {"misspelt_level", "apex.RNN"}))
+
+
+def test_the_project_file_chooses_too(tmp_path, capsys):
+    (tmp_path / "package" / "old").mkdir(parents=True)
+    (tmp_path / "package" / "x.py").write_text(TRAP)
+    (tmp_path / "package" / "old" / "y.py").write_text(TRAP)
+    (tmp_path / "pyproject.toml").write_text('[tool.ampcompat]\nignore = ["apex.RNN"]\nexclude = ["package/old"]\n')
+    if sys.version_info >= (3, 11):
+        assert read_config([tmp_path / "package"]) == Config(ignore=("apex.RNN",), exclude=("package/old",))
+        _, shown = run(capsys, tmp_path, "--format", "json")
+        report = json.loads(shown.out)
+        assert "apex.RNN" not in {f["name"] for f in report["findings"]}
+        assert {f["path"] for f in report["findings"]} == {"package/x.py"}
+
+
+needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="reading TOML needs Python 3.11")
+
+
+@needs_toml
+@pytest.mark.parametrize("table", ["colour = 3", "select = 'all'", "ignore = [1]", "select = ["])
+def test_a_bad_project_file_is_bad_usage(table, tmp_path, capsys):
+    (tmp_path / "pyproject.toml").write_text(f"[tool.ampcompat]\n{table}\n")
+    with pytest.raises(BadConfig):
+        read_config([tmp_path])
+    assert run(capsys, tmp_path)[0] == 2
+
+
+@needs_toml
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[tool.ampcompat", "cannot be read"),
+        ("[tool.other]\nx =\n", "cannot be read"),
+        ("[tool.ampcompat]\nselect = " + 5000 * "[", "cannot be read"),
+        ("[[tool.ampcompat]]\n", "is no table"),
+        ("[tool]\nampcompat = 3\n", "is no table"),
+        ("tool = 3\n[tool.ampcompat]\n", "cannot be read"),
+    ],
+)
+def test_a_broken_project_file_is_bad_usage(text, told, tmp_path, capsys):
+    (tmp_path / "pyproject.toml").write_text(text)
+    status, shown = run(capsys, tmp_path)
+    assert (status, shown.out) == (2, "")
+    assert shown.err.startswith("ampcompat check: ")
+    assert "pyproject.toml" in shown.err
+    assert told in shown.err
+
+
+@needs_toml
+@pytest.mark.parametrize("text", ["", "tool = 3\n", "[tool]\nother = 3\n", "[project]\nname = 'ampcompat'\n"])
+def test_a_project_file_of_others_is_none_of_ours(text, tmp_path):
+    (tmp_path / "pyproject.toml").write_text(text)
+    assert read_config([tmp_path]) == Config()
+
+
+@pytest.mark.parametrize("option", ["--select", "--ignore"])
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ("nosuchrule", "'nosuchrule' names no rule"),
+        ("trap,misspelled_level", "did you mean misspelt_level?"),
+        ("apexx.amp", "'apexx.amp' names no rule"),
+        ("", "no rule is given"),
+        (" , ", "no rule is given"),
+    ],
+)
+def test_a_rule_that_there_is_not_is_bad_usage(option, rules, told, tmp_path, capsys):
+    (tmp_path / "x.py").write_text(TRAP)
+    try:
+        status = main(["check", str(tmp_path), option, rules])
+    except SystemExit as ended:
+        status = ended.code
+    shown = capsys.readouterr()
+    assert (status, shown.out) == (2, "")
+    assert told in shown.err
+
+
+@needs_toml
+def test_a_rule_of_the_project_file_that_there_is_not_is_bad_usage(tmp_path, capsys):
+    (tmp_path / "pyproject.toml").write_text('[tool.ampcompat]\nignore = ["trap", "apex.contrib", "nosuchrule"]\n')
+    status, shown = run(capsys, tmp_path)
+    assert status == 2
+    assert "'nosuchrule' names no rule" in shown.err
+    assert "pyproject.toml" in shown.err
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["symbol", "trap", "file", "error", "unparsable", "installs_apex", "overflowing_fill", "apex.contrib", "amp_C"]
+    + ["apex.amp.nonsense", "optimizer._amp_stash"],
+)
+def test_every_name_of_a_finding_is_a_rule(rule, tmp_path):
+    scan(tmp_path, Config().with_options([rule], []))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_progress_is_shown_on_a_terminal_and_taken_away(tmp_path, capsys, monkeypatch):
+    for name in ("a.py", "b.py"):
+        (tmp_path / name).write_text(TRAP)
+    screen = Terminal()
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stderr", screen)
+        patch.setattr("ampcompat.cli.check.FIRST", 0)
+        patch.setattr("ampcompat.cli.check.BETWEEN", 0)
+        main(["check", str(tmp_path)])
+    lines = screen.getvalue().split("\r\x1b[K")
+    shown = [f"{what}: {done} of 2 files" for what in ("reading", "looking for traps") for done in (1, 2)]
+    assert lines == ["", *shown, ""]
+    assert "reading" not in capsys.readouterr().out
+
+
+def test_progress_is_shown_nowhere_else(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("ampcompat.cli.check.FIRST", 0)
+    (tmp_path / "a.py").write_text(TRAP)
+    assert run(capsys, tmp_path)[1].err == ""
+
+
+def test_a_process_that_was_ended_is_said_to_be(tmp_path, capsys, monkeypatch):
+    """As by the system, which was short of memory."""
+    monkeypatch.setattr(workers, "FEW", 1)
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+
+    @contextlib.contextmanager
+    def broken(*args, **options):
+        class Pool:
+            def map(self, *args, **options):
+                raise BrokenProcessPool
+
+            def shutdown(self, **options):
+                pass
+
+        yield Pool()
+
+    monkeypatch.setattr(workers, "ProcessPoolExecutor", broken)
+    (tmp_path / "a.py").write_text(TRAP)
+    status, shown = run(capsys, tmp_path)
+    assert (status, shown.out) == (2, "")
+    assert "a process that reads files was ended from outside" in shown.err
+
+
+def test_processes_find_what_one_finds(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(TRAP)
+    (tmp_path / "n.ipynb").write_text(notebook("from apex import amp\n", "amp.nonsense()\n"))
+    for i in range(6):
+        (tmp_path / f"m{i}.py").write_text("import torch\ny = torch.bmm(a, b).masked_fill(m, -1e9)\n")
+    alone = scan(tmp_path)
+    monkeypatch.setattr(workers, "FEW", 2)
+    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
+    assert scan(tmp_path) == alone
+    assert len(alone.findings) > 8
+
+
+def test_github_annotations(tmp_path, capsys, monkeypatch):
+    (tmp_path / "x.py").write_text(TRAP)
+    monkeypatch.chdir(tmp_path)
+    _, shown = run(capsys, "--format", "github")
+    lines = shown.out.splitlines()
+    assert len(lines) == 2  # what works is no annotation
+    assert lines[0].startswith("::error file=x.py,line=2,col=1,title=apex.RNN::")
+    assert lines[1].startswith("::error file=x.py,line=3,col=47,title=misspelt_level::")
+
+
+def test_sarif(tmp_path, capsys):
+    (tmp_path / "x.py").write_text(TRAP)
+    _, shown = run(capsys, tmp_path, "--format", "sarif")
+    log = json.loads(shown.out)
+    (only,) = log["runs"]
+    assert log["version"] == "2.1.0"
+    assert {rule["id"] for rule in only["tool"]["driver"]["rules"]} == {"apex.RNN", "misspelt_level"}
+    place = only["results"][0]["locations"][0]["physicalLocation"]
+    assert place["artifactLocation"]["uri"].endswith("/x.py")
+    assert place["region"]["startLine"] == 2

@@ -1,0 +1,555 @@
+"""The autopsy of faults whose culprit is known: it must name it, and the cure must cure."""
+
+import json
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampcompat import amp
+from ampcompat.tools.explain import explain_in_words, explain_overflows
+
+
+def lose_a_step(model, x, level="O1", loss_of=lambda y: y.float().pow(2).mean(), steps=1, **options):
+    """Train ``model`` on ``x`` under the autopsy."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    explain_overflows()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model(x)), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def fields(text):
+    """The explanations in ``text`` as dicts of lists."""
+    found = []
+    for block in text.split("ampcompat explain: ")[1:]:
+        lines = re.findall(r"^  (\w+) +(.*)$", block, re.MULTILINE)
+        entry = {"head": block.splitlines()[0]}
+        for name, value in lines:
+            entry.setdefault(name, value)
+            entry.setdefault("all", []).append(value)
+        found.append(entry)
+    return found
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wi = nn.Linear(16, 64, bias=False)
+        self.wo = nn.Linear(64, 16, bias=False)
+
+    def forward(self, x):
+        return x + self.wo(F.relu(self.wi(x)))
+
+
+class T5Like(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.ModuleList([FeedForward(), FeedForward()])
+        self.norm = nn.LayerNorm(16)
+        with torch.no_grad():
+            self.block[1].wo.weight.fill_(100.0)
+            self.block[1].wi.weight.fill_(2.0)
+
+    def forward(self, x):
+        for block in self.block:
+            x = block(x)
+        return self.norm(x)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_wo_of_t5(capsys, level):
+    torch.manual_seed(0)
+    options = {"loss_scale": "dynamic"} if level == "O3" else {}
+    lose_a_step(T5Like(), torch.ones(4, 16), level, **options)
+    (entry,) = fields(capsys.readouterr().err)
+    assert "(aten::" in entry["what"]
+    assert "left the range of float16" in entry["what"]
+    assert entry["where"].startswith("block.1.wo (Linear), in T5Like")
+    assert "self.wo(F.relu(self.wi(x)))" in entry["line"]
+    assert re.match(r".*test_known_culprits.py:\d+: ", entry["line"])
+    assert entry["pass"] == "forward"
+    magnitude = float(entry["largest"].split()[0])
+    assert 100_000 < magnitude < 1e6
+    assert "float16 ends at 65504" in entry["largest"]
+    assert f"keep_fp32=['block.1{'.wo' if level == 'O1' else ''}']" in entry["cure"]
+    assert any("AMPCOMPAT_DTYPE=bfloat16" in line for line in entry["all"])
+
+
+@pytest.mark.parametrize(("level", "keep"), [("O1", "block.1.wo"), ("O2", None)])
+def test_the_cure_of_t5_cures(capsys, monkeypatch, level, keep):
+    torch.manual_seed(0)
+    if keep is None:
+        monkeypatch.setenv("AMPCOMPAT_DTYPE", "bfloat16")
+    _, optimizer = lose_a_step(T5Like(), torch.ones(4, 16), level, keep_fp32=keep)
+    assert not amp.step_was_skipped(optimizer)
+    assert "ampcompat explain" not in capsys.readouterr().err
+
+
+class Attention(nn.Module):
+    def __init__(self, fill=None, sharp=1.0):
+        super().__init__()
+        self.qk = nn.Linear(8, 16)
+        self.fill, self.sharp = fill, sharp
+
+    def forward(self, x):
+        q, k = self.qk(x).chunk(2, -1)
+        scores = torch.bmm(q * self.sharp, k.transpose(1, 2) * self.sharp)
+        if self.fill is not None:
+            keep = torch.zeros_like(scores)
+            scores = scores + (1 - keep) * self.fill
+        return torch.softmax(scores, -1) @ x
+
+
+def test_minus_1e9_in_a_mask(capsys):
+    torch.manual_seed(0)
+    lose_a_step(Attention(fill=-1e9), torch.randn(2, 4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert "aten::mul" in entry["what"]
+    assert "(1 - keep) * self.fill" in entry["line"]
+    assert "became NaN in softmax" in entry["then"]
+    assert "-1e+09 is -inf in float16" in entry["cure"]
+    assert "torch.finfo(scores.dtype).min" in entry["cure"]
+
+
+def test_a_mask_that_softmax_turns_into_zeros_is_not_blamed(capsys):
+    class Masked(Attention):
+        def forward(self, x):
+            scores = self.qk(x)[..., :8]
+            mask = torch.zeros_like(scores)
+            mask[..., 4:] = float("-inf")
+            return torch.softmax(scores + mask, -1) * 3e38 * 10
+
+    lose_a_step(Masked(), torch.randn(2, 4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert "3e38 * 10" in entry["line"]
+    assert "float32" in entry["what"]
+
+
+def test_exploding_attention_logits(capsys):
+    torch.manual_seed(0)
+    lose_a_step(Attention(sharp=400.0), torch.randn(2, 4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert "bmm" in entry["what"]
+    assert "torch.bmm(q * self.sharp" in entry["line"]
+    assert entry["where"] == "Attention itself"
+    assert any("register_float_function(torch, 'bmm')" in line for line in entry["all"])
+    assert float(entry["largest"].split()[0]) > 65504
+
+
+class TinyEps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = self.fc(x)
+        return y / (y.abs().amax(-1, keepdim=True) + 1e-8)
+
+
+def test_an_eps_that_float16_does_not_have(capsys):
+    model = TinyEps()
+    nn.init.zeros_(model.fc.weight)
+    nn.init.zeros_(model.fc.bias)
+    lose_a_step(model, torch.randn(4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert "aten::div" in entry["what"]
+    assert "+ 1e-8)" in entry["line"]
+    assert "eps=1e-08 is 0 in float16" in entry["cure"]
+    assert "1e-6" in entry["cure"]
+
+
+class Head(nn.Module):
+    def __init__(self, last):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.last = last
+
+    def forward(self, x):
+        return self.last(self.fc(x))
+
+
+def test_log_of_zero(capsys):
+    lose_a_step(Head(lambda y: torch.log(F.relu(y))), torch.randn(4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"].startswith("aten::log gave a result that is not finite, in float32")
+    assert "torch.log(F.relu(y))" in entry["line"]
+    assert "inf, in float32 as well" in entry["largest"]
+    assert "clamp_min" in entry["cure"]
+
+
+def test_division_by_a_zero_norm(capsys):
+    model = Head(lambda y: y / y.norm(dim=-1, keepdim=True))
+    nn.init.zeros_(model.fc.weight)
+    nn.init.zeros_(model.fc.bias)
+    lose_a_step(model, torch.randn(4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert "aten::div" in entry["what"]
+    assert "y.norm(dim=-1" in entry["line"]
+    assert "a division by zero (4 zeros)" in entry["cure"]
+    assert "F.normalize(x, eps=" in entry["cure"]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_bad_batch(capsys, value):
+    x = torch.randn(4, 8)
+    x[2, 3] = value
+    lose_a_step(Head(torch.tanh), x)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"] == "input 0 was not finite before the forward"
+    assert entry["where"] == "Head"
+    assert "precision is not the cause: look at the data loader" in entry["cure"]
+
+
+def test_a_batch_beyond_float16_at_o2(capsys):
+    lose_a_step(Head(torch.tanh), torch.full((4, 8), 1e5), "O2")
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"].startswith("the cast to float16")
+    assert entry["largest"].startswith("100000 ")
+
+
+def test_born_in_backward_only(capsys):
+    torch.manual_seed(0)
+    lose_a_step(Head(lambda y: y), torch.randn(4, 8), "O2", loss_of=lambda y: (y * 50).sum())
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["pass"] == "backward"
+    assert "left the range of float16" in entry["what"]
+    assert float(entry["largest"].split()[0]) > 65504
+    assert "without the loss scale of 65536 it is" in entry["cure"]
+
+
+def test_the_root_of_zero_is_finite_forward_and_not_backward(capsys):
+    model = Head(lambda y: y.float().sum(-1).sqrt())
+    nn.init.zeros_(model.fc.weight)
+    nn.init.zeros_(model.fc.bias)
+    lose_a_step(model, torch.randn(4, 8), "O1", loss_of=lambda y: y.mean())
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["pass"] == "backward"
+    assert "sum(-1).sqrt()" in entry["line"]
+    assert "(x + 1e-6).sqrt()" in entry["cure"]
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_where_nothing_skips(capsys, level):
+    lose_a_step(Head(lambda y: torch.log(F.relu(y))), torch.randn(4, 8), level)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["head"] == "The loss is not finite."
+    assert "log(F.relu(y))" in entry["line"]
+
+
+def test_a_gradient_at_o0(capsys):
+    model = Head(lambda y: y.sum(-1).sqrt())
+    nn.init.zeros_(model.fc.weight)
+    nn.init.zeros_(model.fc.bias)
+    lose_a_step(model, torch.randn(4, 8), "O0", loss_of=lambda y: y.mean())
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["head"] == "A gradient is not finite."
+    assert "sqrt" in entry["line"]
+
+
+def test_weights_that_an_earlier_step_lost(capsys):
+    model = Head(torch.tanh)
+    with torch.no_grad():
+        model.fc.weight[0, 0] = float("nan")
+    lose_a_step(model, torch.randn(4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"] == "parameter fc.weight was not finite before the forward"
+
+
+def test_a_buffer_that_is_not_finite(capsys):
+    model = Head(torch.tanh)
+    model.register_buffer("centre", torch.tensor(float("inf")))
+    model.last = lambda y: torch.tanh(y) + model.centre
+    lose_a_step(model, torch.randn(4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"] == "buffer centre was not finite before the forward"
+    assert entry["cure"].startswith("running statistics of a batch that was not finite, or an average")
+
+
+class Normed(nn.Module):
+    """A layer whose result, if it is not finite, goes into the running statistics of a batch norm too."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.bn = nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return self.bn(self.fc(x))
+
+
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_running_statistics_that_the_batch_itself_spoiled(capsys, level):
+    """They are written by the forward that overflowed: what overflowed was there first."""
+    model = Normed()
+    with torch.no_grad():
+        model.fc.weight.fill_(1e38 if level == "O0" else 1e4)
+    lose_a_step(model, torch.full((4, 8), 50.0), level)
+    assert not model.bn.running_mean.isfinite().all()
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"].startswith("linear (aten::")
+    assert entry["where"] == "fc (Linear), in Normed"
+    assert "self.bn(self.fc(x))" in entry["line"]
+
+
+def test_running_statistics_that_an_earlier_batch_spoiled(capsys):
+    """A training batch norm does not read them: the op that overflows now is at fault."""
+    model = Normed()
+    model.bn.running_var.fill_(float("inf"))
+    with torch.no_grad():
+        model.fc.weight.fill_(1e4)
+    lose_a_step(model, torch.full((4, 8), 50.0), "O2")
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["where"] == "fc (Linear), in Normed"
+
+
+@pytest.mark.parametrize("frozen", ["eval", "no momentum"])
+def test_running_statistics_that_the_forward_reads(capsys, frozen):
+    model = Normed()
+    model.bn.running_mean.fill_(float("nan"))
+    if frozen == "eval":
+        model.eval()
+    else:
+        model.bn.register_forward_pre_hook(lambda bn, args: bn.eval() and None)
+    lose_a_step(model, torch.randn(4, 8), "O1")
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"] == "buffer bn.running_mean was not finite before the forward"
+
+
+def log_of_zero_outside(y):
+    p = torch.sigmoid(y.float()) * 0
+    return -torch.log(p).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "line"),
+    [(log_of_zero_outside, "torch.log(p)"), (lambda y: (y.float() * 0).sum(-1).sqrt().mean(), ".sqrt()")],
+)
+def test_a_loss_function_is_watched_after_the_first_time(capsys, loss_of, line):
+    lose_a_step(Head(torch.tanh), torch.randn(4, 8), loss_of=loss_of, steps=3)
+    first, second = fields(capsys.readouterr().err)
+    assert "That code is watched from now on" in first["head"]
+    assert "outside of any module" in second["where"]
+    assert line in second["line"]
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+
+
+def test_a_model_that_overflows_while_the_loss_function_is_watched(capsys):
+    """Its output comes into the code that is watched: no fault of that code, nor of the data."""
+    model, optimizer = lose_a_step(
+        Head(torch.tanh), torch.randn(4, 8), loss_of=lambda y: (y.float() * 0).sum(-1).sqrt().mean()
+    )
+    model.last = lambda y: y
+    with amp.scale_loss(model(torch.full((4, 8), 1e9)).float().pow(2).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    first, second = fields(capsys.readouterr().err)
+    assert "That code is watched from now on" in first["head"]
+    assert second["what"].startswith("the cast to float16")
+    assert "self.last(self.fc(x))" in second["line"]
+
+
+def test_gradients_whose_sum_overflows(capsys):
+    """Each forward stays finite; their half gradients are added before they are unscaled."""
+    model = nn.Linear(1, 1)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    explain_overflows()
+    for delay in (True, False):
+        with amp.scale_loss(model(torch.ones(1, 1)).sum() * 0.7, optimizer, delay_unscale=delay) as scaled:
+            scaled.backward()
+    optimizer.step()
+    (entry,) = fields(capsys.readouterr().err)
+    assert "or the sum of the gradients of these 2 forwards overflowed." in entry["head"]
+
+
+# -- lines of code that is not below the model -------------------------------------------------------------------------
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_model_without_code_of_the_user_has_the_line_that_calls_it(capsys, level):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    with torch.no_grad():
+        model[1][0].weight.fill_(1e38 if level == "O0" else 6e4)
+    lose_a_step(model, torch.full((4, 8), 100.0), level)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["where"] == "1.0 (Linear), in Sequential"
+    assert re.match(r".*test_known_culprits.py:\d+: with amp.scale_loss\(loss_of\(model\(x\)\)", entry["line"])
+
+
+def test_a_sequential_that_overflows_in_backward_has_the_line_that_calls_it(capsys):
+    torch.manual_seed(0)
+    lose_a_step(nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8), "O2", loss_of=lambda y: y.sum() * 0.9)
+    (entry,) = fields(capsys.readouterr().err)
+    assert (entry["pass"], entry["where"]) == ("backward", "0 (Linear), in Sequential")
+    assert "loss_of(model(x))" in entry["line"]
+
+
+class LogOfZero(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        divisor = x * 0
+        return grad / divisor
+
+
+class UsesFunction(nn.Module):
+    def __init__(self, after):
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+        self.act = nn.Module()
+        self.act.forward = lambda x: LogOfZero.apply(x)
+        self.after = after
+
+    def forward(self, x):
+        return self.after(self.act(self.fc(x)))
+
+
+@pytest.mark.parametrize("after", [lambda y: y, lambda y: y * 0.5], ids=["last", "followed"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_the_backward_of_a_custom_function_has_its_own_line(capsys, level, after):
+    lose_a_step(UsesFunction(after), torch.randn(4, 8), level)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["pass"] == "backward"
+    assert entry["what"].startswith("LogOfZero (aten::div) gave a result that is not finite")
+    assert entry["where"] == "act (Module), in UsesFunction"
+    assert entry["line"].endswith(": return grad / divisor")
+
+
+class InfForZero(torch.autograd.Function):
+    """Its backward hands an op of torch's the fault: no line of its own runs when that is found."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * float("inf")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_custom_function_as_the_model(capsys, level):
+    class Whole(nn.Linear):
+        def forward(self, x):
+            return InfForZero.apply(super().forward(x))
+
+    lose_a_step(Whole(8, 8), torch.randn(4, 8), level)
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["where"] == "Whole itself"
+    assert entry["line"].endswith(': return grad * float("inf")')
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_class_weight_that_is_not_finite(capsys, level):
+    weight = torch.tensor([1.0, float("inf"), 1.0])
+    target = torch.tensor([0, 1, 2, 0])
+
+    def loss_of(y):
+        return F.cross_entropy(y.float(), target, weight=weight)
+
+    lose_a_step(nn.Linear(8, 3), torch.randn(4, 8), level, loss_of=loss_of, steps=3)
+    entry = fields(capsys.readouterr().err)[-1]
+    assert entry["what"] == "weight given to cross_entropy (float32 of shape (3,)) was not finite before"
+    assert entry["where"] == "outside of any module"
+    assert entry["line"].endswith(": return F.cross_entropy(y.float(), target, weight=weight)")
+    assert entry["cure"] == "precision is not the cause: look at what makes that tensor"
+
+
+def test_a_constant_of_a_module_that_is_not_finite(capsys):
+    """Neither parameter nor buffer nor input: a tensor that it holds as an attribute."""
+
+    class Scaled(nn.Linear):
+        scale = torch.full((8,), float("nan"))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    lose_a_step(Scaled(8, 8), torch.randn(4, 8))
+    (entry,) = fields(capsys.readouterr().err)
+    assert entry["what"] == "a tensor given to mul (float32 of shape (8,)) was not finite before"
+    assert entry["where"] == "Scaled itself"
+    assert entry["line"].endswith(": return super().forward(x) * self.scale")
+
+
+# -- a learning rate that is too high ----------------------------------------------------------------------------------
+def diverge(level, rate, steps=40, decay=1.0, **options):
+    """Train a small net until it overflows, or for ``steps``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
+    explain_overflows(limit=1)
+    x, y = torch.randn(16, 8), torch.randn(16, 4)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        scheduler.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
+def test_a_learning_rate_that_is_too_high(capsys, level):
+    """No precision holds it; keeping a layer in float32 is no cure."""
+    options = {"loss_scale": 128.0} if level in ("O1", "O2") else {}
+    diverge(level, 50, **options)
+    entry = fields(capsys.readouterr().err)[0]
+    assert entry["cure"].startswith("a lower learning rate than 50, a warmup, or clipped gradients")
+    assert re.match(r"\S+ grew from \S+ to \S+ in \d+ steps?, at lr=50", entry["growth"])
+
+
+def test_the_highest_learning_rate_of_these_steps_is_named(capsys):
+    diverge("O0", 40, decay=0.9)
+    entry = fields(capsys.readouterr().err)[0]
+    assert entry["growth"].endswith("at lr=40")
+
+
+def test_the_growth_of_weights_as_json(capsys):
+    explain_in_words("json")
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    x = torch.full((2, 4), 100.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).pow(2).mean() * 1e-2, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    fault = json.loads(capsys.readouterr().err.splitlines()[0])
+    growth = fault["growth"]
+    assert growth["parameter"] == "weight"
+    assert (growth["steps"], growth["lr"]) == (1, 50.0)
+    assert growth["after"] > 10 * growth["before"] > 0
+
+
+def test_weights_that_stay_what_they_are_are_not_blamed(capsys):
+    torch.manual_seed(0)
+    lose_a_step(T5Like(), torch.ones(4, 16), "O1", steps=3)
+    assert not any("growth" in entry or "learning rate" in entry["cure"] for entry in fields(capsys.readouterr().err))
+
+
+def test_weights_that_were_loaded_did_not_grow(capsys):
+    """Larger ones than before, and no step's doing."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    for size in (1.0, 1e5):
+        optimizer.zero_grad()
+        model.load_state_dict({"weight": torch.full((4, 4), size), "bias": torch.zeros(4)})
+        with amp.scale_loss(model(torch.ones(2, 4)).float().pow(2).mean() * 0.1, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    (entry,) = fields(capsys.readouterr().err)
+    assert "growth" not in entry

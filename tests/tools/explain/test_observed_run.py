@@ -1,0 +1,438 @@
+"""The autopsy leaves the run that it observes as it would have been, bitwise, and keeps little."""
+
+import copy
+import dataclasses
+import gc
+import random
+import weakref
+from collections import OrderedDict, UserDict, defaultdict
+from collections.abc import Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ampcompat import amp
+from ampcompat.amp.observers import observers
+from ampcompat.tools.explain import explain_overflows
+from ampcompat.tools.explain.observer import MOST_RECORDS, Autopsy
+
+
+class Net(nn.Module):
+    """Draws random numbers, writes buffers, and overflows on a batch of large numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc1 = nn.Linear(8, 32)
+        self.bn = nn.BatchNorm1d(32)
+        self.fc2 = nn.Linear(32, 8)
+        self.register_buffer("calls", torch.zeros(3))
+        self.register_buffer("queue", torch.zeros(4, 8))
+
+    def forward(self, x, boost=1.0):
+        with torch.no_grad():
+            self.calls += 1
+            self.queue.copy_(torch.roll(self.queue, 1, 0))
+            self.queue[0] = x[0]
+        h = F.dropout(torch.relu(self.bn(self.fc1(x))), 0.5)
+        if random.random() < 0.5:
+            h = h * 2
+        return self.fc2(h) * boost + self.queue.sum() * 1e-3
+
+
+def run(level, explain, accumulate=1, fused=False, steps=6):
+    torch.manual_seed(0)
+    random.seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, fused=fused or None)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    if explain:
+        explain_overflows()
+    seen = []
+    for step in range(steps):
+        for _ in range(accumulate):
+            x = torch.randn(8, 8)
+            boost = 1e38 if step == 3 else 1.0
+            with amp.scale_loss(model(x, boost).float().pow(2).mean(), optimizer) as scaled:
+                scaled.backward()
+            seen.append(scaled.detach().clone())
+        seen.extend(p.grad.clone() for p in amp.master_params(optimizer) if p.grad is not None)
+        optimizer.step()
+        seen.append(torch.tensor(float(amp.step_was_skipped(optimizer))))
+        optimizer.zero_grad()
+    seen.extend(v.clone() for v in model.state_dict().values())
+    seen.append(torch.rand(3))
+    seen.append(torch.tensor(random.random()))
+    return seen
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_bitwise_the_same_run(level, accumulate, capsys):
+    plain = run(level, False, accumulate)
+    from ampcompat._state import state
+
+    state.reset()
+    assert "ampcompat explain" not in capsys.readouterr().err
+    watched = run(level, True, accumulate)
+    assert "ampcompat explain" in capsys.readouterr().err
+    assert len(plain) == len(watched)
+    for a, b in zip(plain, watched, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_fused_optimizer_is_asked_at_the_next_block(capsys):
+    run("O1", True, fused=True)
+    assert "ampcompat explain: A step was skipped." in capsys.readouterr().err
+
+
+def test_the_replay_sees_the_same_random_numbers_and_buffers():
+    from ampcompat.tools.explain import replay
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    outputs = []
+    fc2 = model.fc2.register_forward_hook(lambda m, i, o: outputs.append((i[0].detach().clone(), model.calls.clone())))
+    for _ in range(3):
+        loss = model(torch.randn(8, 8)).mean()
+    (autopsy,) = [one for one in observers() if isinstance(one, Autopsy)]
+    after = copy.deepcopy(model.state_dict())
+    assert replay.replay(autopsy.records[-1], backward=False).event is None
+    fc2.remove()
+    assert torch.equal(outputs[-1][0], outputs[-2][0])
+    assert torch.equal(outputs[-1][1], outputs[-2][1])
+    assert [k for k, v in model.state_dict().items() if not torch.equal(v, after[k])] == []
+    loss.backward()  # the graph of the run is untouched
+
+
+def test_memory_is_bounded():
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    (autopsy,) = observers()
+    inputs = []
+    for _ in range(4 * MOST_RECORDS):  # forwards that no backward follows
+        x = torch.randn(4, 8)
+        inputs.append(weakref.ref(x))
+        model(x)
+    del x
+    assert len(autopsy.records) == MOST_RECORDS
+    gc.collect()
+    assert sum(ref() is not None for ref in inputs) <= MOST_RECORDS
+    for _ in range(3):
+        with amp.scale_loss(model(torch.randn(4, 8)).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    assert not autopsy.records
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+    assert not autopsy.records
+
+
+def test_nothing_is_kept_or_hooked_while_it_is_off():
+    model = amp.initialize(nn.Linear(8, 8), opt_level="O1", verbosity=0)
+    y = model(torch.randn(2, 8))
+    assert not observers()
+    assert not y._backward_hooks
+
+
+def test_while_nothing_overflows_only_what_steps_wrote_is_looked_at():
+    """The ops of forwards, blocks and backward are those of a run without the autopsy; a step's come first."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Ops(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    def ops(explain):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        if explain:
+            explain_overflows()
+        found = []
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            with Ops() as outside:
+                optimizer.zero_grad()
+                with amp.scale_loss(model(x).mean(), optimizer) as scaled:
+                    scaled.backward()
+            with Ops() as step:
+                optimizer.step()
+            found.append((outside.names, step.names))
+        observers().clear()
+        return found[1:]  # the first block looks at what there is before any step
+
+    for (plain, plain_step), (observed, step) in zip(ops(False), ops(True), strict=True):
+        assert observed == plain
+        assert step[: len(plain_step)] == plain_step
+        assert step[len(plain_step) :].count("_local_scalar_dense") == 1  # one host sync
+        assert not [name for name in step[len(plain_step) :] if name.endswith("_")]  # and nothing is written
+
+
+def test_a_fault_is_told_once_and_the_limit_ends_it(capsys):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows(limit=2)
+    for bad in (float("nan"), float("nan"), 1e6, float("inf")):
+        with amp.scale_loss(model(torch.full((2, 4), bad)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    out = capsys.readouterr().err
+    assert out.count("input 0 was not finite") == 1
+    assert out.count("left the range of float16") == 1
+    assert out.count("that was the last explanation") == 1
+    (autopsy,) = observers()
+    assert not autopsy.records
+
+
+def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
+    class Once(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > 1:
+                raise RuntimeError("only once")
+            return super().forward(x)
+
+    model = Once(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    with amp.scale_loss(model(torch.full((2, 4), float("nan"))).mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert "could not be run again: RuntimeError: only once" in capsys.readouterr().err
+    assert observers()
+    assert torch.is_autocast_enabled("cpu")
+
+
+def test_inputs_that_were_written_since_are_mentioned(capsys):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    x = torch.full((2, 4), float("nan"))
+    with amp.scale_loss(model(x).mean(), optimizer) as scaled:
+        scaled.backward()
+    x.fill_(float("inf"))
+    optimizer.step()
+    assert "The inputs were written since the forward" in capsys.readouterr().err
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    x: torch.Tensor
+    name: str = ""
+
+
+class Frozen(Mapping):
+    def __init__(self, given):
+        self.given = dict(given)
+
+    def __getitem__(self, key):
+        return self.given[key]
+
+    def __iter__(self):
+        return iter(self.given)
+
+    def __len__(self):
+        return len(self.given)
+
+
+class Batch:
+    """An object that moves itself, as many libraries have."""
+
+    def __init__(self, x):
+        self.x, self.seen = x, []
+
+    def to(self, *args, **kwargs):
+        return self
+
+
+class Cloned(Batch):
+    """One that keeps its tensors where nobody else knows."""
+
+    __slots__ = ()
+
+    def clone(self):
+        return Cloned(self.x.clone())
+
+
+BATCHES = {
+    "list": (lambda x: [x], lambda batch: batch[0]),
+    "dict": (lambda x: {"x": x}, lambda batch: batch["x"]),
+    "OrderedDict": (lambda x: OrderedDict(x=x), lambda batch: batch["x"]),
+    "defaultdict": (lambda x: defaultdict(list, x=x), lambda batch: batch["x"]),
+    "UserDict": (lambda x: UserDict(x=x), lambda batch: batch["x"]),
+    "Mapping": (lambda x: Frozen({"x": x}), lambda batch: batch["x"]),
+    "dataclass": (Pair, lambda batch: batch.x),
+    "object with to": (Batch, lambda batch: batch.x),
+    "object with clone": (Cloned, lambda batch: batch.x),
+    "nested": (lambda x: {"pairs": [(Pair(x), 1)]}, lambda batch: batch["pairs"][0][0].x),
+}
+
+
+class WritesItsBatch(nn.Module):
+    """Adds in place to its batch, and takes the logarithm of zero."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.read = read
+
+    def forward(self, batch):
+        x = self.read(batch)
+        x += 1
+        return torch.log(self.fc(x) * 0)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_what_a_forward_writes_into_its_batch_is_written_once(kind, level, capsys):
+    pack, read = BATCHES[kind]
+    model = WritesItsBatch(read)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    explain_overflows()
+    batch = pack(torch.zeros(2, 4))
+    with amp.scale_loss(model(batch).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert "torch.log(" in capsys.readouterr().err
+    assert torch.equal(read(batch), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("empty", [list, dict, set])
+def test_what_a_forward_collects_in_an_argument_is_collected_once(empty, capsys):
+    class Collects(nn.Linear):
+        def forward(self, x, seen):
+            if isinstance(seen, dict):
+                seen[len(seen)] = "layer"
+            else:
+                (seen.append if isinstance(seen, list) else seen.add)(len(seen))
+            return torch.log(super().forward(x) * 0)
+
+    model = Collects(4, 4)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    explain_overflows()
+    seen = empty()
+    with amp.scale_loss(model(torch.ones(2, 4), seen=seen).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert "torch.log(" in capsys.readouterr().err
+    assert len(seen) == 1
+
+
+def test_two_models_and_the_one_at_fault(capsys):
+    class Generator(nn.Sequential):
+        pass
+
+    class Critic(nn.Sequential):
+        pass
+
+    torch.manual_seed(0)
+    g, d = Generator(nn.Linear(4, 4)), Critic(nn.Linear(4, 4), nn.Linear(4, 1))
+    opt_g, opt_d = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (g, d))
+    [g, d], [opt_g, opt_d] = amp.initialize([g, d], [opt_g, opt_d], opt_level="O1", num_losses=2, verbosity=0)
+    explain_overflows()
+    with torch.no_grad():
+        d[1].weight.fill_(1e5)
+    fake = g(torch.randn(3, 4))
+    with amp.scale_loss(d(fake.detach()).float().mean() * 0, opt_d, loss_id=0) as scaled:
+        scaled.backward()
+    opt_d.step()
+    with amp.scale_loss(d(fake).float().mean(), opt_g, loss_id=1) as scaled:
+        scaled.backward()
+    opt_g.step()
+    out = capsys.readouterr().err
+    assert out.count("where     1 (Linear), in Critic") == 1
+    assert "in Generator" not in out
+
+
+@pytest.mark.parametrize("limit", [0, -1, 1.5, True, None])
+def test_a_wrong_limit_is_refused(limit):
+    with pytest.raises(ValueError, match="positive integer"):
+        amp.explain_overflows(limit)
+    assert not observers()
+
+
+def test_twice_is_once():
+    amp.explain_overflows()
+    amp.explain_overflows(limit=5)
+    (autopsy,) = observers()
+    assert autopsy.left == 5
+
+
+def test_the_scale_that_is_named_is_that_of_the_loss(capsys):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", num_losses=2, verbosity=0)
+    amp._amp_state.loss_scalers[1]._loss_scale = 2.0**20
+    explain_overflows()
+    for loss_id in (0, 1):
+        with amp.scale_loss(model(torch.randn(4, 8)).sum() * 0.05, optimizer, loss_id=loss_id) as scaled:
+            scaled.backward()
+    optimizer.step()
+    assert "without the loss scale of 1.04858e+06 it is" in capsys.readouterr().err
+
+
+def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    explain_overflows()
+    for _ in range(3):
+        with amp.scale_loss(model(torch.full((2, 4), 6e4)).pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    out = capsys.readouterr().err
+    assert out.count("ampcompat explain: ") == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler's own
+@pytest.mark.parametrize("level", [pytest.param("O0", marks=pytest.mark.slow), "O1"])
+def test_a_compiled_model_is_said_to_be_one_that_cannot_be_run_again(capsys, level):
+    torch._dynamo.reset()
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    explain_overflows()
+    fast = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        with amp.scale_loss(fast(torch.full((2, 8), 1e38)).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+    out = capsys.readouterr().err
+    assert out.count("ampcompat explain: ") == 1
+    assert "Start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on one device" in out
+    assert "is watched from now on" not in out
+
+
+def test_replicas_are_said_to_be_ones_that_cannot_be_run_again(capsys):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    explain_overflows()
+    replica = model._replicate_for_data_parallel()
+    replica._parameters = dict(model._parameters)
+    replica.weight, replica.bias = model.weight, model.bias
+    with amp.scale_loss(replica(torch.full((2, 8), 1e6)).float().mean(), optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert "DataParallel replicas" in capsys.readouterr().err

@@ -1,0 +1,183 @@
+import csv
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from parity_runs import run
+
+from ampcompat.cli import main, parity
+from ampcompat.tools.parity.record import Run
+
+HERE = Path(__file__).parent
+SCRIPT = str(HERE / "script_of_many_kinds.py")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.usefixtures("warm_executable")
+def test_a_comparison_from_end_to_end(tmp_path, capsys):
+    out = tmp_path / "new" / "folder"
+    line = [
+        "parity",
+        "--opt-levels=O2",
+        "--steps",
+        "2",
+        "--seed",
+        "5",
+        "--out",
+        str(out),
+        SCRIPT,
+        "well",
+        "--rtol",
+        "9",
+    ]
+    assert main(line) == 0
+    shown = capsys.readouterr()
+    assert "O2 fp16" in shown.out
+    assert "within tolerance" in shown.out
+    assert "FAIL" not in shown.out
+    assert shown.err.splitlines()[0] == "O0: running"
+    content = json.loads((out / "parity.json").read_text())
+    assert content["target"] == [SCRIPT, "well", "--rtol", "9"]
+    assert (content["rtol"], content["seed"], content["passed"]) == (0.1, 5, True)
+    o0, o2 = content["levels"]
+    assert [len(level["steps"]) for level in (o0, o2)] == [2, 2]
+    # The same weights and batches, but for the rounding to half.
+    assert o2["steps"][0]["loss"] == pytest.approx(o0["steps"][0]["loss"], rel=5e-3)
+    assert o2["steps"][0]["loss"] != o0["steps"][0]["loss"]
+    assert 0 < o2["max_deviation"] < 0.1
+    with (out / "parity.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == 4
+    assert (out / "parity.png").read_bytes().startswith(b"\x89PNG")
+    # Python, numpy and torch start from the same numbers, and the arguments are the script's.
+    numbers = {re.search("numbers.*", (out / f"{name}.log").read_text())[0] for name in ("O0", "O2-fp16")}
+    assert len(numbers) == 1
+    assert numbers.pop().endswith("['--rtol', '9']")
+
+
+def fake_runs(monkeypatch, skipping=None, **losses):
+    """Stand in for the processes; a list of losses, or a run, per level, and one of O0 that skips."""
+    started = []
+
+    def run_level(level, options, folder, on_step, skips=()):
+        started.append(f"{level.name} skipping {skips}" if skips else level.name)
+        made = skipping if skips else losses[level.opt_level]
+        made = made if isinstance(made, Run) else run(level.opt_level, made, level.dtype)
+        for step in made.steps:
+            on_step(step)
+        made.log = str(folder / "log")
+        Path(made.log).write_text("".join(f"line {i}\n" for i in range(100)))
+        return made
+
+    monkeypatch.setattr(parity, "run_level", run_level)
+    return started
+
+
+def test_a_level_out_of_tolerance_makes_the_status_1(monkeypatch, capsys):
+    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.05], O2=[1.0, 2.0])
+    assert main(["parity", "--opt-levels", "O1", SCRIPT]) == 0
+    assert main(["parity", "--opt-levels", "O1,O2", SCRIPT]) == 1
+    assert "FAIL: out of tolerance from step 2" in capsys.readouterr().out
+    assert main(["parity", "--opt-levels", "O2", "--rtol", "1", SCRIPT]) == 0
+    assert main(["parity", "--opt-levels", "O2", "--rtol", "0", "--atol=1", SCRIPT]) == 0
+    assert main(["parity", "--opt-levels", "O2", "--rtol", "0.5", "--smooth", "2", SCRIPT]) == 0
+
+
+def test_a_crash_keeps_what_was_recorded_and_shows_the_end_of_the_output(monkeypatch, capsys, tmp_path):
+    crashed = run("O1", [1.0], "float16", ending="crashed", message="crashed after 1 of 2 steps: KeyError: 1")
+    started = fake_runs(monkeypatch, O0=[1.0, 1.0], O1=crashed, O2=[1.0, 1.0])
+    assert main(["parity", "--opt-levels", "O1,O2", "--out", str(tmp_path), SCRIPT]) == 1
+    shown = capsys.readouterr()
+    assert "FAIL: crashed after 1 of 2 steps: KeyError: 1" in shown.out
+    assert "  | line 99" in shown.err
+    assert "  | line 80" not in shown.err
+    assert started == ["O0", "O1 fp16", "O2 fp16"]
+    assert len(json.loads((tmp_path / "parity.json").read_text())["levels"][1]["steps"]) == 1
+
+
+def test_o3_is_judged_where_it_is_asked_for_only(monkeypatch, capsys):
+    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, 1.0], O3=[1.0, 2.0])
+    assert main(["parity", SCRIPT]) == 0
+    assert "not judged: out of tolerance from step 2" in capsys.readouterr().out
+    assert main(["parity", "--opt-levels", "O3", SCRIPT]) == 1
+    assert "FAIL: out of tolerance from step 2" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_finite_prints_the_next_command(monkeypatch, capsys):
+    fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, 1.0], O3=[1.0, float("nan")])
+    assert main(["parity", "--dtype", "bf16", "--keep-fp32", "*.wo,head", SCRIPT, "--name", "a b"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
+    command = "ampcompat run --explain --opt-level O3 --dtype bf16 --keep-fp32 '*.wo,head'"
+    assert lines == [f"next: {command} {SCRIPT} --name 'a b'"]
+    fake_runs(monkeypatch, O0=[1.0, float("nan")], O1=[1.0, float("nan")])
+    main(["parity", "--opt-levels", "O1", SCRIPT])
+    assert "next: " not in capsys.readouterr().out
+
+
+def test_a_level_that_skipped_is_compared_with_a_run_of_o0_that_skips_the_same(monkeypatch, capsys, tmp_path):
+    skipping = run("O1", [2.0, 2.0, 1.0], "float16")
+    skipping.steps[0] = dataclasses.replace(skipping.steps[0], skipped=True)
+    same = run("O0", [2.0, 2.0, 1.0])
+    started = fake_runs(monkeypatch, same, O0=[2.0, 1.0, 0.5], O1=skipping, O2=skipping)
+    assert main(["parity", "--opt-levels", "O1,O2", "--out", str(tmp_path), SCRIPT]) == 0
+    assert started == ["O0", "O1 fp16", "O2 fp16", "O0 skipping (1,)"]
+    assert "O1 fp16 skipped step 1 for an overflow" in capsys.readouterr().out
+    level = json.loads((tmp_path / "parity.json").read_text())["levels"][1]
+    assert (level["skipped_steps"], level["reference_losses"]) == ([1], [2.0, 2.0, 1.0])
+
+
+def test_an_interrupt_ends_the_comparison_with_what_there_is(monkeypatch, capsys, tmp_path):
+    interrupted = run("O1", [1.0], "float16", ending="interrupted", message="interrupted after 1 of 2 steps")
+    started = fake_runs(monkeypatch, O0=[1.0, 1.0], O1=interrupted)
+    assert main(["parity", "--out", str(tmp_path), SCRIPT]) == 130
+    assert started == ["O0", "O1 fp16"]
+    assert "interrupted after 1 of 2 steps" in capsys.readouterr().out
+    assert (tmp_path / "parity.csv").is_file()
+
+
+def test_without_matplotlib_the_rest_is_written(monkeypatch, capsys, tmp_path):
+    fake_runs(monkeypatch, O0=[1.0], O1=[1.0])
+    monkeypatch.setitem(sys.modules, "ampcompat.tools.parity.picture", None)
+    assert main(["parity", "--opt-levels", "O1", "--out", str(tmp_path), SCRIPT]) == 0
+    assert "pip install 'ampcompat[plot]'" in capsys.readouterr().err
+    assert (tmp_path / "parity.json").is_file()
+    assert not (tmp_path / "parity.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ([], "no script given"),
+        (["--steps", "0", SCRIPT], "--steps and --smooth must be 1 or more"),
+        (["--rtol", "nan", SCRIPT], "0 or more"),
+        (["--opt-levels", "01", SCRIPT], "'01' is no opt_level"),
+        (["--dtypes", "", SCRIPT], "empty list"),
+        (["--out", SCRIPT, SCRIPT], "it is no directory"),
+        (["--no-such-option", SCRIPT], "unrecognized arguments"),
+        (["-"], "a script from standard input - it is run several times"),
+    ],
+)
+def test_bad_usage_is_refused_before_anything_runs(monkeypatch, capsys, options, said):
+    started = fake_runs(monkeypatch)
+    with pytest.raises(SystemExit) as exit:
+        main(["parity", *options])
+    assert exit.value.code == 2
+    assert said in capsys.readouterr().err
+    assert started == []
+
+
+def test_a_script_that_is_not_there(monkeypatch, capsys):
+    assert main(["parity", "no/such/script.py"]) == 2
+    assert "can't open file" in capsys.readouterr().err
+
+
+def test_the_command_itself_does_without_torch(tmp_path):
+    code = "import sys, ampcompat.cli.parity; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

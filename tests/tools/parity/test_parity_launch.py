@@ -1,0 +1,152 @@
+"""Scripts that do what scripts do, each in a real process; several at once, to save time."""
+
+import os
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from ampcompat.tools.parity import launch
+from ampcompat.tools.parity.launch import Options, run_level
+from ampcompat.tools.parity.levels import Level
+
+SCRIPT = str(Path(__file__).with_name("script_of_many_kinds.py"))
+
+# What a script does; steps recorded of the 3 asked for; ending; message.
+ENDINGS = {
+    "well": (3, "complete", ""),
+    "never scales": (3, "complete", "no loss was seen: .* amp.scale_loss never"),
+    "crashes": (2, "crashed", "crashed after 2 of 3 steps: KeyError: 'batch 2'"),
+    "never initializes": (0, "ended", "the script never called amp.initialize$"),
+    "forks": (0, "ended", "no step was made in the script's own process; it started other processes"),
+    "spawns": (0, "ended", "never called amp.initialize; it started other processes"),
+    "is killed": (2, "crashed", "ended by SIGKILL .out of memory"),
+    "runs for ever": (1, "stalled", "no step for 1 s, ended after 1 of 3 steps$"),
+    "will not leave": (3, "complete", ""),
+}
+
+
+def start(kind, folder, on_step=None):
+    folder = folder / kind.replace(" ", "-")
+    folder.mkdir(exist_ok=True)
+    options = Options([SCRIPT, kind, "--lr", "x"], 3, 7, timeout=100)
+
+    def lose_patience(step):
+        # However busy the machine is, the script gets as far as its first step.
+        if kind == "runs for ever":
+            object.__setattr__(options, "timeout", 1)
+
+    return run_level(Level("O2", "float16"), options, folder, on_step or lose_patience)
+
+
+#: One process each: the others are left to the slow tests, and to those of the child and of the ending alone.
+QUICK = ("crashes", "runs for ever")
+
+
+def start_all(kinds, folder, executable=sys.executable):
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(sys, "executable", executable)
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("AMPCOMPAT_DTYPE", "bfloat16")  # the level's settings win over the shell's
+        return dict(zip(kinds, pool.map(lambda kind: start(kind, folder), kinds), strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, warm_python):
+    return start_all(QUICK, tmp_path_factory.mktemp("runs"), warm_python.executable)
+
+
+@pytest.fixture(scope="module")
+def slow_runs(tmp_path_factory):
+    return start_all([kind for kind in ENDINGS if kind not in QUICK], tmp_path_factory.mktemp("slow_runs"))
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_ending(runs, kind):
+    check(runs[kind], *ENDINGS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in ENDINGS if kind not in QUICK])
+def test_ending_of_more(slow_runs, kind):
+    check(slow_runs[kind], *ENDINGS[kind])
+
+
+def check(run, steps, ending, message):
+    assert (len(run.steps), run.ending) == (steps, ending), Path(run.log).read_text()
+    assert re.search(message, run.message)
+    assert bool(run.message) == bool(message)
+    assert "\n" not in run.message
+
+
+def test_steps_are_kept_with_their_numbers(runs):
+    assert [step.step for step in runs["crashes"].steps] == [1, 2]
+    assert all(step.loss and step.scale == 128.0 and step.grad_norm for step in runs["crashes"].steps)
+
+
+def test_the_level_is_that_of_the_command_line_and_the_script_is_not_edited(runs):
+    log = Path(runs["crashes"].log).read_text()
+    assert "AMPCOMPAT_OPT_LEVEL=O2 overrides the script's opt_level='O1'." in log
+    assert "half dtype is torch.float16" in log
+
+
+def test_the_traceback_of_a_crash_is_in_the_log_and_begins_at_the_script(runs):
+    log = Path(runs["crashes"].log).read_text()
+    assert "KeyError: 'batch 2'" in log
+    assert "ampcompat/tools/parity" not in log
+
+
+def test_what_a_script_leaves_running_is_ended_with_it(runs):
+    child = int(re.search(r"child (\d+)", Path(runs["runs for ever"].log).read_text())[1])
+    for _ in range(100):
+        if not alive(child):
+            break
+        time.sleep(0.1)
+    assert not alive(child)
+
+
+def alive(process):
+    """Whether it runs; one that has ended and waits for a parent to notice does not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        try:
+            os.kill(process, 0)
+        except OSError:
+            return False
+        return not Path("/proc").is_dir()
+
+
+@pytest.mark.usefixtures("warm_executable")
+def test_an_interrupt_keeps_what_was_recorded_and_ends_the_process(tmp_path, monkeypatch):
+    def interrupt(step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 5.0)
+    run = start("well", tmp_path, on_step=interrupt)
+    assert (run.ending, run.steps[0].step) == ("interrupted", 1)
+    assert run.message.startswith("interrupted after")
+
+
+@pytest.mark.parametrize("word", ["-m", pytest.param("-c", marks=pytest.mark.slow)])
+@pytest.mark.usefixtures("warm_executable")
+def test_a_module_or_code_in_the_place_of_a_script(tmp_path, monkeypatch, word):
+    source = """
+import sys, torch
+from apex import amp
+model = torch.nn.Linear(2, 2)
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+for _ in range(2):
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+assert sys.argv[1:] == ["--steps", "9"], sys.argv
+"""
+    (tmp_path / "trains.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])]))
+    target = [word, "trains" if word == "-m" else source, "--steps", "9"]
+    run = run_level(Level("O0"), Options(target, 3, 0, timeout=100), tmp_path, print)
+    assert (run.ending, len(run.steps)) == ("ended", 2), Path(run.log).read_text()

@@ -1,0 +1,100 @@
+import csv
+import json
+import math
+
+import pytest
+from parity_runs import run, step
+
+from ampcompat.tools.parity.compare import Tolerance, judge
+from ampcompat.tools.parity.progress import Progress
+from ampcompat.tools.parity.record import plain, read_line, read_step, step_line, to_line
+from ampcompat.tools.parity.save import save_csv, save_json
+from ampcompat.tools.parity.table import HEADER, peak_memory, seconds_per_step, skipped, table
+
+
+@pytest.mark.parametrize("loss", [1.5, None, math.inf, -math.inf])
+def test_a_step_survives_its_line(loss):
+    before = step(3, loss, scale=math.inf, seconds=None, memory=None, skipped=True)
+    kind, content = read_line(step_line(before))
+    assert (kind, read_step(content)) == ("step", before)
+
+
+def test_nan_survives_too():
+    after = read_step(read_line(step_line(step(1, math.nan)))[1])
+    assert math.isnan(after.loss)
+    assert math.isnan(after.losses[0])
+
+
+def test_lines_are_json_that_every_reader_takes():
+    def refuse(name):
+        raise ValueError(name)
+
+    line = to_line("step", {"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": 1})
+    assert json.loads(line, parse_constant=refuse) == {"kind": "step", "a": "nan", "b": ["inf", {"c": "-inf"}], "d": 1}
+    assert line.count("\n") == 1
+
+
+def test_plain_leaves_the_rest_alone():
+    assert plain({"a": None, "b": True, "c": "x", "d": 2.5}) == {"a": None, "b": True, "c": "x", "d": 2.5}
+
+
+def results(window=1):
+    o1 = run("O1", [1.0, 1.5, math.nan], "float16", scale=65536.0)
+    return judge([run("O0", [1.0, 1.0, 1.0]), o1], Tolerance(0.1), window)
+
+
+def test_summaries_of_a_run():
+    mixed = run("O1", [1.0, 1.0, 1.0])
+    mixed.steps = [
+        step(1, 1.0, seconds=None, memory=5),
+        step(2, 1.0, seconds=0.3, memory=9, skipped=True),
+        step(3, 1.0, seconds=0.1, memory=9),
+    ]
+    assert (skipped(mixed), seconds_per_step(mixed), peak_memory(mixed)) == (1, 0.2, 9)
+    assert (skipped(run("O0", [])), seconds_per_step(run("O0", [])), peak_memory(run("O0", []))) == (0, None, None)
+
+
+def test_table():
+    lines = table(results(), Tolerance(0.1, 0.5)).splitlines()
+    assert all(word in lines[0] for word in HEADER)
+    assert lines[2].split() == ["O0", "3", "-", "-", "-", "0", "0.5", "1", "reference"]
+    assert lines[3].split()[:9] == ["O1", "fp16", "3", "inf", "inf", "2", "0", "0.5", "1"]
+    assert lines[3].endswith("FAIL: out of tolerance from step 2")
+    assert lines[-1].endswith("> 0.1 x |O0's| + 0.5; s/step: median")
+
+
+def test_json_and_csv(tmp_path):
+    save_json(tmp_path / "a.json", results(), {"seed": 3})
+    content = json.loads((tmp_path / "a.json").read_text())
+    assert (content["seed"], content["passed"]) == (3, False)
+    assert [level["level"] for level in content["levels"]] == ["O0", "O1 fp16"]
+    assert content["levels"][1]["first_beyond"] == 2
+    assert content["levels"][1]["steps"][2]["loss"] == "nan"
+    assert content["levels"][1]["steps"][1]["deviation"] == 0.5
+    save_csv(tmp_path / "a.csv", results())
+    with (tmp_path / "a.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["level"], row["step"]) for row in rows] == [(n, str(i)) for n in ("O0", "O1 fp16") for i in (1, 2, 3)]
+    assert (rows[0]["deviation"], rows[4]["deviation"], rows[5]["loss"]) == ("", "0.5", "nan")
+
+
+def shown(terminal, steps=4, made=2, **kwargs):
+    out = []
+    progress = Progress("O1 fp16", steps, lambda text, end: out.append(text + end), terminal)
+    for number in range(1, made + 1):
+        progress.on_step(step(number, 1.0, seconds=None if number == 1 else 0.25, skipped=number == 2))
+    progress.finish(run("O1", [1.0] * made, **kwargs))
+    return out
+
+
+def test_progress_away_from_a_terminal_is_two_plain_lines():
+    assert shown(False) == ["O1 fp16: running\n", "O1 fp16: 2 steps, 4 steps/s, 1 skipped\n"]
+    assert shown(False, made=0, message="it crashed")[1] == "O1 fp16: 0 steps, 0 skipped; it crashed\n"
+
+
+def test_progress_on_a_terminal_is_one_line_drawn_anew():
+    *drawn, last = shown(True)
+    assert all(text.startswith("\r\x1b[K") and "\n" not in text for text in drawn)
+    assert drawn[-1].endswith("2/4  4 steps/s")
+    assert drawn[-1].count("#") == drawn[-1].count(".") > 0
+    assert last.endswith("\n")

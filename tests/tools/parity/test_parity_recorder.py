@@ -1,0 +1,167 @@
+import pytest
+import torch
+
+from ampcompat import amp
+from ampcompat._state import state
+from ampcompat.amp.observers import observing
+from ampcompat.tools.parity.recorder import Recorder
+
+
+def make(level, kind=torch.optim.SGD, model=None, **kwargs):
+    torch.manual_seed(0)
+    model = model or torch.nn.Linear(4, 3)
+    optimizer = kind(model.parameters(), lr=0.1, **kwargs)
+    return amp.initialize(model, optimizer, opt_level=level)
+
+
+def backward(loss, optimizer, **kwargs):
+    with amp.scale_loss(loss, optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+
+
+def loss_of(model, factor=1.0):
+    return model(torch.ones(2, 4)).float().square().mean() * factor
+
+
+@pytest.fixture
+def recorded():
+    steps = []
+    with observing(Recorder(steps.append)):
+        yield steps
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", 65536.0), ("O2", 65536.0), ("O3", 1.0)])
+def test_loss_scale_and_gradient_norm(recorded, level, scale):
+    model, optimizer = make(level)
+    loss = loss_of(model)
+    backward(loss, optimizer)
+    norm = torch.cat([p.grad.float().flatten() for p in amp.master_params(optimizer)]).norm().item()
+    torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), norm / 4)
+    optimizer.step()
+    (step,) = recorded
+    assert (step.step, step.optimizer, step.loss, step.scale) == (1, 0, loss.item(), scale)
+    # The same sum in another order.
+    assert step.grad_norm == pytest.approx(norm, rel=1e-6)
+    assert (step.skipped, step.seconds) == (False, None)
+    assert step.memory > 2**20
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("delay", [False, True])
+def test_blocks_accumulate_until_the_step(recorded, level, delay):
+    model, optimizer = make(level)
+    losses = [loss_of(model, 0.5), loss_of(model, 2.0)]
+    backward(losses[0], optimizer, delay_unscale=delay)
+    backward(losses[1], optimizer)
+    norm = torch.cat([p.grad.float().flatten() for p in amp.master_params(optimizer)]).norm().item()
+    optimizer.step()
+    (step,) = recorded
+    assert step.losses == [loss.item() for loss in losses]
+    assert step.loss == sum(step.losses)
+    assert step.grad_norm == pytest.approx(norm, rel=1e-6)
+
+
+def test_an_overflow_is_a_skipped_step_at_the_scale_that_it_had(recorded, capsys):
+    model, optimizer = make("O2")
+    for factor in (1.0, float("inf"), 1.0):
+        backward(loss_of(model, factor), optimizer)
+        optimizer.step()
+    assert [step.skipped for step in recorded] == [False, True, False]
+    assert [step.scale for step in recorded] == [65536.0, 65536.0, 32768.0]
+    assert capsys.readouterr().out.count("Gradient overflow") == 1
+    assert [step.seconds is None or step.seconds >= 0 for step in recorded] == [True] * 3
+
+
+def test_a_skip_that_only_the_device_knows_of_is_asked_for(recorded, capsys):
+    model, optimizer = make("O1", fused=True)
+    backward(loss_of(model, float("inf")), optimizer)
+    optimizer.step()
+    assert recorded[0].skipped is True
+    assert capsys.readouterr().out.count("Gradient overflow") == 1
+
+
+def test_optimizers_are_told_apart(recorded):
+    models = [torch.nn.Linear(4, 3) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = amp.initialize(models, optimizers, opt_level="O1", num_losses=2, verbosity=0)
+    for _ in range(2):
+        for index in (1, 0):
+            backward(loss_of(models[index], 10.0**index), optimizers[index], loss_id=index)
+            optimizers[index].step()
+    assert [step.optimizer for step in recorded] == [0, 1, 0, 1]
+    assert recorded[0].loss > 2 * recorded[1].loss
+
+
+def test_a_block_of_two_optimizers_counts_for_both(recorded):
+    models = [torch.nn.Linear(4, 3) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = amp.initialize(models, optimizers, opt_level="O1", verbosity=0)
+    backward(loss_of(models[0]) + loss_of(models[1]), optimizers)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert recorded[0].loss == recorded[1].loss
+    assert recorded[0].grad_norm != recorded[1].grad_norm
+
+
+def test_a_step_without_a_block_has_no_loss(recorded):
+    model, optimizer = make("O0")
+    loss_of(model).backward()
+    optimizer.step()
+    assert (recorded[0].losses, recorded[0].loss, recorded[0].scale, recorded[0].grad_norm) == ([], None, None, None)
+
+
+def test_sparse_gradients_and_losses_with_a_shape(recorded):
+    model, optimizer = make("O1", model=torch.nn.EmbeddingBag(5, 3, sparse=True, mode="sum"))
+    loss = model(torch.tensor([[1, 1]])).float()
+    with amp.scale_loss(loss, optimizer) as scaled_loss:
+        scaled_loss.sum().backward()
+    optimizer.step()
+    assert recorded[0].loss == pytest.approx(loss.mean().item())
+    assert recorded[0].grad_norm == pytest.approx(2 * 3**0.5)
+
+
+def test_a_step_with_a_closure_is_recorded(recorded):
+    model, optimizer = make("O2")
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model)
+        backward(loss, optimizer)
+        return loss
+
+    loss = optimizer.step(closure)
+    assert recorded[0].loss == loss.item()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_recording_changes_no_bit(level):
+    def train():
+        model, optimizer = make(level, torch.optim.Adam, eps=1e-3)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(loss_of(model, float("inf") if step == 1 and level in ("O1", "O2") else 1.0), optimizer)
+            optimizer.step()
+        noise = torch.rand(3)
+        weights = [p.detach().clone() for p in amp.master_params(optimizer)]
+        state.reset()
+        return [*weights, noise]
+
+    alone = train()
+    with observing(Recorder(lambda step: None)):
+        watched = train()
+    assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
+
+
+def test_what_the_listener_raises_ends_the_script_after_the_step():
+    model, optimizer = make("O2")
+
+    def stop(step):
+        raise SystemExit(0)
+
+    before = [p.detach().clone() for p in amp.master_params(optimizer)]
+    backward(loss_of(model), optimizer)
+    with observing(Recorder(stop)), pytest.raises(SystemExit):
+        optimizer.step()
+    after = list(amp.master_params(optimizer))
+    assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(p, m.half()) for p, m in zip(model.parameters(), after, strict=True))

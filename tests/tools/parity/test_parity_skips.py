@@ -1,0 +1,164 @@
+"""Steps that an overflow cost a level are made up for: the reference skips the same."""
+
+import math
+
+import pytest
+import torch
+from parity_runs import run, step
+
+from ampcompat import amp
+from ampcompat.amp.observers import observing
+from ampcompat.testing import assert_opt_level_parity
+from ampcompat.tools.parity.compare import Tolerance, judge, skipped_steps
+from ampcompat.tools.parity.levels import Level
+from ampcompat.tools.parity.record import Run
+from ampcompat.tools.parity.recorder import Recorder
+from ampcompat.tools.parity.skips import Skips
+from ampcompat.tools.parity.table import skip_note, table
+
+
+# -- skipping what another run skipped -----------------------------------------------------------------------------
+def build(level="O0", **kwargs):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, **kwargs)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def train(model, optimizer, steps=5, leave_out=()):
+    for number in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 4), 0.1 * number)).float().square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        if number not in leave_out:
+            optimizer.step()
+    return model.weight.detach().clone()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_the_steps_are_skipped_and_the_others_are_bitwise_what_they_would_be(level, fused):
+    expected = train(*build(level, fused=fused), leave_out=(1, 2, 4))
+    steps = []
+    recorder = Recorder(steps.append)
+    with observing(recorder), observing(Skips(recorder, (1, 2, 4))):
+        found = train(*build(level, fused=fused))
+    assert [one.step for one in steps if one.skipped] == [1, 2, 4]
+    assert torch.equal(found, expected)
+
+
+def test_a_scheduler_between_and_a_second_optimizer():
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    models, optimizers = amp.initialize(models, optimizers, opt_level="O0", verbosity=0)
+    steps = []
+    recorder = Recorder(steps.append)
+    with observing(recorder), observing(Skips(recorder, (2,))):
+        for _ in range(2):
+            loss = sum(model(torch.ones(2, 4)).square().mean() for model in models)
+            with amp.scale_loss(loss, optimizers) as scaled:
+                scaled.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            schedulers = [torch.optim.lr_scheduler.StepLR(one, 1) for one in optimizers]
+    assert [(one.step, one.optimizer, one.skipped) for one in steps] == [
+        (1, 0, False),
+        (2, 1, True),
+        (3, 0, False),
+        (4, 1, False),
+    ]
+    assert schedulers
+
+
+def test_a_step_with_a_closure():
+    model, optimizer = build()
+    steps = []
+    recorder = Recorder(steps.append)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    with observing(recorder), observing(Skips(recorder, (2,))):
+        for _ in range(3):
+            optimizer.step(closure)
+    assert [one.skipped for one in steps] == [False, True, False]
+
+
+# -- judging -------------------------------------------------------------------------------------------------------
+def with_skips(level, losses, skips):
+    steps = [step(number, loss, skipped=number in skips) for number, loss in enumerate(losses, start=1)]
+    return Run(Level(level, None if level == "O0" else "float16"), steps)
+
+
+def test_a_run_is_compared_with_the_reference_that_skipped_the_same():
+    o0 = run("O0", [4.0, 3.0, 2.0])
+    o1 = with_skips("O1", [4.0, 4.0, 3.0], (1,))
+    alone = judge([o0, o1], Tolerance(0.1))[1]
+    assert (alone.passed, alone.verdict) == (False, "out of tolerance from step 2")
+    assert skip_note(alone) == "O1 fp16 skipped step 1 for an overflow; compared with O0 skipping none"
+    same = with_skips("O0", [4.0, 4.0, 3.0], (1,))
+    found = judge([o0, o1], Tolerance(0.1), skipping={(1,): same})[1]
+    assert (found.passed, found.verdict, found.deviation.largest) == (True, "within tolerance", 0.0)
+    assert found.reference is same
+    assert skip_note(found) == "O1 fp16 skipped step 1 for an overflow; compared with O0 skipping the same"
+    assert table([judge([o0], Tolerance(0.1))[0], found], Tolerance(0.1)).splitlines()[-1] == skip_note(found)
+
+
+def test_a_reference_that_crashed_is_not_compared_with():
+    o0, o1 = run("O0", [4.0, 3.0]), with_skips("O1", [4.0, 4.0], (1,))
+    crashed = run("O0", [4.0], ending="crashed", message="crashed")
+    assert judge([o0, o1], Tolerance(0.1), skipping={(1,): crashed})[1].reference is o0
+
+
+def test_a_run_that_never_updates_fails():
+    o0, o1 = run("O0", [4.0, 3.0]), with_skips("O1", [4.0, 4.0], (1, 2))
+    found = judge([o0, o1], Tolerance(9.0))[1]
+    assert (found.passed, found.verdict) == (False, "no update was made: all 2 steps were skipped")
+
+
+def test_many_skipped_steps_are_counted():
+    long = with_skips("O1", [1.0] * 30, range(1, 21))
+    note = skip_note(judge([run("O0", [1.0] * 30), long], Tolerance(0.1))[1])
+    assert note.startswith("O1 fp16 skipped steps 1, 2, 3, 4, 5, 6, 7, 8 and 12 more for an overflow")
+    assert skipped_steps(long) == tuple(range(1, 21))
+
+
+def test_a_level_that_is_only_shown_is_not_judged():
+    results = judge([run("O0", [1.0]), run("O3", [math.nan], "float16")], Tolerance(0.1), shown=("O3",))
+    assert results[1].judged is False
+    assert table(results, Tolerance(0.1)).splitlines()[3].endswith("  not judged: loss nan at step 1")
+
+
+# -- the assertion -------------------------------------------------------------------------------------------------
+def with_overflows(level, factor=1.0):
+    """A training whose first two steps overflow unless the loss scale is one."""
+    model, optimizer = build(level)
+    losses = []
+    for number in range(6):
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 4), 0.1 + 0.1 * number)).float().square().mean()
+        loss = loss * (factor if level != "O0" and number == 4 else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            (scaled * (float("inf") if level != "O0" and number < 2 else 1.0)).backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def test_the_assertion_gives_the_reference_the_same_skips():
+    losses = assert_opt_level_parity(with_overflows, ("O1", "O2"))
+    assert losses["O1"][2] > 1.02 * losses["O0"][2]  # the plain reference has made two steps more
+
+
+def test_its_message_names_them():
+    with pytest.raises(AssertionError) as failed:
+        assert_opt_level_parity(lambda level: with_overflows(level, 1.5), ("O1",))
+    lines = str(failed.value).splitlines()
+    assert lines[0].startswith("O1 leaves O0 at step 5: loss ")
+    assert lines[1] == "O1 skipped 1, 2 for an overflow; O0 was made to skip the same steps"

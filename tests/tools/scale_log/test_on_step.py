@@ -1,0 +1,314 @@
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ampcompat import _torch, amp
+from ampcompat._state import state
+from ampcompat.amp.scaler import LossScaler
+from ampcompat.tools.scale_log import StepRecord
+
+INF = float("inf")
+
+
+def build(level="O1", num_losses=1, fused=False, **kwargs):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    return amp.initialize(model, optimizer, opt_level=level, num_losses=num_losses, verbosity=0, **kwargs)
+
+
+def block(model, optimizer, loss_id=0, factor=1.0, **kwargs):
+    loss = model(torch.ones(2, 4)).float().square().mean() * factor
+    with amp.scale_loss(loss, optimizer, loss_id=loss_id, **kwargs) as scaled:
+        scaled.backward()
+
+
+def train(model, optimizer, factors):
+    for factor in factors:
+        optimizer.zero_grad()
+        block(model, optimizer, factor=factor)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_record_follows_each_step_with_the_scale_that_the_next_loss_has(level):
+    seen = []
+    amp.on_step(seen.append)
+    model, optimizer = build(level)
+    train(model, optimizer, [1.0, INF, 1.0])
+    assert seen == [
+        StepRecord(1, 0, 2.0**16, False, 1),
+        StepRecord(2, 0, 2.0**15, True, 0),
+        StepRecord(3, 0, 2.0**15, False, 1),
+    ]
+    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": seen[-1].scale, "unskipped": seen[-1].clean_passes}
+
+
+@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O3", 1.0), ("O1", 128.0), ("O4", 1.0)])
+def test_static_scales(level, scale):
+    model, optimizer = build(level, loss_scale=scale)
+    seen = []
+    amp.on_step(seen.append)
+    train(model, optimizer, [1.0, 1.0])
+    assert [(one.step, one.scale, one.skipped) for one in seen] == [(1, scale, False), (2, scale, False)]
+
+
+def test_the_scale_grows_in_the_record_of_the_step_that_makes_it_grow():
+    model, optimizer = build()
+    amp._amp_state.loss_scalers[0]._scale_seq_len = 2
+    seen = []
+    amp.on_step(seen.append)
+    train(model, optimizer, [1.0] * 4)
+    assert [(one.scale, one.clean_passes) for one in seen] == [(2.0**16, 1), (2.0**17, 0), (2.0**17, 1), (2.0**18, 0)]
+
+
+def test_each_loss_scaler_of_a_step_has_a_record():
+    model, optimizer = build(num_losses=3)
+    seen = []
+    amp.on_step(seen.append)
+    block(model, optimizer, loss_id=2)
+    block(model, optimizer, loss_id=0, factor=INF)
+    optimizer.step()
+    assert [(one.step, one.loss_id, one.scale, one.skipped) for one in seen] == [
+        (1, 0, 2.0**15, True),
+        (1, 2, 2.0**16, True),
+    ]
+
+
+def test_accumulated_passes_make_one_record():
+    model, optimizer = build()
+    seen = []
+    amp.on_step(seen.append)
+    block(model, optimizer)
+    block(model, optimizer)
+    optimizer.step()
+    assert seen == [StepRecord(1, 0, 2.0**16, False, 2)]
+
+
+def test_gradients_that_are_unscaled_by_the_step_itself():
+    model, optimizer = build()
+    seen = []
+    amp.on_step(seen.append)
+    block(model, optimizer, delay_unscale=True)
+    optimizer.step()
+    assert seen == [StepRecord(1, 0, 2.0**16, False, 1)]
+
+
+def test_steps_count_over_all_optimizers_and_one_without_a_block_gives_no_record():
+    torch.manual_seed(0)
+    models = [torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    models, optimizers = amp.initialize(models, optimizers, opt_level="O1", num_losses=2, verbosity=0)
+    seen = []
+    amp.on_step(seen.append)
+    block(models[0], optimizers[0])
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    optimizers[0].step()
+    block(models[1], optimizers[1], loss_id=1)
+    optimizers[1].step()
+    assert [(one.step, one.loss_id) for one in seen] == [(1, 0), (3, 1)]
+
+
+def test_a_callback_added_later_counts_as_the_first_one_does():
+    first, second = [], []
+    amp.on_step(first.append)
+    model, optimizer = build()
+    train(model, optimizer, [1.0, INF])
+    amp.on_step(second.append)
+    train(model, optimizer, [1.0])
+    assert [one.step for one in first] == [1, 2, 3]
+    assert second == first[2:]
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_steps_made_before_the_first_callback_count(level):
+    model, optimizer = build(level)
+    train(model, optimizer, [1.0, 1.0])
+    seen = []
+    amp.on_step(seen.append)
+    train(model, optimizer, [1.0])
+    assert [one.step for one in seen] == [3]
+
+
+def test_each_call_of_initialize_counts_its_own_steps():
+    seen = []
+    amp.on_step(seen.append)
+    train(*build(), [1.0, 1.0])
+    train(*build(), [1.0])
+    assert [one.step for one in seen] == [1, 2, 1]
+
+
+def test_a_step_with_a_closure():
+    model, optimizer = build("O2")
+    seen = []
+    amp.on_step(seen.append)
+    optimizer.step(lambda: block(model, optimizer))
+    assert seen == [StepRecord(1, 0, 2.0**16, False, 1)]
+
+
+# -- ends ----------------------------------------------------------------------------------------------------------
+def test_remove_ends_one_callback_and_leaves_the_others():
+    model, optimizer = build()
+    first, second = [], []
+    handle = amp.on_step(first.append)
+    amp.on_step(second.append)
+    train(model, optimizer, [1.0])
+    handle.remove()
+    handle.remove()
+    train(model, optimizer, [1.0])
+    assert (len(first), len(second)) == (1, 2)
+
+
+def test_the_handle_is_a_context_manager():
+    model, optimizer = build()
+    seen = []
+    with amp.on_step(seen.append):
+        train(model, optimizer, [1.0])
+    train(model, optimizer, [1.0])
+    assert len(seen) == 1
+    assert state.observers == []
+
+
+def test_a_reset_ends_all():
+    amp.on_step(print)
+    state.reset()
+    assert state.observers == []
+
+
+def test_what_a_callback_raises_comes_out_of_the_step_which_was_made():
+    def fail(record):
+        raise KeyError(record.step)
+
+    model, optimizer = build()
+    amp.on_step(fail)
+    before = model.weight.detach().clone()
+    with pytest.raises(KeyError, match="1"):
+        train(model, optimizer, [1.0])
+    assert not torch.equal(model.weight, before)
+
+
+# -- host syncs ----------------------------------------------------------------------------------------------------
+class Reads(TorchDispatchMode):
+    """Counts the ops that wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_no_host_sync_is_added_and_no_bit_changes(level, fused):
+    counts, weights = [], []
+    for watched in (False, True):
+        state.reset()
+        model, optimizer = build(level, fused=fused)
+        if watched:
+            amp.on_step(lambda record: None)
+        with Reads() as reads:
+            train(model, optimizer, [1.0, 1.0])
+        counts.append(reads.count)
+        weights.append(model.weight.detach().clone())
+    assert counts[0] == counts[1]
+    assert torch.equal(*weights)
+
+
+class SlowCopy(_torch.HostCopy):
+    """A copy that arrives when the test says so."""
+
+    there = False
+    waited = 0
+
+    def arrived(self):
+        return SlowCopy.there
+
+    def read(self):
+        SlowCopy.waited += not SlowCopy.there
+        return super().read()
+
+
+def test_numbers_that_have_not_arrived_are_handed_over_by_a_later_step_in_order(monkeypatch):
+    monkeypatch.setattr(_torch, "HostCopy", SlowCopy)
+    monkeypatch.setattr(SlowCopy, "there", False)
+    monkeypatch.setattr(SlowCopy, "waited", 0)
+    model, optimizer = build(fused=True)  # it skips on the device: the host does not know
+    seen = []
+    handle = amp.on_step(seen.append)
+    train(model, optimizer, [1.0, INF])
+    assert (seen, SlowCopy.waited) == ([], 0)
+    SlowCopy.there = True
+    train(model, optimizer, [1.0])
+    assert [(one.step, one.skipped, one.scale) for one in seen] == [
+        (1, False, 2.0**16),
+        (2, True, 2.0**15),
+        (3, False, 2.0**15),
+    ]
+    SlowCopy.there = False
+    train(model, optimizer, [INF])
+    assert len(seen) == 3
+    handle.remove()  # waits
+    assert (seen[3].skipped, seen[3].scale) == (True, 2.0**14)
+
+
+# -- where records go ------------------------------------------------------------------------------------------------
+def test_a_summary_writer():
+    class SummaryWriter:
+        rows = []
+
+        def add_scalar(self, tag, value, global_step=None):
+            self.rows.append((tag, value, global_step))
+
+    model, optimizer = build()
+    amp.on_step(SummaryWriter())
+    train(model, optimizer, [INF])
+    assert SummaryWriter.rows == [
+        ("amp/loss0/scale", 2.0**15, 1),
+        ("amp/loss0/skipped", 1, 1),
+        ("amp/loss0/clean_passes", 0, 1),
+    ]
+
+
+def test_anything_that_logs_a_dict():
+    class Run:
+        rows = []
+
+        def log(self, values):
+            self.rows.append(values)
+
+    class Tracker:
+        rows = []
+
+        def log_metrics(self, metrics, step=None):
+            self.rows.append((metrics, step))
+
+        def log(self, name, value):
+            raise AssertionError("log_metrics is the one that takes a dict")
+
+    model, optimizer = build()
+    amp.on_step(Run())
+    amp.on_step(Tracker())
+    train(model, optimizer, [1.0])
+    numbers = {"amp/loss0/scale": 2.0**16, "amp/loss0/skipped": 0, "amp/loss0/clean_passes": 1}
+    assert Run.rows == [{**numbers, "amp/step": 1}]
+    assert Tracker.rows == [(numbers, 1)]
+
+
+@pytest.mark.parametrize("wrong", [None, 3, "wandb", object()])
+def test_what_cannot_be_called_or_logged_to_is_refused(wrong):
+    with pytest.raises(TypeError, match=r"amp.on_step got \w+ - it takes a function of one record"):
+        amp.on_step(wrong)
+    assert state.observers == []
+
+
+def test_a_scaler_put_there_by_hand():
+    model, optimizer = build()
+    amp._amp_state.loss_scalers[:] = [LossScaler(4.0)]
+    seen = []
+    amp.on_step(seen.append)
+    train(model, optimizer, [1.0])
+    assert seen[0].scale == 4.0
