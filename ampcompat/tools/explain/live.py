@@ -12,7 +12,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.tools.explain.places import Places
-from ampcompat.tools.explain.probe import Event, Probe
+from ampcompat.tools.explain.probe import ARGUMENT, Event, Probe
 from ampcompat.tools.explain.record import Record
 from ampcompat.tools.explain.tensors import is_finite
 
@@ -52,7 +52,7 @@ class LiveProbe:
         """The origin of a loss that is not finite."""
         if self.probe is None:
             return None
-        event = _of_this_code(self.probe.origin([loss]))
+        event = self._of_this_code(self.probe.origin([loss]))
         if event is not None:
             self.blocks = 0
             self.stop()
@@ -63,12 +63,20 @@ class LiveProbe:
         if self.probe is None:
             return None
         grads = [g for record in records for g in record.grads if g is not None]
-        event = _of_this_code(None if all(map(is_finite, grads)) else self.probe.origin(grads))
+        event = None
+        if not all(map(is_finite, grads)):
+            event = self._of_this_code(self.probe.origin(grads))
         self.blocks = 0 if event is not None else self.blocks - 1
         self.stop()
         return event
 
+    def _of_this_code(self, event: Event | None) -> Event | None:
+        """What the watched code has to do with ``event``.
 
-def _of_this_code(event: Event | None) -> Event | None:
-    """``event``, unless the model's output was not finite already: running the model again tells why."""
-    return None if event is None or event.op == "output" else event
+        Where the model's output was not finite already, running the model again tells why; but a static scale lets a
+        loss that is not finite spoil the weights, and then the output is not finite because the loss was not.
+        """
+        if event is None or event.op != "output" or self.probe is None:
+            return event
+        arguments = [one for one in self.probe.events if one.op == ARGUMENT and one.names_the_argument]
+        return next(iter(arguments), None)

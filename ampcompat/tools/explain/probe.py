@@ -94,6 +94,11 @@ class Event:
         return self.dtype in HALVES and self.value < float("inf")
 
     @property
+    def names_the_argument(self) -> bool:
+        """Whether an :data:`ARGUMENT` has a name that says what it is for: a mask may be infinite on purpose."""
+        return self.given.partition(" ")[0] in ("weight", "bias", "target", "pos_weight")
+
+    @property
     def key(self) -> tuple[object, ...]:
         """Return a key that two events of the same fault share."""
         return self.op, self.place, self.backward
@@ -193,10 +198,14 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if written is not None and storage(written) in self.origins:
             return self.origins[storage(written)]
         read = [tensor for tensor in inputs if tensor is not written]
-        found = self.origin(read)
-        if found is not None:
-            return found
-        unknown = next((tensor for tensor in read if not is_finite(tensor)), None)
+        known = self.origin(read)
+        argument = self._unknown_argument(func, args, kwargs, read)
+        return argument if known is None else known
+
+    def _unknown_argument(self, func: OpOverload, args: Args, kwargs: Kwargs, read: list[torch.Tensor]) -> Event | None:
+        """Note the first of the tensors ``read`` that is not finite and comes from nowhere that was seen."""
+        unseen = [tensor for tensor in read if storage(tensor) not in self.origins]
+        unknown = next((tensor for tensor in unseen if not is_finite(tensor)), None)
         if unknown is None:
             return None
         place = self.places.here()

@@ -464,6 +464,35 @@ def test_a_class_weight_that_is_not_finite(capsys, level):
     assert entry["cure"] == "precision is not the cause: look at what makes that tensor"
 
 
+@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", 128.0), ("O2", 128.0), ("O3", 1.0)])
+def test_a_class_weight_at_a_static_scale(capsys, level, scale):
+    """The first step is made with it, so the model returns NaN when its loss is watched: the weight is still named."""
+    weight = torch.tensor([1.0, float("inf"), 1.0])
+    target = torch.tensor([0, 1, 2, 0])
+
+    def loss_of(y):
+        return F.cross_entropy(y.float(), target, weight=weight)
+
+    lose_a_step(nn.Linear(8, 3), torch.randn(4, 8), level, loss_of=loss_of, steps=3, loss_scale=scale)
+    entry = fields(capsys.readouterr().err)[-1]
+    assert entry["what"] == "weight given to cross_entropy (float32 of shape (3,)) was not finite before"
+    assert entry["line"].endswith(": return F.cross_entropy(y.float(), target, weight=weight)")
+
+
+def test_a_masked_score_is_not_blamed_for_a_lost_model(capsys):
+    """An infinite mask is on purpose: after a NaN of the model itself it is not what is named."""
+    mask = torch.tensor([0.0, float("-inf"), 0.0])
+    model = nn.Linear(8, 3)
+    with torch.no_grad():
+        model.weight[0, 0] = float("nan")
+
+    def loss_of(y):
+        return (y.float() + mask).softmax(1).pow(2).sum()
+
+    lose_a_step(model, torch.randn(4, 8), "O1", loss_of=loss_of, steps=3, loss_scale=1.0)
+    assert "mask" not in capsys.readouterr().err
+
+
 def test_a_constant_of_a_module_that_is_not_finite(capsys):
     """Neither parameter nor buffer nor input: a tensor that it holds as an attribute."""
 
