@@ -100,10 +100,10 @@ amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
 amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
 ```
 
-`FP16_FUNCS` and `BFLOAT16_FUNCS` count together, at O1 and at O4: a name on either is cast to the half dtype in force. A
-name that you remove from either is not cast to half. A name that you add leaves the list that it was on. If you add it to
-several, half beats float32, and float32 beats the widest dtype. A name that you remove and add nowhere runs as given. A
-name that is no function of torch gives a warning.
+`FP16_FUNCS` and `BFLOAT16_FUNCS` count together, at O1 and at O4: a name on either is cast to the half dtype in force,
+and a name that you remove from either is not. A name that you add leaves the list that it was on. If you add it to
+several, half beats float32, and float32 beats the widest dtype. A name that you remove and add nowhere runs as given.
+A name that is no function of torch gives a warning.
 """
 
 
