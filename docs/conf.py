@@ -11,11 +11,35 @@ release = re.search(r'__version__ = "(.*)"', (ROOT / "ampcompat" / "__init__.py"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode"]
 extensions += ["sphinx_copybutton", "sphinxcontrib.mermaid"]
-exclude_patterns = ["_build", "examples"]
+exclude_patterns = ["_build", "examples", "templates"]
 html_theme = "furo"
 html_title = f"ampcompat {release}"
 html_static_path = ["static"]
 html_css_files = ["wide.css"]
+
+#: Pages that were merged into others or moved, and where their text is. An anchor that a link asks for goes first.
+MOVED = {
+    "check_machine": "cli#check-a-machine-with-ampcompat-test",
+    "checkpoints": "resume#checkpoint-format",
+    "copies_and_ema": "resume#keep-a-moving-average",
+    "environment": "cli#environment-variables",
+    "explain": "debugging#find-the-operation-that-overflowed",
+    "gpu_on_paper": "benchmarks/gpu_on_paper",
+    "install": "quickstart#install",
+    "keep_fp32": "debugging#keep-layers-in-float32",
+    "migration": "check_and_migrate#move-a-script-from-apex",
+    "optimizers": "namespace#optimizers-larc-and-amp_c",
+    "port": "faq#what-if-an-old-script-fails-for-other-reasons",
+    "receipt": "debugging#check-that-half-precision-is-on",
+    "repositories": "parity#repositories-that-were-run",
+    "run": "cli#ampcompat-run",
+    "scale_log": "debugging#log-the-loss-scale",
+    "security": "stability#load-checkpoints-safely",
+    "t5_overflow": "debugging#train-t5-in-float16",
+}
+templates_path = ["templates"]
+html_additional_pages = dict.fromkeys(MOVED, "moved.html")
+html_context = {"moved": MOVED}
 
 # Copy the commands of a console block without their prompt and output.
 copybutton_prompt_text = "$ "

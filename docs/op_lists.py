@@ -70,7 +70,8 @@ _SECTIONS: Final = (
 _HEAD: Final = """\
 # Op lists
 
-How O1 and O4 cast each operation. `python docs/op_lists.py` writes this page from the lists in `ampcompat/amp/lists`.
+This page lists how O1 and O4 cast each operation. `python docs/op_lists.py` writes it from the lists in
+`ampcompat/amp/lists`.
 
 | term | meaning |
 |---|---|
@@ -81,7 +82,7 @@ How O1 and O4 cast each operation. `python docs/op_lists.py` writes this page fr
 | whole function | ampcompat casts the arguments of a function that torch wrote in Python over other operations |
 | by name | ampcompat refuses what a script calls (`x.exp_()`, `x **= 2`), not what torch calls itself for `square_` |
 
-A name means the operation, whichever way you call it: `softmax` is `torch.softmax`, `Tensor.softmax`,
+A name means the operation, however you call it: `softmax` is `torch.softmax`, `Tensor.softmax`,
 `torch.nn.functional.softmax` and what `nn.Softmax` calls. Casts apply to float16, bfloat16 and float32 tensors on the
 device whose casts are on. float64 and integers are not cast (apex cast float64 too). In-place forms that are not
 listed keep the dtype of their left side. Operations on no list follow native autocast: `einsum` and
@@ -99,10 +100,10 @@ amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
 amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
 ```
 
-`FP16_FUNCS` and `BFLOAT16_FUNCS` count together, at O1 and at O4: a name added to either is cast to the half dtype in
-force, and one taken off either is not. A name that you add leaves the list it was on. If you add it to several, half
-beats float32, and float32 beats the widest dtype. A name that you remove and add nowhere runs as given. A name that is
-no function of torch gives a warning.
+`FP16_FUNCS` and `BFLOAT16_FUNCS` count together, at O1 and at O4: a name on either is cast to the half dtype in force,
+and a name that you remove from either is not. A name that you add leaves the list that it was on. If you add it to
+several, half beats float32, and float32 beats the widest dtype. A name that you remove and add nowhere runs as given.
+A name that is no function of torch gives a warning.
 """
 
 

@@ -1,26 +1,12 @@
-"""Writes docs/repositories.md from docs/repositories.json: ``python docs/repositories.py``."""
+"""Writes the table of repositories into docs/parity.md from docs/repositories.json: ``python docs/repositories.py``."""
 
 import json
 from pathlib import Path
 
 HERE = Path(__file__).parent
 NEAR = 2e-3
-HEAD = """<!-- Generated from repositories.json by repositories.py: change that file. -->
-# Repositories that were run
-
-Public code that calls `apex.amp`, run twice: with the last apex that had `amp`, and with ampcompat. The figures below
-are what each run printed last; equal figures mean that training took the same course.
-
-"""
-METHOD = """
-## How it was measured
-
-{how}
-
-So no repository needed a change for ampcompat; [Port an old script](port.md) lists what today's torch and numpy
-refuse. Small differences come from rounding. At O2 they can be larger, because masters start from the unrounded
-weights here, where apex copied them from rounded ones ([D09](divergences.md)).
-"""
+BEGIN = "<!-- From repositories.json, by repositories.py: change that file. -->\n"
+END = "<!-- End of what repositories.py writes. -->\n"
 
 
 def runs() -> list[dict[str, str]]:
@@ -58,8 +44,8 @@ def linked(run: dict[str, str]) -> str:
     return f"{run['repository']} [{run['commit']}](https://github.com/{run['repository']}/tree/{run['commit']})"
 
 
-def page() -> str:
-    """The page as Markdown."""
+def table() -> str:
+    """The summary, a row for each run, and how they were run."""
     how: str = json.loads((HERE / "repositories.json").read_text(encoding="utf-8"))["how"]
     lines = ["| repository, commit | run | apex | ampcompat | difference | note |", "|---|---|---|---|---|---|"]
     for run in runs():
@@ -67,8 +53,16 @@ def page() -> str:
         apart = "" if number is None else "0" if number == 0 else f"{number:.1e}"
         shown = [linked(run), run["run"], run["apex"], run["ampcompat"], apart, run.get("note", "")]
         lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in shown) + "|")
-    return HEAD + summary() + "\n" + "\n".join(lines) + "\n" + METHOD.format(how=how)
+    return summary() + "\n" + how + "\n\n" + "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The page with the table as the data file has it."""
+    text = (HERE / "parity.md").read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + "\n" + table() + "\n" + END + after
 
 
 if __name__ == "__main__":
-    (HERE / "repositories.md").write_text(page(), encoding="utf-8")
+    (HERE / "parity.md").write_text(page(), encoding="utf-8")

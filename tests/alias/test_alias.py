@@ -134,7 +134,7 @@ def test_probes(alias):
     ("statement", "name", "words"),
     [
         ("import apex.absent", "apex.absent", "it has "),
-        ("from apex.absent import x", "apex.absent", "docs/run.md"),
+        ("from apex.absent import x", "apex.absent", "docs/namespace.md"),
         ("import apex.amp.absent", "apex.amp.absent", "ampcompat, which stands in for apex"),
     ],
 )

@@ -24,7 +24,7 @@ SECTIONS = {
     "compiled": compiled.section,
     "paper": paper.section,
 }
-#: Counts for docs/gpu_on_paper.md; they change with the code and not with the hardware.
+#: Counts for docs/benchmarks/gpu_on_paper.md; they change with the code and not with the hardware.
 ON_REQUEST = {"paper"}
 
 

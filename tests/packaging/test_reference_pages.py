@@ -45,7 +45,7 @@ def test_the_command_line_page_has_every_command():
 @pytest.mark.parametrize(
     ("command", "page"),
     [
-        ("run", "run.md"),
+        ("run", "cli.md"),
         ("parity", "parity_tool.md"),
         ("check", "check_and_migrate.md"),
         ("migrate", "check_and_migrate.md"),
@@ -66,4 +66,4 @@ def test_the_page_of_variables_has_every_variable():
         for name in re.findall(r"AMPCOMPAT_[A-Z0-9_]*[A-Z0-9]", path.read_text(encoding="utf-8"))
     }
     assert "AMPCOMPAT_DTYPE" in used
-    assert set(re.findall(r"^\| `(AMPCOMPAT_\w+)", read("environment.md"), re.MULTILINE)) == used
+    assert set(re.findall(r"^\| `(AMPCOMPAT_\w+)", read("cli.md"), re.MULTILINE)) == used

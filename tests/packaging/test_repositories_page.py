@@ -1,4 +1,4 @@
-"""The page of repositories that were run says what its data file says."""
+"""The table of repositories that were run says what its data file says."""
 
 import runpy
 from pathlib import Path
@@ -8,12 +8,12 @@ PAGE = runpy.run_path(str(ROOT / "docs" / "repositories.py"))
 
 
 def test_the_page_is_what_the_data_file_says():
-    written = (ROOT / "docs" / "repositories.md").read_text(encoding="utf-8")
+    written = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     assert written == PAGE["page"](), "python docs/repositories.py writes it"
 
 
 def test_every_run_is_a_row_with_its_figures():
-    table = [line for line in PAGE["page"]().splitlines() if line.startswith("| ")][1:]
+    table = [line for line in PAGE["table"]().splitlines() if line.startswith("| ")][1:]
     assert len(table) == len(PAGE["runs"]())
     for run, line in zip(PAGE["runs"](), table, strict=True):
         assert all(f"| {run[field]} |" in line for field in ("run", "apex", "ampcompat"))

@@ -1,16 +1,14 @@
-"""The troubleshooting pages quote messages word for word: those of this package, and those of torch and numpy."""
+"""The troubleshooting page and the FAQ quote messages word for word: of this package, of torch and of numpy."""
 
 import argparse
 import io
 import re
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import messages
 import pytest
 import torch
-import torch.nn.functional as F
 from packaging.version import Version
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -118,16 +116,6 @@ def numpy_name(name: str) -> None:
     getattr(numpy, name)
 
 
-def legacy_function() -> None:
-    class Fn(torch.autograd.Function):
-        def forward(self, x):
-            return x
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it comes first, and says less
-        Fn()(torch.ones(1))
-
-
 HALF, FLOAT = torch.ones(4, 4).half(), torch.ones(4, 4)
 IMAGE = torch.ones(1, 1, 2, 2)
 FROM_TORCH = {
@@ -152,32 +140,15 @@ FROM_TORCH = {
 }
 OLD_SCRIPTS = {
     "torch._six": lambda: __import__("torch._six"),
-    "collections": lambda: exec("from collections import Mapping"),
     "numpy.float": lambda: numpy_name("float"),
-    "numpy.int": lambda: numpy_name("int"),
     "view": lambda: torch.ones(10, 5).t()[:2].view(-1),
     "data[0]": lambda: torch.ones(()).data[0],
     "bool minus": lambda: 1 - (FLOAT > 0),
-    "byte mask": lambda: FLOAT.masked_fill((FLOAT > 0).byte(), 0),
-    "byte index": lambda: FLOAT[(FLOAT > 0).byte()],
-    "float index": lambda: FLOAT[torch.tensor([2]) / 2],
-    "negative power": lambda: torch.arange(3) ** -1,
     "addcmul": lambda: FLOAT.clone().addcmul_(0.5, FLOAT, FLOAT),
-    "int target": lambda: F.cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int32)),
-    "rfft": lambda: torch.rfft(FLOAT, 1),
-    "stft": lambda: torch.stft(torch.ones(400), 40, window=torch.ones(40)),
-    "symeig": lambda: torch.symeig(FLOAT),
     "step between": step_between,
-    "leaf": lambda: torch.ones(2, requires_grad=True).add_(1),
-    "legacy function": legacy_function,
-    "softmax": lambda: F.softmax(FLOAT),
-    "next": lambda: iter(torch.utils.data.DataLoader([1])).next(),
-    "verbose": lambda: torch.optim.lr_scheduler.ReduceLROnPlateau(a_scaler()[1], verbose=True),
-    "scheduler first": scheduler_first,
-    "weights only": lambda: torch.load(saved(argparse.Namespace(lr=1)), weights_only=True),
 }
 CASES = [("troubleshooting.md", *case) for case in FROM_TORCH.items()]
-CASES += [("port.md", *case) for case in OLD_SCRIPTS.items()]
+CASES += [("faq.md", *case) for case in OLD_SCRIPTS.items()]
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="the pages quote torch 2.13")
