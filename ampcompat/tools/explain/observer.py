@@ -182,7 +182,7 @@ class Autopsy:
             self.lost = self.lost or not steps.watched
             if not steps.watched and not steps.faulty:  # else the fault was told
                 written = weights.first_written(optimizer)
-                if written is not None:
+                if written is not None and not written.numbers:  # a division by zero is infinite at any learning rate
                     written.growth = steps.history.growth(optimizer)
         steps.versions = weights.versions(optimizer)
         if steps.made == 0:

@@ -59,6 +59,18 @@ def test_adams_eps_at_o3(capsys):
     ]
 
 
+def test_adams_eps_in_a_model_with_other_weights(capsys):
+    """Weights beside the first grow to infinity too: by the same division, and not by the learning rate."""
+
+    def model():
+        return nn.Sequential(nn.Embedding(100, 16), nn.Linear(16, 4))
+
+    train(adam(lr=0.01), model=model, steps=1, loss=lambda y: y.float().mean() * 1e-3)
+    told = capsys.readouterr().err
+    assert "  cure      pass eps=1e-4 to Adam" in told
+    assert "growth" not in told
+
+
 @pytest.mark.parametrize(("level", "options"), [("O3", {"eps": 1e-4}), ("O2", {}), ("O1", {}), ("O0", {})])
 def test_the_cures_cure(capsys, level, options):
     model, _ = train(adam(**options), level, loss=lambda y: y.float().sum() * 0.1)
