@@ -241,7 +241,8 @@ def test_scalers_written_before_initialize_do_no_harm():
     assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [2.0**16]
 
 
-def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last(monkeypatch):
+def test_a_postponed_overflow_is_counted_in_the_end(monkeypatch):
+    """The first of many blocks with ``delay_overflow_check`` overflows; the first checked block lowers the scale."""
     monkeypatch.setattr("ampcompat.amp.scaler.MANY", 8)
     model, optimizer = start("O1")
     for seed in range(30):
@@ -267,7 +268,8 @@ def test_overflows_put_off_by_blocks_without_a_step_stay_few(monkeypatch):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_early_overflow_that_many_blocks_put_off_skips_the_step(level, monkeypatch):
+def test_an_overflow_before_many_unchecked_blocks(level, monkeypatch):
+    """The step is skipped though 39 blocks with ``delay_overflow_check`` came after the overflow."""
     monkeypatch.setattr("ampcompat.amp.scaler.MANY", 16)
     monkeypatch.setattr("ampcompat.amp.stash.MANY", 16)
     model, optimizer = start(level)
@@ -371,14 +373,16 @@ def test_an_overflow_written_by_hand_is_read_back_and_counted(kind):
     assert scaler.update_scale() is False
 
 
-def test_false_written_by_hand_hides_no_overflow_of_new_gradients():
+def test_writing_false_hides_no_overflow():
+    """``_has_overflow = False`` after gradients were unscaled does not hide that they overflowed."""
     scaler = LossScaler("dynamic")
     scaler.unscale_grads(grads(INF))
     scaler._has_overflow = False
     assert scaler.update_scale() is True
 
 
-def test_an_overflow_written_between_blocks_is_forgotten_by_the_next():
+def test_an_overflow_written_between_blocks():
+    """The next block forgets it, and the scale stays."""
     model, optimizer = start("O2")
     (scaler,) = amp._amp_state.loss_scalers
     scaler._has_overflow = True
@@ -435,7 +439,8 @@ class Named(LossScaler):
 
 
 @pytest.mark.parametrize(("kind", "method"), [(AllReducing, "unscale"), (Counting, "update_scale")])
-def test_a_subclass_whose_methods_would_not_be_called_is_refused(kind, method):
+def test_a_subclass_of_uncalled_methods_is_refused(kind, method):
+    """A scaler that overrides a method which amp does not call."""
     model, optimizer = start("O2")
     rule = f"a {kind.__name__}, which overrides {method} - .* - .*delay_overflow_check=True.*update_scale"
     with pytest.raises(TypeError, match=rf"loss_scalers\[0\] is {rule}"):
