@@ -241,8 +241,7 @@ def test_scalers_written_before_initialize_do_no_harm():
     assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [2.0**16]
 
 
-def test_a_postponed_overflow_is_counted_in_the_end(monkeypatch):
-    """The first of many blocks with ``delay_overflow_check`` overflows; the first checked block lowers the scale."""
+def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last(monkeypatch):
     monkeypatch.setattr("ampcompat.amp.scaler.MANY", 8)
     model, optimizer = start("O1")
     for seed in range(30):
@@ -268,8 +267,7 @@ def test_overflows_put_off_by_blocks_without_a_step_stay_few(monkeypatch):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_before_many_unchecked_blocks(level, monkeypatch):
-    """The step is skipped though 39 blocks with ``delay_overflow_check`` came after the overflow."""
+def test_an_early_overflow_that_many_blocks_put_off_skips_the_step(level, monkeypatch):
     monkeypatch.setattr("ampcompat.amp.scaler.MANY", 16)
     monkeypatch.setattr("ampcompat.amp.stash.MANY", 16)
     model, optimizer = start(level)

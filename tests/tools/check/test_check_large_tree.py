@@ -15,8 +15,7 @@ from ampcompat.tools.check.traps import setup
 TRAP = "import torch\ns = s.masked_fill(mask, -1e9)\n"
 
 
-def test_files_without_apex_are_parsed_only_with_amp(tmp_path, monkeypatch):
-    """They are parsed only if some file of the tree uses amp."""
+def test_files_without_apex_are_not_parsed_unless_amp_is_used_somewhere(tmp_path, monkeypatch):
     for i in range(5):
         (tmp_path / f"m{i}.py").write_text(TRAP)
     parsed = []

@@ -16,8 +16,7 @@ def kinds(file):
     return [json.loads(line)["kind"] for line in file.getvalue().splitlines()]
 
 
-def test_the_last_step_ends_the_script():
-    """A script that catches SystemExit and goes on adds no steps to the record."""
+def test_the_last_step_ends_the_script_and_a_script_that_will_not_leave_adds_nothing():
     file = io.StringIO()
     writer = child._Writer(file, 2)
     writer(step(1, 1.0))
