@@ -1,4 +1,4 @@
-"""Which tests run by default, and what all of them share; ``torch_left_as_found.py`` has the rest."""
+"""The marks of the tests, and the fixtures that need no torch; ``torch_left_as_found.py`` has those that do."""
 
 import atexit
 import gc
@@ -16,10 +16,12 @@ from packaging.specifiers import SpecifierSet
 if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
-WARM = pytest.StashKey[str]()
-# What is imported and collected stays: walking it at each stage costs seconds. Switched on when it has been collected.
+#: The address of the fork server.
+SERVER = pytest.StashKey[str]()
+# Imports and collection create objects that are kept: looking for garbage among them would cost seconds.
+# ``pytest_collection_finish`` switches the collector on again.
 gc.disable()
-# Each worker, and each process that a test starts, would compile the tests and the package again.
+# Without bytecode files, each worker and each process that a test starts would compile the tests and the package again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
@@ -30,14 +32,16 @@ DIVERGENCES = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the server of ``warm_python``, one for all workers, and import torch where tests run: in these."""
-    if hasattr(config, "workerinput"):
-        config.stash[WARM] = config.workerinput["warm_python"]
+    """Start one fork server for all workers, and import torch in the processes that run tests."""
+    is_worker = hasattr(config, "workerinput")
+    if is_worker:
+        config.stash[SERVER] = config.workerinput["warm_python"]
     else:
         server = ForkServer()
-        config.stash[WARM] = server.__enter__().address
+        config.stash[SERVER] = server.__enter__().address
         config.add_cleanup(lambda: server.__exit__(None))
-    if hasattr(config, "workerinput") or config.getoption("dist", "no") == "no":
+    has_no_workers = config.getoption("dist", "no") == "no"
+    if is_worker or has_no_workers:
         config.pluginmanager.import_plugin("torch_left_as_found")
     else:
         gc.enable()
@@ -45,16 +49,20 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: "WorkerController") -> None:
-    """Tell a worker where the server is."""
-    node.workerinput["warm_python"] = node.config.stash[WARM]
+    """Pass the address of the server to a worker."""
+    node.workerinput["warm_python"] = node.config.stash[SERVER]
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m leaves out what is slow
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` deselects the slow tests
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Apply the marks ``cover`` and ``divergence``: the latter's tests fail on the torch versions it is listed for."""
+    """Apply the marks ``cover`` and ``divergence``.
+
+    A test of a divergence is expected to fail on the torch versions that docs/divergences.json names.
+    """
     import torch
 
-    items.sort(key=lambda item: item.path.parent.name == "core")  # small files come last: the workers end together
+    # The files in ``core`` are small: where they come last, the workers end at about the same time.
+    items.sort(key=lambda item: item.path.parent.name == "core")
     mark_the_rest_slow(items)
     for item in items:
         for mark in item.iter_markers("divergence"):
@@ -64,21 +72,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking torch and all the tests, which ``initialize`` has it do at times."""
+    """Exempt torch and the tests from garbage collection, which ``initialize`` starts at times."""
     gc.collect()
     gc.freeze()
     gc.enable()
-    if "triton" in sys.modules:  # its bindings print what outlives them at the end of a process, as frozen objects do
+    if "triton" in sys.modules:  # at the end of a process its bindings print objects that outlive them
         atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(scope="session")
 def warm_python(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> WarmPython:
-    """Start Python processes that have torch imported already; see ``forkserver.py``."""
-    return WarmPython(pytestconfig.stash[WARM], tmp_path_factory.mktemp("warm_python"))
+    """Return what starts Python processes that have torch imported already; see ``forkserver.py``."""
+    return WarmPython(pytestconfig.stash[SERVER], tmp_path_factory.mktemp("warm_python"))
 
 
 @pytest.fixture
 def warm_executable(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have code that starts ``sys.executable`` start Python processes that have torch imported already."""
+    """Make ``sys.executable`` a program that starts Python with torch imported already."""
     monkeypatch.setattr(sys, "executable", warm_python.executable)

@@ -1,4 +1,4 @@
-"""Every test leaves torch as the one before it did: the fixture below resets ampcompat and then compares."""
+"""Fixtures that need torch. One resets ampcompat after each test and checks that torch is as it was before it."""
 
 import gc
 import os
@@ -10,17 +10,17 @@ import torch
 
 from ampcompat._state import state
 
-# CPU tests are small: one thread keeps them bitwise repeatable and stops workers from fighting over the cores.
+# CPU tests are small. With one thread they are bitwise repeatable, and the workers do not compete for the cores.
 torch.set_num_threads(1)
-# ``manual_seed`` keeps, for each kind of device that is not initialized, the text of the stack: milliseconds each time.
+# ``manual_seed`` stores the text of the stack for each kind of device that is not initialized: this takes milliseconds.
 for module in (torch.cuda, torch.xpu, torch.mtia):
     module.traceback = SimpleNamespace(format_stack=list)
-# The first optimizer of a process makes torch import its compiler, which sets TORCHINDUCTOR_CACHE_DIR.
+# With the first optimizer of a process torch imports its compiler, which sets TORCHINDUCTOR_CACHE_DIR.
 torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
 def torch_as_it_is() -> dict[str, object]:
-    """Everything in torch that ampcompat may change, by name."""
+    """Return everything in torch that ampcompat may change, by name."""
     seen: dict[str, object] = {
         "default dtype": torch.get_default_dtype(),
         "grad mode": torch.is_grad_enabled(),
@@ -44,15 +44,16 @@ def torch_as_it_is() -> dict[str, object]:
 
 @pytest.fixture
 def torch_state():
-    """The function that says how torch is, for tests of calls that must change nothing."""
+    """Return ``torch_as_it_is``, for tests of calls that must change nothing in torch."""
     return torch_as_it_is
 
 
-#: One op of each kind of rule: half, float, promote, banned, in place, and the CPU's convolutions.
+#: Ops whose rules are compared: one of each kind (half, float, promote, banned, in place) and the CPU's convolutions.
 RULED = [
     *("aten::prelu", "aten::gelu", "aten::_softmax", "aten::atan2", "aten::binary_cross_entropy", "aten::exp_"),
     *("aten::_convolution", "aten::convolution_backward"),
 ]
+#: Attributes of torch that ampcompat may replace: their owners and their names.
 PATCHABLE = [
     (torch.autograd, ["_engine_run_backward", "backward", "grad"]),
     (torch.autograd.function.BackwardCFunction, ["apply", "apply_boxed", "__init__"]),
@@ -66,12 +67,12 @@ PATCHABLE = [
 ]
 
 
-#: How the last test left torch, and this file found it; looking takes a third of a millisecond.
-LEFT = [torch_as_it_is()]
+#: The state of torch after the last test. Each test reads it once, which takes a third of a millisecond.
+LAST_STATE = [torch_as_it_is()]
 
 
 def environment() -> dict[bytes, bytes]:
-    """The environment, without what pytest and torch's compiler set; ``os.environ`` decodes each name and value."""
+    """Return the environment without what pytest and torch's compiler set, undecoded, which is faster."""
     return {
         name: value
         for name, value in os.environ._data.items()
@@ -80,22 +81,26 @@ def environment() -> dict[bytes, bytes]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_is_there_is_not_walked_again() -> None:
-    """Keep the garbage collector from walking what earlier files imported, torch's compiler above all."""
+def exempt_imports_from_garbage_collection() -> None:
+    """Exempt what earlier test files imported, above all torch's compiler, from garbage collection."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def torch_left_as_found() -> Iterator[None]:
-    found = environment()
+    """Reset ampcompat after a test, and fail the test if torch or the environment is not as it was before."""
+    environment_before = environment()
     yield
     state.reset()
-    # Code that the compiler of torch 2.4 links with -ffast-math flushes denormals in the whole process once loaded.
+    # torch 2.4 links compiled code with -ffast-math: once loaded, it flushes denormals in the whole process.
     torch.set_flush_denormal(False)
-    before, LEFT[0] = LEFT[0], torch_as_it_is()
+    before = LAST_STATE[0]
+    after = torch_as_it_is()
+    LAST_STATE[0] = after
     gc.collect(0)
-    assert LEFT[0] == before, "the test, or reset(), left torch changed"
-    left = environment()
-    changed = {name for name in found.keys() | left.keys() if found.get(name) != left.get(name)}
+    assert after == before, "the test, or reset(), left torch changed"
+    environment_after = environment()
+    names = environment_before.keys() | environment_after.keys()
+    changed = {name for name in names if environment_before.get(name) != environment_after.get(name)}
     assert not changed, f"the test left environment variables changed: {changed}"

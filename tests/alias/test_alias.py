@@ -71,7 +71,8 @@ def test_every_form_of_import_gives_the_same_objects(alias):
         "import apex.amp._amp_state as module",
     ],
 )
-def test_the_state_object_is_never_hidden_by_the_module_of_its_name(alias, first):
+def test_no_import_order_hides_the_state_object(alias, first):
+    """``apex.amp._amp_state`` is the name of a module and of an object in it: the package shows the object."""
     run(first)
     seen = run(
         """

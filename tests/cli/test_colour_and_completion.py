@@ -62,7 +62,7 @@ def test_verdicts_of_check_and_diffs_of_migrate(monkeypatch, tmp_path):
 
 # -- completion ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
-def test_a_completion_script_knows_the_commands_and_their_options(capsys, shell):
+def test_completion_scripts_list_commands_and_options(capsys, shell):
     pytest.importorskip("shtab")
     with pytest.raises(SystemExit) as end:
         main(["--print-completion", shell])

@@ -64,7 +64,8 @@ SHIM = str(ROOT / "ampcompat" / "_shim")
         pytest.param(WITH_APEX, [], [SHIM], marks=pytest.mark.slow),
     ],
 )
-def test_threads_of_gloo_get_the_interpreter_before_the_group_is_destroyed(tmp_path, imports, words, paths):
+def test_gloo_threads_can_drop_their_last_tensor(tmp_path, imports, words, paths):
+    """Gloo's threads need the interpreter to drop their last tensors: they get it before the group is destroyed."""
     script = tmp_path / "script.py"
     script.write_text(DESTROYS.format(imports=imports))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *paths])}

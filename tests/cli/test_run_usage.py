@@ -72,7 +72,8 @@ def test_words_of_explain_as_a_word_of_their_own_get_a_hint(capsys, ran, words):
     assert ran == []
 
 
-def test_a_script_that_is_named_like_a_word_of_explain_is_a_script(ran, monkeypatch, tmp_path):
+def test_a_script_may_be_named_json(ran, monkeypatch, tmp_path):
+    """``json`` is also a word that ``--explain`` takes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("AMPCOMPAT_EXPLAIN", "")  # put back afterwards
     (tmp_path / "json").write_text("")

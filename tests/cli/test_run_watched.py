@@ -47,7 +47,8 @@ def run(tmp_path, ampcompat_run):
     return start
 
 
-def test_every_option_at_once_and_the_exit_status_is_the_scripts(tmp_path, run):
+def test_all_options_at_once(tmp_path, run):
+    """The exit status is that of the script."""
     done = run("--explain", "--receipt=r.html", "--keep-fp32", "1", status=3)
     assert done.returncode == 3, done.stderr
     assert "AMPCOMPAT_KEEP_FP32: '1' keeps 1 in float32." in done.stdout
@@ -71,7 +72,8 @@ def test_a_receipt_as_data(tmp_path, run):
     assert {p["module"] for p in facts["parameters"]} == {"0", "1"}
 
 
-def test_a_receipt_that_has_nowhere_to_go_is_refused_before_the_script_runs(run):
+def test_a_receipt_needs_an_existing_folder(run):
+    """It is refused before the script runs."""
     done = run("--receipt=absent/r.html")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--receipt='absent/r.html' - its folder does not exist - name a file in one that does" in done.stderr
@@ -123,7 +125,8 @@ def watch_children(tmp_path, ampcompat_run, warm_python):
 @pytest.mark.parametrize(
     "how", ["subprocess", *(pytest.param(how, marks=pytest.mark.slow) for how in ("spawn", "fork"))]
 )
-def test_processes_that_a_script_starts_explain_and_are_in_the_receipt(watch_children, how):
+def test_child_processes_explain_and_are_recorded(watch_children, how):
+    """Processes that the script starts print their explanations and are in the receipt."""
     done = watch_children(how)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("ampcompat explain: A step was skipped.") == 1

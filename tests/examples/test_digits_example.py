@@ -68,7 +68,7 @@ def test_interrupted_is_uninterrupted(run_example, tmp_path, level):
     assert resumed["accuracy"] == uninterrupted["accuracy"]
 
 
-def test_the_steps_counted_as_skipped_are_those_that_amp_speaks_of(run_example, capsys, monkeypatch):
+def test_skipped_steps_are_counted_as_amp_prints_them(run_example, capsys, monkeypatch):
     initialize = amp.initialize
 
     def from_a_scale_that_overflows(*args, **kwargs):

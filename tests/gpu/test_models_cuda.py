@@ -28,7 +28,8 @@ def train(model, optimizer, steps, first=0):
         optimizer.step()
 
 
-def test_moving_the_model_after_initialize_takes_the_masters_along():
+def test_masters_follow_a_move_of_the_model():
+    """The model moves to the GPU after ``initialize``."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)

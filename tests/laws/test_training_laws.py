@@ -385,7 +385,8 @@ OVERTAKEN = {
 
 
 @pytest.mark.parametrize("steps", OVERTAKEN.values(), ids=OVERTAKEN)
-def test_overflows_and_pending_gradients_reach_the_step_that_they_belong_to(steps):
+def test_overflows_reach_the_step_they_belong_to(steps):
+    """Pending gradients do as well."""
     run({"config": {**CONFIG, "level": "O2"}, "steps": steps})
 
 

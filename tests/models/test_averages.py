@@ -173,7 +173,8 @@ def test_over_parameters_the_masters_of_the_copy_follow(level, update, look):
 
 
 # -- no copy is warned of ----------------------------------------------------------------------------------------------
-def test_a_teacher_loaded_again_and_again_before_training_is_not_warned_of():
+def test_no_warning_for_a_teacher_loaded_repeatedly():
+    """It is loaded twenty times before training."""
     model, optimizer = initialized("O2")
     teacher = copy.deepcopy(model)
     for _ in range(20):
@@ -185,8 +186,8 @@ def test_a_teacher_loaded_again_and_again_before_training_is_not_warned_of():
 
 
 @pytest.mark.parametrize("lr", [0.0, 0.02])
-def test_a_copy_that_keeps_up_with_small_steps_or_none_is_not_warned_of(lr):
-    """Warm-up from a learning rate of zero."""
+def test_no_warning_for_a_copy_that_keeps_up(lr):
+    """The steps are small, or none: warm-up from a learning rate of zero."""
     model, optimizer = initialized("O2", lr)
     ema = copy.deepcopy(model)
     with warnings.catch_warnings():
@@ -199,7 +200,8 @@ def test_a_copy_that_keeps_up_with_small_steps_or_none_is_not_warned_of(lr):
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
-def test_teachers_targets_and_float32_averages_are_not_warned_of(level):
+def test_no_warning_for_teachers_and_target_networks(level):
+    """There is none for averages in float32 either."""
     model, optimizer = initialized(level)
     frozen, target, loaded, ema, clipped = (copy.deepcopy(model) for _ in range(5))
     kept = {k: v.clone() for k, v in model.state_dict().items()}

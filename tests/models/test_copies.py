@@ -153,7 +153,8 @@ def test_a_deepcopy_of_a_submodule_is_half_with_masters():
     assert torch.equal(part.state_dict()["weight"], model.state_dict()["head.weight"])
 
 
-def test_a_deepcopy_of_model_and_optimizer_goes_on_like_the_original():
+def test_a_deepcopy_trains_like_the_original():
+    """Model and optimizer are copied together and the copies are initialized."""
     model, optimizer = made()
     train(model, optimizer)
     # torch's optimizers copy groups and state, no instance attributes: the copy must be initialized.
@@ -220,7 +221,8 @@ def test_data_parallel_replicas_compute_the_same(level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
-def test_a_model_and_its_optimizer_saved_whole_in_one_file_go_on_together(level):
+def test_a_model_saved_with_its_optimizer_trains_on(level):
+    """Both are saved whole, in one file."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -248,7 +250,8 @@ def test_a_model_and_its_optimizer_saved_whole_in_one_file_go_on_together(level)
         assert torch.equal(one, other)
 
 
-def test_a_class_that_is_derived_from_the_models_own_is_registered_as_ever():
+def test_deriving_from_an_amp_class_registers_once():
+    """``__init_subclass__`` of the model's base class sees a class that a script derives from the model's."""
     from nets import Registered
 
     model, _ = made(RegisteredChild)
@@ -261,7 +264,8 @@ def test_a_class_that_is_derived_from_the_models_own_is_registered_as_ever():
     Registered.registry.remove(Grandchild)
 
 
-def test_an_object_of_the_models_class_that_a_script_makes_is_plain():
+def test_new_objects_of_the_models_class_are_plain():
+    """``type(model)()`` makes a model without amp."""
     model, _ = made()
     other = type(model)()
     assert other(batch()).dtype == other.head.weight.dtype == torch.float32
@@ -269,7 +273,8 @@ def test_an_object_of_the_models_class_that_a_script_makes_is_plain():
     assert "_amp_stamp" not in vars(replica)
 
 
-def test_a_forward_that_was_taken_from_the_instance_before_amp_was_left():
+def test_a_bound_forward_works_after_amp_is_left():
+    """``model.forward`` was stored while the model was under amp."""
     model, optimizer = made(Routed)
     forward = model.forward
     assert forward(batch()).dtype == torch.float32
@@ -312,7 +317,8 @@ def test_a_copy_made_under_inference_mode_is_one_with_masters(level, way):
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_what_inference_mode_puts_in_the_place_of_a_half_tensor_is_followed(level):
+def test_replacements_in_inference_mode_are_followed(level):
+    """A buffer and a weight are replaced by tensors that inference mode made."""
     model, _optimizer = made(Affine, level)
     model.state_dict()
     with torch.inference_mode():

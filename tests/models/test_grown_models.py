@@ -107,7 +107,8 @@ def test_a_half_parameter_of_no_model_is_trained_by_a_master(level):
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_tied_weight_that_is_added_late_is_known_under_both_names(level):
+def test_a_tied_weight_added_late_has_both_names(level):
+    """One of the names is then given another parameter, and the two are told apart."""
     torch.manual_seed(0)
     model = Tied()
     extra = torch.nn.Parameter(torch.ones(1))

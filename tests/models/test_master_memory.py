@@ -75,7 +75,8 @@ LAID_OUT = {
 
 
 @pytest.mark.parametrize("kind", LAID_OUT)
-def test_weights_that_are_laid_out_otherwise_are_copied_as_clone_does(kind):
+def test_masters_have_the_strides_of_a_clone(kind):
+    """The weights are not contiguous, or not dense."""
     weight = torch.nn.Parameter(LAID_OUT[kind](torch.randn(4, 4)))
     exact = weight.detach().clone()
     master = master_of(weight)

@@ -362,7 +362,7 @@ def test_levels_without_masters_step_the_weight_itself():
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_at_a_half_level_without_masters_the_weight_itself_is_stepped(level):
+def test_without_masters_the_half_weight_is_stepped(level):
     run = Run(level)
     amp.initialize(run.model, run.optimizer, opt_level="O3", cast_model_type=run.dtype, loss_scale=128.0, verbosity=0)
     assert run.held is run.model.weight

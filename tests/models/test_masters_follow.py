@@ -135,7 +135,8 @@ def test_a_write_to_the_model_reaches_the_master(level, write, then, steps_befor
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_a_write_late_in_training_reaches_the_master_when_saved_if_not_before(write):
+def test_late_writes_reach_the_master(write):
+    """At the next forward where a version counter or data pointer shows them, else when the model is saved."""
     model, optimizer = initialized("O2")
     train(model, optimizer, 12)
     row = (torch.arange(8) / 8).to(model.head.weight.dtype)
@@ -174,7 +175,8 @@ def test_replacement_says_so_and_trains_the_new_parameter():
     masters_agree(model, optimizer)
 
 
-def test_what_is_saved_right_after_a_replacement_is_the_new_parameter_which_trains_from_the_first_step_on():
+def test_a_replaced_parameter_is_saved_and_trained():
+    """It is what ``state_dict`` has right after the replacement, and the first step trains it."""
     model, optimizer = initialized(lr=1e-3)
     model.head.weight = nn.Parameter(torch.full((2, 8), 0.25).half())
     with pytest.warns(UserWarning, match="'weight' of a Linear was replaced"):
@@ -188,7 +190,8 @@ def test_what_is_saved_right_after_a_replacement_is_the_new_parameter_which_trai
     assert 0 < (model.state_dict()["head.weight"] - 1 / 3).abs().max() < 0.01
 
 
-def test_replacement_by_another_shape_says_that_it_is_not_trained():
+def test_replacement_by_another_shape_warns():
+    """The warning says that the optimizer does not train the new parameter."""
     model, optimizer = initialized()
     model.head = model.head
     model.head.weight = nn.Parameter(torch.zeros(3, 8))
@@ -197,7 +200,7 @@ def test_replacement_by_another_shape_says_that_it_is_not_trained():
         train(model, optimizer)
 
 
-def test_a_tied_weight_written_through_one_name_is_written_for_both():
+def test_writing_a_tied_weight_by_one_name():
     model, optimizer = initialized(kind=Tied)
     with torch.no_grad():
         model.decoder.weight.fill_(0.3)
@@ -220,7 +223,8 @@ def test_wgan_clipping_after_every_step_holds():
             assert param.abs().max() <= float(torch.tensor(0.01).half())  # 0.01 rounds up in half
 
 
-def test_a_fused_optimizer_that_steps_the_model_itself_is_caught_by_value():
+def test_a_fused_step_of_half_weights_is_noticed():
+    """A fused step moves no version counter: the values are compared."""
     model, optimizer = initialized()
     twin = torch.optim.AdamW([model.head.weight], lr=0.1, fused=True)
     model.head.weight.grad = torch.ones_like(model.head.weight)
@@ -234,7 +238,7 @@ def test_a_fused_optimizer_that_steps_the_model_itself_is_caught_by_value():
     assert torch.equal(head_master(model).detach().half(), wanted)
 
 
-def test_sync_masters_catches_a_late_write_that_no_counter_shows():
+def test_sync_masters_finds_late_writes_through_data():
     model, optimizer = initialized()
     train(model, optimizer, 10)
     for _ in range(10):
@@ -246,7 +250,8 @@ def test_sync_masters_catches_a_late_write_that_no_counter_shows():
     assert amp.sync_masters(model) == 0
 
 
-def test_sync_masters_counts_what_was_written_not_what_was_handed_out():
+def test_sync_masters_counts_writes_only():
+    """Tensors that ``state_dict`` handed out count only once they were written to."""
     model, optimizer = initialized()
     train(model, optimizer, 8)
     handed = model.state_dict()
@@ -491,7 +496,7 @@ def test_add_param_group_mid_run(level, freeze):
     masters_agree(model, optimizer)
 
 
-def test_a_new_optimizer_for_the_same_model_takes_the_same_masters():
+def test_a_new_optimizer_takes_the_same_masters():
     model, optimizer = initialized()
     train(model, optimizer, 2)
     before = {k: v.clone() for k, v in model.state_dict().items()}

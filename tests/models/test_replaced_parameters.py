@@ -141,7 +141,8 @@ def test_a_replacement_that_is_added_steps_once_in_its_group(level, momentum, ad
 @REPLACED
 @pytest.mark.parametrize("looks", [False, True])
 @LEVEL
-def test_a_replacement_that_another_optimizer_is_given_is_trained_by_that_one_alone(level, looks):
+def test_a_replacement_trained_by_another_optimizer(level, looks):
+    """The new parameter is given to another optimizer, and the old one's must not step it as well."""
     torch.manual_seed(0)
     model, other = One(), One()
     optimizers = [torch.optim.SGD(one.parameters(), lr=rate) for one, rate in ((model, OLD_RATE), (other, NEW_RATE))]
@@ -240,7 +241,8 @@ def test_initialize_right_after_a_replacement_keeps_its_values(level, wide):
 
 @REPLACED
 @LEVEL
-def test_a_parameter_of_a_copy_comes_with_the_values_that_were_written_into_it(level):
+def test_a_replacement_from_a_copy_keeps_its_values(level):
+    """The values that were written into the copy's half parameter, not those of its older master."""
     model, optimizer = started(level, One)
     clone = copy.deepcopy(model)
     with torch.no_grad():
@@ -287,7 +289,8 @@ def test_untying_stays_and_says_that_nothing_trains_the_new_one(level, name, wid
 @pytest.mark.parametrize("add", ["before a forward", "after a forward", "before the module holds it"])
 @pytest.mark.parametrize("wide", [False, True], ids=["half", "float32"])
 @LEVEL
-def test_what_was_untied_and_added_is_trained_beside_the_old_one(level, wide, add):
+def test_an_untied_parameter_trains_beside_the_old_one(level, wide, add):
+    """It replaces one of two tied names and is added to the optimizer before or after amp sees it."""
     model, optimizer = started(level)
     exact = model.state_dict()["encoder.weight"].clone()
     new, value = new_parameter(level, wide)
@@ -345,7 +348,8 @@ def test_untying_two_names_of_one_module(level, name):
 @REPLACED
 @pytest.mark.parametrize("wide", [False, True], ids=["half", "float32"])
 @LEVEL
-def test_both_names_replaced_by_one_parameter_stay_tied_and_trained(level, wide):
+def test_tied_names_can_be_replaced_together(level, wide):
+    """Both names have one new parameter, which is trained."""
     model, optimizer = started(level)
     new, value = new_parameter(level, wide)
     model.encoder.weight = model.decoder.weight = new
@@ -453,7 +457,8 @@ def test_a_weight_tied_to_that_of_another_model(level):
 
 @pytest.mark.filterwarnings("ignore:optimizer.step\\(\\) after scale_loss blocks that gave this optimizer no gradient")
 @LEVEL
-def test_a_weight_tied_to_one_that_no_optimizer_has_is_not_trained(level):
+def test_tying_to_an_untrained_weight_ends_training(level):
+    """No optimizer has the weight that it is tied to."""
     torch.manual_seed(0)
     for saved in (False, True):
         model = Apart()
@@ -471,7 +476,8 @@ def test_a_weight_tied_to_one_that_no_optimizer_has_is_not_trained(level):
 
 @REPLACED
 @LEVEL
-def test_a_gradient_cleared_before_the_replacement_is_not_stepped_after_it(level):
+def test_a_gradient_cleared_before_a_replacement(level):
+    """The step does not use it on the new parameter."""
     model, optimizer = started(level, One)
     with amp.scale_loss((forward(model) * 2.0**-6).sum(), optimizer) as scaled:
         scaled.backward()

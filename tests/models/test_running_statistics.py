@@ -42,7 +42,8 @@ def start(level, kind):
 
 @pytest.mark.parametrize("kind", NORMS)
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_model_that_was_loaded_and_evaluated_first_saves_what_training_made(level, kind):
+def test_statistics_trained_after_loading_are_saved(level, kind):
+    """The model was loaded and evaluated before it was trained."""
     model, optimizer = start(level, kind)
     model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     model.eval()
@@ -109,7 +110,8 @@ class Averaging(nn.Module):
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float64])
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_buffer_that_a_forward_assigns_is_what_it_assigned_however_often_it_is_saved(level, dtype):
+def test_saving_does_not_change_assigned_buffers(level, dtype):
+    """A buffer that the forward assigns is what it assigned, however often the model is saved in between."""
     ends = []
     for saves in (False, True):
         torch.manual_seed(0)
@@ -129,7 +131,8 @@ def test_a_buffer_that_a_forward_assigns_is_what_it_assigned_however_often_it_is
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_low_bits_of_a_loaded_buffer_stay_where_a_forward_assigns_the_same_values(level):
+def test_unchanged_entries_of_a_buffer_keep_low_bits(level):
+    """A forward assigns the buffer; where its half values are the same, the loaded float32 ones stay."""
     model = amp.initialize(Averaging(), opt_level=level, verbosity=0)
     exact = torch.rand(4, generator=torch.Generator().manual_seed(0))
     model.load_state_dict({"mean": exact}, strict=False)

@@ -56,7 +56,8 @@ LATE = pytest.mark.parametrize("late", [True, False], ids=["late", "at once"])
 @WRITERS
 @LATE
 @pytest.mark.parametrize("level", LEVELS)
-def test_what_is_saved_and_copied_is_what_the_model_computes_with(level, late, write):
+def test_saves_and_copies_have_the_swapped_weights(level, late, write):
+    """They have what the model computes with."""
     model, _ = one_weight(level, late=late)
     write(model.weight, torch.full_like(model.weight, 5.0))
     want = torch.full((1, 4), 5.0)
@@ -70,7 +71,8 @@ def test_what_is_saved_and_copied_is_what_the_model_computes_with(level, late, w
 @WRITERS
 @LATE
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_attack_that_is_taken_back_leaves_the_masters_as_they_were(level, late, write):
+def test_an_attack_taken_back_leaves_the_masters(level, late, write):
+    """Weights that are perturbed for a backward pass and written back train as without it."""
     ends = []
     for attacked in (True, False):
         model, optimizer = one_weight(level, late=late)
@@ -95,7 +97,8 @@ def test_an_attack_that_is_taken_back_leaves_the_masters_as_they_were(level, lat
 @WRITERS
 @LATE
 @pytest.mark.parametrize("level", LEVELS)
-def test_an_average_that_is_evaluated_and_saved_leaves_the_masters_as_they_were(level, late, write):
+def test_swapping_in_an_average_leaves_the_masters(level, late, write):
+    """An average is written into the model, evaluated and saved, and the weights are written back."""
     model, optimizer = one_weight(level, late=late)
     for at in range(6):
         step(model, optimizer)

@@ -133,7 +133,8 @@ def test_parametrizations_train(level, kind):
     masters_agree(model, optimizer)
 
 
-def test_a_parametrization_registered_after_initialize_trains_the_same_master():
+def test_a_late_parametrization_keeps_the_master():
+    """It is registered after ``initialize``."""
     torch.manual_seed(0)
     model, optimizer = initialized(Net(), "O2")
     parametrize.register_parametrization(model.head, "weight", Doubled())
@@ -183,7 +184,8 @@ def test_parametrizations_of_a_root_can_be_removed(level, when):
 
 @ROOTS
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_parametrized_root_is_copied_unwrapped_and_taken_out_of_amp(level, when):
+def test_a_parametrized_root_can_leave_amp(level, when):
+    """It can be copied and unwrapped, too."""
     model, optimizer = parametrized_root(level, when)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     reference = nn.Linear(4, 4)
@@ -208,7 +210,8 @@ def test_a_parametrized_root_is_copied_unwrapped_and_taken_out_of_amp(level, whe
     assert not torch.equal(model.weight, plain.weight)
 
 
-def test_a_class_that_a_script_derives_stays_when_the_model_leaves_amp():
+def test_leaving_amp_keeps_a_derived_class():
+    """A script derived the class from that of a model under amp."""
     model, _ = initialized(nn.Linear(4, 4), "O2")
 
     class Derived(type(model)):
@@ -277,7 +280,8 @@ def test_functional_call(level):
 
 
 @pytest.mark.parametrize("level", CAST_LEVELS)
-def test_float32_weights_in_a_half_model_are_torchs_own_error_with_a_note(level):
+def test_float32_weights_in_a_half_model(level):
+    """torch's own error has a note that says what to pass to ``functional_call``."""
     model, optimizer = initialized(Net(), level)
     train(model, optimizer)
     masters = [p.detach().clone() for p in amp.master_params(optimizer)]

@@ -119,7 +119,8 @@ def test_no_tensors_at_all():
     assert each.numel() == 0
 
 
-def test_lists_that_are_not_parallel_are_refused_before_anything_changes():
+def test_lists_that_are_not_parallel_are_refused():
+    """They are refused before anything is changed."""
     values, target = tensors(), tensors(seed=1)
     before = [t.clone() for t in target]
     with pytest.raises(RuntimeError, match=r"multi_tensor_scale got lists of \[3, 2\] tensors: it takes 2"):
@@ -204,7 +205,8 @@ def test_the_two_stages_of_lamb_are_the_optimizers_rule(decay, nvlamb, dtype):
     twin.check()
 
 
-def test_stage_1_of_lamb_by_hand_decays_each_tensor_and_propagates_infs():
+def test_stage_1_of_lamb_against_hand_computed_values():
+    """Each tensor has its own decay, and an inf reaches the update."""
     p, g, m, v, u = ([torch.tensor([x]), torch.tensor([x])] for x in (2.0, 3.0, 0.0, 0.0, 9.0))
     arguments = (torch.tensor([0.0, 0.5]), 0, 0.9, 0.99, 0.0, 6.0, 2.0)  # clipped to a third; m/bias1 = 1, v/bias2 = 1
     multi_tensor_applier(amp_C.multi_tensor_lamb_stage1_cuda, flag() + 1, [g, p, m, v, u], *arguments)
@@ -272,7 +274,8 @@ def test_sgd_is_the_optimizers_rule(after, dtype):
     twin.check()
 
 
-def test_sgd_writes_the_half_copy_and_does_nothing_where_the_flag_is_set():
+def test_sgd_writes_the_half_copy():
+    """Where the overflow flag is set it writes nothing."""
     params, half, buffers = tensors(), tensors(torch.float16, seed=3), zeros()
     arguments = (0.0, 0.9, 0.0, 0.1, False, True, False, 1.0)
     multi_tensor_applier(amp_C.multi_tensor_sgd, flag(), [tensors(seed=1), params, buffers, half], *arguments)

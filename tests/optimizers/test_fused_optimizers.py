@@ -378,7 +378,8 @@ def test_torch_sgd_checkpoint_loads():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # fused and foreach kernels round differently
 
 
-def test_fp16_optimizer_is_one_of_fp16_utils_in_both_of_its_old_homes():
+def test_fp16_optimizer_has_both_of_apexs_paths():
+    """Both have the same class, a subclass of that in ``fp16_utils``."""
     from ampcompat import fp16_utils
     from ampcompat.contrib.optimizers import FP16_Optimizer as OfContrib
     from ampcompat.optimizers import FP16_Optimizer

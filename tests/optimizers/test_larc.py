@@ -165,7 +165,8 @@ def test_a_skipped_first_step_can_be_noted_on_the_wrapper(on):
     scheduler.step()
 
 
-def test_scalers_take_the_plain_way_though_the_optimizer_inside_reads_found_inf():
+def test_grad_scaler_checks_larc_itself():
+    """The optimizer inside takes ``found_inf``, but LARC does not: a GradScaler skips its step by itself."""
     p = torch.nn.Parameter(torch.ones(2))
     larc = LARC(FusedSGD([p], lr=0.1))
     assert larc.optim._step_supports_amp_scaling

@@ -289,7 +289,8 @@ def test_state_of_both_is_carried_over(kind):
     assert train(kind, "O2", before=8) == pytest.approx(train(kind), rel=0.01)
 
 
-def test_an_optimizer_with_groups_of_its_own_is_refused_where_there_are_masters():
+def test_a_wrapper_with_own_groups_is_refused():
+    """At the levels with masters, an optimizer around another one must share its groups."""
     model = Net()
     optimizer = OwnGroups(model.parameters(), **SGD)
     before = copy.deepcopy(model.state_dict())

@@ -186,7 +186,7 @@ def test_groups_come_and_go(maker):
     assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == [3, 2]
 
 
-def test_replays_of_a_graph_are_counted_where_the_optimizer_is_saved(far_device, monkeypatch):
+def test_saving_counts_replays_of_a_graph(far_device, monkeypatch):
     optimizer = two_groups(MAKERS["FusedAdam capturable"])
     optimizer.step()
     monkeypatch.setattr(_torch, "is_capturing", lambda: True)

@@ -176,7 +176,8 @@ def test_half_params_round_where_apexs_kernels_did(cls, rule, options, dtype):
 
 
 @pytest.mark.parametrize(("cls", "rule", "options"), CASES, ids=IDS)
-def test_foreach_path_agrees_where_a_device_has_no_fused_kernels(cls, rule, options, monkeypatch):
+def test_the_foreach_path_agrees(cls, rule, options, monkeypatch):
+    """It is used on devices without fused kernels."""
     monkeypatch.setattr(_torch, "has_fused_kernels", lambda device: False)
     test_agrees_with_the_scalar_rule(cls, rule, options, torch.float32)
 

@@ -35,7 +35,8 @@ def matrix() -> dict[str, list[str]]:
     }
 
 
-def test_the_torch_floor_is_the_oldest_torch_that_is_tested_and_there_is_no_ceiling(project):
+def test_the_torch_floor_is_the_oldest_tested(project):
+    """There is no upper limit."""
     (torch,) = [need.specifier for need in map(Requirement, project["dependencies"]) if need.name == "torch"]
     oldest = Version(pinned("constraints-oldest.txt"))
     assert [(one.operator, Version(one.version).release) for one in torch] == [(">=", oldest.release[:2])]
@@ -82,7 +83,8 @@ def test_the_version_is_one_that_can_be_released():
     assert str(Version(ampcompat.__version__)) == ampcompat.__version__
 
 
-def test_every_release_and_the_version_itself_are_in_the_changelog():
+def test_the_changelog_has_every_release():
+    """The newest section is [Unreleased] or that of the version in the tree."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     heads = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.MULTILINE)
     assert len(heads) == len(re.findall("^## ", text, re.MULTILINE))

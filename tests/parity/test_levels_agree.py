@@ -21,7 +21,8 @@ def test_losses_are_those_of_float32(name, levels, rtol):
     assert all(losses[level] != losses["O0"] for level in levels)
 
 
-def test_a_transformer_block_agrees_where_weights_are_float32_and_is_nan_where_adam_steps_half_ones():
+def test_a_transformer_block_agrees_except_at_o3():
+    """At O3 Adam steps half weights, and its loss is nan."""
     assert_opt_level_parity(losses_of("block"), ("O1", "O2"), FP16)
     assert_opt_level_parity(losses_of("block"), ("O4", "O5"), BF16)
     # Adam's eps of 1e-8 is zero in float16.

@@ -53,7 +53,7 @@ def test_calls_functions_files_and_moves_are_counted():
     assert path.figures() == {"calls": 5, "functions": 3, "files": 3, "moves": 4}
 
 
-def test_the_generated_parts_of_the_page_are_what_the_sources_say():
+def test_generated_parts_of_the_page_are_up_to_date():
     assert PAGE["PAGE"].read_text(encoding="utf-8") == PAGE["page"](), "python docs/architecture.py writes them"
 
 

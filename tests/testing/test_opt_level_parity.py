@@ -50,7 +50,8 @@ def failure(*args, **kwargs):
     return str(failed.value)
 
 
-def test_the_message_names_the_first_diverging_step_and_shows_the_losses_around_it():
+def test_the_message_shows_the_first_diverging_step():
+    """It has the losses of the steps around it."""
     message = failure(lambda level: train(level, steps=9, spoil={("O2", 4): 1.5, ("O2", 6): 9.0}), ("O1", "O2"))
     lines = message.splitlines()
     assert lines[0].startswith("O2 leaves O0 at step 5: loss ")
@@ -80,7 +81,8 @@ def test_the_absolute_tolerance_counts():
     failure(at, ("O1",))
 
 
-def test_levels_start_from_the_same_seeds_and_leave_the_generators_as_they_were():
+def test_levels_start_from_the_same_seeds():
+    """The user's generators are left as they were."""
     seen = []
 
     def draw(level):
@@ -98,7 +100,9 @@ def test_levels_start_from_the_same_seeds_and_leave_the_generators_as_they_were(
     assert seen[0] != seen[3]
 
 
-def test_each_level_starts_from_a_torch_that_amp_has_not_touched():
+def test_each_level_starts_without_amp():
+    """The casts of the level before it are off."""
+
     def casts(level):
         assert not torch.is_autocast_enabled("cpu")
         amp.initialize(torch.nn.Linear(2, 2), opt_level=level, verbosity=0)

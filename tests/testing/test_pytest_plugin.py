@@ -37,7 +37,8 @@ def run_alone(pytester, monkeypatch):
     return run
 
 
-def test_a_test_runs_once_per_level_and_torch_is_not_imported_for_it(run_alone):
+def test_a_test_runs_once_per_level(run_alone):
+    """The plugin does not import torch for other tests."""
     result = run_alone(
         """
         import sys

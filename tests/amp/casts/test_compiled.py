@@ -144,7 +144,8 @@ class NoTensors(nn.Module):
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", [Counting, BuffersOnly, NoTensors])
-def test_models_with_lists_without_parameters_and_without_tensors(kind, level):
+def test_models_of_unusual_contents_compile(kind, level):
+    """Models that keep a list, that have buffers only, and that have no tensors at all."""
     torch._dynamo.reset()
     model = initialize(kind(), opt_level=level, verbosity=0)
     x = torch.randn(2, 8)
@@ -179,14 +180,16 @@ X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, which gives the forward up piece by piece
-def test_an_unpickled_model_that_is_compiled_before_its_first_forward():
+def test_an_unpickled_model_can_be_compiled_at_once():
+    """The model was unpickled in a process without ``initialize`` and is compiled before its first forward."""
     model, want = unpickled_where_nobody_initialized()
     got = torch.compile(model, backend="aot_eager")(X)
     assert got.dtype == want.dtype == torch.float32  # native autocast leaves gelu in half
     assert torch.equal(got, want)
 
 
-def test_an_unpickled_model_that_must_be_one_graph_is_refused_before_its_first_forward():
+def test_fullgraph_needs_a_first_eager_forward():
+    """A model unpickled in a process without ``initialize`` is refused as one graph until it has run once."""
     model, want = unpickled_where_nobody_initialized()
     fast = torch.compile(model, backend="aot_eager", fullgraph=True)
     # torch 2.4 says of what a traced function raises only that it does.

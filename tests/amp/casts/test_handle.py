@@ -183,7 +183,8 @@ def test_init_after_initialize_casts_in_forwards_of_every_level(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_init_after_initialize_leaves_its_scalers_and_handle_alone(level):
+def test_init_leaves_state_of_initialize_alone(level):
+    """``amp.init()`` after ``initialize`` replaces neither its properties nor its scalers nor its handle."""
     model, optimizer, _ = speech(level)
     properties, scalers = amp._amp_state.opt_properties, amp._amp_state.loss_scalers
     before = amp._amp_state.handle

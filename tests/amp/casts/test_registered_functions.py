@@ -225,7 +225,9 @@ def test_a_decorated_class_keeps_its_identity():
 
 
 # -- registration ------------------------------------------------------
-def test_a_third_party_function_is_wrapped_where_it_lives_and_given_back():
+def test_a_registered_function_is_put_back():
+    """A function of another package is replaced in its module while casts are active, and restored afterwards."""
+
     def original(x):
         return x.dtype
 
@@ -242,7 +244,7 @@ def test_a_third_party_function_is_wrapped_where_it_lives_and_given_back():
     assert module.op is original
 
 
-def test_static_methods_and_autograd_functions_that_are_registered():
+def test_static_methods_and_autograd_functions():
     class Ops:
         @staticmethod
         def op(x):
@@ -346,7 +348,8 @@ def test_a_registered_class_of_torch(name, make, x):
     assert nn.MaxPool2d(2)(torch.ones(1, 1, 2, 2, dtype=HALF)).dtype == HALF
 
 
-def test_a_registered_class_in_half_works_with_its_float32_weights():
+def test_a_class_registered_in_half_can_run():
+    """The inputs of a registered ``Linear`` are half, its weights float32: the multiplication casts both."""
     amp.register_half_function(nn, "Linear")
     begin()
     assert nn.Linear(2, 2)(ones()).dtype == HALF
@@ -370,7 +373,9 @@ def test_compiled():
     assert compiled(ones()).dtype == FLOAT
 
 
-def test_mappings_of_every_kind_are_followed_and_objects_are_not():
+def test_casts_reach_mappings_but_not_objects():
+    """Tensors in mappings of any type are cast; an object with a ``.to`` of its own, such as ``self``, is not."""
+
     class Loss:
         """A ``.to`` of its own, and a method that is decorated."""
 

@@ -48,7 +48,8 @@ def test_step_and_load_are_seen_by_the_next_forward():
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_an_evaluation_does_not_poison_the_next_training_forward(mode):
+def test_evaluation_does_not_spoil_later_training(mode):
+    """A cast of a weight that was cached without gradients must not be used in a forward that needs them."""
     model, optimizer = trained()
     x = torch.randn(8, 4)
     model.eval()

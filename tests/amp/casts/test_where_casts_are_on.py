@@ -69,7 +69,8 @@ def test_o4_is_ambient_in_bfloat16():
     assert product() == torch.bfloat16
 
 
-def test_the_latest_initialize_decides_and_leaves_earlier_models_alone():
+def test_latest_initialize_decides_outside_models():
+    """The latest call decides whether code outside the models is cast; earlier models keep their own casts."""
     first, _ = at("O1")
     second, _ = at("O0")
     assert product() == FLOAT
@@ -85,7 +86,8 @@ def test_the_latest_initialize_decides_and_leaves_earlier_models_alone():
     assert product() == HALF
 
 
-def test_initialize_inside_an_autocast_region_is_ambient_after_it():
+def test_casts_begin_after_the_region_of_initialize():
+    """``initialize`` inside a ``torch.autocast`` region casts code outside the models once the region has ended."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         at("O1")
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -93,7 +95,8 @@ def test_initialize_inside_an_autocast_region_is_ambient_after_it():
     assert product() == HALF
 
 
-def test_a_region_around_initialize_puts_its_own_casts_back_until_the_next_block():
+def test_a_block_turns_casts_on_after_a_region():
+    """A region around ``initialize`` restores the state that it found; the next block turns the casts on again."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model, optimizer = at("O1")
     # Python had looked its __exit__ up at its entry.
@@ -115,7 +118,7 @@ def test_deactivate_ends_everything(torch_state):
 
 
 @pytest.mark.parametrize(("later", "dtype"), [("O0", FLOAT), ("O1", HALF), ("O2", FLOAT), ("O4", HALF)])
-def test_a_deactivated_model_casts_again_while_a_later_call_casts(later, dtype, torch_state):
+def test_a_later_call_reactivates_an_earlier_model(later, dtype, torch_state):
     """apex's patches were those of the process: a later call made them for every model."""
     before = torch_state()
     old, _ = at("O1")
@@ -132,7 +135,8 @@ def test_a_deactivated_model_casts_again_while_a_later_call_casts(later, dtype, 
         assert torch_state() == before
 
 
-def test_models_that_never_cast_functions_do_not_begin_to_with_a_later_call():
+def test_a_later_call_adds_no_casts_to_uncast_models():
+    """Models whose properties cast no functions keep that when a later call at O1 casts them."""
     old, _ = at("O1", patch_torch_functions=False)
     half, _ = at("O2")
     for handle in (_amp_state.handle, init()):
@@ -143,7 +147,8 @@ def test_models_that_never_cast_functions_do_not_begin_to_with_a_later_call():
         assert model.seen == [FLOAT]
 
 
-def test_a_later_call_that_fails_leaves_a_deactivated_model_as_it_was(monkeypatch):
+def test_a_failed_call_reactivates_no_model(monkeypatch):
+    """A deactivated model casts again after a later call at O1, but not after one that raised."""
     old, _ = at("O1")
     _amp_state.handle._deactivate()
 
@@ -161,7 +166,9 @@ def test_a_later_call_that_fails_leaves_a_deactivated_model_as_it_was(monkeypatc
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
-def test_a_region_inside_an_uncast_forward_leaves_the_rest_of_it_uncast(level):
+def test_a_region_in_an_uncast_forward(level):
+    """The rest of the forward stays uncast after a ``torch.autocast`` region in it has ended."""
+
     class WithRegion(Probe):
         def forward(self, x):
             with torch.autocast("cpu", enabled=False):
@@ -498,7 +505,8 @@ def test_disable_casts_nests_and_survives_exceptions():
     assert product() == HALF
 
 
-def test_one_disable_casts_entered_twice_ends_with_its_last_exit():
+def test_one_disable_casts_object_can_be_nested():
+    """The casts come back at the last exit; the object can be entered again."""
     at("O1")
     context = disable_casts()
     with context:
@@ -604,7 +612,8 @@ def test_a_region_is_over_at_its_last_exit():
     assert model.seen == [FLOAT, torch.bfloat16, HALF, FLOAT, HALF, torch.bfloat16, HALF]
 
 
-def test_a_region_that_was_entered_before_initialize_and_left_after_it():
+def test_a_region_open_across_initialize():
+    """It was entered before ``initialize`` and is left after it: casts outside models and in them stay right."""
     region = torch.autocast("cpu", dtype=torch.bfloat16)
     region.__enter__()
     model, _ = at("O1")

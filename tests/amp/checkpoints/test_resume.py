@@ -154,7 +154,8 @@ def test_the_state_dict_survives_the_steps_after_it():
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_plain_model_loads_what_any_level_saved_and_the_reverse(level):
+def test_models_load_across_plain_and_amp(level):
+    """A plain model loads what a model saved at any level, and the reverse."""
     run = Run(level, "sgd")
     run.step()
     plain = Net()

@@ -131,7 +131,8 @@ def test_a_failure_beside_a_running_model_leaves_its_casts(level, first, monkeyp
 
 
 @pytest.mark.parametrize("first", ["O1", "O2", "disabled"])
-def test_a_failure_leaves_an_optimizer_to_the_call_that_it_belonged_to(first, monkeypatch):
+def test_a_failed_call_does_not_take_the_optimizer(first, monkeypatch):
+    """After ``initialize`` raised, the optimizer still belongs to the call before."""
     other, model = net(1), net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     amp.initialize(model, sgd, enabled=first != "disabled", opt_level="O1" if first == "disabled" else first)

@@ -642,7 +642,8 @@ class Scripted(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-def test_a_scripted_submodule_is_named_at_levels_that_cast_weights(level):
+def test_a_scripted_submodule_is_refused_by_name(level):
+    """``initialize`` names it, at the levels that cast weights."""
     model = Scripted()
     with pytest.raises(RuntimeError, match=f"the scripted submodule 'inner.0' at opt_level='{level}' - .* - script it"):
         amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)

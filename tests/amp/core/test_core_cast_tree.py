@@ -100,7 +100,8 @@ def test_gradients_pass_through_a_cast():
         lambda x: [({"deep": (x, [Pair(x, x)])},)],
     ],
 )
-def test_containers_keep_their_type_and_change_nothing_in_the_callers(make):
+def test_containers_are_rebuilt_in_their_own_type(make):
+    """The result has the caller's types and is a new object; the caller's containers are unchanged."""
     x = ones()
     value = make(x)
     got = cast_tree(value, HALF)
@@ -157,7 +158,8 @@ def test_views_of_a_mapping_become_lists():
     assert [item.dtype for item in got] == [HALF, torch.int64]
 
 
-def test_a_collection_that_cannot_be_made_of_its_items_is_refused():
+def test_a_collection_that_cannot_be_rebuilt():
+    """It is refused only if there is something in it to cast."""
     assert cast_tree(value := Fixed(torch.arange(2), "s"), HALF) is value
     with pytest.raises(TypeError, match=r"amp casts tensors in a Fixed .* give it a `to\(dtype\)` method"):
         cast_tree(Fixed(ones(), ones()), HALF)

@@ -33,7 +33,7 @@ def assert_alike(level, steps):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_layer_frozen_by_clearing_its_gradients_before_the_step(level):
+def test_a_layer_frozen_by_clearing_its_gradients(level):
     """SwAV and DINO hold their last layer back so in the first epoch."""
 
     def steps(model, optimizer, backward):
@@ -103,7 +103,8 @@ def test_what_the_last_block_did_not_reach_is_kept():
     assert same(masters(optimizer), masters(twin_optimizer))
 
 
-def test_what_the_last_block_did_not_reach_can_be_cleared_in_the_model():
+def test_clearing_what_the_last_block_did_not_reach():
+    """Model gradients that only an earlier block gave are cleared: those masters do not move."""
     model, optimizer = start("O2", loss_scale=2.0**10)
     before = masters(optimizer)
     backward(model, optimizer)
@@ -122,7 +123,7 @@ def test_what_the_last_block_did_not_reach_can_be_cleared_in_the_model():
     assert all(moved[2:])
 
 
-def test_a_block_of_another_optimizer_does_not_bring_back_what_was_cleared():
+def test_another_optimizers_block_restores_nothing():
     """A GAN: the generator's loss gives the discriminator gradients, whose own were cleared in the model."""
     models = [net(0), net(1)]
     models, optimizers = amp.initialize(models, [sgd(m) for m in models], opt_level="O2", verbosity=0)
@@ -137,7 +138,7 @@ def test_a_block_of_another_optimizer_does_not_bring_back_what_was_cleared():
 
 
 @pytest.mark.parametrize("again", [True, False])
-def test_a_new_optimizer_does_not_start_with_the_last_gradients_of_another(again):
+def test_a_new_optimizer_starts_without_gradients(again):
     """A second stage, with ``model.zero_grad()`` at the head of its loop."""
     model, first = start("O2", momentum)
     backward(model, first)
@@ -155,7 +156,8 @@ def test_a_new_optimizer_does_not_start_with_the_last_gradients_of_another(again
     assert same(grads, [p.grad for p in amp.master_params(second)])
 
 
-def test_one_that_joins_between_a_block_and_its_step_leaves_the_gradients():
+def test_an_optimizer_joins_before_the_step():
+    """A second optimizer for the model, given between a block and its step, does not change the gradients."""
     model, first = start("O2")
     backward(model, first)
     _, second = amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
@@ -163,7 +165,8 @@ def test_one_that_joins_between_a_block_and_its_step_leaves_the_gradients():
     assert same(kept, [p.grad for p in amp.master_params(second)])
 
 
-def test_the_step_of_one_optimizer_leaves_shared_gradients_to_another():
+def test_a_step_leaves_shared_gradients_to_others():
+    """Two optimizers with the same parameters and one loss: both step with its gradients."""
     model = net()
     both = [sgd(model), sgd(model)]
     model, both = amp.initialize(model, both, opt_level="O2", verbosity=0)

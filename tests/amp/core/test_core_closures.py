@@ -92,7 +92,8 @@ def test_an_overflow_in_the_first_evaluation_skips_the_step(level, kind, capsys)
     assert not same(before, masters(optimizer))
 
 
-def test_an_overflow_in_a_later_evaluation_is_evaluated_again_at_a_lower_scale():
+def test_a_later_evaluation_that_overflows_is_repeated():
+    """LBFGS calls its closure several times: a call that overflows is repeated at a lower scale."""
     model, optimizer = start("O2", MAKERS["LBFGS"])
     before = masters(optimizer)
     closure = Calls(model, optimizer, bad=[2, 3])
@@ -179,7 +180,7 @@ def test_a_closure_by_keyword_and_one_that_delays():
     assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
 
 
-def test_a_scheduler_steps_after_a_skipped_closure_without_a_warning():
+def test_no_scheduler_warning_after_a_skipped_closure():
     model, optimizer = start("O2", MAKERS["LBFGS"])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     optimizer.step(Calls(model, optimizer, bad=[0]))
@@ -188,7 +189,8 @@ def test_a_scheduler_steps_after_a_skipped_closure_without_a_warning():
         scheduler.step()
 
 
-def test_no_step_is_left_undecided_when_the_optimizer_takes_found_inf():
+def test_a_fused_step_with_closure_is_decided():
+    """Fused Adam takes ``found_inf`` and skips by itself; with a closure, amp knows at once that it skipped."""
     model, optimizer = start("O2", MAKERS["Adam fused"], model=Net())
     optimizer.step(Calls(model, optimizer, bad=[0]))
     assert optimizer._amp_stash.skipped is True
@@ -311,7 +313,8 @@ def test_it_does_not_see_gradients_that_were_left_scaled(level, bad):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_second_step_without_closure_does_not_use_what_overflowed(level):
+def test_overflowed_gradients_of_a_closure_stay_unused(level):
+    """A step without closure right after one whose closure overflowed is skipped too."""
     model, optimizer = start(level)
     before = masters(optimizer)
 
@@ -338,7 +341,8 @@ class CountingSAM(SAM):
         super().first_step(zero_grad)
 
 
-def test_what_it_counts_in_its_groups_goes_back_with_a_skipped_step():
+def test_a_skipped_step_restores_counts_in_groups():
+    """The optimizer counts its steps in ``param_groups``."""
     model, optimizer = start("O2", lambda m: CountingSAM(m.parameters(), lr=0.02))
     for seed, bad in enumerate([(), (1,), ()]):
         amp_sam(model, optimizer, seed, bad)
@@ -371,7 +375,9 @@ def test_a_plain_backward_in_a_closure_is_named():
     assert same(before, held)
 
 
-def test_a_retry_of_a_closure_that_leaves_zero_grad_to_its_optimizer():
+def test_a_retry_where_the_optimizer_clears_gradients():
+    """The closure calls no ``zero_grad``: the optimizer does, inside its step."""
+
     class Twice(torch.optim.SGD):
         def step(self, closure):
             self.zero_grad()

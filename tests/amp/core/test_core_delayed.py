@@ -85,7 +85,8 @@ def waiting(level, move):
 
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_last_block_gives_true_gradients_wherever_the_scale_went(level, move):
+def test_waiting_gradients_survive_a_changed_scale(level, move):
+    """Gradients that were scaled by one scale and unscaled after it moved are right."""
     model, optimizer = waiting(level, move)
     backward(model, optimizer, 2)
     assert_close(level, grads(optimizer), summed(level, 1, 2))
@@ -146,7 +147,8 @@ def test_one_accumulation_is_one_backward_pass_of_the_scaler(level):
         assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**7, "unskipped": 0}}
 
 
-def test_gradients_that_wait_at_scale_one_are_not_multiplied_by_one():
+def test_at_scale_one_waiting_gradients_are_not_written():
+    """Gradients that wait for their unscale at a scale of one are not multiplied by it."""
     model, optimizer = start("O5")
     backward(model, optimizer, 1, delay_unscale=True)
     waiting = [p.grad._version for p in model.parameters()]
@@ -195,7 +197,8 @@ def test_the_loss_of_a_block_is_the_scale_in_force():
 
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_block_unscales_by_what_it_scaled_by_wherever_the_scale_went_inside(level, move):
+def test_the_scale_may_move_inside_a_block(level, move):
+    """A block unscales by the scale that it began with."""
     models = [net(0), net(1)]
     models, optimizers = amp.initialize(models, [sgd(m) for m in models], opt_level=level, verbosity=0)
     scaler = amp._amp_state.loss_scalers[0]
@@ -237,7 +240,8 @@ def test_two_optimizers_that_step_after_a_delayed_block(level, order, blocks):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_of_a_delayed_block_moves_the_scale_once_and_skips_all_its_optimizers(level, capsys):
+def test_a_delayed_overflow_counts_once(level, capsys):
+    """It lowers the scale once, and every optimizer of the delayed block skips its step."""
     model, optimizers = halves_of_one_model(level, shared=False)
     amp._amp_state.verbosity = 1
     before = [p.detach().clone() for p in model.parameters()]
@@ -255,7 +259,8 @@ SHARED = "scaled gradients are pending .* that SGD and SGD share - .* - leave ou
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_two_optimizers_that_share_a_parameter_cannot_have_gradients_pending(level):
+def test_pending_gradients_of_a_shared_parameter(level):
+    """They are refused for two optimizers that share a parameter, before the block is entered."""
     model, optimizers = halves_of_one_model(level, shared=True)
     for optimizer in optimizers:
         backward(model, optimizer, 1)
@@ -269,7 +274,8 @@ def test_two_optimizers_that_share_a_parameter_cannot_have_gradients_pending(lev
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_block_or_step_of_one_does_not_touch_what_is_pending_for_the_other(level):
+def test_pending_gradients_lock_a_shared_parameter(level):
+    """While gradients wait for one optimizer, another with the same parameters may have no block and no step."""
     model, optimizers = halves_of_one_model(level, shared=True)
     backward(model, optimizers[0], 1, delay_unscale=True)
     before = [p.detach().clone() for p in model.parameters()]
@@ -307,7 +313,8 @@ def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_block_that_raises_keeps_unscaled_gradients_and_says_that_it_lost_pending_ones(level):
+def test_an_exception_loses_pending_gradients_only(level):
+    """A block that raises warns that scaled gradients are lost, and keeps those that were unscaled before."""
     model, optimizer = start(level, loss_scale=2.0**12)
     backward(model, optimizer, 1)
     backward(model, optimizer, 2, delay_unscale=True)
@@ -326,7 +333,8 @@ def test_a_block_that_raises_keeps_unscaled_gradients_and_says_that_it_lost_pend
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_where_the_step_cannot_unscale_what_is_pending_it_is_lost_and_nothing_moves(level, monkeypatch, capsys):
+def test_a_step_that_cannot_unscale_moves_nothing(level, monkeypatch, capsys):
+    """Unscaling pending gradients raises in ``step``: they are dropped, and the next step is skipped."""
     model, optimizer = start(level)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     backward(model, optimizer, 1, delay_unscale=True)
@@ -348,7 +356,8 @@ def test_where_the_step_cannot_unscale_what_is_pending_it_is_lost_and_nothing_mo
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_block_that_is_entered_and_dropped_leaves_what_was_there(level):
+def test_an_abandoned_block_adds_no_gradients(level):
+    """A block that is entered and never left does not change what was accumulated before."""
     model, optimizer = start(level, loss_scale=2.0**12)
     backward(model, optimizer, 1)
     amp.scale_loss(loss_of(model, 2), optimizer).__enter__().backward()
@@ -357,7 +366,8 @@ def test_a_block_that_is_entered_and_dropped_leaves_what_was_there(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_interrupt_in_a_block_leaves_unscaled_gradients_as_they_were(level):
+def test_an_interrupt_keeps_earlier_gradients(level):
+    """A KeyboardInterrupt in the backward pass leaves gradients as they were before the block."""
     model, optimizer = start(level)
     backward(model, optimizer, 1)
     before = grads(optimizer)

@@ -78,7 +78,8 @@ def test_and_a_call_after_that_enables_again(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_disabled_call_on_others_leaves_the_running_ones_alone(level):
+def test_disabling_others_leaves_running_ones_alone(level):
+    """``enabled=False`` for another model changes nothing for those that are initialized."""
     model, optimizer = start(level)
     casts = torch.is_autocast_enabled("cpu")
     other = net(1)
@@ -166,7 +167,8 @@ def test_a_failure_half_way_leaves_everything_under_amp(level, monkeypatch):
     assert same(list(amp.master_params(optimizer)), list(amp.master_params(twin_optimizer)))
 
 
-def test_a_kept_module_and_a_model_within_the_model_are_taken_out_too():
+def test_leaving_amp_includes_inner_models():
+    """``enabled=False`` also restores a module of ``keep_fp32`` and a model that lies in the model."""
     model = net()
     optimizer = sgd(model)
     amp.initialize([model, model.b], optimizer, opt_level="O2", keep_fp32=["a"], verbosity=0)
@@ -190,7 +192,7 @@ def test_a_model_is_not_taken_out_without_its_optimizer(level):
     assert same(list(amp.master_params(optimizer)), list(amp.master_params(twin_optimizer)))
 
 
-def test_a_disabled_call_on_others_leaves_the_casts_of_init_alone():
+def test_disabling_others_leaves_casts_of_init_alone():
     handle = amp.init()
     other = net(1)
     amp.initialize(other, sgd(other), enabled=False)

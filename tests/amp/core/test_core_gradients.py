@@ -72,7 +72,7 @@ def test_zero_grad_ends_a_delay():
 
 
 @pytest.mark.parametrize("loss_scale", [1.0, 8.0])
-def test_where_no_half_param_is_trained_float32_ones_get_their_gradients(loss_scale):
+def test_gradients_where_only_float32_params_train(loss_scale):
     """Batch norm alone is trained, at O2."""
     found = []
     for frozen in (False, True):
@@ -150,7 +150,8 @@ def test_sparse_gradients_as_dense_ones(level):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)  # duplicates are summed in another order
 
 
-def test_duplicates_of_a_sparse_half_gradient_do_not_overflow_in_their_sum():
+def test_sparse_duplicates_are_summed_in_float32():
+    """Entries of one row in a sparse half gradient, whose sum would overflow in half."""
     model, optimizer = start("O2", model=torch.nn.Embedding(3, 2, sparse=True), loss_scale=1.0)
     with amp.scale_loss(model(torch.tensor([1, 1])).float().sum() * 4e4, optimizer) as scaled:
         scaled.backward()
@@ -193,7 +194,8 @@ def test_gradients_that_are_windows_into_a_bucket(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_an_exception_in_the_block_leaves_gradients_as_they_were(level):
+def test_an_exception_in_a_block_keeps_gradients(level):
+    """They are those from before the block, and the scaler is unchanged."""
     model, optimizer = start(level, loss_scale=8.0)
     backward(model, optimizer, 1)
     before, scaler = grads(optimizer), amp.state_dict()
@@ -220,7 +222,8 @@ def single_static(level, seed):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_exception_in_a_block_after_a_delayed_one_loses_the_delayed_gradients_and_says_so(level):
+def test_an_exception_after_a_delayed_block_warns(level):
+    """The scaled gradients of the delayed block are lost, a warning says so, and the step changes nothing."""
     model, optimizer = start(level)
     backward(model, optimizer, 1, delay_unscale=True)
     with (
@@ -311,7 +314,8 @@ def test_frozen_params_params_without_gradients_and_shared_ones(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_block_that_lists_an_optimizer_twice_keeps_what_was_accumulated(level):
+def test_a_block_may_list_an_optimizer_twice(level):
+    """What was accumulated before the block is kept and counted once."""
     model, optimizer = start(level)
     backward(model, optimizer, 1)
     with amp.scale_loss(loss_of(model, 2), [optimizer, optimizer]) as scaled:

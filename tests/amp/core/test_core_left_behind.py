@@ -17,7 +17,8 @@ def momentum(model):
 
 
 @pytest.mark.parametrize(("before", "after"), CHANGES)
-def test_a_model_does_not_change_its_level_without_its_optimizer(before, after, torch_state):
+def test_a_level_change_needs_the_optimizer_too(before, after, torch_state):
+    """A model that is initialized again at another level without its optimizer is refused, and nothing changes."""
     model, optimizer = start(before, momentum)
     train(model, optimizer, 2)
     found = torch_state(), [p.detach().clone() for p in model.parameters()], amp.state_dict()

@@ -120,7 +120,7 @@ def with_momentum(model, fused):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_an_overflow_in_the_first_step_of_fused_sgd_leaves_its_momentum_alone(level):
+def test_fused_sgd_momentum_after_a_first_overflow(level):
     """torch's kernel makes the buffer without values, and fills it only if it is not told to skip."""
     weights = []
     for fused in (False, True):

@@ -142,7 +142,8 @@ def test_nobody_asks_and_the_overflow_skips_as_ever():
 
 
 @pytest.mark.parametrize("first", ["checked", "unchecked"])
-def test_what_a_block_itself_checked_is_not_for_update_scale_to_decide(first):
+def test_update_scale_keeps_what_a_block_found(first):
+    """``update_scale`` after two blocks does not undo an overflow that one of them checked: the step is skipped."""
     model, optimizer = start("O2")
     before = masters(optimizer)
     backward(model, optimizer, 1, INF if first == "checked" else 1.0)

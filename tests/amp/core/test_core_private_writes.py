@@ -45,7 +45,8 @@ def test_is_active_acts_at_once_inside_a_forward():
     assert mm() == torch.float16
 
 
-def test_is_active_written_inside_disable_casts_waits_for_its_end():
+def test_is_active_waits_for_disable_casts_to_end():
+    """``_is_active = True`` written inside ``disable_casts`` takes effect after it."""
     model, optimizer = start("O1")
     handle = amp._amp_state.handle
     handle._is_active = False
@@ -65,7 +66,8 @@ def test_is_active_after_deactivate_casts_again():
     assert (model(torch.ones(4, 6)).dtype, mm()) == (torch.float16, torch.float16)
 
 
-def test_is_active_of_an_earlier_call_leaves_ambient_casts_alone():
+def test_is_active_of_an_earlier_call():
+    """It switches the casts of that call's models alone, not those of code outside the models."""
     first, _ = start("O1")
     handle, x = amp._amp_state.handle, torch.ones(4, 6)
     second, _ = start("O1", model=net(1))
@@ -136,7 +138,8 @@ def test_scaled_gradients_that_a_script_has_unscaled_itself(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_scaled_gradients_that_a_script_dropped_do_not_come_back(level):
+def test_dropped_scaled_gradients_do_not_come_back(level):
+    """A script clears the gradients and writes ``params_have_scaled_gradients = False``."""
     model, optimizer = start(level)
     backward(model, optimizer, 1, times=float("inf"), delay_unscale=True)
     for param in model.parameters():
@@ -151,7 +154,8 @@ def test_scaled_gradients_that_a_script_dropped_do_not_come_back(level):
     assert not amp.step_was_skipped(optimizer)
 
 
-def test_gradients_set_aside_are_kept_when_pending_ones_are_dropped():
+def test_dropping_pending_gradients_keeps_earlier_ones():
+    """``params_have_scaled_gradients = False`` drops the scaled ones; those unscaled before come back."""
     model, optimizer = start("O1", loss_scale=128.0)
     backward(model, optimizer, 1)
     one = [p.grad.clone() for p in model.parameters()]

@@ -145,7 +145,7 @@ def test_one_loss_for_two_optimizers(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_skips_every_optimizer_of_its_block_and_no_other(level, capsys):
+def test_an_overflow_skips_the_blocks_optimizers_only(level, capsys):
     models, optimizers = two_of_each(level, num_losses=2)
     amp._amp_state.verbosity = 1
     backward(models[0], optimizers[0], times=INF, loss_id=0)
@@ -168,7 +168,8 @@ def test_an_overflow_skips_every_optimizer_of_its_block_and_no_other(level, caps
     assert out == OVERFLOW.format(0, 32768.0) + 2 * OVERFLOW.format(0, 16384.0)
 
 
-def test_an_optimizer_that_a_shared_loss_does_not_reach_steps_without_a_warning():
+def test_no_warning_for_an_optimizer_not_reached():
+    """The block names two optimizers, and its loss reaches only one of them."""
     models, optimizers = two_of_each("O2")
     with amp.scale_loss(loss_of(models[0]), optimizers) as scaled:
         scaled.backward()
@@ -176,7 +177,8 @@ def test_an_optimizer_that_a_shared_loss_does_not_reach_steps_without_a_warning(
         optimizer.step()
 
 
-def test_a_delayed_overflow_check_skips_this_step_and_counts_with_the_next_block(capsys):
+def test_a_delayed_overflow_check(capsys):
+    """Its overflow skips this step and lowers the scale at the end of the next block."""
     model, optimizer = start("O2")
     backward(model, optimizer, 1, times=INF, delay_overflow_check=True)
     assert scales() == [2.0**16]
@@ -320,7 +322,8 @@ def test_the_same_object_given_twice_counts_once(level, twice):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_an_optimizer_of_other_params_is_left_in_float32_and_the_step_says_that_nothing_reaches_it(level):
+def test_an_optimizer_of_other_params_warns_at_its_step(level):
+    """Its parameters are in no model of the call: they stay float32, and its step warns that no gradient came."""
     model, other = net(0), net(1)
     optimizer = sgd(other)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -334,7 +337,8 @@ def test_an_optimizer_of_other_params_is_left_in_float32_and_the_step_says_that_
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_initialize_between_blocks_and_their_step_keeps_what_is_known_of_the_gradients(level):
+def test_initialize_between_blocks_and_their_step(level):
+    """Pending gradients and an overflow are still known after a second ``initialize``."""
     model, optimizer = start(level)
     backward(model, optimizer, 1, delay_unscale=True)
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)

@@ -371,14 +371,16 @@ def test_an_overflow_written_by_hand_is_read_back_and_counted(kind):
     assert scaler.update_scale() is False
 
 
-def test_false_written_by_hand_hides_no_overflow_of_new_gradients():
+def test_writing_false_hides_no_overflow():
+    """``_has_overflow = False`` after gradients were unscaled does not hide that they overflowed."""
     scaler = LossScaler("dynamic")
     scaler.unscale_grads(grads(INF))
     scaler._has_overflow = False
     assert scaler.update_scale() is True
 
 
-def test_an_overflow_written_between_blocks_is_forgotten_by_the_next():
+def test_an_overflow_written_between_blocks():
+    """The next block forgets it, and the scale stays."""
     model, optimizer = start("O2")
     (scaler,) = amp._amp_state.loss_scalers
     scaler._has_overflow = True
@@ -435,7 +437,8 @@ class Named(LossScaler):
 
 
 @pytest.mark.parametrize(("kind", "method"), [(AllReducing, "unscale"), (Counting, "update_scale")])
-def test_a_subclass_whose_methods_would_not_be_called_is_refused(kind, method):
+def test_a_subclass_of_uncalled_methods_is_refused(kind, method):
+    """A scaler that overrides a method which amp does not call."""
     model, optimizer = start("O2")
     rule = f"a {kind.__name__}, which overrides {method} - .* - .*delay_overflow_check=True.*update_scale"
     with pytest.raises(TypeError, match=rf"loss_scalers\[0\] is {rule}"):

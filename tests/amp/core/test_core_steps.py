@@ -264,7 +264,8 @@ def test_has_overflow_tells_of_the_last_block(level):
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
-def test_the_models_gradients_outlive_the_step_and_the_masters_do_not(level):
+def test_only_the_models_gradients_outlive_the_step(level):
+    """At the levels with masters, those have no gradients after the step."""
     model, optimizer = start(level)
     backward(model, optimizer)
     norms = [p.grad.float().norm() for p in model.parameters()]
@@ -292,7 +293,7 @@ def test_a_second_step_without_a_block_moves_nothing(level, clear):
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_the_block_of_one_optimizer_does_not_move_what_another_steps(level):
+def test_a_block_leaves_other_optimizers_masters_alone(level):
     """A GAN: the generator's loss leaves scaled gradients on the discriminator."""
     models = [net(0), net(1)]
     models, (first, second) = amp.initialize(

@@ -97,7 +97,8 @@ def test_masters_settle_down_to_no_comparisons():
     assert counted_step("O2", 5)[1] == 1
 
 
-def test_dispatcher_calls_at_o1_do_not_depend_on_the_number_of_parameters():
+def test_o1_calls_do_not_grow_with_parameters():
+    """The dispatcher's calls of a step are as many for 10 as for 300 parameters."""
     few, many = counted_step("O1", 10)[0], counted_step("O1", 300)[0]
     assert few == many <= 12
 

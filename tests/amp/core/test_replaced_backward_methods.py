@@ -118,7 +118,7 @@ def test_gradients_aside_that_it_does_not_ask_for_are_added():
     assert same(gradients(optimizer), by_apex_alone("O1"))
 
 
-def test_a_prepare_that_does_nothing_leaves_gradients_where_they_are():
+def test_a_prepare_that_does_nothing():
     """Trainers that accumulate scaled gradients by hand: the block's end unscales all of them."""
     model, optimizer = start("O1", loss_scale=128.0)
     optimizer._prepare_amp_backward = lambda: None

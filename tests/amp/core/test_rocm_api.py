@@ -53,7 +53,8 @@ def test_init_casts_to_patch_type(args, kwargs, dtype):
         ((True, "dynamic", True, False, True), {}),
     ],
 )
-def test_init_reads_what_follows_patch_type_as_each_order_has_it(args, kwargs):
+def test_init_reads_either_order_of_arguments(args, kwargs):
+    """ROCm's fork and apex order the positional arguments differently."""
     amp.init(*args, **kwargs)
     half, target = torch.full((2,), 0.5, dtype=HALF), torch.ones(2)
     assert F.binary_cross_entropy(half, target).dtype == FLOAT
@@ -76,7 +77,8 @@ def test_patch_type_twice_is_refused():
         amp.init(True, "dynamic", BF16, patch_type=BF16)
 
 
-def test_patch_type_after_initialize_is_for_code_outside_its_models():
+def test_patch_type_of_init_leaves_models_alone():
+    """After ``initialize``, ``amp.init(patch_type=...)`` decides for code outside the models alone."""
     model, optimizer = start("O1")
     handle = amp.init(patch_type=BF16)
     assert mm() == BF16
@@ -137,7 +139,8 @@ def test_what_is_no_type_of_patches(wrong):
         amp.initialize(model, sgd(model), opt_level="O1", patch_torch_functions_type=wrong)
 
 
-def test_the_option_says_what_is_in_force_when_changed_from_outside(monkeypatch, capsys):
+def test_the_option_shows_what_is_in_force(monkeypatch, capsys):
+    """Environment variables override ``patch_torch_functions_type``, and the properties show the result."""
     with monkeypatch.context() as patch:
         patch.setenv("AMPCOMPAT_DTYPE", "bf16")
         model = net()

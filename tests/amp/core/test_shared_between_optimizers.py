@@ -56,7 +56,8 @@ def assert_same(got, want):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_that_are_pending_for_two_optimizers_are_unscaled_once(level):
+def test_pending_gradients_are_unscaled_once(level):
+    """They are pending for two optimizers with the same parameters, after one or two delayed blocks."""
     model, optimizers = two_optimizers(level)
     backward(model, optimizers)
     for optimizer in optimizers:
@@ -73,7 +74,8 @@ def test_gradients_that_are_pending_for_two_optimizers_are_unscaled_once(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_in_pending_gradients_skips_both_steps_and_counts_once(level):
+def test_a_pending_overflow_skips_both_steps(level):
+    """Two optimizers share the gradients, and the scale is lowered once."""
     model, optimizers = two_optimizers(level)
     before = values(optimizers)
     backward(model, optimizers, times=float("inf"), delay_unscale=True)

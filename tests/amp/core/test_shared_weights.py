@@ -99,7 +99,8 @@ def test_cleared_gradients_are_not_added_to_the_next_block(how):
     assert same(found, [p.grad for p in amp.master_params(a) if p.grad is not None and p.grad.any()])
 
 
-def test_the_second_optimizer_steps_with_what_the_first_has_used():
+def test_the_second_optimizer_uses_the_same_gradients():
+    """Two optimizers of one block share a weight: the second one steps with the gradients the first one used."""
     model, a, b = start()
     block(model, 0, [a, b])
     gradients = {id(p): p.grad.clone() for one in (a, b) for p in amp.master_params(one) if p.grad is not None}
@@ -212,7 +213,8 @@ def test_a_new_optimizer_beside_one_that_never_stepped(again, clears):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("first_steps", ["before", "between", "after"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_skips_every_step_that_would_use_its_gradients(level, first_steps, fused, capsys):
+def test_an_overflow_skips_all_steps_that_share_it(level, first_steps, fused, capsys):
+    """Two optimizers share weights; the one that overflowed steps before the other's block, after it, or last."""
     model, a, b = start(level, lambda params: torch.optim.SGD(params, lr=0.1, fused=fused), num_losses=2)
     before = values(model)
     block(model, 0, a, INF, loss_id=0)
@@ -348,7 +350,8 @@ def test_a_step_beside_pending_gradients_is_refused(level, loss_scale):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("together", [True, False])
-def test_open_blocks_that_share_nothing_train_as_one_after_the_other(level, together):
+def test_nested_blocks_that_share_nothing(level, together):
+    """They train as two blocks, one after the other, do."""
     found = []
     for nested in (True, False):
         torch.manual_seed(0)

@@ -98,7 +98,8 @@ def test_the_environment_adds_patterns(monkeypatch, capsys):
     assert "'nowhere*' matches no module of this model, which has blocks, blocks.0" in said
 
 
-def test_a_pattern_of_the_environment_that_no_model_has_is_refused_before_anything_is_trained(monkeypatch):
+def test_an_unmatched_pattern_is_refused_in_time(monkeypatch):
+    """A pattern of the environment that matches no module of any model raises before anything is trained."""
     monkeypatch.setenv("AMPCOMPAT_KEEP_FP32", "last, nowhere*")
     model, optimizer = build("O1")
     before = [p.detach().clone() for p in model.parameters()]
@@ -110,7 +111,8 @@ def test_a_pattern_of_the_environment_that_no_model_has_is_refused_before_anythi
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
-def test_models_that_are_initialized_one_by_one_have_the_patterns_between_them(monkeypatch):
+def test_a_pattern_may_match_any_of_the_models(monkeypatch):
+    """The models are initialized one by one: each pattern of the environment must match in one of them."""
     monkeypatch.setenv("AMPCOMPAT_KEEP_FP32", "wide,0")
     model, optimizer = build("O1")
     other = nn.Sequential(nn.Linear(8, 8))
@@ -154,7 +156,8 @@ def test_containers_are_kept_through_what_they_hold():
     train(model, optimizer)
 
 
-def test_masters_and_checkpoints_leave_kept_weights_to_the_optimizer():
+def test_kept_weights_have_no_master():
+    """The optimizer holds the kept weight itself; checkpoints hold all weights in float32."""
     model, optimizer = build("O2")
     held = [p for group in optimizer.param_groups for p in group["params"]]
     assert any(p is model.wide.weight for p in held)

@@ -45,7 +45,8 @@ def test_every_block_and_step_is_told(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_gradients_of_an_overflow_are_seen_unscaled_and_its_step_as_skipped(level):
+def test_an_overflow_is_observed(level):
+    """Observers see its gradients unscaled and not finite, and its step as skipped."""
     watcher = Watcher()
     with observing(watcher):
         train(level, poison={1})
@@ -82,7 +83,8 @@ def test_a_step_that_only_the_device_knows_of_is_told_as_none():
     assert watcher.events[-1] == ("step", None)
 
 
-def test_a_delayed_block_tells_of_its_loss_but_not_of_its_scaled_gradients():
+def test_a_delayed_block_notifies_of_its_loss_only():
+    """Its gradients are still scaled."""
     watcher = Watcher()
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,7 +106,8 @@ def test_watching_changes_no_bit(level):
     assert all(torch.equal(a, b) for a, b in zip(unwatched, watched, strict=True))
 
 
-def test_observers_may_lack_methods_and_leave_when_their_block_ends():
+def test_observers_may_lack_methods():
+    """They are removed when their block ends."""
     with observing(object()):
         notify("on_step", None, False)
     assert observers() == []
@@ -117,7 +120,8 @@ def test_a_reset_forgets_observers():
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_callback_that_raises_leaves_the_step_made_and_its_gradients_used_up(level):
+def test_a_callback_that_raises_comes_after_the_step(level):
+    """The step was made and used its gradients, so that a loop which catches the exception trains on unchanged."""
     weights = train(level, steps=3)
 
     class Raises:

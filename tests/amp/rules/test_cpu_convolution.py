@@ -51,7 +51,7 @@ def test_forward_and_backward_are_float32s_rounded_once(acquired, dim, transpose
 
 
 @pytest.mark.parametrize(("dtype", "backward"), [(torch.float16, torch.float32), (torch.bfloat16, torch.bfloat16)])
-def test_float16_goes_back_in_float32_where_the_processor_has_a_forward_alone(dtype, backward, monkeypatch):
+def test_backward_in_float32_where_half_has_none(dtype, backward, monkeypatch):
     """oneDNN has no backward in float16 on a CPU: torch's own takes over, 100 times slower, with the same result."""
     computed, composite = [], _torch.composite
 

@@ -40,7 +40,7 @@ def test_convolutions_compute_in_float32_at_every_level(level, monkeypatch):
     assert torch.equal(master.grad.float(), gradient.half().float())
 
 
-def test_a_compiled_recurrent_attention_net_equals_the_eager_one():
+def test_a_compiled_net_equals_the_eager_one():
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 4), nn.Softmax(1))
     net, _ = initialize(layers)

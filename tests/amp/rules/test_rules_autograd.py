@@ -23,7 +23,8 @@ def test_gradients_come_back_in_the_dtype_of_the_argument(x):
         assert a.grad.dtype is dtype
 
 
-def test_the_gradient_of_a_float_op_on_half_is_float32s_rounded_once(x):
+def test_half_gradients_of_float_ops_round_once(x):
+    """They are the gradients of the float32 computation, rounded once."""
     half = x.half().requires_grad_()
     wide = half.detach().float().requires_grad_()
     F.softplus(wide).pow(2).sum().backward()

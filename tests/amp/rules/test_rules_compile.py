@@ -154,7 +154,8 @@ def test_graphs_from_before_the_rules_are_compiled_again():
         assert run(x).dtype is torch.float16
 
 
-def test_the_cache_tag_follows_the_rules_and_keeps_the_users_own():
+def test_the_cache_tag_follows_the_rules():
+    """``cache_key_tag`` begins with the user's own, which is restored."""
     config = _torch.setting("torch.compiler.config", "cache_key_tag")
     if config is None:
         pytest.skip("this torch has no cache_key_tag, and its on-disk cache needs none")

@@ -114,7 +114,8 @@ def test_names_that_apex_did_not_have(module, entries, name, call, given, dtype)
         assert call(torch.ones(4, 8).to(given)).dtype is dtype
 
 
-def test_a_function_written_in_python_computes_in_the_half_that_was_asked_for(h):
+def test_listed_python_functions_compute_in_half(h):
+    """Functions that torch writes in Python: one put on the half list, one taken from the float list."""
     third, large = torch.full((1, 3), 1 / 3), torch.full((1, 4, 8), 300.0).half()
     functional_overrides.FP16_FUNCS.append("gumbel_softmax")
     functional_overrides.FP32_FUNCS.remove("local_response_norm")
@@ -146,7 +147,8 @@ def test_an_unknown_name_gets_a_warning():
 @pytest.mark.parametrize(
     ("entries", "entry"), [("FP32_FUNCS", torch.exp), ("FP32_FUNCS", ("exp", "")), ("BANNED_FUNCS", "exp")]
 )
-def test_an_entry_of_the_wrong_kind_is_refused_before_anything_changes(entries, entry, torch_state):
+def test_an_entry_of_the_wrong_kind_is_refused(entries, entry, torch_state):
+    """``initialize`` raises before anything changes."""
     before = torch_state()
     getattr(functional_overrides, entries).append(entry)
     with pytest.raises(TypeError, match=rf"functional_overrides\.{entries} holds .* - its entries are"):
@@ -164,7 +166,8 @@ def test_edits_reach_compiled_code_too(h):
         assert run(h.float()).dtype is HALF
 
 
-def test_a_name_moved_to_another_modules_list_of_the_same_kind_stays_what_it_is(h):
+def test_a_name_may_move_between_float_lists(h):
+    """``softmax`` moved from the list of ``functional`` to that of ``torch`` still computes in float32."""
     functional_overrides.FP32_FUNCS.remove("softmax")
     torch_overrides.FP32_FUNCS.append("softmax")
     with casts_on():

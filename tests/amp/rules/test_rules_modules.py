@@ -78,7 +78,8 @@ def test_unrolled_cells(cell):
     assert_trains_in_half(net, run)
 
 
-def test_an_unrolled_cell_casts_each_weight_once_with_the_weight_cache():
+def test_the_weight_cache_casts_each_weight_once():
+    """An LSTM cell that is called for each of five steps."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Casts(TorchDispatchMode):
@@ -125,7 +126,8 @@ def test_reparametrised_weights(reparametrise):
     assert_trains_in_half(net, lambda: net(x))
 
 
-def test_batch_norm_keeps_its_input_dtype_and_float32_statistics():
+def test_batch_norm_keeps_its_dtypes():
+    """The output has the dtype of the input, and the statistics stay float32."""
     net = nn.BatchNorm1d(8)
     with casts_on():
         y = net(torch.randn(16, 8).half())

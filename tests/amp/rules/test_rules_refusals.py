@@ -29,7 +29,8 @@ def test_binary_cross_entropy_refuses_half_and_names_both_fixes(which, half):
     assert "register_float_function(torch, 'sigmoid')" in str(refused.value)
 
 
-def test_binary_cross_entropy_that_was_bound_before_the_rules_refuses_half():
+def test_an_early_imported_loss_refuses_half():
+    """``binary_cross_entropy`` was imported from ``functional`` before the rules were registered."""
     with casts_on():
         for loss in (early_binary_cross_entropy, torch.nn.BCELoss()):
             with pytest.raises(NotImplementedError, match="BCEWithLogits"):
@@ -63,7 +64,8 @@ def test_reset_bans_again():
 
 
 @pytest.mark.parametrize("function", [F.silu, F.mish, F.elu])
-def test_functions_put_on_the_float_list_refuse_half_in_place_though_no_method_does(function, monkeypatch):
+def test_listed_functions_refuse_half_in_place(function, monkeypatch):
+    """Functions of ``functional`` with ``inplace=True`` that a script puts on the float list."""
     monkeypatch.setattr(functional_overrides, "FP32_FUNCS", [*functional_overrides.FP32_FUNCS, function.__name__])
     x = torch.full((2, 2), 0.5).half()
     with casts_on():
@@ -78,7 +80,8 @@ REFUSED = sorted(name for name, rule in rules.rules_by_name().items() if rule is
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_in_place_float_ops_refuse_half_name_the_fix_and_change_nothing(name):
+def test_in_place_float_ops_refuse_half(name):
+    """The message has the out-of-place form, and the tensor is unchanged."""
     arguments = {"pow_": (2,), "cumprod_": (0,), "cumsum_": (0,), "renorm_": (2, 0, 1.0)}.get(name, ())
     x = torch.full((2, 2), 0.5).half()
     with casts_on():
@@ -107,7 +110,8 @@ IN_PLACE = {
 
 
 @pytest.mark.parametrize("how", IN_PLACE)
-def test_in_place_float_ops_are_refused_at_every_name_that_scripts_call(how):
+def test_in_place_float_ops_by_any_name_refuse_half(how):
+    """Scripts call them as methods, operators and functions."""
     x = torch.full((2,), 3.0, dtype=HALF)
     with casts_on():
         with pytest.raises(NotImplementedError, match="In-place (pow|exp)_ on a torch.float16 tensor"):
@@ -136,7 +140,8 @@ BY_TORCH = {
 
 
 @pytest.mark.parametrize("name", BY_TORCH)
-def test_what_torch_calls_for_itself_runs_in_half_as_without_casts(name):
+def test_torchs_own_in_place_calls_are_not_refused(name):
+    """In-place float ops on half tensors inside torch's functions compute as without casts."""
     x = torch.full((2, 2), 1.5, dtype=HALF)
     want = expected(BY_TORCH[name], x)
     with casts_on():
@@ -144,7 +149,8 @@ def test_what_torch_calls_for_itself_runs_in_half_as_without_casts(name):
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="this torch has no linear_cross_entropy")
-def test_a_loss_that_torch_wrote_in_python_with_in_place_steps_on_half():
+def test_linear_cross_entropy_in_chunks_on_half():
+    """torch wrote this loss in Python, with in-place operations on half tensors."""
     x, weight, target = torch.ones(4, 8, dtype=HALF), torch.ones(3, 8, dtype=HALF), torch.arange(4) % 3
     by_chunks = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=2, acc_policy="balanced")
     want = F.linear_cross_entropy(x, weight, target, options=by_chunks)
@@ -152,7 +158,8 @@ def test_a_loss_that_torch_wrote_in_python_with_in_place_steps_on_half():
         assert torch.equal(F.linear_cross_entropy(x, weight, target, options=by_chunks), want)
 
 
-def test_a_ban_of_a_users_stops_the_script_and_no_op_that_torch_makes_of_it(monkeypatch):
+def test_a_users_ban_leaves_torchs_own_calls_alone(monkeypatch):
+    """A banned function is refused where the script calls it, but not inside SiLU's backward or a GRU cell."""
     monkeypatch.setattr(functional_overrides, "BANNED_FUNCS", [("sigmoid", "no sigmoids here")])
     x = torch.full((2, 4), 0.5, dtype=HALF, requires_grad=True)
     cell = torch.nn.GRUCell(4, 4)

@@ -34,7 +34,8 @@ def settings():
     return getattr(functorch, "backward_pass_autocast", None), getattr(compiler, "cache_key_tag", None)
 
 
-def test_release_leaves_nothing_on_the_dispatcher_in_torch_or_its_settings():
+def test_release_leaves_nothing_behind():
+    """The dispatcher, torch's functions and its settings are as they were before ``acquire``."""
     before = registrations(), settings(), functions()
     for _ in range(3):
         rules.acquire(_torch.autocast_device_types())
@@ -107,7 +108,8 @@ def test_no_op_with_a_rule_takes_a_tensor_by_keyword_only(device_type):
         assert not [a.name for a in keywords if "Tensor" in str(a.type)], op
 
 
-def test_a_device_type_whose_autocast_has_no_kernels_gets_the_whole_lists():
+def test_a_device_without_autocast_kernels():
+    """It gets rules for every op of the lists."""
     hpu = {_torch.op_name(op) for op in rules.planned("hpu", "AutocastHPU")}
     assert {"aten::mm", "aten::linear", "aten::softmax.int", "aten::lstm.input", "aten::grid_sampler"} <= hpu
 

@@ -173,7 +173,8 @@ UNTOUCHED = [n for n, (traps, _) in TRUE.items() if traps & {"clip_of_model_para
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)
-def test_what_is_done_to_the_model_s_gradients_at_O2_changes_no_step(name):
+def test_model_gradients_change_no_step_at_o2(name):
+    """What a script does to the model's gradients at O2 has no effect; at O1 it has."""
     code = TRUE[name][1]
     lines = code.splitlines(keepends=True)
     block = next(i for i, line in enumerate(lines) if "scaled.backward()" in line)

@@ -52,7 +52,7 @@ def test_deep_and_odd_sources_give_findings(name):
         assert finding.kind in ("file", "symbol")
 
 
-def test_a_python_2_file_that_uses_apex_is_an_error_and_others_are_not():
+def test_a_python_2_file_is_an_error_if_it_uses_apex():
     (finding,) = scan_source(DEEP["python 2"])
     assert (finding.level, finding.line) == ("error", 2)
     assert scan_source("print 'loss'\n")[0].level == "warning"

@@ -92,7 +92,8 @@ def test_a_module_that_an_attribute_holds(assigned):
 
 
 @pytest.mark.parametrize("method", ["def f(self, amp)", "def f(amp)"])
-def test_a_parameter_shadows_the_import_beside_such_an_attribute(method):
+def test_a_parameter_named_amp_shadows_the_import(method):
+    """It does so where the module assigns ``self.amp = amp``, too."""
     code = f"from apex import amp\nself.amp = amp\nclass A:\n    {method}:\n        amp.nonsense()\n"
     assert "apex.amp.nonsense" not in symbols(code)
 
@@ -123,7 +124,8 @@ def test_a_parameter_shadows_the_import():
     assert "apex.amp.nonsense" in symbols("from apex import amp\ndef f(x):\n    amp.nonsense()")
 
 
-def test_a_name_with_two_origins_is_apex_only_where_apex_has_the_symbol():
+def test_a_name_imported_from_apex_or_torch():
+    """An attribute of it is reported only if apex has it."""
     code = "try:\n    from apex import amp\nexcept ImportError:\n    from torch.cuda import amp\namp.autocast()\n"
     assert "apex.amp.autocast" not in symbols(code)
 
@@ -140,7 +142,8 @@ def test_unsupported_symbols_name_their_replacement():
     assert "torch.nn.LSTM" in finding.note
 
 
-def test_a_guarded_probe_of_an_unsupported_module_is_a_difference_but_its_use_is_not():
+def test_a_guarded_import_of_an_unsupported_module():
+    """The import in ``try`` is a difference; what uses the name is unsupported."""
     code = "try:\n    from apex.contrib.fmha import FMHA as X\nexcept ImportError:\n    X = None\n"
     assert symbols(code) == {"apex.contrib.fmha": "differs"}
     assert [f.level for f in scan_source(code + "X()\n")] == ["differs", "unsupported"]

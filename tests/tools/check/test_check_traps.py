@@ -75,7 +75,8 @@ def test_bce_loss_modules():
     assert traps("INITIALIZE\ncriterion = nn.BCEWithLogitsLoss()\n", '"O1"') == {}
 
 
-def test_an_unknown_level_makes_clipping_a_warning_and_O1_makes_it_right():
+def test_clipping_model_params_depends_on_the_level():
+    """It is a warning where the level is not known, and correct at O1."""
     body, _ = WALKED_INTO["clip_of_model_params"]
     assert traps(body, "args.opt_level") == {"clip_of_model_params": "warning"}
     assert traps(body, '"O1"') == {}

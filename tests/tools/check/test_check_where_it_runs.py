@@ -46,7 +46,8 @@ def test_the_default_is_the_working_directory(tmp_path, capsys, monkeypatch):
     assert run(capsys)[0] == 1
 
 
-def test_cells_of_a_notebook_are_one_source_at_the_lines_of_the_file(tmp_path):
+def test_notebook_findings_have_the_files_lines(tmp_path):
+    """The cells are read as one source, and findings have the lines of the file."""
     text = notebook("%matplotlib inline\nfrom apex import amp\n", "!pip list\nif x:\n    amp.nonsense()\n")
     (tmp_path / "n.ipynb").write_text(text)
     found = {f.name: f.line for f in scan(tmp_path).findings}
@@ -234,7 +235,8 @@ def test_a_rule_that_there_is_not_is_bad_usage(option, rules, told, tmp_path, ca
 
 
 @needs_toml
-def test_a_rule_of_the_project_file_that_there_is_not_is_bad_usage(tmp_path, capsys):
+def test_an_unknown_rule_in_the_project_file(tmp_path, capsys):
+    """It is bad usage, and the message names the rule and the file."""
     (tmp_path / "pyproject.toml").write_text('[tool.ampcompat]\nignore = ["trap", "apex.contrib", "nosuchrule"]\n')
     status, shown = run(capsys, tmp_path)
     assert status == 2

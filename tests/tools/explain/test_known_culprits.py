@@ -340,7 +340,7 @@ def test_a_loss_function_is_watched_after_the_first_time(capsys, loss_of, line):
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
-def test_a_model_that_overflows_while_the_loss_function_is_watched(capsys):
+def test_a_model_overflows_while_the_loss_is_watched(capsys):
     """Its output comes into the code that is watched: no fault of that code, nor of the data."""
     model, optimizer = lose_a_step(
         Head(torch.tanh), torch.randn(4, 8), loss_of=lambda y: (y.float() * 0).sum(-1).sqrt().mean()
@@ -370,7 +370,8 @@ def test_gradients_whose_sum_overflows(capsys):
 
 # -- lines of code that is not below the model -------------------------------------------------------------------------
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_model_without_code_of_the_user_has_the_line_that_calls_it(capsys, level):
+def test_a_sequential_has_the_line_that_calls_it(capsys, level):
+    """Its forward has no line of the user's code."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
     with torch.no_grad():
         model[1][0].weight.fill_(1e38 if level == "O0" else 6e4)
@@ -380,7 +381,8 @@ def test_a_model_without_code_of_the_user_has_the_line_that_calls_it(capsys, lev
     assert re.match(r".*test_known_culprits.py:\d+: with amp.scale_loss\(loss_of\(model\(x\)\)", entry["line"])
 
 
-def test_a_sequential_that_overflows_in_backward_has_the_line_that_calls_it(capsys):
+def test_a_sequential_in_backward_has_its_callers_line(capsys):
+    """It overflows in the backward pass."""
     torch.manual_seed(0)
     lose_a_step(nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8), "O2", loss_of=lambda y: y.sum() * 0.9)
     (entry,) = fields(capsys.readouterr().err)

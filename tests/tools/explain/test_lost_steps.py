@@ -117,7 +117,8 @@ def test_numbers_that_are_held_or_do_not_meet_half():
     assert none(warmed_up) == []
 
 
-def test_numbers_are_told_at_the_first_step_once_and_use_up_no_explanation(capsys):
+def test_lost_hyperparameters_are_reported_once(capsys):
+    """Numbers that half does not hold are reported at the first step, and use up no explanation."""
     train(lambda p: torch.optim.SGD([{"params": list(p), "weight_decay": 1e-9}], lr=0.1), steps=3)
     (told,) = capsys.readouterr().err.split("ampcompat explain: ")[1:]
     assert told.splitlines() == [
@@ -259,7 +260,9 @@ def test_a_weight_that_no_step_wrote(capsys, read):
         assert err == ""
 
 
-def test_infinities_that_were_there_before_the_first_step_are_not_its_doing(capsys):
+def test_infinities_before_the_first_step_are_ignored(capsys):
+    """A mask of ``-inf`` is a parameter of the model."""
+
     class Masked(nn.Linear):
         def __init__(self):
             super().__init__(3, 3)
@@ -374,7 +377,7 @@ def test_other_ranks_tell_the_faults_of_their_own_batches(capsys, monkeypatch):
     assert [(one["explain"], one["rank"]) for one in lines(capsys.readouterr().err)] == [("fault", 1)]
 
 
-def test_a_skip_that_no_model_of_this_rank_explains_may_be_another_ranks_doing(monkeypatch):
+def test_an_unexplained_skip_may_come_from_another_rank(monkeypatch):
     from ampcompat.tools.explain import message
 
     monkeypatch.setattr(message, "_has_other_ranks", lambda: True)
@@ -442,7 +445,8 @@ def test_ranges_of_each_layer_forward_and_backward(capsys):
     assert (rows["2", "backward"]["largest"], rows["0", "backward"]["zeros"]) == (128.0, 0.25)
 
 
-def test_ranges_are_those_before_the_step_and_of_one_that_is_made(capsys):
+def test_ranges_are_those_before_the_step(capsys):
+    """They are shown for the fault and for the first step that is made."""
     amp.explain_overflows(json=True, ranges=True)
     train(lambda p: torch.optim.SGD(p, lr=1e3), "O2", 3, lambda: nn.Linear(4, 4), torch.full((1, 4), 1 / 8))
     told = lines(capsys.readouterr().err)

@@ -141,7 +141,7 @@ def test_nothing_is_kept_or_hooked_while_it_is_off():
     assert not y._backward_hooks
 
 
-def test_while_nothing_overflows_only_what_steps_wrote_is_looked_at():
+def test_without_overflow_only_steps_are_examined():
     """The ops of forwards, blocks and backward are those of a run without the autopsy; a step's come first."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -318,7 +318,9 @@ def test_what_a_forward_writes_into_its_batch_is_written_once(kind, level, capsy
 
 
 @pytest.mark.parametrize("empty", [list, dict, set])
-def test_what_a_forward_collects_in_an_argument_is_collected_once(empty, capsys):
+def test_running_again_does_not_append_to_arguments(empty, capsys):
+    """What a forward adds to a list, dict or set among its arguments is there once."""
+
     class Collects(nn.Linear):
         def forward(self, x, seen):
             if isinstance(seen, dict):
@@ -407,7 +409,8 @@ def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler's own
 @pytest.mark.parametrize("level", [pytest.param("O0", marks=pytest.mark.slow), "O1"])
-def test_a_compiled_model_is_said_to_be_one_that_cannot_be_run_again(capsys, level):
+def test_a_compiled_model_cannot_be_run_again(capsys, level):
+    """The message says how to start the script instead."""
     torch._dynamo.reset()
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

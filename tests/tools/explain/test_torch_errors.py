@@ -121,7 +121,8 @@ def shown(error):
     return "".join(traceback.format_exception(error))
 
 
-def test_an_error_that_leaves_a_forward_is_the_same_with_a_line_more():
+def test_an_error_of_a_forward_gets_one_more_line():
+    """Its type and its own text stay."""
     model, _ = attending()
     with pytest.raises(RuntimeError, match="without overflow") as raised:
         model(torch.ones(4, 4))
@@ -230,7 +231,8 @@ Outer()(torch.ones(4, 4))
 """
 
 
-def test_under_run_an_error_outside_of_models_has_its_cure_and_no_frame_of_ours(tmp_path, warm_python):
+def test_an_error_outside_models_has_its_cure(tmp_path, warm_python):
+    """The script runs under ``run``, and its traceback has no frame of ampcompat."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = ["-m", "ampcompat", "run", "--explain", "--receipt=r.txt", "script.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -37,7 +37,8 @@ def test_a_separator_in_a_line_moves_no_mark_and_no_region(separator, place):
         assert result.todos == plain.todos
 
 
-def test_the_difference_of_a_file_with_form_feeds_is_one_that_patch_takes(tmp_path):
+def test_the_diff_of_a_file_with_form_feeds(tmp_path):
+    """``patch`` can apply it."""
     (tmp_path / "a.py").write_text("x = 1\n\f\nfrom apex import amp\n")
     (change,) = migrate_tree(tmp_path)
     assert change.diff().splitlines(keepends=True)[3:] == [

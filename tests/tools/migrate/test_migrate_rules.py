@@ -153,7 +153,8 @@ def test_an_unknown_target_is_refused():
         migrate_source("", "jax")
 
 
-def test_a_look_into_the_state_is_marked_since_scalers_keep_other_keys():
+def test_reading_keys_of_the_state_is_marked():
+    """A GradScaler's state has other keys, so the line gets a note; saving the whole state is rewritten."""
     code = (
         LOOP.format(arguments="", more="", backward="", step="")
         + "print(amp.state_dict()['loss_scaler0']['loss_scale'])\ntorch.save(amp.state_dict(), 'x')\n"

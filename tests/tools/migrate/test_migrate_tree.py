@@ -35,7 +35,8 @@ def test_a_diff_by_default_and_nothing_is_written(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
-def test_write_keeps_line_ends_encoding_and_mode_and_is_idempotent(tmp_path, capsys, bom):
+def test_write_keeps_the_format_of_the_file(tmp_path, capsys, bom):
+    """Line ends, byte-order mark and permissions stay, and a second run changes nothing."""
     file = tmp_path / "a.py"
     file.write_bytes(bom + OLD)
     file.chmod(0o755)
@@ -77,7 +78,8 @@ def test_links_are_neither_read_nor_written(tmp_path, capsys):
     assert (inside / "link.py").is_symlink()
 
 
-def test_a_link_put_in_place_before_the_write_is_replaced_not_followed(tmp_path):
+def test_write_does_not_follow_a_new_link(tmp_path):
+    """A symbolic link that took the file's place after it was read is replaced."""
     outside, inside = tmp_path / "outside.py", tmp_path / "inside"
     inside.mkdir()
     outside.write_bytes(OLD)

@@ -90,7 +90,8 @@ def test_a_level_out_of_tolerance_makes_the_status_1(monkeypatch, capsys):
     assert main(["parity", "--opt-levels", "O2", "--rtol", "0.5", "--smooth", "2", SCRIPT]) == 0
 
 
-def test_a_crash_keeps_what_was_recorded_and_shows_the_end_of_the_output(monkeypatch, capsys, tmp_path):
+def test_a_crash_keeps_the_recorded_steps(monkeypatch, capsys, tmp_path):
+    """The command shows the end of the script's output."""
     crashed = run("O1", [1.0], "float16", ending="crashed", message="crashed after 1 of 2 steps: KeyError: 1")
     started = fake_runs(monkeypatch, O0=[1.0, 1.0], O1=crashed, O2=[1.0, 1.0])
     assert main(["parity", "--opt-levels", "O1,O2", "--out", str(tmp_path), SCRIPT]) == 1
@@ -121,7 +122,8 @@ def test_a_loss_that_is_not_finite_prints_the_next_command(monkeypatch, capsys):
     assert "next: " not in capsys.readouterr().out
 
 
-def test_a_level_that_skipped_is_compared_with_a_run_of_o0_that_skips_the_same(monkeypatch, capsys, tmp_path):
+def test_o0_runs_again_with_the_same_skips(monkeypatch, capsys, tmp_path):
+    """A level that skipped steps is compared with a run of O0 that skips them too."""
     skipping = run("O1", [2.0, 2.0, 1.0], "float16")
     skipping.steps[0] = dataclasses.replace(skipping.steps[0], skipped=True)
     same = run("O0", [2.0, 2.0, 1.0])

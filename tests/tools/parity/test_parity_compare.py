@@ -54,7 +54,8 @@ def test_largest_mean_and_first_beyond():
     assert (found.largest, found.mean, found.first_beyond) == (3.0, 0.9375, 2)
 
 
-def test_steps_without_a_loss_or_a_finite_reference_are_left_out():
+def test_steps_that_cannot_be_compared_are_left_out():
+    """They have no loss, or no finite reference."""
     found = compare([None, 1.0, 1.5], [1.0, NAN, 1.0, 1.0], Tolerance(1.0))
     assert found.by_step == [None, None, 0.5]
     assert (found.mean, found.first_beyond) == (0.5, None)
@@ -99,7 +100,8 @@ def test_a_run_that_stops_early_fails_however_well_it_went():
     assert verdicts(run("O0", [1.0, 1.0]), crashed)[1] == (False, crashed.message)
 
 
-def test_a_script_that_always_ends_by_itself_is_compared_as_far_as_it_goes():
+def test_a_script_that_ends_early_at_every_level():
+    """It is compared up to where it ends."""
     runs = [run(level, [1.0, 2.0], ending="ended", message="the script ended by itself") for level in ("O0", "O1")]
     assert verdicts(*runs) == [(True, "reference"), (True, "within tolerance")]
 
@@ -124,7 +126,8 @@ def test_without_a_reference_nothing_passes(reference):
     assert results[1][1] in ("nothing to compare with", "no loss to compare")
 
 
-def test_a_float32_run_that_breaks_by_itself_fails_and_is_told_from_the_others():
+def test_a_float32_run_that_breaks_fails():
+    """Its verdict says that precision is not the cause."""
     results = verdicts(run("O0", [1.0, NAN]), run("O1", [1.0, NAN]))
     assert results[0] == (False, "loss nan at step 2 in float32 itself: not for want of precision")
     assert results[1] == (True, "within tolerance")

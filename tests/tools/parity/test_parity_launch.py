@@ -87,13 +87,15 @@ def test_steps_are_kept_with_their_numbers(runs):
     assert all(step.loss and step.scale == 128.0 and step.grad_norm for step in runs["crashes"].steps)
 
 
-def test_the_level_is_that_of_the_command_line_and_the_script_is_not_edited(runs):
+def test_the_command_line_sets_the_level(runs):
+    """The script is not edited."""
     log = Path(runs["crashes"].log).read_text()
     assert "AMPCOMPAT_OPT_LEVEL=O2 overrides the script's opt_level='O1'." in log
     assert "half dtype is torch.float16" in log
 
 
-def test_the_traceback_of_a_crash_is_in_the_log_and_begins_at_the_script(runs):
+def test_the_log_has_the_traceback_of_a_crash(runs):
+    """It begins at the script."""
     log = Path(runs["crashes"].log).read_text()
     assert "KeyError: 'batch 2'" in log
     assert "ampcompat/tools/parity" not in log
@@ -121,7 +123,9 @@ def alive(process):
 
 
 @pytest.mark.usefixtures("warm_executable")
-def test_an_interrupt_keeps_what_was_recorded_and_ends_the_process(tmp_path, monkeypatch):
+def test_an_interrupt_keeps_the_recorded_steps(tmp_path, monkeypatch):
+    """The script's process ends."""
+
     def interrupt(step):
         raise KeyboardInterrupt
 

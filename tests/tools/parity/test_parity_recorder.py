@@ -152,7 +152,8 @@ def test_recording_changes_no_bit(level):
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
 
 
-def test_what_the_listener_raises_ends_the_script_after_the_step():
+def test_an_exception_of_the_listener_ends_the_script():
+    """The step was made."""
     model, optimizer = make("O2")
 
     def stop(step):

@@ -472,7 +472,8 @@ def test_mostly_float32_because_of_the_lists(monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["listed", "registered"])
-def test_mostly_float32_because_a_function_takes_its_widest_input(monkeypatch, how):
+def test_mostly_float32_because_of_the_widest_input(monkeypatch, how):
+    """A function that promotes gets one float32 argument."""
     from ampcompat._state import state
     from ampcompat.amp.lists import torch_overrides
 
@@ -813,7 +814,7 @@ def launched(monkeypatch, tmp_path, **changes):
         monkeypatch.setenv(name, value)
 
 
-def test_ranks_of_one_launch_share_a_folder_that_is_theirs_alone(monkeypatch, tmp_path):
+def test_ranks_of_one_launch_share_a_private_folder(monkeypatch, tmp_path):
     from ampcompat.tools.report import processes
 
     launched(monkeypatch, tmp_path)
@@ -835,7 +836,8 @@ def test_others_share_none(monkeypatch, tmp_path, name, value):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_another_user_could_have_put_there_is_not_used(monkeypatch, tmp_path):
+def test_a_symbolic_link_is_not_used_as_folder(monkeypatch, tmp_path):
+    """Another user could have put it in the folder's place."""
     from ampcompat.tools.report import processes
 
     launched(monkeypatch, tmp_path)

@@ -31,7 +31,8 @@ def train(model, optimizer, factors):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_record_follows_each_step_with_the_scale_that_the_next_loss_has(level):
+def test_each_step_has_a_record(level):
+    """Its scale is that of the next loss."""
     seen = []
     amp.on_step(seen.append)
     model, optimizer = build(level)
@@ -53,7 +54,7 @@ def test_static_scales(level, scale):
     assert [(one.step, one.scale, one.skipped) for one in seen] == [(1, scale, False), (2, scale, False)]
 
 
-def test_the_scale_grows_in_the_record_of_the_step_that_makes_it_grow():
+def test_a_growth_is_in_the_record_of_its_step():
     model, optimizer = build()
     amp._amp_state.loss_scalers[0]._scale_seq_len = 2
     seen = []
@@ -94,7 +95,8 @@ def test_gradients_that_are_unscaled_by_the_step_itself():
     assert seen == [StepRecord(1, 0, 2.0**16, False, 1)]
 
 
-def test_steps_count_over_all_optimizers_and_one_without_a_block_gives_no_record():
+def test_steps_are_counted_over_all_optimizers():
+    """A step without a block is counted and gives no record."""
     torch.manual_seed(0)
     models = [torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
@@ -176,7 +178,9 @@ def test_a_reset_ends_all():
     assert state.observers == []
 
 
-def test_what_a_callback_raises_comes_out_of_the_step_which_was_made():
+def test_step_raises_what_a_callback_raises():
+    """The step was made."""
+
     def fail(record):
         raise KeyError(record.step)
 
@@ -232,7 +236,8 @@ class SlowCopy(_torch.HostCopy):
         return super().read()
 
 
-def test_numbers_that_have_not_arrived_are_handed_over_by_a_later_step_in_order(monkeypatch):
+def test_late_numbers_come_with_a_later_step(monkeypatch):
+    """Numbers that have not arrived on the host are handed over in order, without waiting for the device."""
     monkeypatch.setattr(_torch, "HostCopy", SlowCopy)
     monkeypatch.setattr(SlowCopy, "there", False)
     monkeypatch.setattr(SlowCopy, "waited", 0)

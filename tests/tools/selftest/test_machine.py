@@ -153,7 +153,8 @@ def few(monkeypatch):
     monkeypatch.setenv("AMPCOMPAT_OPT_LEVEL", "O0")
 
 
-def test_each_outcome_has_a_row_and_the_environments_settings_are_put_aside(few):
+def test_each_outcome_has_a_row(few):
+    """The checks run without the environment variables that set levels, which are restored afterwards."""
     rows = [(row.device, row.check, row.level, row.result, row.remark) for row in run(["cpu"])]
     assert rows == [
         ("cpu", "passes", "O1", "ok", "cpu at O1"),
