@@ -102,10 +102,10 @@ class Places(TorchFunctionMode):
 
     def _applied(self) -> Callable[..., object]:
         """Make what ``autograd.Function.apply`` is meanwhile: torch shows it to no function mode."""
-        original = vars(torch.autograd.Function)["apply"].__func__
+        original = vars(torch.autograd.Function)["apply"]  # a classmethod, of Python or (torch 2.15) of C
 
         def apply(cls: type, *args: object, **kwargs: object) -> object:
-            result = original(cls, *args, **kwargs)
+            result = original.__get__(None, cls)(*args, **kwargs)
             for out in result if isinstance(result, tuple) else (result,):
                 node: Any = out.grad_fn if isinstance(out, torch.Tensor) else None
                 if node is not None:
