@@ -51,6 +51,7 @@ from ampcompat._torch.compiler import (
     eager_itself,
     forget_compiled_graphs,
     in_fake_mode,
+    keep_torch_functions_traceable,
     run_uncompiled,
     run_untraced,
     setting,

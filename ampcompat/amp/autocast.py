@@ -269,6 +269,7 @@ def cover(device_types: Iterable[str]) -> None:
     room = state.casts
     if room.patches is None:
         with ExitStack() as undo:
+            _torch.keep_torch_functions_traceable(undo)
             _torch.patch_engine(_engine, undo)
             _torch.patch_function_bodies(_record_forward, _body, undo)
             _torch.patch_autocast_regions(_region, undo)

@@ -355,6 +355,7 @@ def acquire(device_types: Iterable[str]) -> None:
         if not plans:
             return
         if not rules.plans:
+            _torch.keep_torch_functions_traceable(undo)
             _wrap_functions(table, undo)
             state.undo_once(release)
         # torch compiles our casts into its graphs but does not know them: a graph from before the rules, or from a
@@ -391,6 +392,7 @@ def wrap_registered() -> None:
     """Wrap everything registered, once, until ``state.casts.functions`` is closed; the registrations stay."""
     undo = state.casts.functions
     undo.close()
+    _torch.keep_torch_functions_traceable(undo)
     for module, name, rule in state.functions.values():
         own = getattr(module, "__dict__", {}).get(name)  # a static method must not turn into a method
         target = own if isinstance(own, staticmethod) else getattr(module, name)
