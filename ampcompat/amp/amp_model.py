@@ -24,6 +24,7 @@ from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.autocast import OFF, Casts, cover, is_decided, set_ambient, switched, uncast
+from ampcompat.amp.half_weights import half_weights
 from ampcompat.amp.masters import follow_replacements, masters_of, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.trees import cast_tree, tensors_in
@@ -159,7 +160,8 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
     if state.observers:
         notify("on_failure", error)
     for module in model.modules() if isinstance(error, RuntimeError) else ():
-        half, _ = module.__dict__.get("_amp_half", (None, None))
+        record = half_weights(module)
+        half = None if record is None else record.dtype
         held = [(name, t) for name, t in module._parameters.items() if t is not None and t.is_floating_point()]
         name, tensor = next(((name, t) for name, t in held if half not in (None, t.dtype)), ("", None))
         if tensor is not None:  # given by functional_call

@@ -242,7 +242,15 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
         follow_replacements(parts, trained)
         wide, norms = set().union(*map(torch.nn.Module.modules, kept)), bool(options["keep_batchnorm_fp32"])
         dtype = options["cast_model_type"] or None
-        cast_weights(parts, dtype, undo, wide, norms, trained if policy.master_weights else None)
+        cast_weights(
+            parts,
+            dtype,
+            undo,
+            keep_fp32=wide,
+            keep_batchnorm_fp32=norms,
+            has_masters=policy.master_weights,
+            trained=trained if policy.master_weights else (),
+        )
         border = BorderPolicy(policy.opt_level, OFF, torch.float32, policy.half, None, False)
         for part in parts.keys() - modules:
             before = part.__dict__.get("_amp_policy")

@@ -1,8 +1,8 @@
 """Float32 masters of half tensors, and the invariant that ties the two: ``half == value.to(half.dtype)``, bitwise.
 
-A master belongs to the model's tensor. Its module holds it (``module.__dict__["_amp_masters"]``), so that deepcopy and
-pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 side. The life of a
-master, as a table of what each event does to its two sides:
+A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.amp.half_weights.HalfWeights`), so that
+deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 side.
+The life of a master, as a table of what each event does to its two sides:
 
 =========================================  ==================================  =======================================
 event                                      half (the model's tensor)           value (the float32 master)
@@ -49,6 +49,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
+from ampcompat.amp.half_weights import HalfWeights, ensure_half_weights, half_weights, masters_by_name
 
 #: Comparisons by value of a new master, and steps after each of which there are two more (WGAN clips after a step).
 EARLY_ROUNDS, EARLY_STEPS = 4, 3
@@ -347,7 +348,7 @@ def masters_of(model: torch.nn.Module) -> list[Master]:
 
 def _module_registered(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
     """Look masters of models up again when a module with masters moves into another (``a[0] = b[0]``)."""
-    if module is not None and any("_amp_masters" in part.__dict__ for part in module.modules()):
+    if module is not None and any(masters_by_name(part) for part in module.modules()):
         state.masters.generation += 1
 
 
@@ -355,7 +356,7 @@ def masters_in(modules: Iterable[torch.nn.Module]) -> list[Master]:
     """Every master of ``modules``' own tensors, each once."""
     unique: dict[int, Master] = {}
     for module in modules:
-        for name, master in module.__dict__.get("_amp_masters", {}).items():
+        for name, master in masters_by_name(module).items():
             unique[id(master)] = master
             master.move_in(module, name)  # those of a copied or unpickled model have no homes yet
     return list(unique.values())
@@ -370,8 +371,8 @@ def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 # -- own ---------------------------------------------------------------------------------------------------------------
 def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
     """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
-    held: dict[str, Master] = module.__dict__.setdefault("_amp_masters", {})
     half: Any = module._parameters.get(name, module._buffers.get(name))
+    held = _record_with_masters(module, half.dtype).masters
     if name in held and held[name].half is not half:
         held[name].move_in(module, name)
         _follow_replacement(held[name])
@@ -383,21 +384,27 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
     return held[name]
 
 
+def _record_with_masters(module: torch.nn.Module, dtype: torch.dtype) -> HalfWeights:
+    """Return the record of ``module``; a new one, of ``dtype``, where amp did not cast the module itself."""
+    record = half_weights(module)
+    return ensure_half_weights(module, dtype, has_masters=True) if record is None else record
+
+
 def drop_master(master: Master) -> None:
     """Forget ``master``; its half tensor stays."""
     for home in master.homes:
         module = home.module()
         if module is not None:
-            module.__dict__.get("_amp_masters", {}).pop(home.name, None)
+            masters_by_name(module).pop(home.name, None)
     master.retire()
     state.masters.generation += 1
 
 
 def set_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
-    """Make ``held`` the masters of ``module``'s own tensors; none where they are float32 again."""
-    module.__dict__.pop("_amp_masters", None)
-    if held:
-        module.__dict__["_amp_masters"] = dict(held)
+    """Make ``held`` the masters of ``module``'s own tensors."""
+    record = half_weights(module)
+    if record is not None:
+        record.masters = dict(held)
     state.masters.generation += 1
 
 
@@ -528,7 +535,7 @@ def _follow_buffer(master: Master, now: torch.Tensor, homes: list[Home], is_held
         return
     for home in homes:
         module: Any = home.module()
-        module.__dict__["_amp_masters"].pop(home.name)
+        masters_by_name(module).pop(home.name)
     master.homes = [home for home in master.homes if home not in homes]
     state.masters.generation += 1
 
@@ -573,7 +580,7 @@ def _move_homes(master: Master, homes: list[Home], other: Master) -> None:
     """Make ``homes`` of ``master`` homes of ``other``."""
     for home in homes:
         module: Any = home.module()
-        module.__dict__.setdefault("_amp_masters", {})[home.name] = other
+        _record_with_masters(module, other.dtype).masters[home.name] = other
         other.move_in(module, home.name)
     master.homes = [home for home in master.homes if home not in homes]
     state.masters.generation += 1
@@ -607,7 +614,7 @@ def rebind(master: Master, now: torch.Tensor) -> None:
         if module is None or home.held is None:
             continue
         home.tensors[home.name] = now
-        held = module.__dict__.setdefault("_amp_masters", {})
+        held = _record_with_masters(module, master.dtype).masters
         if held.get(home.name) is not master:
             held[home.name] = master
             state.masters.generation += 1

@@ -19,6 +19,7 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import warn_or_err
+from ampcompat.amp.half_weights import half_weights
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -277,8 +278,9 @@ def _refuse_unfit_weights(module: torch.nn.Module, casts_weights: bool) -> None:
         if is_plain and param.dtype not in refused_dtypes:  # nearly always
             continue
         shown = f"parameter {name!r} of a {type(module).__name__}"
-        cast_by_earlier_call = module.__dict__.get("_amp_half", (None,))[0]
-        is_half_already = param.dtype in refused_dtypes and param.dtype != cast_by_earlier_call
+        record = half_weights(module)
+        cast_by_earlier_call = record is not None and record.dtype == param.dtype
+        is_half_already = param.dtype in refused_dtypes and not cast_by_earlier_call
         trouble = _trouble_with(param, shown, casts_weights, is_half_already)
         if trouble is not None:
             raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble}")

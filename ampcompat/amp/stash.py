@@ -22,7 +22,7 @@ from ampcompat.amp.masters import Master, drop_cleared_gradients, ensure_master,
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import MANY, LossScaler
 from ampcompat.amp.session import Session
-from ampcompat.amp.weights import hook
+from ampcompat.amp.weights import hook, is_hooked
 
 
 class Gradients(Enum):
@@ -302,7 +302,7 @@ def _held_for(param: torch.Tensor, session: Session | None) -> tuple[torch.Tenso
         return param, master
     homes = _homes_of(param) if master is None else []
     for module, _ in homes:
-        if "_amp_half" not in module.__dict__:  # of a module that was added after initialize
+        if not is_hooked(module):  # it was added after initialize
             hook(module, param.dtype, masters)
     if not masters:
         return param, master

@@ -17,6 +17,7 @@ ROOT: Final = Path(__file__).parents[2]
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
+    ("half_weights",),
     ("lists", "trees", "observers", "masters", "_amp_state"),
     ("_initialize", "utils", "properties", "scaler"),
     ("refusals",),
