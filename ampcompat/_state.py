@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from ampcompat._types import Optimizer
-    from ampcompat.amp.autocast import Casts, Saved
+    from ampcompat.amp.casts import Casts, Saved
     from ampcompat.amp.masters import Master
     from ampcompat.amp.rules import Plan, Rule
     from ampcompat.amp.session import Session
@@ -48,7 +48,7 @@ class CastState:
         ambient: The casts of the latest ``initialize``; None where it casts nothing.
         device_types: Where they hold: the device types of initialized models.
         owner: The thread that they hold in, the one that called ``initialize`` last.
-        found: Autocast's state before the first change, for undo; None while nobody casts.
+        original: Autocast's state before the first change, for undo; None while no policy casts functions.
         patches: Undo of the patches that casting needs; None while they are not installed.
         functions: Undo of the wrappers around functions that users registered.
         cpu_convolution: Undo of the CPU's own half convolutions; None while torch's are in force.
@@ -58,7 +58,7 @@ class CastState:
     ambient: Casts | None = None
     device_types: tuple[str, ...] = ()
     owner: int = 0
-    found: Saved | None = None
+    original: Saved | None = None
     patches: ExitStack | None = None
     functions: ExitStack = field(default_factory=ExitStack)
     cpu_convolution: ExitStack | None = None

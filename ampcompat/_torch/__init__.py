@@ -78,7 +78,7 @@ from ampcompat._torch.dispatcher import (
     overloads_of,
     register_kernels,
 )
-from ampcompat._torch.errors import add_note, cure_of, note_cure, raised_in
+from ampcompat._torch.errors import add_note
 from ampcompat._torch.host_memory import keep_freed_memory
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
@@ -89,7 +89,6 @@ from ampcompat._torch.modules import (
     has_storage,
     have_bits,
     in_functional_call,
-    inner_optimizers,
     is_parametrized,
     is_sharded,
     is_uninitialized,

@@ -69,6 +69,7 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp import misuse
 from ampcompat.amp.autocast import assert_ambience
+from ampcompat.amp.cures import note_cure
 from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.masters import Master, drop_cleared_gradients
 from ampcompat.amp.observers import notify
@@ -235,7 +236,7 @@ class Block:
             if isinstance(error, Exception):
                 if state.observers:
                     notify("on_failure", error)
-                _torch.note_cure(error)
+                note_cure(error)
             return
         if self.plain:
             for optimizer in self.optimizers:

@@ -39,7 +39,7 @@ def half_weights(module: torch.nn.Module) -> HalfWeights | None:
 
 def ensure_half_weights(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> HalfWeights:
     """Return the record of ``module``, made if missing, and set to ``dtype`` and ``has_masters``."""
-    record = half_weights(module)
+    record: HalfWeights | None = module.__dict__.get(ATTRIBUTE)
     if record is None:
         record = module.__dict__[ATTRIBUTE] = HalfWeights(dtype, has_masters)
     record.dtype = dtype
@@ -57,5 +57,5 @@ def drop_half_weights(module: torch.nn.Module) -> None:
 
 def masters_by_name(module: torch.nn.Module) -> dict[str, Master]:
     """Return the masters of ``module``'s own tensors; an empty dict where there are none."""
-    record = half_weights(module)
+    record: HalfWeights | None = module.__dict__.get(ATTRIBUTE)
     return {} if record is None else record.masters

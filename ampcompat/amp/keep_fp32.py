@@ -19,6 +19,7 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import amp_model
 from ampcompat.amp.amp_model import Args, Forward, Kwargs, ModelPolicy
+from ampcompat.amp.casts import casts_off
 from ampcompat.amp.masters import own_tensors
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.trees import cast_tree, tensors_in
@@ -39,7 +40,7 @@ class BorderPolicy(ModelPolicy):
         tensors = tensors or list(model.parameters())
         device_type = tensors[0].device.type if tensors else "cpu"
         if torch.is_autocast_enabled(device_type):
-            with torch.autocast(device_type, enabled=False):
+            with casts_off(device_type):
                 output = forward(*args, **kwargs)
         else:
             output = forward(*args, **kwargs)

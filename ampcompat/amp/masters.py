@@ -49,7 +49,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.half_weights import HalfWeights, ensure_half_weights, half_weights, masters_by_name
+from ampcompat.amp.half_weights import ensure_half_weights, half_weights, masters_by_name
 
 #: Comparisons by value of a new master, and steps after each of which there are two more (WGAN clips after a step).
 EARLY_ROUNDS, EARLY_STEPS = 4, 3
@@ -372,7 +372,8 @@ def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
     """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
     half: Any = module._parameters.get(name, module._buffers.get(name))
-    held = _record_with_masters(module, half.dtype).masters
+    record = half_weights(module) or ensure_half_weights(module, half.dtype, has_masters=True)
+    held = record.masters
     if name in held and held[name].half is not half:
         held[name].move_in(module, name)
         _follow_replacement(held[name])
@@ -382,12 +383,6 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
         state.masters.generation += 1
     held[name].move_in(module, name)
     return held[name]
-
-
-def _record_with_masters(module: torch.nn.Module, dtype: torch.dtype) -> HalfWeights:
-    """Return the record of ``module``; a new one, of ``dtype``, where amp did not cast the module itself."""
-    record = half_weights(module)
-    return ensure_half_weights(module, dtype, has_masters=True) if record is None else record
 
 
 def drop_master(master: Master) -> None:
@@ -580,7 +575,8 @@ def _move_homes(master: Master, homes: list[Home], other: Master) -> None:
     """Make ``homes`` of ``master`` homes of ``other``."""
     for home in homes:
         module: Any = home.module()
-        _record_with_masters(module, other.dtype).masters[home.name] = other
+        record = half_weights(module) or ensure_half_weights(module, other.dtype, has_masters=True)
+        record.masters[home.name] = other
         other.move_in(module, home.name)
     master.homes = [home for home in master.homes if home not in homes]
     state.masters.generation += 1
@@ -614,7 +610,8 @@ def rebind(master: Master, now: torch.Tensor) -> None:
         if module is None or home.held is None:
             continue
         home.tensors[home.name] = now
-        held = _record_with_masters(module, master.dtype).masters
+        record = half_weights(module) or ensure_half_weights(module, master.dtype, has_masters=True)
+        held = record.masters
         if held.get(home.name) is not master:
             held[home.name] = master
             state.masters.generation += 1

@@ -24,8 +24,9 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp import block, misuse, nested
-from ampcompat.amp.autocast import Saved, restored, save, uncast
+from ampcompat.amp.casts import CastsOff, Saved, restored, save
 from ampcompat.amp.masters import drop_cleared_gradients, follow_replacements, give_up_half, master_of, push, reconcile
+from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
@@ -54,7 +55,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
         optimizer._amp_wrapped = True
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
             original = getattr(optimizer, name)
-            if name == "step" and _torch.inner_optimizers(optimizer):
+            if name == "step" and inner_optimizers(optimizer):
                 original = nested.wrap_steps(optimizer, original, _step)
             setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
 
@@ -77,7 +78,7 @@ def detach(optimizer: Optimizer) -> None:
 
 def remember(optimizer: Optimizer, undo: ExitStack) -> None:
     """Have ``undo`` put ``optimizer`` back as it is now."""
-    for one in (optimizer, *_torch.inner_optimizers(optimizer)):
+    for one in (optimizer, *inner_optimizers(optimizer)):
         for group in one.param_groups:
             undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
         undo.callback(one.state.update, dict(one.state))
@@ -125,10 +126,10 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
     casts = state.casts
     if closure is not None:
         outside = save(casts.device_types)
-        with uncast():
+        with CastsOff():
             return _step_with_closure(optimizer, original, closure, outside, **kwargs)
-    casting = casts.found is not None or any(map(torch.is_autocast_enabled, casts.device_types))
-    with uncast() if casting else nullcontext():
+    casting = casts.original is not None or any(map(torch.is_autocast_enabled, casts.device_types))
+    with CastsOff() if casting else nullcontext():
         scaled = stash.overflows or stash.earlier_overflows or stash.reports or len(state.optimizers.pending)
         if stash.gradients is Gradients.UNSCALED and not (scaled or stash.masters):
             result = original(**kwargs)  # fast path: scale one, no masters

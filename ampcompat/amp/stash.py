@@ -19,6 +19,7 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, drop_cleared_gradients, ensure_master, master_of, reconcile
+from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import MANY, LossScaler
 from ampcompat.amp.session import Session
@@ -258,7 +259,7 @@ def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> list[
     steps = stepper(optimizer)
     if steps is not optimizer:  # a ZeroRedundancyOptimizer
         _torch.separate_inner_groups(optimizer)
-    states = [one.state for one in (optimizer, *_torch.inner_optimizers(optimizer))]
+    states = [one.state for one in (optimizer, *inner_optimizers(optimizer))]
     masters: dict[Master, None] = {}
     for group in steps.param_groups:
         params = group["params"]
@@ -276,7 +277,7 @@ def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> list[
 
 def match_state(optimizer: Optimizer) -> None:
     """Give state from before ``initialize`` the dtype of its param, where torch's own ``load_state_dict`` does so."""
-    for one in (optimizer, *_torch.inner_optimizers(optimizer)):
+    for one in (optimizer, *inner_optimizers(optimizer)):
         if getattr(type(one), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
             continue
         for param, held in list(one.state.items()):
@@ -298,7 +299,7 @@ def _held_for(param: torch.Tensor, session: Session | None) -> tuple[torch.Tenso
     if master is not None and master.value is param:
         # An earlier call's master may be of a weight that is float32 again.
         return (param if masters and master.half.dtype != torch.float32 else master.half), master
-    if session is None or param.dtype not in HALF_DTYPES or (master is None and session.policy.half is None):
+    if session is None or param.dtype not in HALF_DTYPES or (master is None and session.policy.half_dtype is None):
         return param, master
     homes = _homes_of(param) if master is None else []
     for module, _ in homes:

@@ -187,7 +187,7 @@ class _ModuleBefore:
         self.module = module
         self.dtype = None if record is None else record.dtype
         self.has_masters = record is not None and record.has_masters
-        self.masters: dict[str, Master] = dict(masters_by_name(module))
+        self.masters: dict[str, Master] = {} if record is None else dict(record.masters)
         self.tensors: list[_TensorBefore] = []
 
     def note(self, tensor: torch.Tensor, master: Master | None) -> None:

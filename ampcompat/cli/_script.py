@@ -133,10 +133,10 @@ def _explained(error: BaseException, trace: TracebackType | None) -> TracebackTy
     """Note on ``error`` what cures it, if amp ran and provoked it; its ``trace`` from the user's line to torch's."""
     if "ampcompat.amp" not in sys.modules or not isinstance(error, Exception):
         return trace
-    from ampcompat import _torch
     from ampcompat._state import state
+    from ampcompat.amp.cures import note_cure
     from ampcompat.tools.explain.frames import hide_tools
 
     if state.session is not None and state.session.enabled:
-        _torch.note_cure(error)
+        note_cure(error)
     return hide_tools(trace, all_of_ours=True)

@@ -7,7 +7,7 @@ import torch
 
 from ampcompat import _torch, amp
 from ampcompat.amp import block
-from ampcompat.amp.autocast import save
+from ampcompat.amp.casts import save
 from ampcompat.amp.masters import masters_of
 from ampcompat.optimizers import FusedAdam, FusedSGD
 

@@ -18,7 +18,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
     ("half_weights",),
-    ("lists", "trees", "observers", "masters", "_amp_state"),
+    ("lists", "trees", "observers", "casts", "cures", "masters", "_amp_state"),
     ("_initialize", "utils", "properties", "scaler"),
     ("refusals",),
     ("rules",),
