@@ -1,6 +1,6 @@
 """Every private torch call and every version check of the project.
 
-When a new torch breaks something, this is the place to mend.
+A change of torch that breaks something is to be fixed here.
 """
 
 from ampcompat._torch.arithmetic import (

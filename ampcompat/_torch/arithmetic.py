@@ -28,7 +28,7 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-# The lists of one call are on one device, of one dtype, and laid out alike: the fused kernels walk raw memory and, on
+# The lists of one call are on one device, of one dtype, and laid out alike: the fused kernels read raw memory and, on
 # 2.4 and 2.13, silently mix up elements when the strides of a param and its gradient differ.
 
 foreach_add = torch._foreach_add
@@ -143,7 +143,7 @@ def host_value(number: torch.Tensor) -> float | None:
 def found_inf_and_scale(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return what ``scaler`` knows of the gradients of ``optimizer``, for a ``step`` that takes a ``grad_scaler``.
+    """Return what ``scaler`` has found in the gradients of ``optimizer``, for a ``step`` that takes a ``grad_scaler``.
 
     Returns:
         The overflow flag (0-dim float32, not 0 after an overflow) and the scale that the gradients still have, None

@@ -116,7 +116,7 @@ def keep_torch_functions_traceable(undo: ExitStack) -> None:
         undo: Its callbacks must run after those that put the functions back, so pass it before they are on it.
     """
     tables = _function_tables()
-    if not tables:  # the compiler is imported later, perhaps, and makes its tables of replacements
+    if not tables:  # the compiler may be imported later, and make its tables of replacements
         undo.callback(_drop_function_tables)
     for table in tables:
         table()

@@ -76,7 +76,9 @@ def autocast_key(device_type: str) -> str | None:
     """The dispatch key of autocast on ``device_type``; None where this torch has none."""
     private = torch._C._get_privateuse1_backend_name()
     key = "AutocastPrivateUse1" if device_type == private else _AUTOCAST_KEYS.get(device_type)
-    return key if key is not None and hasattr(torch._C.DispatchKey, key) else None
+    if key is None or not hasattr(torch._C.DispatchKey, key):
+        return None
+    return key
 
 
 def autocast_device_types() -> list[str]:

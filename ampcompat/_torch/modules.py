@@ -162,7 +162,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def owns_memory_alone(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
-    """Whether ``tensor`` is all of its memory, and nobody else holds that: no view, array, file or other process.
+    """Whether ``tensor`` is all of its memory, and nothing else holds that: no view, array, file or other process.
 
     Not seen are raw pointers, and processes that were sent a tensor on a GPU. ``fresh`` is a tensor on the CPU that the
     caller made, to count what versions of torch and tracers hold of any.

@@ -69,7 +69,8 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
             " amp.initialize returned."
         )
     sharded: dict[int, torch.Tensor] = {}  # other optimizers' groups hold masters
-    if (stash := getattr(optimizer, "_amp_stash", None)) is not None:
+    stash = getattr(optimizer, "_amp_stash", None)
+    if stash is not None:
         stash.hand_out_masters(optimizer)
         sharded = {id(master.half): master.value for master in stash.masters}
     return (sharded.get(id(param), param) for group in optimizer.param_groups for param in group["params"])

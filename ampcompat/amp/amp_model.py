@@ -384,8 +384,8 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return a plain copy of ``model``: its own class, float32 weights, nothing of amp left on it.
 
     For export (``torch.export``, ``torch.fx``, ``torch.jit``, ONNX), for saving a whole model that loads where
-    ampcompat is not installed, and for evaluation in float32. ``model`` itself is not changed and goes on training.
-    apex had no such call.
+    ampcompat is not installed, and for evaluation in float32. ``model`` itself is not changed; you can continue to
+    train it. apex had no such call.
 
     Args:
         model: A model given to ``amp.initialize``, or any module around or inside one. DDP, DataParallel and
@@ -401,8 +401,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"amp.unwrap got {type(model).__name__} - it takes a model - pass the module.")
-    while _torch.parallel_wrapper(model := _torch.uncompiled(model)):
-        model = model.get_submodule("module")
+    model = _torch.uncompiled(model)
+    while _torch.parallel_wrapper(model):
+        model = _torch.uncompiled(model.get_submodule("module"))
     policies = [module.__dict__.get("_amp_policy") for module in model.modules()]
     with torch.inference_mode(False):
         plain = copy.deepcopy(model, {id(policy): policy for policy in policies})  # which print no note then

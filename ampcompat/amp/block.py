@@ -124,7 +124,7 @@ def scale_loss(
     accumulated; overflow is noted and the scale moves; the step after an overflow is skipped.
 
     When the block raises, unscaled gradients are as at its entry. Scaled ones of ``delay_unscale`` or of DDP's
-    ``no_sync`` are lost with those of the failed backward pass, and a warning says so. Where the scale is 1 for ever,
+    ``no_sync`` are lost with those of the failed backward pass, and a warning says so. Where the scale is always 1,
     and there are no masters, what the failed pass has added stays, as in plain torch.
     """
     found, owner = _find(optimizers)
@@ -159,7 +159,7 @@ class Block:
     """One ``scale_loss`` block: idle, then open, then done."""
 
     entered = False
-    scale: torch.Tensor | None = None  # what the loss was multiplied by; None: by one, for ever
+    scale: torch.Tensor | None = None  # what the loss was multiplied by; None: always by one
     used: list[bool] | None = None  # empty until the scaled loss is backpropagated; None: not watched
 
     def __init__(
@@ -204,7 +204,7 @@ class Block:
             _abandon_dropped()
         if state.observers:
             notify("on_scale_loss", loss, scaler, self.optimizers)
-        if self.plain:  # scale one for ever, and no masters: nothing to unscale
+        if self.plain:  # scale always one, and no masters: nothing to unscale
             return loss.float()
         if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
             refuse_pending(self.optimizers, self.delay)

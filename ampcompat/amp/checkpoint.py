@@ -41,7 +41,7 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
     """Restore what :func:`state_dict` saved, here or under apex (``apex/amp/frontend.py: load_state_dict``).
 
     Before ``initialize`` it is kept for the next call; under apex ``initialize`` had to come first. A
-    ``GradScaler.state_dict()`` goes into the first scaler; the way back is
+    ``GradScaler.state_dict()`` goes into the first scaler; the inverse is
     ``GradScaler.load_state_dict(amp._amp_state.loss_scalers[0].state_dict())``. Prints what was restored.
 
     Args:
@@ -72,7 +72,7 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
                 "Error(s) in loading state_dict. Unexpected key(s) in state_dict: "
                 + ", ".join(f'"{key}"' for key in unknown)
                 + " - the keys are loss_scaler0, loss_scaler1, ... - pass what amp.state_dict() returned"
-                + (f", which lies here under {inside!r}." if inside else ".")
+                + (f", which is here under {inside!r}." if inside else ".")
             )
         entries = [_entry(name, state_dict[name]) for name in names]
     session = state.session

@@ -202,13 +202,13 @@ def _check_objects(models: object, optimizers: object, keep_fp32: object, option
 def _models_under_amp(models: object) -> Modules:
     """Return the modules in ``models``, and inside of them, that an earlier call has put under amp, each once."""
     given = models if isinstance(models, (list, tuple)) else [models]
-    found: dict[torch.nn.Module, None] = {}
+    under_amp: dict[torch.nn.Module, None] = {}
     for model in given:
         if isinstance(model, torch.nn.Module):
             for module in _torch.uncompiled(model).modules():
                 if module in state.models.live:
-                    found[module] = None
-    return list(found)
+                    under_amp[module] = None
+    return list(under_amp)
 
 
 def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolicy) -> None:

@@ -41,7 +41,8 @@ def ensure_half_weights(module: torch.nn.Module, dtype: torch.dtype, has_masters
     """Return the record of ``module``, made if missing, and set to ``dtype`` and ``has_masters``."""
     record: HalfWeights | None = module.__dict__.get(ATTRIBUTE)
     if record is None:
-        record = module.__dict__[ATTRIBUTE] = HalfWeights(dtype, has_masters)
+        record = HalfWeights(dtype, has_masters)
+        module.__dict__[ATTRIBUTE] = record
     record.dtype = dtype
     record.has_masters = has_masters
     return record

@@ -29,8 +29,8 @@ deepcopy, pickle                           copied                              c
 
 "Has its own" and "is the other's" speak of masters: what plain torch would train is trained, in the group that was
 asked for. "Elements that differ" are those where ``value`` does not round to what ``half`` holds: every element that
-nobody else wrote keeps its low bits. Writers are found by version counters and data pointers. Writes past both
-(``p.data.clamp_()``, collectives on ``p.data``) are found by comparing values: in the first rounds and steps of a
+was not written by other code keeps its low bits. Writers are found by version counters and data pointers. Writes past
+both (``p.data.clamp_()``, collectives on ``p.data``) are found by comparing values: in the first rounds and steps of a
 master's life, from then on wherever they were seen once, and whenever a master is saved or copied.
 """
 
@@ -93,7 +93,7 @@ class Master:
         folded: The gradient of ``half`` whose unscaled values are in ``value.grad``, and its version then.
         rounds: Comparisons by value that are left; infinite once a write past the version counters was seen.
         watch: What these need; None where there will be none any more.
-        handed_out: Copy of ``half`` at the time when ``value`` was handed out, to be written perhaps.
+        handed_out: Copy of ``half`` at the time when ``value`` was handed out, which may then be written.
         before_writes: ``value`` before others wrote ``half``, until the next step.
 
     A master starts from ``value``, or from ``half``; ``adopt`` makes ``value`` itself the master, without a copy.
@@ -209,7 +209,7 @@ class Master:
             self._always_compare()
         written = counted or (half_moved and self.is_param)
         if compare and self.is_param and not (written or traced):
-            written = self._sides_differ()  # the master that was handed out, perhaps
+            written = self._sides_differ()  # of the master that was handed out
         self._take(self.half, kept=unmoved, remember=half_moved and not stepping)
         self._round_into_half(counted)
         return written
@@ -423,7 +423,7 @@ def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
 
 # -- parameters that are replaced --------------------------------------------------------------------------------------
 def follow_replacements(modules: Iterable[torch.nn.Module], trained: Collection[int] = ()) -> None:
-    """Heed tensors that were put in the place of half ones of ``modules`` now, not at their next forward.
+    """Follow replacements of half tensors of ``modules`` now, not at their next forward.
 
     Args:
         modules: Modules under amp, or not.
@@ -434,7 +434,7 @@ def follow_replacements(modules: Iterable[torch.nn.Module], trained: Collection[
 
 
 def _follow_replacement(master: Master, trained: Collection[int] = ()) -> None:
-    """Heed what was put in the place of ``half`` (``module.weight = nn.Parameter(...)``).
+    """Follow a replacement of ``half`` (``module.weight = nn.Parameter(...)``).
 
     A parameter that replaces ``half`` in all of its homes takes its place under the master, so that it is trained on.
     It has a master of its own where that is not what was meant: another home still holds ``half`` (the weight was
@@ -485,7 +485,7 @@ def _follow_parameter(
     warn_once(
         f"replaced {where}",
         f"Parameter {where} was replaced after amp.initialize - the optimizer holds the master of the old one - the"
-        " master takes the new values and goes on training them (D15).",
+        " master takes the new values and continues to train them (D15).",
     )
     _take_over(master, now, homes)
 
@@ -591,7 +591,7 @@ def _take_over(master: Master, now: torch.Tensor, homes: list[Home]) -> None:
     drop_cleared_gradients([master])  # in the old one, which is not looked at any more
     _recast(now, master.dtype)
     with torch.no_grad():
-        if exact.dtype == master.dtype:  # perhaps a copy of the old one, on another device: keep the low bits
+        if exact.dtype == master.dtype:  # it may be a copy of the old one, on another device: keep the low bits
             master._take(exact.to(master.value.device))
         else:
             master.value.copy_(exact)
@@ -642,7 +642,7 @@ def sync_masters(model: torch.nn.Module) -> int:
     """Take what the model's half weights hold into their float32 masters, comparing by value.
 
     Needed only after a write that moves neither a version counter nor the data pointer: ``p.data.copy_()``,
-    ``dist.broadcast(p.data)``. Elements that nobody wrote keep their master's low bits. apex had no such
+    ``dist.broadcast(p.data)``. Elements that were not written keep their master's low bits. apex had no such
     call: its masters kept their own values, and the write was lost at the next step.
 
     Args:
@@ -666,7 +666,7 @@ def drop_cleared_gradients(masters: list[Master]) -> bool:
     which did not change, as under apex. Zeros of a product keep the signs of what was multiplied, and it is by
     these that the two are told apart; :func:`_was_cleared` says what is done where there is no sign.
 
-    Host syncs: none while nobody writes to half gradients; else one, and one for each that became zero.
+    Host syncs: none while half gradients are not written; else one, and one for each that became zero.
     """
     written: list[Master] = []
     for master in masters:

@@ -1,9 +1,9 @@
 """Optimizers that hold another and step by it: LARC, Lookahead, SAM, wrappers of training frameworks.
 
 Amp exchanges params for masters in the lists of the groups. Where outer and inner optimizer share these lists, as they
-nearly always do, both see them. Where the inner one has lists of its own, it would step half weights that nobody
-unscales gradients for, so such a pair is refused at levels with masters. ``ZeroRedundancyOptimizer`` is the exception,
-as said below.
+nearly always do, both see them. Where the inner one has lists of its own, it would step half weights whose gradients
+are not unscaled, so such a pair is refused at levels with masters. ``ZeroRedundancyOptimizer`` is the exception, as
+said below.
 
 Some outer optimizers are stepped piece by piece (SAM's ``first_step`` and ``second_step``), past the ``step`` that amp
 has wrapped: what steps then is the inner one, whose ``step`` is the outer's. apex wrapped the outer ``step`` alone.

@@ -252,20 +252,12 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     options = dict(LEVELS[level])
     if options["cast_model_type"] in HALF_DTYPES:
         options["cast_model_type"] = half_dtype
-    for name, value in overrides.items():
-        checked = checked_option(name, value)
-        if checked is None:
-            continue
-        reason = refusal(level, name, checked)
-        if reason is not None and level_from_outside:
-            say(f"AMPCOMPAT_OPT_LEVEL={level}: the script's {name}={value!r} is not for this level and is dropped.")
-            continue
-        if reason is not None:
-            warn_or_err(reason)
-        if name in ("cast_model_type", "patch_torch_functions_type") and checked in HALF_DTYPES:
-            half_dtype = dtype_from_outside or checked
-            checked = half_dtype
-        options[name] = checked
+    for name, value in _accepted_overrides(level, overrides, drops_unfit=level_from_outside is not None).items():
+        if name in ("cast_model_type", "patch_torch_functions_type") and value in HALF_DTYPES:
+            half_dtype = dtype_from_outside or value
+            options[name] = half_dtype
+        else:
+            options[name] = value
     if options["patch_torch_functions_type"] is not None:
         options["patch_torch_functions_type"] = half_dtype  # what is in force
     scale_is_the_levels = overrides.get("loss_scale") is None
@@ -278,6 +270,29 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     if dtype_from_outside is not None:
         say(f"AMPCOMPAT_DTYPE: the half dtype is {dtype_from_outside}.")
     return properties, half_dtype
+
+
+def _accepted_overrides(level: str, overrides: Mapping[str, object], drops_unfit: bool) -> dict[str, Any]:
+    """Check ``overrides``; returns those that change something.
+
+    Args:
+        level: The level in force.
+        overrides: Keywords of ``initialize``; None overrides nothing.
+        drops_unfit: Whether one that the level does not allow is dropped, with a message, instead of being an error.
+    """
+    accepted = {}
+    for name, value in overrides.items():
+        checked = checked_option(name, value)
+        if checked is None:
+            continue
+        reason = refusal(level, name, checked)
+        if reason is not None and drops_unfit:
+            say(f"AMPCOMPAT_OPT_LEVEL={level}: the script's {name}={value!r} is not for this level and is dropped.")
+            continue
+        if reason is not None:
+            warn_or_err(reason)
+        accepted[name] = checked
+    return accepted
 
 
 def _checked_level(level: object) -> str:

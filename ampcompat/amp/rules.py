@@ -1,7 +1,7 @@
 """Register the op lists' casts on the dispatcher's autocast keys, where native autocast does not make them by itself.
 
 A listed name stands for one or more aten overloads. An op made of other ops needs a kernel only where its own
-arithmetic would run in the wrong dtype; one on the innermost op serves all ways in, ``torch.func.vmap`` included.
+arithmetic would run in the wrong dtype; one on the innermost op serves all callers, ``torch.func.vmap`` included.
 Functions that torch wrote in Python over other ops, which the dispatcher cannot see whole, have their bodies replaced.
 
 A kernel runs only while autocast is on for its device type, and reads the half dtype from autocast when it is called:
@@ -105,12 +105,12 @@ def _first_of_pair(entry: object) -> object:
 
 def _shipped_lists() -> list[OpList]:
     """All lists, with what they hold before users edit them."""
-    found = []
+    op_lists = []
     for list_name, rule in _RULES_OF_LISTS.items():
         for module in (functional_overrides, torch_overrides, tensor_overrides, lists):
             if hasattr(module, list_name):
-                found.append(OpList(module, list_name, rule, frozenset(_names(module, list_name))))
-    return found
+                op_lists.append(OpList(module, list_name, rule, frozenset(_names(module, list_name))))
+    return op_lists
 
 
 _LISTS: Final = _shipped_lists()
@@ -520,9 +520,9 @@ def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
         if rule is Rule.BANNED:
             refusals.ban(name, messages[name], in_float32, undo)
         elif rule in (Rule.HALF, Rule.FLOAT, Rule.PROMOTE) and _is_wrapped_in_python(name, rule):
-            found = _python_function(name)
-            if found is not None:
-                owner, function = found
+            owner_and_function = _python_function(name)
+            if owner_and_function is not None:
+                owner, function = owner_and_function
                 _torch.wrap_everywhere(owner, function, functools.partial(make_wrapper, rule=rule), undo)
 
 

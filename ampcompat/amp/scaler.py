@@ -107,7 +107,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def is_one(self) -> bool:
-        """Whether the scale is 1 and nobody has written it: then blocks need not touch gradients. No host sync."""
+        """Whether the scale is 1 and was not written: then blocks need not touch gradients. No host sync."""
         return not self.dynamic and self._scale is None and self._init_scale == 1.0
 
     _scale_seq_len = property(attrgetter("_growth_interval"), lambda self, value: self.set_growth_interval(int(value)))
@@ -165,7 +165,7 @@ class LossScaler(torch.amp.GradScaler):
         scale = self._scale
         if scale is None or scale.device != loss.device:
             return self.scale(loss.float())
-        return loss.float() * scale  # what that would do, without its copies of nothing
+        return loss.float() * scale  # what that would do, without its no-op copies
 
     def unscale_grads(self, grads: Any, scale: torch.Tensor | None = None) -> None:
         """Multiply ``grads``, dense tensors of any device and dtype, in place by 1 / scale; note any inf or NaN.
@@ -223,13 +223,13 @@ class LossScaler(torch.amp.GradScaler):
         if not put_off:
             self._move_scale(found)
             return found
-        if len(self._put_off) >= MANY:  # a script may put off for ever
+        if len(self._put_off) >= MANY:  # a script may delay them without end
             self._put_off = [_torch.any_of(self._put_off)]
         self._put_off.append(found)  # itself: ``update_scale`` takes the decision from the steps that hold it
         return found
 
     def _move_scale(self, found: torch.Tensor) -> None:
-        """Back off, or grow, or only count: after the pass with the flag ``found``, and those that were put off.
+        """Back off, or grow, or only count: after the pass with the flag ``found``, and those that were delayed.
 
         The scale becomes a new tensor: a block that holds the old one still unscales by what it scaled by. While a CUDA
         graph is captured it moves in place instead, since each replay begins with the tensor of the capture.
@@ -269,7 +269,7 @@ class LossScaler(torch.amp.GradScaler):
             self._growth_tracker = self._growth_tracker.clone()
 
     def scale_after_back_off(self) -> torch.Tensor:
-        """The scale to name when a step is skipped: with the back-off that was put off. No host sync."""
+        """The scale to name when a step is skipped: with the back-off that was delayed. No host sync."""
         scale = self.scale_on()
         return scale if not self._put_off else (scale * self._backoff_factor).clamp(min=self._min_loss_scale)
 

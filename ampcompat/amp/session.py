@@ -20,7 +20,7 @@ from ampcompat.amp.scaler import LossScaler, check_scaler
 
 @dataclass(eq=False, repr=False)
 class Session:
-    """One call of ``initialize`` (or of ``amp.init``, which knows no models); optimizers lead to it.
+    """One call of ``initialize`` (or of ``amp.init``, which is given no models); optimizers lead to it.
 
     Attributes:
         properties: The options in force.
@@ -116,8 +116,8 @@ class Session:
             return
         if on:
             cover(self.device_types)
-        ambient = self if self.by_init and on else latest
-        set_ambient(ambient.policy.casts, self.device_types.union(state.casts.device_types))
+        decides = self if self.by_init and on else latest
+        set_ambient(decides.policy.casts, self.device_types.union(state.casts.device_types))
         switch_this_forward(on)
 
     def _cast_deactivated_models_again(self) -> None:

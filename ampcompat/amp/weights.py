@@ -124,7 +124,7 @@ def _cast_own_tensors(
 
 
 def _leaves_memory(tensor: torch.Tensor, target: torch.dtype, unshared: torch.Tensor) -> bool:
-    """Whether a cast to ``target`` leaves float32 memory that nobody else holds.
+    """Whether a cast to ``target`` leaves float32 memory that no other tensor holds.
 
     A new master takes that over: no copy, and no second peak of memory.
     """
