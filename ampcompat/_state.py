@@ -93,7 +93,7 @@ class MasterIndex:
         by_model: Masters of a whole model, valid for one ``generation``.
         generation: Counts masters that were made, dropped or moved to another module, and modules with masters that
             were put into others.
-        follows_modules: Whether torch tells of modules that are put into others.
+        follows_modules: Whether a hook of torch reports modules that are put into others.
     """
 
     by_tensor: weakref.WeakValueDictionary[int, Master] = field(default_factory=weakref.WeakValueDictionary)
@@ -109,7 +109,7 @@ class ModelIndex:
     """Models of calls of ``initialize``, and what is built around them, as long as they are alive.
 
     Attributes:
-        live: Models under amp.
+        live: Models that ``initialize`` was given; copies of them are not in it.
         ddp: Every ``DistributedDataParallel`` made since the first ``initialize``; None before.
     """
 
@@ -122,7 +122,7 @@ class OptimizerIndex:
     """Optimizers that calls of ``initialize`` were given, as long as they are alive.
 
     Attributes:
-        live: Those under amp; :meth:`listed` reads them at a third of the price of iterating.
+        live: Those under amp; :meth:`listed` reads them at a third of the cost of iterating.
         pending: Of these, those with scaled gradients that a block has left.
         disabled: Those given to ``initialize(enabled=False)``.
         sharing: By optimizer, the others that hold a tensor of it; None until asked for, and after any of them has
@@ -160,7 +160,7 @@ class State:
         casts: The ambient casts.
         rules: The op rules that are on the dispatcher.
         functions: Functions that users registered, by module and name: the holder, the name, and the rule.
-        observers: Tools that are told of losses, gradients and steps.
+        observers: Tools that are called with losses, gradients and steps.
     """
 
     undo: ExitStack = field(default_factory=ExitStack)
@@ -178,7 +178,7 @@ class State:
     observers: list[object] = field(default_factory=list)
 
     def undo_once(self, undo: Callable[[], None]) -> None:
-        """Have ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is asked."""
+        """Have ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is called."""
         if undo not in self.repeatable_undo:
             self.repeatable_undo.add(undo)
             self.undo.callback(undo)

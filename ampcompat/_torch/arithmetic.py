@@ -104,7 +104,7 @@ class HostCopy:
             self._host = torch.stack(values).to("cpu", non_blocking=True)  # pinned memory, by torch's own choice
             self._event = streams.Event()
             self._event.record(streams.current_stream(device))
-        else:  # nothing would tell when an asynchronous copy is there
+        else:  # nothing says when an asynchronous copy has arrived
             self._host = torch.stack(values).to("cpu")
 
     def arrived(self) -> bool:

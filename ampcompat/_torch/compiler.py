@@ -152,6 +152,6 @@ def _has_compiled() -> bool:
         return False
     tracker = getattr(convert_frame, "input_codes", None)
     seen = getattr(tracker, "seen", None)
-    if seen is None:  # a torch that keeps its books elsewhere: assume that it has
+    if seen is None:  # this torch records it elsewhere: assume that it has
         return True
     return bool(seen)

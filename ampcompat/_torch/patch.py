@@ -41,8 +41,8 @@ def replace_function(owner: object, name: str, value: object, undo: ExitStack) -
 def wrap_everywhere(owner: object, function: Callable[..., object], wrap: Wrap, undo: ExitStack) -> None:
     """Have ``wrap(original)`` run wherever ``function`` is called, by code that imported it earlier too.
 
-    A function written in Python keeps its identity: its body is exchanged for one that calls ``wrap(original)``, which
-    is a global of its module meanwhile. The new body says that it stands where the old one stood, so that
+    A function written in Python keeps its identity: its code is replaced by code that calls ``wrap(original)``, which
+    is a global of its module until ``undo`` runs. The new code has the file and line of the old one, so that
     ``torch.jit.script`` and tracebacks read torch's own source. Any other callable is replaced in ``owner``.
 
     Args:

@@ -47,7 +47,7 @@ class ModelPolicy:
     output_dtype: torch.dtype | None  # floating outputs are cast to it
     half_dtype: torch.dtype | None  # the weights were cast to it; None where they stay float32
     master_weights: bool  # whether half weights have float32 masters
-    deactivated: bool = False  # function casts were taken back; a later call that casts functions puts them on again
+    deactivated: bool = False  # function casts were ended; a later call that casts functions begins them again
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         if self.half_dtype is not None and _amp_state.verbosity > 0:
@@ -124,7 +124,7 @@ class ModelPolicy:
     def _casts_for(self, model: torch.nn.Module) -> ForwardCasts | CastsOff | None:
         """Return the context for a forward of ``model``; None in an autocast region of the user's, who decides."""
         stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
-        if stamp is not None:  # a replica of DataParallel's brings its casts along into its thread
+        if stamp is not None:  # a replica of DataParallel's carries its casts into its thread
             casts, device_type = stamp
             return ForwardCasts(casts, device_type) if casts.enabled else CastsOff()
         thread = state.casts.thread
@@ -140,7 +140,7 @@ class ModelPolicy:
         """Run ``forward`` as the compiler traces it.
 
         Left out is what dynamo cannot trace: checks of masters (the step makes them), observers, and the thread's
-        state. Whether casts were set by somebody else is read from autocast's state.
+        state. Whether the script or a forward around has set casts is read from autocast's state.
         """
         if self._lacks_patches():
             # Without fullgraph, the compiler falls back to an eager forward, which installs them.
@@ -162,7 +162,10 @@ class ModelPolicy:
         return cast_tree(output, self.output_dtype)
 
     def _call_in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        """``forward`` with this policy's casts on ``device_types``, except where somebody else has decided."""
+        """Call ``forward`` with this policy's casts on ``device_types``.
+
+        Casts that the script or a forward around has set stay as they are.
+        """
         if not device_types:
             return forward(*args, **kwargs)
         first = device_types[0]

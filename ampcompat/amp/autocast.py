@@ -19,8 +19,8 @@ cache: it has no end at which the cache could be dropped.
 While any call casts functions, three places of torch are patched, all with undo: the autograd engine, which must run
 with casts off (a float32 region's gradients would be halved by C++ backward formulas otherwise); bodies of Python
 ``autograd.Function``s inside it, which get the casts of their forward again (old custom functions multiply half by
-float); and ``torch.autocast`` regions, which tell the forwards inside them that the user decides. apex had none of
-these: its patches of Python functions were on everywhere but in C++ (``apex/amp/amp.py: init``).
+float); and ``torch.autocast`` regions, which are counted, so that forwards inside them leave casts to the user. apex
+had none of these: its patches of Python functions were on everywhere but in C++ (``apex/amp/amp.py: init``).
 """
 
 from __future__ import annotations
@@ -194,5 +194,5 @@ def _region_changed(device_type: str, change: int, other_dtype: bool) -> None:
         torch.clear_autocast_cache()
     has_begun = change == 1
     if has_begun and device_type in state.casts.device_types and not torch.is_autocast_enabled(device_type):
-        mark_switched_off(True)  # the region puts the flag back at its exit
+        mark_switched_off(in_forwards=True)  # the region puts the flag back at its exit
     assert_ambience()

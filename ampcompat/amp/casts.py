@@ -1,6 +1,6 @@
 """Casts of a thread: what they are, and the contexts that change them for a time.
 
-Autocast itself is always asked whether casts are on. Three contexts change that:
+Whether casts are on is always read from autocast itself. Three contexts change that:
 
 * :class:`ForwardCasts`, in the forward of a model that casts functions,
 * :class:`CastsOff`, where nothing is cast (:func:`casts_off` in code that may be compiled, :func:`disable_casts` for
@@ -10,8 +10,8 @@ Autocast itself is always asked whether casts are on. Three contexts change that
 Autocast's weight cache is fatal when it outlives its use (weights never update). It is on inside the outermost forward
 of a model that casts functions, and dropped at its exit.
 
-While casts are off, the flag of the cache says whether somebody switched them off: compiled forwards see no other state
-of their thread (:func:`mark_switched_off`).
+While casts are off, the flag of the cache says whether forwards stay without casts, too: compiled forwards see no other
+state of their thread (:func:`mark_switched_off`).
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class CastsOff:
         for device_type in self.switched_off:
             torch.set_autocast_enabled(device_type, False)
         self.cache = torch.is_autocast_cache_enabled()
-        mark_switched_off(bool(thread.disabled))
+        mark_switched_off(in_forwards=bool(thread.disabled))
 
     @_torch.eager
     def __exit__(self, *exc: object) -> None:
@@ -205,15 +205,15 @@ def disable_casts() -> DisabledCasts:
 
 
 # -- what compiled forwards see ----------------------------------------------------------------------------------------
-def mark_switched_off(by_somebody: bool) -> None:
-    """Note in autocast's cache flag, which is without effect while casts are off, whether somebody switched them off.
+def mark_switched_off(in_forwards: bool) -> None:
+    """Record in autocast's cache flag, which has no effect while casts are off, whether they are off in forwards, too.
 
-    Compiled forwards read it (:func:`is_decided`). Of what a thread is in the middle of, the compiler sees autocast's
-    own state alone: it reads no other state of a thread, and does not compile again when that changes.
+    Compiled forwards read it (:func:`is_decided`). Of the state of a thread, the compiler sees autocast's alone: it
+    does not compile again when any other changes.
     """
     original = state.casts.original
     if original is not None:
-        torch.set_autocast_cache_enabled(original.cache != by_somebody)
+        torch.set_autocast_cache_enabled(original.cache != in_forwards)
 
 
 def is_decided(device_type: str, now: Casts) -> bool:

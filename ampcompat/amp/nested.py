@@ -5,8 +5,8 @@ nearly always do, both see them. Where the inner one has lists of its own, it wo
 are not unscaled, so such a pair is refused at levels with masters. ``ZeroRedundancyOptimizer`` is the exception, as
 said below.
 
-Some outer optimizers are stepped piece by piece (SAM's ``first_step`` and ``second_step``), past the ``step`` that amp
-has wrapped: what steps then is the inner one, whose ``step`` is the outer's. apex wrapped the outer ``step`` alone.
+Some outer optimizers are stepped in parts (SAM's ``first_step`` and ``second_step``), without the ``step`` that amp has
+wrapped. Then the inner one steps, and its ``step`` does what the outer's does. apex wrapped the outer ``step`` alone.
 
 Masters under ``torch.distributed.optim.ZeroRedundancyOptimizer``: sharded over the ranks, as its state is.
 
@@ -42,7 +42,7 @@ from ampcompat.amp.properties import HALF_DTYPES, Properties
 def inner_optimizers(optimizer: object) -> list[Any]:
     """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
     holders: list[object] = [optimizer]
-    for holder in holders:  # grows meanwhile
+    for holder in holders:  # the list grows while it is read
         for value in getattr(holder, "__dict__", {}).values():
             held: Iterable[object] = (value,)
             if isinstance(value, dict):
@@ -144,7 +144,7 @@ def _param_lists(optimizer: Optimizer) -> set[int]:
 
 
 def _noting_step(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``original``, the step of ``outer`` or of one inside, to note meanwhile that ``outer`` is stepping."""
+    """Wrap ``original``, the step of ``outer`` or of one inside, to record while it runs that ``outer`` is stepping."""
 
     @functools.wraps(original)
     def stepping(*args: object, **kwargs: object) -> object:

@@ -6,7 +6,7 @@ made of ``pow_``, and ``nn.init.trunc_normal_`` calls ``Tensor.log_``. These run
 whose patches were of names too, saw nothing of what is made in C++ (``apex/amp/amp.py: init``).
 
 The compiler calls the same names, on tensors without values, when it traces: compiled code is refused too. It cannot be
-told then whether the script or torch's own Python code has called, and both are refused.
+seen then whether the script or torch's own Python code has called, and both are refused.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _is_half_under_casts(value: object) -> bool:
 
 
 def _called_by_torch() -> bool:
-    """Whether torch's own Python code, and no script, has called the function that asks."""
+    """Whether torch's own Python code, and no script, has called the caller of this function."""
     if torch.compiler.is_compiling() or _torch.in_fake_mode():  # the frames are the compiler's
         return False
     caller = sys._getframe(2)

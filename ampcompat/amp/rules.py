@@ -172,7 +172,7 @@ PYTHON: Final = (
 
 
 def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
-    """List the public name and rule of each overload that needs a kernel of ours on ``device_type``."""
+    """List the public name and rule of each overload that needs one of our kernels on ``device_type``."""
     if table is None:
         table = rules_by_name()
     native = _torch.ops_with_kernel(key)
@@ -191,7 +191,7 @@ def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) ->
 
 
 def _overrides_native(name: str, rule: Rule, device_type: str) -> bool:
-    """Whether ``name`` needs kernels of ours even where native autocast has its own."""
+    """Whether ``name`` needs our kernels even where native autocast has its own."""
     if not _ships(name, rule):
         return True
     # Native refuses binary_cross_entropy in every dtype (CUDA) or in none (CPU), and promotes grid_sample (CUDA).
@@ -239,12 +239,12 @@ def make_kernel(op: torch._ops.OpOverload, name: str, rule: Rule, device_type: s
     choose = _dtype_chooser(rule, device_type)
 
     def kernel(*args: object, **kwargs: object) -> object:
-        # One loop and no helper: this is the price of every listed op.
+        # One loop and no helper: this is the cost of every listed op.
         dtype: torch.dtype | None
         if choose is not None:
             dtype = choose(args)
         elif kwargs and kwargs.get("dtype") in HALF_DTYPES:
-            dtype = None  # the caller asks for a half result: as in native autocast
+            dtype = None  # the caller wants a half result: as in native autocast
         else:
             dtype = torch.float32
         with below():
@@ -305,10 +305,10 @@ def _dtype_chooser(rule: Rule, device_type: str) -> Chooser | None:
         return torch.get_autocast_dtype(device_type)
 
     def widest(args: tuple[Any, ...]) -> torch.dtype | None:
-        # A loop of its own, which is faster than ``tensors_in``: a part of the price of every promoted op.
+        # A loop of its own, which is faster than ``tensors_in``: a part of the cost of every promoted op.
         dtypes = set()
         pending = list(args)
-        for arg in pending:  # grows meanwhile
+        for arg in pending:  # the list grows while it is read
             if isinstance(arg, torch.Tensor):
                 if arg.dtype in CASTABLE and arg.device.type == device_type:
                     dtypes.add(arg.dtype)
@@ -388,7 +388,7 @@ def _widest_dtype(args: Any, kwargs: Any) -> torch.dtype | None:
 def wrap(target: Any, rule: Rule) -> tuple[str, Any]:
     """Wrap a function, or of a class, which keeps its identity, the method that stands for calling it.
 
-    For a function of torch's own the user's word beats the list: ``register_float_function(torch, "matmul")``
+    For a function of torch's own the registration overrules the list: ``register_float_function(torch, "matmul")``
     multiplies in float32. A static or class method stays one.
 
     Returns:
@@ -465,7 +465,7 @@ def why_float32(frame: FrameType) -> str:
 def acquire(device_types: Iterable[str]) -> None:
     """Install the lists, as they are now, for ``device_types``; anew where lists were edited since.
 
-    A device type that this torch cannot autocast is passed over. Nothing is installed if any registration fails, or if
+    A device type that this torch cannot autocast is skipped. Nothing is installed if any registration fails, or if
     a list holds an entry of the wrong kind (TypeError).
     """
     rules = state.rules
