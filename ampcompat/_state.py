@@ -85,7 +85,7 @@ class OpRules:
 
 @dataclass(eq=False)
 class MasterIndex:
-    """Index of masters by ``id`` of either side, and lists of masters that are looked up often.
+    """Index from a tensor to its master, by ``id`` of either side, and lists of masters that are looked up often.
 
     Attributes:
         by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still
@@ -109,7 +109,7 @@ class ModelIndex:
     """Models of calls of ``initialize``, and what is built around them, as long as they are alive.
 
     Attributes:
-        live: Models that ``initialize`` was given; copies of them are not in it.
+        live: Models that ``initialize`` was given; copies of them are not listed.
         ddp: Every ``DistributedDataParallel`` made since the first ``initialize``; None before.
     """
 
@@ -136,7 +136,8 @@ class OptimizerIndex:
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""
-        return [optimizer for reference in self.live.keyrefs() if (optimizer := reference()) is not None]
+        optimizers = [reference() for reference in self.live.keyrefs()]
+        return [optimizer for optimizer in optimizers if optimizer is not None]
 
 
 def _nothing_initialized() -> dict[str, Any]:
@@ -156,7 +157,7 @@ class State:
         loaded_scalers: Scale and clean passes that were loaded before any ``initialize``.
         models: Models under amp.
         optimizers: Optimizers under amp.
-        masters: Index from tensors to their masters.
+        masters: Index from tensors to masters.
         casts: The ambient casts.
         rules: The op rules that are on the dispatcher.
         functions: Functions that users registered, by module and name: the holder, the name, and the rule.
@@ -189,8 +190,8 @@ class State:
             self.undo.close()
         finally:
             fresh = State()
-            for field_ in fields(self):
-                setattr(self, field_.name, getattr(fresh, field_.name))
+            for part in fields(self):
+                setattr(self, part.name, getattr(fresh, part.name))
 
 
 state = State()

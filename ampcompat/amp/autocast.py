@@ -1,17 +1,17 @@
 """Decide where casts are on: the ambient autocast of a process and what takes precedence over it.
 
-==========================================================  =====================================================
-code                                                        casts
-==========================================================  =====================================================
-device types that hold no params of an initialized model    off
-the forward of an initialized model                         those of the call that owns it, in any thread
-anywhere else in the thread that called ``initialize``      those of the latest ``initialize`` ("ambient")
-the autograd engine                                         off
-Python ``autograd.Function`` backward bodies                those of the forward
-``optimizer.step``                                          off; inside its closure as outside
-``disable_casts()``                                         off
-a user's own ``torch.autocast`` region                      the user's
-==========================================================  =====================================================
+========================================================  ==============================================
+code                                                      casts
+========================================================  ==============================================
+device types that hold no params of an initialized model  off
+the forward of an initialized model                       those of the call that owns it, in any thread
+anywhere else in the thread that called ``initialize``    those of the latest ``initialize`` ("ambient")
+the autograd engine                                       off
+Python ``autograd.Function`` backward bodies              those of the forward
+``optimizer.step``                                        off; inside its closure as outside
+``disable_casts()``                                       off
+a user's own ``torch.autocast`` region                    the user's
+========================================================  ==============================================
 
 The contexts that change casts for a time are in :mod:`ampcompat.amp.casts`. Ambient code runs without autocast's weight
 cache: it has no end at which the cache could be dropped.
