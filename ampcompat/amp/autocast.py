@@ -1,17 +1,17 @@
 """Decide where casts are on: the ambient autocast of a process and what takes precedence over it.
 
-==========================================================  =====================================================
-code                                                        casts
-==========================================================  =====================================================
-device types that hold no params of an initialized model    off
-the forward of an initialized model                         those of the call that owns it, in any thread
-anywhere else in the thread that called ``initialize``      those of the latest ``initialize`` ("ambient")
-the autograd engine                                         off
-Python ``autograd.Function`` backward bodies                those of the forward
-``optimizer.step``                                          off; inside its closure as outside
-``disable_casts()``                                         off
-a user's own ``torch.autocast`` region                      the user's
-==========================================================  =====================================================
+========================================================  ==============================================
+code                                                      casts
+========================================================  ==============================================
+device types that hold no params of an initialized model  off
+the forward of an initialized model                       those of the call that owns it, in any thread
+anywhere else in the thread that called ``initialize``    those of the latest ``initialize`` ("ambient")
+the autograd engine                                       off
+Python ``autograd.Function`` backward bodies              those of the forward
+``optimizer.step``                                        off; inside its closure as outside
+``disable_casts()``                                       off
+a user's own ``torch.autocast`` region                    the user's
+========================================================  ==============================================
 
 Autocast itself is always asked whether casts are on; only :class:`switched`, :class:`uncast` and :func:`restored`
 change that for a time. Autocast's weight cache is fatal when it outlives its use (weights never update), so ambient

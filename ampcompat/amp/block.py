@@ -4,45 +4,45 @@ The gradients of one optimizer are in one of three states (``stash.gradients``, 
 step or ``zero_grad``; UNSCALED after a block; PENDING where a block has left them scaled, in ``p.grad``. The first
 table says what each event does to the gradient of a master, that is, of a half parameter at levels with masters:
 
-===========================  ============================  ============================  ===============================
-master's gradient            NONE                          UNSCALED                      PENDING
-===========================  ============================  ============================  ===============================
-block begins                 what the script put there     kept                          p.grad is rescaled to its scale
-block ends                   UNSCALED                      added: UNSCALED               p.grad is added: UNSCALED
-block ends with an overflow  the same, and noted           the same, and noted           the same, and noted
-block gives no gradient      NONE (EMPTY)                  UNSCALED                      UNSCALED
-block raises                 NONE                          as before the block           p.grad is lost; a warning
-end of the block raises      LOST                          LOST                          LOST
-ends with ``delay_unscale``  PENDING                       kept, beside PENDING          PENDING
-ends in DDP's ``no_sync``    PENDING                       kept, beside PENDING          PENDING
-``step``                     moves nothing                 used, or skipped: NONE        unscaled first
-``zero_grad``                NONE                          NONE                          NONE
-``p.grad`` cleared           NONE                          NONE                          what is left is unscaled
-``p.grad`` edited            NONE                          kept; a warning               the edited one is unscaled
-``load_state_dict``          NONE                          UNSCALED                      PENDING
-===========================  ============================  ============================  ===============================
+===========================  =========================  ======================  ===============================
+master's gradient            NONE                       UNSCALED                PENDING
+===========================  =========================  ======================  ===============================
+block begins                 what the script put there  kept                    p.grad is rescaled to its scale
+block ends                   UNSCALED                   added: UNSCALED         p.grad is added: UNSCALED
+block ends with an overflow  the same, and noted        the same, and noted     the same, and noted
+block gives no gradient      NONE (EMPTY)               UNSCALED                UNSCALED
+block raises                 NONE                       as before the block     p.grad is lost; a warning
+end of the block raises      LOST                       LOST                    LOST
+ends with ``delay_unscale``  PENDING                    kept, beside PENDING    PENDING
+ends in DDP's ``no_sync``    PENDING                    kept, beside PENDING    PENDING
+``step``                     moves nothing              used, or skipped: NONE  unscaled first
+``zero_grad``                NONE                       NONE                    NONE
+``p.grad`` cleared           NONE                       NONE                    what is left is unscaled
+``p.grad`` edited            NONE                       kept; a warning         the edited one is unscaled
+``load_state_dict``          NONE                       UNSCALED                PENDING
+===========================  =========================  ======================  ===============================
 
 A step, made or skipped, drops the gradients of masters; ``p.grad`` in the model stays as it is until somebody clears
 it. The gradient of a float32 parameter (batch norm, and all parameters at levels without masters) *is* ``p.grad``, and
 stays as in plain torch. So state NONE has two columns here:
 
-===========================  =======================  ==========================  =====================  ===============
-float32 gradient             NONE, step made          NONE, step skipped          UNSCALED               PENDING
-===========================  =======================  ==========================  =====================  ===============
-block begins                 goes aside               goes aside                  goes aside             is rescaled
-block ends                   added to what stayed     added: still not finite     added                  unscaled
-block ends with an overflow  the same, and noted      the same, and noted         the same, and noted    the same, noted
-block gives no gradient      stays                    stays                       stays                  unscaled
-block raises                 as before the block      as before the block         as before the block    lost; a warning
-end of the block raises      LOST                     LOST                        LOST                   LOST
-ends with ``delay_unscale``  aside; PENDING           aside; PENDING              aside; PENDING         PENDING
-ends in DDP's ``no_sync``    aside; PENDING           aside; PENDING              aside; PENDING         PENDING
-``step``                     used again               skipped, until it is clean  used, or skipped       unscaled first
-``zero_grad``                cleared                  cleared                     cleared                cleared
-``p.grad`` cleared           moves nothing            moves nothing               moves nothing          moves nothing
-``p.grad`` edited            used as it is            used if it is finite        used as it is          unscaled
-``load_state_dict``          stays                    stays                       stays                  stays
-===========================  =======================  ==========================  =====================  ===============
+===========================  ====================  ==========================  ===================  ===============
+float32 gradient             NONE, step made       NONE, step skipped          UNSCALED             PENDING
+===========================  ====================  ==========================  ===================  ===============
+block begins                 goes aside            goes aside                  goes aside           is rescaled
+block ends                   added to what stayed  added: still not finite     added                unscaled
+block ends with an overflow  the same, and noted   the same, and noted         the same, and noted  the same, noted
+block gives no gradient      stays                 stays                       stays                unscaled
+block raises                 as before the block   as before the block         as before the block  lost; a warning
+end of the block raises      LOST                  LOST                        LOST                 LOST
+ends with ``delay_unscale``  aside; PENDING        aside; PENDING              aside; PENDING       PENDING
+ends in DDP's ``no_sync``    aside; PENDING        aside; PENDING              aside; PENDING       PENDING
+``step``                     used again            skipped, until it is clean  used, or skipped     unscaled first
+``zero_grad``                cleared               cleared                     cleared              cleared
+``p.grad`` cleared           moves nothing         moves nothing               moves nothing        moves nothing
+``p.grad`` edited            used as it is         used if it is finite        used as it is        unscaled
+``load_state_dict``          stays                 stays                       stays                stays
+===========================  ====================  ==========================  ===================  ===============
 
 Overflows are found in the new gradients alone, and the next ``step`` is skipped. A step is skipped as well while a
 gradient is not finite that an earlier overflow has left: after a skipped step, or after a block of another optimizer in
