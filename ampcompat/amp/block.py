@@ -219,8 +219,8 @@ class Block:
             scaled = scaler.scale_loss(loss)
             self.scale = scaler._scale
             del self.loss  # free its memory with the script's own reference
-            if scaler.watched < misuse.WATCHED and scaled.requires_grad:
-                scaler.watched += 1
+            if scaler.watched_blocks < misuse.WATCHED and scaled.requires_grad:
+                scaler.watched_blocks += 1
                 used = self.used = list[bool]()
                 scaled.register_hook(lambda _grad: used.append(True))  # type: ignore[no-untyped-call]
         except BaseException:
@@ -275,7 +275,7 @@ class Block:
         """Undo the block: it raised."""
         if self.plain:
             return
-        self.scaler._found_inf = {}
+        self.scaler.forget_found_inf()
         begun = [one for one in self.optimizers if (ref := one._amp_stash.block) is not None and ref() is self]
         abandon(begun, self.scale)
 
@@ -331,15 +331,16 @@ def _make_transitions(
 ) -> list[Overflow]:
     """Have every scaler of a backward pass count it; return the flags that steps must look at."""
     flags: list[Overflow] = []
-    if scale is None:
-        scaler._unskipped += bool(check)
-    else:
-        flag = scaler.adjust(put_off=not check)
+    found_inf = None if scale is None else scaler.take_found_inf()
+    if scale is not None:
+        flag = scaler.adjust(found_inf) if check else scaler.delay(found_inf)
         if flag is not None:
             flags.append((scaler, flag))
+    elif check:
+        scaler._unskipped += 1
     for other in delayed:  # the loss of any of them may have overflowed: the pass counts for each
         if other is not scaler:
-            flag = other.adjust(scaler._last_found)
+            flag = other.adjust(found_inf)
             if flag is not None:
                 flags.append((other, flag))
     return flags
@@ -347,7 +348,7 @@ def _make_transitions(
 
 def lose(optimizers: list[Optimizer], scaler: LossScaler) -> None:
     """Clear what :func:`end` left half unscaled, and have the next step skipped."""
-    scaler._found_inf = {}
+    scaler.forget_found_inf()
     for optimizer in optimizers:
         stash: AmpOptimizerState = optimizer._amp_stash
         for master in stash.masters:

@@ -20,7 +20,7 @@ from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, drop_cleared_gradients, ensure_master, master_of, reconcile
 from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.amp.scaler import MANY, LossScaler
+from ampcompat.amp.scaler import MAX_FLAGS, LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.weights import hook
 
@@ -96,13 +96,13 @@ class AmpOptimizerState:
     def note_overflows(self, flags: list[Overflow]) -> None:
         """Have the next step skipped if one of ``flags`` is set."""
         self.overflows = [*self.overflows, *flags]
-        if len(self.overflows) > MANY:  # a script may never step
+        if len(self.overflows) > MAX_FLAGS:  # a script may never step
             self.overflows = _by_scaler(self.overflows)
 
     def note_earlier_overflows(self, flags: list[Overflow]) -> None:
         """Have steps skipped that find a gradient which is not finite, if one of ``flags`` is set."""
         self.earlier_overflows = [*self.earlier_overflows, *flags]
-        if len(self.earlier_overflows) > MANY:
+        if len(self.earlier_overflows) > MAX_FLAGS:
             self.earlier_overflows = _by_scaler(self.earlier_overflows)
 
     def used_up(self) -> dict[Master, torch.Tensor]:

@@ -346,7 +346,7 @@ def test_what_it_counts_in_its_groups_goes_back_with_a_skipped_step():
 
 
 def test_blocks_before_a_step_keep_few_flags_and_lose_none(capsys, monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.stash.MANY", 50)
+    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", 50)
     model, optimizer = start("O1", lambda m: torch.optim.SGD(m.parameters(), lr=0.1), num_losses=2)
     before = masters(optimizer)
     for block in range(200):
