@@ -390,7 +390,7 @@ def _put_aside(stash: AmpOptimizerState) -> None:
         if drop_cleared_gradients(stash.masters):
             misuse.warn_of("half gradients edited")
         for master in stash.masters:
-            master.folded = master.half.grad = None
+            master.added_grad = master.half.grad = None
     for param in stash.direct:
         if (grad := param.grad) is not None:
             # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
@@ -507,7 +507,7 @@ def _unscale_by(post: Callable[..., None], stash: AmpOptimizerState, scaler: Los
     for master in stash.masters:
         grad = master.half.grad
         if grad is not None and master.value.grad is not None:
-            master.folded = grad, grad._version
+            master.added_grad = grad, grad._version
     return reached
 
 
@@ -590,7 +590,7 @@ def _fold(halves: Halves, fresh: list[torch.Tensor], scaler: LossScaler, scale: 
             master.value.grad = _torch.sum_of(old, grad)
         else:
             sums.append((old, grad))
-        master.folded = half, half._version
+        master.added_grad = half, half._version
     if sums:
         _torch.foreach_add_(*map(list, zip(*sums, strict=True)))
 
@@ -602,7 +602,7 @@ def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
         if grad is not None and master.half.grad is None:
             scaled = grad if scale is None else grad * scale.to(grad.device)
             shown = master.half.grad = scaled.to(master.dtype)
-            master.folded = shown, shown._version
+            master.added_grad = shown, shown._version
 
 
 # -- whose block -------------------------------------------------------------------------------------------------------

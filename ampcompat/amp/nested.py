@@ -195,7 +195,7 @@ def gather(optimizer: Any, to: int | None = None) -> None:
                     module, name = homes[id(half)]
                     master = ensure_master(module, name)
                 master.value.copy_(value)
-                master.settle()
+                master.record_versions()
 
 
 def _stepped(optimizer: Any) -> None:

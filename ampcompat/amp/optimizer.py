@@ -312,7 +312,7 @@ def _use_up_gradients(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     stash.left = {}
     for master in stash.masters:
         if master not in waited:
-            master.folded = master.value.grad = None
+            master.added_grad = master.value.grad = None
         elif master.value.grad is not None:
             stash.left[master] = weakref.ref(master.value.grad)
 
@@ -420,7 +420,7 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
     if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
         stepper(optimizer).zero_grad(*args, **kwargs)
     for master in stash.masters:
-        master.folded = master.half.grad = None
+        master.added_grad = master.half.grad = None
     stash.earlier_overflows = []
     if stash.aside or stash.pending is not None:
         stash.aside, stash.pending = [], None

@@ -141,7 +141,7 @@ class _ModuleBefore:
             if master is not None:
                 master.dtype = data.dtype
                 master.register()
-                master.settle()
+                master.record_versions()
         hook(self.module, self.half, self.had_masters)
         set_masters(self.module, self.masters)
 
@@ -212,5 +212,5 @@ def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
         now = module._parameters.get(name, module._buffers.get(name))
         if now is not None and now is not master.half:  # load_state_dict(assign=True)
             rebind(master, now)
-        elif now is not None and master.value._version != master.seen[1]:
+        elif now is not None and master.value._version != master.synced[1]:
             master.push()
