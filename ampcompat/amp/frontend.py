@@ -29,7 +29,7 @@ from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
-from ampcompat.amp.stash import stepper
+from ampcompat.amp.stash import holder_of_masters
 from ampcompat.amp.weights import cast_weights
 
 if TYPE_CHECKING:
@@ -238,7 +238,9 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
                 nested.gather(one)
         parts = dict.fromkeys(itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)))
         # What this rank steps gets its masters now.
-        trained = {id(p) for one in map(stepper, optimizers) for group in one.param_groups for p in group["params"]}
+        trained = {
+            id(p) for one in map(holder_of_masters, optimizers) for group in one.param_groups for p in group["params"]
+        }
         follow_replacements(parts, trained)
         wide, norms = set().union(*map(torch.nn.Module.modules, kept)), bool(options["keep_batchnorm_fp32"])
         dtype = options["cast_model_type"] or None

@@ -26,7 +26,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("amp_model",),
     ("keep_fp32", "wrap", "session"),
     ("stash", "misuse"),
-    ("sharing",),
+    ("sharing", "gradients"),
     ("block",),
     ("optimizer",),
     ("_process_optimizer", "handle", "checkpoint"),

@@ -191,7 +191,7 @@ def test_a_scheduler_steps_after_a_skipped_closure_without_a_warning():
 def test_no_step_is_left_undecided_when_the_optimizer_takes_found_inf():
     model, optimizer = start("O2", MAKERS["Adam fused"], model=Net())
     optimizer.step(Calls(model, optimizer, bad=[0]))
-    assert optimizer._amp_stash.skipped is True
+    assert optimizer._amp_stash.last_step.skipped is True
 
 
 class SAM(torch.optim.Optimizer):
