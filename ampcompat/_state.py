@@ -37,7 +37,8 @@ class ThreadCasts(threading.local):
     running: list[torch.nn.Module]
 
     def __init__(self) -> None:
-        self.regions, self.running = {}, []
+        self.regions = {}
+        self.running = []
 
 
 @dataclass(eq=False)
@@ -84,7 +85,7 @@ class OpRules:
 
 @dataclass(eq=False)
 class MasterIndex:
-    """The way from a tensor to its master, by ``id`` of either side, and lists of masters that are looked up often.
+    """Index from a tensor to its master, by ``id`` of either side, and lists of masters that are looked up often.
 
     Attributes:
         by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still
@@ -135,7 +136,8 @@ class OptimizerIndex:
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""
-        return [one for ref in self.live.keyrefs() if (one := ref()) is not None]
+        optimizers = [reference() for reference in self.live.keyrefs()]
+        return [optimizer for optimizer in optimizers if optimizer is not None]
 
 
 def _nothing_initialized() -> dict[str, Any]:
@@ -155,7 +157,7 @@ class State:
         loaded_scalers: Scale and clean passes that were loaded before any ``initialize``.
         models: Models under amp.
         optimizers: Optimizers under amp.
-        masters: The way from a tensor to its master.
+        masters: Index from tensors to masters.
         casts: The ambient casts.
         rules: The op rules that are on the dispatcher.
         functions: Functions that users registered, by module and name: the holder, the name, and the rule.
@@ -188,8 +190,8 @@ class State:
             self.undo.close()
         finally:
             fresh = State()
-            for one in fields(self):
-                setattr(self, one.name, getattr(fresh, one.name))
+            for part in fields(self):
+                setattr(self, part.name, getattr(fresh, part.name))
 
 
 state = State()

@@ -390,11 +390,15 @@ def _make_transitions(
             scaler._unskipped += 1
         return []
     found_inf = scaler.take_found_inf()
-    flags = {scaler: scaler.adjust(found_inf) if moves_scale else scaler.delay(found_inf)}
+    overflows: list[Overflow] = []
+    flag = scaler.adjust(found_inf) if moves_scale else scaler.delay(found_inf)
+    if flag is not None:
+        overflows.append((scaler, flag))
     for other in delayed:  # the loss of any of them may have overflowed: the pass counts for each
-        if other is not scaler:
-            flags[other] = other.adjust(found_inf)
-    return [(one, flag) for one, flag in flags.items() if flag is not None]
+        flag = None if other is scaler else other.adjust(found_inf)
+        if flag is not None:
+            overflows.append((other, flag))
+    return overflows
 
 
 def _note_gradients(stash: AmpOptimizerState, reached: bool) -> None:

@@ -331,11 +331,12 @@ def _has_overflowed(stash: AmpOptimizerState) -> bool:
 
     Host syncs: one; two more to name the scale where they did; two more where an earlier overflow is still noted.
     """
-    flags = [flag for _, flag in (*stash.overflows, *stash.earlier_overflows)]
-    if len(flags) == 1 and not flags[0].item():
+    overflows = [*stash.overflows, *stash.earlier_overflows]
+    _, first_flag = overflows[0]
+    if len(overflows) == 1 and not first_flag.item():
         return False
-    on_one_device = [flag.to(flags[0].device) for flag in flags]
-    is_set = torch.stack(on_one_device).to("cpu").tolist()
+    flags = [flag.to(first_flag.device) for _, flag in overflows]
+    is_set = torch.stack(flags).to("cpu").tolist()
     count = len(stash.overflows)
     overflowed = [scaler for (scaler, _), value in zip(stash.overflows, is_set[:count], strict=True) if value]
     if overflowed:

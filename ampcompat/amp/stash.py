@@ -143,11 +143,15 @@ class AmpOptimizerState:
 
     def note_overflows(self, flags: list[Overflow]) -> None:
         """Have the next step skipped if one of ``flags`` is set."""
-        self.overflows = _few([*self.overflows, *flags])
+        self.overflows = [*self.overflows, *flags]
+        if len(self.overflows) > MAX_FLAGS:  # a script may never step
+            self.overflows = _one_per_scaler(self.overflows)
 
     def note_earlier_overflows(self, flags: list[Overflow]) -> None:
         """Have steps skipped that find a gradient which is not finite, if one of ``flags`` is set."""
-        self.earlier_overflows = _few([*self.earlier_overflows, *flags])
+        self.earlier_overflows = [*self.earlier_overflows, *flags]
+        if len(self.earlier_overflows) > MAX_FLAGS:
+            self.earlier_overflows = _one_per_scaler(self.earlier_overflows)
 
     def used_gradients(self) -> dict[Master, torch.Tensor]:
         """The gradients that the last step has used, as far as they are still there for other optimizers."""
@@ -325,10 +329,8 @@ class AmpOptimizerState:
         return [list(filter(is_direct, params)) for params in self.groups]
 
 
-def _few(flags: list[Overflow]) -> list[Overflow]:
-    """``flags``; where they have become many, since a script may never step, one for each scaler."""
-    if len(flags) <= MAX_FLAGS:
-        return flags
+def _one_per_scaler(flags: list[Overflow]) -> list[Overflow]:
+    """One flag for each scaler, that tells whether any of its ``flags`` is set."""
     by_scaler: dict[LossScaler, list[torch.Tensor]] = {}
     for scaler, flag in flags:
         by_scaler.setdefault(scaler, []).append(flag)
