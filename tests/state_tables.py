@@ -108,6 +108,40 @@ CASTS: Final = Table(
     ),
 )
 
+#: Which attributes change when, in one step at O2 with a dynamic scale, once masters are compared by value no more.
+STATE_CHANGES: Final = Table(
+    head=("", "`LossScaler`", "`AmpOptimizerState` (stash)", "`Block`", "`Master`, and its tensors"),
+    rows=(
+        ("`model(x)`", "-", "-", "-", "-"),
+        ("block begins", "-", "`block`: this one", "`entered`; `scale`: that of now; `loss`: let go", "-"),
+        ("`backward`", "-", "-", "-", "`half.grad`: scaled"),
+        (
+            "block ends",
+            "`_overflows.last`: the flag; `_scale`: a new tensor; `_growth_tracker`: one more, or 0",
+            "`block`: None; `gradients`: UNSCALED; `overflows`: and the flag",
+            "-",
+            "`value.grad`: the sum, unscaled; `added_grad`: `half.grad` and its version",
+        ),
+        (
+            "`step`, made",
+            "-",
+            "`gradients`: NONE; `overflows`: none; `last_step.first_gradient`",
+            "-",
+            "`value`: stepped; `half`: rounded from it; `synced`; `value.grad`: None; `added_grad`: None",
+        ),
+        (
+            "`step`, skipped",
+            "-",
+            "`gradients`: NONE; `overflows`: none; `earlier_overflows`: and these; `last_step.first_gradient`;"
+            " `last_step.skipped`: True",
+            "-",
+            "`value.grad`: None; `added_grad`: None",
+        ),
+        ("`zero_grad`, step made", "-", "-", "-", "`half.grad`: None"),
+        ("`zero_grad`, step skipped", "-", "`earlier_overflows`: none", "-", "`half.grad`: None"),
+    ),
+)
+
 #: Names of the tables on the page, by the module of ``ampcompat/amp`` that shows them in its docstring, in this order.
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
     "block": ("gradients", "float32"),
@@ -119,4 +153,5 @@ TABLES: Final[dict[str, Table]] = {
     "float32": FLOAT32_GRADIENTS,
     "masters": MASTERS,
     "casts": CASTS,
+    "changes": STATE_CHANGES,
 }
