@@ -49,7 +49,7 @@ class CastState:
         ambient: The casts of the latest ``initialize``; None where it casts nothing.
         device_types: Where they hold: the device types of initialized models.
         owner: The thread that they hold in, the one that called ``initialize`` last.
-        found: Autocast's state before the first change, for undo; None while nobody casts.
+        found: Autocast's state before the first change, for undo; None while no call casts.
         patches: Undo of the patches that casting needs; None while they are not installed.
         functions: Undo of the wrappers around functions that users registered.
         cpu_convolution: Undo of the CPU's own half convolutions; None while torch's are in force.
@@ -109,7 +109,7 @@ class ModelIndex:
     """Models of calls of ``initialize``, and what is built around them, as long as they are alive.
 
     Attributes:
-        live: Models under amp.
+        live: Models that ``initialize`` was given; copies of them are not listed.
         ddp: Every ``DistributedDataParallel`` made since the first ``initialize``; None before.
     """
 

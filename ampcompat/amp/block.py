@@ -22,8 +22,10 @@ ends in DDP's ``no_sync``    PENDING                    kept, beside PENDING    
 ``load_state_dict``          NONE                       UNSCALED                PENDING
 ===========================  =========================  ======================  ===============================
 
-A step, made or skipped, drops the gradients of masters; ``p.grad`` in the model stays as it is until somebody clears
-it. The gradient of a float32 parameter (batch norm, and all parameters at levels without masters) *is* ``p.grad``, and
+State NONE is the same here after a step that was made and after one that was skipped: both drop the gradients of
+masters. The half weight's ``p.grad`` stays as it is until it is cleared, and is not used again.
+
+The gradient of a float32 parameter (batch norm, and all parameters at levels without masters) *is* ``p.grad``, and
 stays as in plain torch. So state NONE has two columns here:
 
 ===========================  ====================  ==========================  ===================  ===============
@@ -178,7 +180,7 @@ class Block:
     # -- entry ---------------------------------------------------------------------------------------------------------
     @_torch.eager
     def __enter__(self) -> torch.Tensor:
-        """Take older gradients out of the way of the backward pass; return the scaled loss."""
+        """Put older gradients aside for the backward pass; return the scaled loss."""
         if self.entered:
             raise RuntimeError(
                 "a scale_loss block was entered twice - it is for one backward pass - call amp.scale_loss(loss,"
@@ -431,7 +433,7 @@ def discard_gradients(optimizers: list[Optimizer], scaler: LossScaler) -> None:
 
 # -- what happens to one optimizer -------------------------------------------------------------------------------------
 def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler, delay: bool = False) -> None:
-    """Take older gradients out of the way of a backward pass; ``delay``: whose end leaves its gradients scaled."""
+    """Put older gradients aside for a backward pass; ``delay``: its end leaves its gradients scaled."""
     stash.look_up(optimizer)
     if stash.undecided_steps:
         stash.report_arrived()

@@ -9,7 +9,7 @@ block begins (:func:`put_aside`)      None                                      
 backward pass                         the gradient of this pass, half, scaled     the sum of earlier blocks
 block ends (:func:`unscale_new`)      as it is: half, scaled, of this pass alone  the sum with this pass, in float32
 the pass gave it none (:func:`show`)  the sum of earlier blocks, scaled, rounded  the sum of earlier blocks
-``step``, made or skipped             as it is, until somebody clears it          None
+``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 
 A float32 parameter has ``p.grad`` alone. It is put aside while a block is open, and the new one, unscaled in place, is

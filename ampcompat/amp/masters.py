@@ -58,7 +58,7 @@ EARLY_STEPS = 3
 
 
 @dataclass(eq=False, slots=True)
-class Home:
+class Slot:
     """Locate a half tensor: the module's dict of parameters or buffers, its name in there, and the module."""
 
     tensors: dict[str, torch.Tensor | None]
@@ -101,7 +101,7 @@ class Master:
     Attributes:
         half: The model's parameter or buffer; ``initialize`` gave it its ``dtype``.
         value: The master: a float32 ``Parameter`` of the same shape and device.
-        homes: Where ``half`` is held (several for tied weights).
+        slots: Where ``half`` is held (several for tied weights).
         took_over: Whether ``half`` replaced the parameter that optimizers were given, which ``value`` was made for.
 
     What tells whether either side was written since both were equal:
@@ -131,7 +131,7 @@ class Master:
             with torch.inference_mode(False), torch.no_grad():
                 exact = (half if value is None else value).detach().to(half.device, torch.float32, copy=True)
                 self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
-        self.homes: list[Home] = []
+        self.slots: list[Slot] = []
         self.took_over = False
         self.added_grad: tuple[torch.Tensor, int] | None = None
         self.half_at_hand_out: torch.Tensor | None = None
@@ -154,11 +154,11 @@ class Master:
         index = state.masters.by_tensor
         index[id(self.half)] = index[id(self.value)] = self
 
-    def move_in(self, module: torch.nn.Module, name: str) -> None:
+    def add_slot(self, module: torch.nn.Module, name: str) -> None:
         """Record that ``module.name`` is ``half``."""
-        if not any(home.is_at(module, name) for home in self.homes):
+        if not any(slot.is_at(module, name) for slot in self.slots):
             tensors: Any = module._parameters if name in module._parameters else module._buffers
-            self.homes.append(Home(tensors, name, weakref.ref(module)))
+            self.slots.append(Slot(tensors, name, weakref.ref(module)))
 
     def retire(self) -> None:
         """Leave ``half``, which is float32 again, without a master; optimizers may still hold ``value``."""
@@ -228,7 +228,7 @@ class Master:
 
         Reads the device: one host sync, two where the sides differ.
         """
-        if not self.is_param:  # no fingerprint tells which side was written: it is the half one
+        if not self.is_param:  # it has no fingerprint that tells which side was written: take the half one
             self._take(self.half, kept=self._rounds_to(self.half))
             self._round_into(self.half.data)
             return False
@@ -352,7 +352,7 @@ class Master:
         value = copy.deepcopy(self.value, memo)
         if not _torch.has_storage(half):
             return self  # a compiler's stand-in for the module, which is never stepped
-        clone = memo[id(self)] = Master(half, value, adopt=True)  # its homes are found by ``masters_of``
+        clone = memo[id(self)] = Master(half, value, adopt=True)  # its slots are found by ``masters_of``
         return clone
 
     def __reduce__(self) -> Any:
@@ -412,7 +412,7 @@ def masters_in(modules: Iterable[torch.nn.Module]) -> list[Master]:
     for module in modules:
         for name, master in module.__dict__.get("_amp_masters", {}).items():
             unique[id(master)] = master
-            master.move_in(module, name)  # those of a copied or unpickled model have no homes yet
+            master.add_slot(module, name)  # those of a copied or unpickled model have no slots yet
     return list(unique.values())
 
 
@@ -428,22 +428,22 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
     held: dict[str, Master] = module.__dict__.setdefault("_amp_masters", {})
     half: Any = module._parameters.get(name, module._buffers.get(name))
     if name in held and held[name].half is not half:
-        held[name].move_in(module, name)
+        held[name].add_slot(module, name)
         _follow_replacement(held[name])
     if name not in held or held[name].half is not half:
         master = master_of(half)
         held[name] = Master(half, value, adopt) if master is None else master
         state.masters.generation += 1
-    held[name].move_in(module, name)
+    held[name].add_slot(module, name)
     return held[name]
 
 
 def drop_master(master: Master) -> None:
     """Forget ``master``; its half tensor stays."""
-    for home in master.homes:
-        module = home.module()
+    for slot in master.slots:
+        module = slot.module()
         if module is not None:
-            module.__dict__.get("_amp_masters", {}).pop(home.name, None)
+            module.__dict__.get("_amp_masters", {}).pop(slot.name, None)
     master.retire()
     state.masters.generation += 1
 
@@ -469,8 +469,8 @@ def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
         if ((half := m.half)._version, m.value._version, half.data_ptr()) != m.synced  # written
         or m.half_at_hand_out is not None  # written past the counters, perhaps
         or m.comparisons
-        or len(m.homes) != 1  # tied
-        or m.homes[0].tensors.get(m.homes[0].name) is not half  # replaced in its module
+        or len(m.slots) != 1  # tied
+        or m.slots[0].tensors.get(m.slots[0].name) is not half  # replaced in its module
     ]
     for master in suspects:
         _torch.run_untraced(_follow_replacement, master)
@@ -492,46 +492,49 @@ def follow_replacements(modules: Iterable[torch.nn.Module], trained: Collection[
 def _follow_replacement(master: Master, trained: Collection[int] = ()) -> None:
     """Follow what was put in the place of ``half`` (``module.weight = nn.Parameter(...)``).
 
-    A parameter that replaces ``half`` in all of its homes becomes the half side of ``master``, and so is trained. It
-    gets a master of its own where that is not what was meant: another home still holds ``half`` (the weight was
+    A parameter that replaces ``half`` in all of its slots becomes the half side of ``master``, and so is trained. It
+    gets a master of its own where that is not what was meant: another slot still holds ``half`` (the weight was
     untied), an optimizer was given the new parameter, or its shape is another. Where another module holds it (the
-    weight was tied to that one's), its homes become those of that one's master.
+    weight was tied to that one's), its slots become those of that one's master.
 
     What ``functional_call`` puts there for the time of a forward is left alone, and plain tensors that other code does.
     """
-    replaced: dict[torch.Tensor, list[Home]] = {}
+    replaced: dict[torch.Tensor, list[Slot]] = {}
     is_held = False
-    for home in master.homes:
-        now = home.held
+    for slot in master.slots:
+        now = slot.held
         if now is master.half:
             is_held = True
         elif now is not None and _torch.has_storage(now):
-            replaced.setdefault(now, []).append(home)
+            replaced.setdefault(now, []).append(slot)
     if not replaced or _torch.in_functional_call():
         return
-    for now, homes in replaced.items():
+    for now, slots in replaced.items():
         if not isinstance(master.half, torch.nn.Parameter):
-            _follow_buffer(master, now, homes, is_held)
+            _follow_buffer(master, now, slots, is_held)
         elif isinstance(now, torch.nn.Parameter):
-            _follow_parameter(master, now, homes, is_held, trained)
+            _follow_parameter(master, now, slots, is_held, trained)
         is_held = is_held or now is master.half
 
 
 def _follow_parameter(
-    master: Master, now: torch.nn.Parameter, homes: list[Home], is_held: bool, trained: Collection[int]
+    master: Master, now: torch.nn.Parameter, slots: list[Slot], is_held: bool, trained: Collection[int]
 ) -> None:
-    """Decide about ``now``, which ``homes`` hold in the place of ``master.half``; ``is_held``: others keep that."""
-    where = f"{homes[0].name!r} of a {type(homes[0].module()).__name__}"
+    """Follow ``now``, which ``slots`` hold in the place of ``master.half``.
+
+    ``is_held``: other slots of the master still hold its half. ``trained``: as in :func:`follow_replacements`.
+    """
+    where = f"{slots[0].name!r} of a {type(slots[0].module()).__name__}"
     other = master_of(now)
     _refuse_replacement(now, where, other)
-    if _is_held_elsewhere(now, homes):
-        _move_homes(master, homes, other or _own_master(now, master.dtype))
+    if _is_held_elsewhere(now, slots):
+        _move_slots(master, slots, other or _own_master(now, master.dtype))
         return
     is_resized = now.shape != master.value.shape
     optimizers = _optimizers_of(now)
     is_trained = bool(optimizers) or id(now) in trained
     if is_held or is_resized or is_trained:
-        _move_homes(master, homes, _own_master(now, master.dtype))
+        _move_slots(master, slots, _own_master(now, master.dtype))
         for optimizer in optimizers:
             optimizer._amp_stash.groups = []
             optimizer._amp_stash.look_up(optimizer)  # it holds the master from now on
@@ -543,7 +546,7 @@ def _follow_parameter(
         f"Parameter {where} was replaced after amp.initialize - the optimizer holds the master of the old one - the"
         " master takes the new values and goes on training them (D15).",
     )
-    _take_over(master, now, homes)
+    _take_over(master, now, slots)
 
 
 def _refuse_replacement(now: torch.Tensor, where: str, other: Master | None) -> None:
@@ -579,28 +582,28 @@ def _warn_of_untrained(master: Master, now: torch.Tensor, where: str) -> None:
     )
 
 
-def _follow_buffer(master: Master, now: torch.Tensor, homes: list[Home], is_held: bool) -> None:
+def _follow_buffer(master: Master, now: torch.Tensor, slots: list[Slot], is_held: bool) -> None:
     """Follow a buffer that code assigned (``self.mean = ...`` in a forward), while its dtype and shape stay."""
     if not is_held and now.dtype == master.dtype and now.shape == master.value.shape:
-        _take_over(master, now, homes)
+        _take_over(master, now, slots)
         return
-    for home in homes:
-        module: Any = home.module()
-        module.__dict__["_amp_masters"].pop(home.name)
-    master.homes = [home for home in master.homes if home not in homes]
+    for slot in slots:
+        module: Any = slot.module()
+        module.__dict__["_amp_masters"].pop(slot.name)
+    master.slots = [slot for slot in master.slots if slot not in slots]
     state.masters.generation += 1
 
 
-def _is_held_elsewhere(param: torch.Tensor, homes: list[Home]) -> bool:
-    """Whether a module other than ``homes``, of a model under amp or known to the master, holds ``param``."""
+def _is_held_elsewhere(param: torch.Tensor, slots: list[Slot]) -> bool:
+    """Whether a module other than ``slots``, of a model under amp or known to the master, holds ``param``."""
 
     def is_elsewhere(module: torch.nn.Module | None, name: str) -> bool:
-        return not any(home.is_at(module, name) for home in homes)
+        return not any(slot.is_at(module, name) for slot in slots)
 
     master = master_of(param)
     if master is not None:
-        for home in master.homes:
-            if home.held is param and is_elsewhere(home.module(), home.name):
+        for slot in master.slots:
+            if slot.held is param and is_elsewhere(slot.module(), slot.name):
                 return True
     for model in state.models.live:
         for module in model.modules():
@@ -633,23 +636,23 @@ def _own_master(param: torch.Tensor, dtype: torch.dtype) -> Master:
     return master
 
 
-def _move_homes(master: Master, homes: list[Home], other: Master) -> None:
-    """Make ``homes`` of ``master`` homes of ``other``."""
-    for home in homes:
-        module: Any = home.module()
-        module.__dict__.setdefault("_amp_masters", {})[home.name] = other
-        other.move_in(module, home.name)
-    master.homes = [home for home in master.homes if home not in homes]
+def _move_slots(master: Master, slots: list[Slot], other: Master) -> None:
+    """Make ``slots`` of ``master`` slots of ``other``."""
+    for slot in slots:
+        module: Any = slot.module()
+        module.__dict__.setdefault("_amp_masters", {})[slot.name] = other
+        other.add_slot(module, slot.name)
+    master.slots = [slot for slot in master.slots if slot not in slots]
     state.masters.generation += 1
 
 
-def _take_over(master: Master, now: torch.Tensor, homes: list[Home]) -> None:
-    """Put ``now``, which ``homes`` hold, in the place of ``master.half``, with the values that it has."""
+def _take_over(master: Master, now: torch.Tensor, slots: list[Slot]) -> None:
+    """Put ``now``, which ``slots`` hold, in the place of ``master.half``, with the values that it has."""
     other = master_of(now)
     if other is not None:
         other.reconcile(compare=True)
     exact = now.detach() if other is None else other.value.detach()
-    drop_cleared_gradients([master])  # in the old one, which is not looked at any more
+    drop_cleared_gradients([master])  # of the old half, whose gradient is not looked at any more
     _recast(now, master.dtype)
     with torch.no_grad():
         if exact.dtype == master.dtype:  # perhaps a copy of the old one, on another device: keep the low bits
@@ -657,24 +660,24 @@ def _take_over(master: Master, now: torch.Tensor, homes: list[Home]) -> None:
             master._take(exact, kept=master._rounds_to(exact))
         else:
             master.value.copy_(exact)
-    master.homes = homes
+    master.slots = slots
     rebind(master, now)
 
 
 def rebind(master: Master, now: torch.Tensor) -> None:
-    """Make ``now`` the half side of ``master`` in every home of a tied weight, and write the master into it."""
+    """Make ``now`` the half side of ``master`` in every slot of a tied weight, and write the master into it."""
     master.half = now
     master.added_grad = None
     master.took_over = True
     master.register()
-    for home in master.homes:
-        module = home.module()
-        if module is None or home.held is None:
+    for slot in master.slots:
+        module = slot.module()
+        if module is None or slot.held is None:
             continue
-        home.tensors[home.name] = now
+        slot.tensors[slot.name] = now
         held = module.__dict__.setdefault("_amp_masters", {})
-        if held.get(home.name) is not master:
-            held[home.name] = master
+        if held.get(slot.name) is not master:
+            held[slot.name] = master
             state.masters.generation += 1
     if master.value.device != now.device:
         master._follow_device()
@@ -693,7 +696,7 @@ def give_up_half(master: Master) -> None:
     own = Master(half, master.value)
     own.added_grad = master.added_grad
     own.value.grad = master.value.grad
-    _move_homes(master, master.homes, own)
+    _move_slots(master, master.slots, own)
     master.drop_gradient()
     master.took_over = False
     master.register()
@@ -704,7 +707,7 @@ def sync_masters(model: torch.nn.Module) -> int:
     """Take what the model's half weights hold into their float32 masters, comparing by value.
 
     Needed only after a write that moves neither a version counter nor the data pointer: ``p.data.copy_()``,
-    ``dist.broadcast(p.data)``. Elements that nobody wrote keep their master's low bits. apex had no such
+    ``dist.broadcast(p.data)``. Elements that were not written keep their master's low bits. apex had no such
     call: its masters kept their own values, and the write was lost at the next step.
 
     Args:
@@ -728,7 +731,7 @@ def drop_cleared_gradients(masters: list[Master]) -> bool:
     which did not change, as under apex. Zeros of a product keep the signs of what was multiplied, and it is by
     these that the two are told apart; :func:`_was_cleared` says what is done where there is no sign.
 
-    Host syncs: none while nobody writes to half gradients; else one, and one for each that became zero.
+    Host syncs: none while no code writes to half gradients; else one, and one for each that became zero.
     """
     written: list[Master] = []
     for master in masters:
@@ -742,7 +745,7 @@ def drop_cleared_gradients(masters: list[Master]) -> bool:
 
 
 def _drop_cleared(written: list[Master]) -> bool:
-    """Sort out ``written``, whose half gradients somebody has written, as :func:`drop_cleared_gradients` says."""
+    """Tell cleared from edited among ``written``, whose half gradients a script has written; drop the cleared ones'."""
     kept: list[Master] = []
     entries: list[torch.Tensor] = []
     for master in written:

@@ -100,11 +100,11 @@ def detach(optimizer: Optimizer) -> None:
 
 def remember(optimizer: Optimizer, undo: ExitStack) -> None:
     """Have ``undo`` put ``optimizer`` back as it is now."""
-    for one in (optimizer, *_torch.inner_optimizers(optimizer)):
-        for group in one.param_groups:
+    for each in (optimizer, *_torch.inner_optimizers(optimizer)):
+        for group in each.param_groups:
             undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
-        undo.callback(one.state.update, dict(one.state))
-        undo.callback(one.state.clear)
+        undo.callback(each.state.update, dict(each.state))
+        undo.callback(each.state.clear)
     undo.callback(vars(optimizer).update, dict(vars(optimizer)))
     undo.callback(vars(optimizer).clear)
     for members in (state.optimizers.live, state.optimizers.disabled):

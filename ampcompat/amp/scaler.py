@@ -137,7 +137,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def is_one(self) -> bool:
-        """Whether the scale is 1 and nobody has written it: then blocks need not touch gradients. No host sync."""
+        """Whether the scale is 1, and no script has written it: then blocks need not touch gradients. No host sync."""
         return not self.dynamic and self._scale is None and self._init_scale == 1.0
 
     _scale_seq_len = property(attrgetter("_growth_interval"), lambda self, value: self.set_growth_interval(int(value)))

@@ -47,14 +47,14 @@ class Pending:
 Overflow = tuple[LossScaler, torch.Tensor]
 
 
-#: A flag of a step that the device decided about, on its way to the host: [the flag, the scale to name]. No scaler: the
-#: flag tells of gradients that an earlier overflow has left.
+#: A flag of a step that the device decided about, and the scale to name, both while they are copied to the host. No
+#: scaler: the flag tells of gradients that an earlier overflow has left.
 FlagOnItsWay = tuple[LossScaler | None, _torch.HostCopy]
 
 
 @dataclass(eq=False, slots=True)
 class LastStep:
-    """What the last step of an optimizer has left. A step, made or skipped, puts a new one in its place.
+    """What the last step of an optimizer, made or skipped, has left.
 
     Attributes:
         skipped: Whether it was skipped; None before the first step, and while only the device knows.
@@ -394,7 +394,7 @@ def _exchange_params(optimizer: Optimizer, exchanged: Callable[[torch.Tensor], t
     holder = holder_of_masters(optimizer)
     if holder is not optimizer:  # a ZeroRedundancyOptimizer
         _torch.separate_inner_groups(optimizer)
-    states = [one.state for one in (optimizer, *_torch.inner_optimizers(optimizer))]
+    states = [each.state for each in (optimizer, *_torch.inner_optimizers(optimizer))]
     for group in holder.param_groups:
         params = group["params"]
         for index, param in enumerate(params):
@@ -432,18 +432,18 @@ def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
         return master if has_masters else None
     if session.policy.half is None:  # half by the script's own doing
         return None
-    homes = _homes_of(param)
-    for module, _ in homes:
+    slots = _slots_of(param)
+    for module, _ in slots:
         if "_amp_half" not in module.__dict__:  # of a module that was added after initialize
             hook(module, param.dtype, has_masters)
     if not has_masters:
         return None
-    for module, name in homes:
+    for module, name in slots:
         master = ensure_master(module, name)
     return Master(param) if master is None else master
 
 
-def _homes_of(param: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
+def _slots_of(param: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
     """The modules of initialized models that hold ``param`` (several where it is tied), and its name in each."""
     modules = dict.fromkeys(module for model in state.models.live for module in model.modules())
     return [(module, name) for module in modules for name, held in module._parameters.items() if held is param]
@@ -451,15 +451,15 @@ def _homes_of(param: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
 
 def match_state(optimizer: Optimizer) -> None:
     """Give state from before ``initialize`` the dtype of its param, where torch's own ``load_state_dict`` does so."""
-    for one in (optimizer, *_torch.inner_optimizers(optimizer)):
-        if getattr(type(one), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
+    for each in (optimizer, *_torch.inner_optimizers(optimizer)):
+        if getattr(type(each), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
             continue
-        for param, held in list(one.state.items()):
+        for param, held in list(each.state.items()):
             if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
                 continue
             for name, value in held.items():
                 if name != "step" and _is_state_of(param, value) and value.dtype != param.dtype:
-                    one.state[param] = {**one.state[param], name: value.to(param.dtype)}
+                    each.state[param] = {**each.state[param], name: value.to(param.dtype)}
 
 
 def _is_state_of(param: torch.Tensor, value: object) -> bool:
