@@ -76,7 +76,11 @@ MASTERS: Final = Table(
         ("`optimizer.step`", "rounded from value", "stepped by the optimizer"),
         ("`load_state_dict`", "rounded from what was loaded", "what was loaded"),
         ("half written, counters move", "kept", "takes the elements that differ"),
-        ("half written past the counters", "kept", "the same, where values are compared"),
+        (
+            "half written past the counters",
+            "kept; if not compared, lost at the next step",
+            "the same, where values are compared",
+        ),
         ("half written, then written back", "kept", "what it was before the first write"),
         ("value written", "rounded from value", "kept"),
         ("both written after `state_dict`", "rounded from value", "half's elements where half moved"),

@@ -273,7 +273,8 @@ class Block:
             except BaseException:
                 discard_gradients(self.optimizers, self.scaler)
                 raise
-            if reached and self.backward_calls == []:
+            is_unused = self.backward_calls is not None and not self.backward_calls
+            if reached and is_unused:
                 misuse.warn_of("unscaled loss in a block")
         if state.observers:
             notify("on_gradients", self.scaler, self.optimizers)

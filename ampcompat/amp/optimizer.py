@@ -83,7 +83,10 @@ def attach(optimizer: Optimizer, session: Session) -> None:
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Undo :func:`attach`, but for the wrappers of methods, which pass on; scaled gradients are cleared."""
+    """Undo :func:`attach`, but for the wrappers of methods, which pass on.
+
+    Where gradients are still scaled (pending), the ``p.grad`` of all parameters are cleared.
+    """
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     if stash.pending is not None:
