@@ -29,7 +29,7 @@ from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
-from ampcompat.amp.stash import stepper
+from ampcompat.amp.stash import holder_of_masters
 from ampcompat.amp.weights import cast_weights
 
 if TYPE_CHECKING:
@@ -378,7 +378,7 @@ def _ids_of_stepped(optimizers: list[Optimizer]) -> set[int]:
     """The ids of the tensors that ``optimizers`` step on this rank: of half ones, masters are made now."""
     ids: set[int] = set()
     for optimizer in optimizers:
-        for group in stepper(optimizer).param_groups:
+        for group in holder_of_masters(optimizer).param_groups:
             ids.update(map(id, group["params"]))
     return ids
 

@@ -220,7 +220,7 @@ def gather(optimizer: Any, to: int | None = None) -> None:
                     module, name = owners[id(half)]
                     master = ensure_master(module, name)
                 master.value.copy_(value)
-                master.settle()
+                master.record_versions()
 
 
 def _owners_of_params() -> dict[int, tuple[torch.nn.Module, str]]:

@@ -169,7 +169,7 @@ class _TensorBefore(NamedTuple):
         if self.master is not None:
             self.master.dtype = self.data.dtype
             self.master.register()
-            self.master.settle()
+            self.master.record_versions()
 
 
 class _ModuleBefore:
@@ -303,5 +303,5 @@ def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
         was_assigned = held is not master.half  # load_state_dict(assign=True)
         if was_assigned:
             rebind(master, held)
-        elif master.value._version != master.seen[1]:
+        elif master.value._version != master.synced[1]:
             master.push()

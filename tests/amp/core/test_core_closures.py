@@ -191,7 +191,7 @@ def test_a_scheduler_steps_after_a_skipped_closure_without_a_warning():
 def test_no_step_is_left_undecided_when_the_optimizer_takes_found_inf():
     model, optimizer = start("O2", MAKERS["Adam fused"], model=Net())
     optimizer.step(Calls(model, optimizer, bad=[0]))
-    assert optimizer._amp_stash.skipped is True
+    assert optimizer._amp_stash.last_step.skipped is True
 
 
 class SAM(torch.optim.Optimizer):
@@ -346,7 +346,7 @@ def test_what_it_counts_in_its_groups_goes_back_with_a_skipped_step():
 
 
 def test_blocks_before_a_step_keep_few_flags_and_lose_none(capsys, monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.stash.MANY", 50)
+    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", 50)
     model, optimizer = start("O1", lambda m: torch.optim.SGD(m.parameters(), lr=0.1), num_losses=2)
     before = masters(optimizer)
     for block in range(200):

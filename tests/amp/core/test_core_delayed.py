@@ -335,7 +335,7 @@ def test_where_the_step_cannot_unscale_what_is_pending_it_is_lost_and_nothing_mo
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ampcompat.amp.block.unscale", fail)
+        patch.setattr("ampcompat.amp.block.unscale_new", fail)
         with pytest.raises(MemoryError):
             optimizer.step()
     assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
