@@ -78,8 +78,8 @@ MASTERS: Final = Table(
         ("half written, counters move", "kept", "takes the elements that differ"),
         (
             "half written past the counters",
-            "kept; if not compared, lost at the next step",
-            "the same, where values are compared",
+            "kept; a step may overwrite it",
+            "the same, if compared; else kept",
         ),
         ("half written, then written back", "kept", "what it was before the first write"),
         ("value written", "rounded from value", "kept"),

@@ -4,28 +4,28 @@ A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.a
 deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 side.
 The life of a master, as a table of what each event does to its two sides:
 
-=======================================  ============================================  =======================================
-event                                    half (the model's tensor)                     value (the float32 master)
-=======================================  ============================================  =======================================
-``initialize``                           rounded from float32                          the float32 weight, to the bit
-``optimizer.step``                       rounded from value                            stepped by the optimizer
-``load_state_dict``                      rounded from what was loaded                  what was loaded
-half written, counters move              kept                                          takes the elements that differ
-half written past the counters           kept; if not compared, lost at the next step  the same, where values are compared
-half written, then written back          kept                                          what it was before the first write
-value written                            rounded from value                            kept
-both written after ``state_dict``        rounded from value                            half's elements where half moved
-parameter replaced in its module         the new parameter, cast                       takes the elements that differ
-buffer assigned in its module            the new buffer, as it is                      what differs; dropped at another dtype
-replaced, and added to an optimizer      stays, of no model                            stays in its group; the new has its own
-replaced under one of its names: untied  stays under the others                        stays; the new one has its own
-replaced by another's half: tied to it   stays, of no model                            stays; the name is the other master's
-``model.to(device)``                     moved                                         follows
-other strides (``memory_format=``)       laid out anew                                 keeps its strides, for fused optimizers
-``model.float()`` and the like           cast back                                     takes the elements that differ
-deepcopy, pickle                         copied                                        copied
-``initialize`` at another level          float32 again, from value                     dropped
-=======================================  ============================================  =======================================
+=======================================  =============================  =======================================
+event                                    half (the model's tensor)      value (the float32 master)
+=======================================  =============================  =======================================
+``initialize``                           rounded from float32           the float32 weight, to the bit
+``optimizer.step``                       rounded from value             stepped by the optimizer
+``load_state_dict``                      rounded from what was loaded   what was loaded
+half written, counters move              kept                           takes the elements that differ
+half written past the counters           kept; a step may overwrite it  the same, if compared; else kept
+half written, then written back          kept                           what it was before the first write
+value written                            rounded from value             kept
+both written after ``state_dict``        rounded from value             half's elements where half moved
+parameter replaced in its module         the new parameter, cast        takes the elements that differ
+buffer assigned in its module            the new buffer, as it is       what differs; dropped at another dtype
+replaced, and added to an optimizer      stays, of no model             stays in its group; the new has its own
+replaced under one of its names: untied  stays under the others         stays; the new one has its own
+replaced by another's half: tied to it   stays, of no model             stays; the name is the other master's
+``model.to(device)``                     moved                          follows
+other strides (``memory_format=``)       laid out anew                  keeps its strides, for fused optimizers
+``model.float()`` and the like           cast back                      takes the elements that differ
+deepcopy, pickle                         copied                         copied
+``initialize`` at another level          float32 again, from value      dropped
+=======================================  =============================  =======================================
 
 "Has its own" and "is the other's" speak of masters: what plain torch would train is trained, in the group that was
 asked for. "Elements that differ" are those where ``value`` does not round to what ``half`` holds: every element that no
