@@ -45,7 +45,7 @@ def warn_once(key: str, message: str) -> None:
 
 
 def _level_of_script() -> int:
-    """How far the innermost frame is that is not ampcompat's, torch's or a context manager's, seen from the caller.
+    """How many frames above the caller the script is: the first frame outside of ampcompat, torch and contextlib.
 
     LR schedulers put frames of torch between the script and us, and other libraries ignore warnings from there.
     """
@@ -53,13 +53,14 @@ def _level_of_script() -> int:
 
     if torch.compiler.is_compiling():
         return 2
-    homes = tuple(os.path.dirname(file) + os.sep for file in (__file__, torch.__file__))
+    folders = (os.path.dirname(__file__) + os.sep, os.path.dirname(torch.__file__) + os.sep)
     frame: FrameType | None = sys._getframe(1)
     level = 1
-    while frame is not None and (frame.f_code.co_filename.startswith(homes) or _is_contextlib(frame)):
-        frame, level = frame.f_back, level + 1
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_of_the_script = not file.startswith(folders) and file != contextlib.__file__
+        if is_of_the_script:
+            break
+        frame = frame.f_back
+        level += 1
     return level
-
-
-def _is_contextlib(frame: FrameType) -> bool:
-    return frame.f_code.co_filename == contextlib.__file__

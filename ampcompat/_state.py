@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from ampcompat._types import Optimizer
-    from ampcompat.amp.autocast import Casts, Saved
+    from ampcompat.amp.casts import Casts, Saved
     from ampcompat.amp.masters import Master
     from ampcompat.amp.rules import Plan, Rule
     from ampcompat.amp.session import Session
@@ -37,7 +37,8 @@ class ThreadCasts(threading.local):
     running: list[torch.nn.Module]
 
     def __init__(self) -> None:
-        self.regions, self.running = {}, []
+        self.regions = {}
+        self.running = []
 
 
 @dataclass(eq=False)
@@ -48,7 +49,7 @@ class CastState:
         ambient: The casts of the latest ``initialize``; None where it casts nothing.
         device_types: Where they hold: the device types of initialized models.
         owner: The thread that they hold in, the one that called ``initialize`` last.
-        found: Autocast's state before the first change, for undo; None while nobody casts.
+        original: Autocast's state before the first change, for undo; None while no policy casts functions.
         patches: Undo of the patches that casting needs; None while they are not installed.
         functions: Undo of the wrappers around functions that users registered.
         cpu_convolution: Undo of the CPU's own half convolutions; None while torch's are in force.
@@ -58,7 +59,7 @@ class CastState:
     ambient: Casts | None = None
     device_types: tuple[str, ...] = ()
     owner: int = 0
-    found: Saved | None = None
+    original: Saved | None = None
     patches: ExitStack | None = None
     functions: ExitStack = field(default_factory=ExitStack)
     cpu_convolution: ExitStack | None = None
@@ -84,7 +85,7 @@ class OpRules:
 
 @dataclass(eq=False)
 class MasterIndex:
-    """The way from a tensor to its master, by ``id`` of either side, and lists of masters that are looked up often.
+    """Index from a tensor to its master, by ``id`` of either side, and lists of masters that are looked up often.
 
     Attributes:
         by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still
@@ -92,7 +93,7 @@ class MasterIndex:
         by_model: Masters of a whole model, valid for one ``generation``.
         generation: Counts masters that were made, dropped or moved to another module, and modules with masters that
             were put into others.
-        follows_modules: Whether torch tells of modules that are put into others.
+        follows_modules: Whether a hook of torch reports modules that are put into others.
     """
 
     by_tensor: weakref.WeakValueDictionary[int, Master] = field(default_factory=weakref.WeakValueDictionary)
@@ -108,7 +109,7 @@ class ModelIndex:
     """Models of calls of ``initialize``, and what is built around them, as long as they are alive.
 
     Attributes:
-        live: Models under amp.
+        live: Models that ``initialize`` was given; copies of them are not listed.
         ddp: Every ``DistributedDataParallel`` made since the first ``initialize``; None before.
     """
 
@@ -121,7 +122,7 @@ class OptimizerIndex:
     """Optimizers that calls of ``initialize`` were given, as long as they are alive.
 
     Attributes:
-        live: Those under amp; :meth:`listed` reads them at a third of the price of iterating.
+        live: Those under amp; :meth:`listed` reads them at a third of the cost of iterating.
         pending: Of these, those with scaled gradients that a block has left.
         disabled: Those given to ``initialize(enabled=False)``.
         sharing: By optimizer, the others that hold a tensor of it; None until asked for, and after any of them has
@@ -135,7 +136,8 @@ class OptimizerIndex:
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""
-        return [one for ref in self.live.keyrefs() if (one := ref()) is not None]
+        optimizers = [reference() for reference in self.live.keyrefs()]
+        return [optimizer for optimizer in optimizers if optimizer is not None]
 
 
 def _nothing_initialized() -> dict[str, Any]:
@@ -155,11 +157,11 @@ class State:
         loaded_scalers: Scale and clean passes that were loaded before any ``initialize``.
         models: Models under amp.
         optimizers: Optimizers under amp.
-        masters: The way from a tensor to its master.
+        masters: Index from tensors to masters.
         casts: The ambient casts.
         rules: The op rules that are on the dispatcher.
         functions: Functions that users registered, by module and name: the holder, the name, and the rule.
-        observers: Tools that are told of losses, gradients and steps.
+        observers: Tools that are called with losses, gradients and steps.
     """
 
     undo: ExitStack = field(default_factory=ExitStack)
@@ -177,7 +179,7 @@ class State:
     observers: list[object] = field(default_factory=list)
 
     def undo_once(self, undo: Callable[[], None]) -> None:
-        """Have ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is asked."""
+        """Have ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is called."""
         if undo not in self.repeatable_undo:
             self.repeatable_undo.add(undo)
             self.undo.callback(undo)
@@ -188,8 +190,8 @@ class State:
             self.undo.close()
         finally:
             fresh = State()
-            for one in fields(self):
-                setattr(self, one.name, getattr(fresh, one.name))
+            for part in fields(self):
+                setattr(self, part.name, getattr(fresh, part.name))
 
 
 state = State()

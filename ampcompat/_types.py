@@ -45,7 +45,7 @@ class Optimizer(Protocol):
     param_groups: list[dict[str, Any]]
     _amp_stash: AmpOptimizerState  # while it is under amp
     _amp_wrapped: bool  # for good: the wrappers of its methods stay
-    _amp_stepping: bool  # one that steps by another, meanwhile
+    _amp_stepping: bool  # while an optimizer that steps by another is stepping
     _opt_called: bool  # LR schedulers ask it whether there was a step
     grad_scale: torch.Tensor | None  # both as torch.amp.GradScaler lends them
     found_inf: torch.Tensor

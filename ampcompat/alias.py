@@ -179,7 +179,7 @@ def _missing(name: str) -> ModuleNotFoundError:
         return ModuleNotFoundError(advice(rest), name=name)
     there = ", ".join(part for part in ampcompat._SUBMODULES if importlib.util.find_spec(f"ampcompat.{part}"))
     return ModuleNotFoundError(
-        f"No module named {name!r} in ampcompat, which stands in for apex - it has {there} - docs/namespace.md tells"
+        f"No module named {name!r} in ampcompat, which replaces apex - it has {there} - docs/namespace.md tells"
         " what to do about the rest.",
         name=name,
     )

@@ -12,6 +12,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ampcompat.amp.casts import casts_off
+
 __all__ = ["backward", "backward_affine", "forward", "forward_affine"]
 
 
@@ -54,7 +56,7 @@ def backward(
 def _forward(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+    with torch.no_grad(), casts_off(input.device.type):
         output, mean, invvar = torch.native_layer_norm(input, list(normalized_shape), weight, bias, eps)
     return output, mean.flatten(), invvar.flatten()
 
@@ -70,7 +72,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = list(normalized_shape)
     wanted = [True, weight is not None, bias is not None]
-    with torch.no_grad(), torch.autocast(input.device.type, enabled=False):
+    with torch.no_grad(), casts_off(input.device.type):
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten.native_layer_norm_backward(
             grad_output, input, shape, mean, invvar, weight, bias, wanted
         )

@@ -1,62 +1,67 @@
 """Writes the generated parts of docs/architecture.md: ``python docs/architecture.py [--measure]``.
 
 They stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``: the picture of the modules, from their imports;
-the tables of states, from the heads of the modules that implement them; and the figures of a step, from
+the tables of states, from tests/state_tables.py, which are written into docstrings too; and the figures of a step, from
 tests/structure/figures.json. ``--measure`` records these anew.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 ROOT: Final = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "tests" / "structure"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "structure")]
 
 from layers import LAYERS, LEGACY, SHARED, imports_by_module, without_implied  # noqa: E402
+from state_tables import SHOWN_IN, TABLES, Table  # noqa: E402
 
 PAGE: Final = Path(__file__).with_suffix(".md")
 FIGURES: Final = ROOT / "tests" / "structure" / "figures.json"
 AMP: Final = ROOT / "ampcompat" / "amp"
 
 
-class Table(NamedTuple):
-    """A table at the head of a module: the module, and which of its tables, from 0."""
-
-    path: Path
-    number: int = 0
-
-
-#: The tables that the page repeats, by the name of the part that does.
-TABLES: Final = {
-    "gradients": Table(AMP / "block.py"),
-    "float32": Table(AMP / "block.py", 1),
-    "masters": Table(AMP / "masters.py"),
-    "casts": Table(AMP / "autocast.py"),
-}
+def docstring_table(table: Table) -> list[str]:
+    """``table`` in reStructuredText, by line."""
+    rows = [[cell.replace("`", "``") for cell in row] for row in (table.head, *table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = "  ".join("=" * width for width in widths)
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [rule, lines[0], rule, *lines[1:], rule]
 
 
-def table_in(table: Table) -> list[list[str]]:
-    """The cells of ``table``, by row; the heads are row 0."""
-    lines = (ast.get_docstring(ast.parse(table.path.read_text(encoding="utf-8"))) or "").splitlines()
-    rules = [index for index, line in enumerate(lines) if line.startswith("===")]
-    first, second, last = rules[3 * table.number : 3 * table.number + 3]
-    starts = [match.start() for match in re.finditer("=+", lines[first])]
-    rows = [*lines[first + 1 : second], *lines[second + 1 : last]]
-    ends = [*starts[1:], None]
-    return [[line[a:b].strip() for a, b in zip(starts, ends, strict=True)] for line in rows]
+def with_docstring_tables(source: str, tables: list[Table]) -> str:
+    """``source`` with the tables of its docstring, in their order, as they should be."""
+    lines = source.splitlines()
+    for number, table in enumerate(tables):
+        # A table has three rules: above its heads, below them, and at its end.
+        rules = [index for index, line in enumerate(lines) if re.fullmatch("[= ]*===[= ]*", line)]
+        first, _, last = rules[3 * number : 3 * number + 3]
+        lines[first : last + 1] = docstring_table(table)
+    return "\n".join(lines) + "\n"
 
 
-def markdown(rows: list[list[str]]) -> str:
+def modules_with_tables() -> dict[Path, str]:
+    """Each module that shows tables in its docstring, and its source as it should be."""
+    written = {}
+    for module, names in SHOWN_IN.items():
+        path = AMP / f"{module}.py"
+        tables = [TABLES[name] for name in names]
+        written[path] = with_docstring_tables(path.read_text(encoding="utf-8"), tables)
+    return written
+
+
+def markdown(rows: Iterable[Sequence[str]]) -> str:
     """``rows``, the first of which are heads, as a table."""
-    head, *body = ["| " + " | ".join(row).replace("``", "`") + " |" for row in rows]
-    return "\n".join([head, "|---" * len(rows[0]) + "|", *body])
+    head, *body = [f"| {' | '.join(row)} |" for row in rows]
+    columns = head.count(" | ") + 1
+    return "\n".join([head, "|---" * columns + "|", *body])
 
 
 def picture() -> str:
@@ -76,21 +81,23 @@ def picture() -> str:
 
 def figures() -> dict[str, dict[str, int]]:
     """The figures of a step and of ``initialize``, measured now, each level in a process of its own."""
-    found: dict[str, dict[str, int]] = {}
-    environment, levels = {**os.environ, "PYTHONPATH": str(ROOT)}, ("O0", "O1", "O2")
+    measured_by_path: dict[str, dict[str, int]] = {}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    levels = ("O0", "O1", "O2")
     command = [sys.executable, str(ROOT / "tests" / "structure" / "call_path.py"), *levels]
     lines = subprocess.run(command, env=environment, capture_output=True, check=True).stdout.splitlines()
     for level, line in zip(levels, lines, strict=True):
         measured = json.loads(line)
-        found[f"{level} step"] = measured["step"]
+        measured_by_path[f"{level} step"] = measured["step"]
         if level == "O2":
-            found["O2 initialize"] = measured["initialize"]
-    return found
+            measured_by_path["O2 initialize"] = measured["initialize"]
+    return measured_by_path
 
 
 def _figures_table() -> str:
     recorded: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
-    before, after = recorded["before"], recorded["after"]
+    before = recorded["before"]
+    after = recorded["after"]
     rows = [["", "calls", "functions", "files", "moves between files"]]
     for name in before:
         title = f"`initialize` at {name[:2]}" if name.endswith("initialize") else f"one step at {name[:2]}"
@@ -101,7 +108,7 @@ def _figures_table() -> str:
 def page() -> str:
     """The page with its generated parts as they should be."""
     text = PAGE.read_text(encoding="utf-8")
-    parts = {name: markdown(table_in(table)) for name, table in TABLES.items()}
+    parts = {name: markdown([table.head, *table.rows]) for name, table in TABLES.items()}
     parts |= {"picture": picture(), "figures": _figures_table()}
     for name, part in parts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
@@ -110,11 +117,18 @@ def page() -> str:
     return text
 
 
+def record_figures() -> None:
+    """Measure a step and ``initialize``, and write the figures, each path on a line."""
+    recorded = {**json.loads(FIGURES.read_text(encoding="utf-8")), "after": figures()}
+    text = json.dumps(recorded, indent=2)
+    innermost = r"\{\n {6}([^{}]*?)\n {4}\}"
+    text = re.sub(innermost, lambda match: "{" + re.sub(r"\n\s*", " ", match[1]) + "}", text)
+    FIGURES.write_text(text + "\n", encoding="utf-8")
+
+
 if __name__ == "__main__":
     if "--measure" in sys.argv:
-        recorded = {**json.loads(FIGURES.read_text(encoding="utf-8")), "after": figures()}
-        text = json.dumps(recorded, indent=2)
-        FIGURES.write_text(
-            re.sub(r"\{\n {6}([^{}]*?)\n {4}\}", lambda m: "{" + re.sub(r"\n\s*", " ", m[1]) + "}", text) + "\n"
-        )
+        record_figures()
     PAGE.write_text(page(), encoding="utf-8")
+    for path, source in modules_with_tables().items():
+        path.write_text(source, encoding="utf-8")

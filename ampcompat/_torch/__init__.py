@@ -1,6 +1,6 @@
 """Every private torch call and every version check of the project.
 
-When a new torch breaks something, this is the place to mend.
+A change of torch that breaks something is to be fixed here.
 """
 
 from ampcompat._torch.arithmetic import (
@@ -51,6 +51,7 @@ from ampcompat._torch.compiler import (
     eager_itself,
     forget_compiled_graphs,
     in_fake_mode,
+    keep_torch_functions_traceable,
     run_uncompiled,
     run_untraced,
     setting,
@@ -77,7 +78,7 @@ from ampcompat._torch.dispatcher import (
     overloads_of,
     register_kernels,
 )
-from ampcompat._torch.errors import add_note, cure_of, note_cure, raised_in
+from ampcompat._torch.errors import add_note
 from ampcompat._torch.host_memory import keep_freed_memory
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
@@ -88,7 +89,6 @@ from ampcompat._torch.modules import (
     has_storage,
     have_bits,
     in_functional_call,
-    inner_optimizers,
     is_parametrized,
     is_sharded,
     is_uninitialized,

@@ -28,7 +28,7 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-# The lists of one call are on one device, of one dtype, and laid out alike: the fused kernels walk raw memory and, on
+# The lists of one call are on one device, of one dtype, and laid out alike: the fused kernels read raw memory and, on
 # 2.4 and 2.13, silently mix up elements when the strides of a param and its gradient differ.
 
 foreach_add = torch._foreach_add
@@ -95,15 +95,16 @@ class HostCopy:
     def __init__(self, values: list[torch.Tensor]) -> None:
         device = values[0].device
         self._event: torch.Event | None = None
-        if is_capturing():  # a replay runs no Python: nobody could read what it copies
+        if is_capturing():  # a replay runs no Python that could read the copy
             self._host = torch.zeros(len(values), device="cpu")
             return
-        streams = getattr(torch, device.type, object())
-        if device.type != "cpu" and hasattr(streams, "Event") and hasattr(streams, "current_stream"):
+        streams: Any = getattr(torch, device.type, object())
+        has_streams = hasattr(streams, "Event") and hasattr(streams, "current_stream")
+        if device.type != "cpu" and has_streams:
             self._host = torch.stack(values).to("cpu", non_blocking=True)  # pinned memory, by torch's own choice
             self._event = streams.Event()
             self._event.record(streams.current_stream(device))
-        else:  # nothing would tell when an asynchronous copy is there
+        else:  # nothing says when an asynchronous copy has arrived
             self._host = torch.stack(values).to("cpu")
 
     def arrived(self) -> bool:
@@ -142,7 +143,7 @@ def host_value(number: torch.Tensor) -> float | None:
 def found_inf_and_scale(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return what ``scaler`` knows of the gradients of ``optimizer``, for a ``step`` that takes a ``grad_scaler``.
+    """Return what ``scaler`` has found in the gradients of ``optimizer``, for a ``step`` that takes a ``grad_scaler``.
 
     Returns:
         The overflow flag (0-dim float32, not 0 after an overflow) and the scale that the gradients still have, None
@@ -204,18 +205,21 @@ def float32_copies(tensors: list[torch.Tensor], like: list[torch.Tensor]) -> lis
     copies = list(map(torch.Tensor.float, tensors))
     if list(map(_STRIDE, copies)) == list(map(_STRIDE, like)):
         return copies
-    return [
-        copy if copy.stride() == model.stride() else torch.empty_like(model).copy_(copy)
-        for copy, model in zip(copies, like, strict=True)
-    ]
+    for index, model in enumerate(like):
+        if copies[index].stride() != model.stride():
+            copies[index] = torch.empty_like(model).copy_(copies[index])
+    return copies
 
 
 def sum_of(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a + b``, in place in ``a`` where it can be: ``a`` may be a window into a DDP bucket. Either may be sparse."""
     if a.is_sparse and b.is_sparse:
         # Joined and coalesced, not added: the CPU adds no half sparse tensors.
-        indices, values = (torch.cat([a._indices(), b._indices()], 1), torch.cat([a._values(), b._values()]))
+        indices = torch.cat([a._indices(), b._indices()], 1)
+        values = torch.cat([a._values(), b._values()])
         return coalesced(_sparse(indices, values, a.shape))
-    if a.is_sparse or b.is_sparse:
-        return b + a if a.is_sparse else a + b
+    if a.is_sparse:
+        return b + a
+    if b.is_sparse:
+        return a + b
     return a.add_(b)

@@ -40,7 +40,7 @@ def patch_engine(wrap: Wrap, undo: ExitStack) -> None:
 
 
 def patch_autocast_regions(changed: Callable[[str, int, bool], None], undo: ExitStack) -> None:
-    """Call ``changed(device type, 1 or -1, whether its dtype changed)`` after each way into a region and out of it."""
+    """Call ``changed(device type, 1 or -1, whether its dtype changed)`` after each entry to a region and each exit."""
     owner = torch.amp.autocast_mode.autocast
 
     def counting(original: Callable[..., object], change: int) -> Callable[..., object]:

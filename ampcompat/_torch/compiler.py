@@ -105,6 +105,36 @@ def compile_backward_without_autocast(undo: ExitStack) -> None:
         config.backward_pass_autocast = "off"
 
 
+def keep_torch_functions_traceable(undo: ExitStack) -> None:
+    """Have the compiler know torch's own functions although they are about to be replaced; call it before.
+
+    The compiler makes its tables of torch's functions once per process, by looking up names. A function that was
+    replaced at that time is missing in them, so its original could not be traced ("Dynamo does not know how to trace
+    the builtin"): not where the replacement calls it, nor after the replacement was undone.
+
+    Args:
+        undo: Its callbacks must run after those that put the functions back, so pass it before they are on it.
+    """
+    tables = _function_tables()
+    if not tables:  # the compiler may be imported later, and make its tables of replacements
+        undo.callback(_drop_function_tables)
+    for table in tables:
+        table()
+
+
+def _drop_function_tables() -> None:
+    """Have the compiler make its tables of torch's functions again when it next needs them."""
+    for table in _function_tables():
+        table.cache_clear()
+
+
+def _function_tables() -> list[Any]:
+    """Return the compiler's cached functions that make its tables; none before the compiler is imported."""
+    trace_rules = sys.modules.get("torch._dynamo.trace_rules")
+    names = ("get_torch_obj_rule_map", "get_tensor_method")
+    return [getattr(trace_rules, name) for name in names if hasattr(trace_rules, name)]
+
+
 def forget_compiled_graphs() -> None:
     """Drop the compiled graphs of this process; compiled functions compile again when next called.
 
@@ -122,6 +152,6 @@ def _has_compiled() -> bool:
         return False
     tracker = getattr(convert_frame, "input_codes", None)
     seen = getattr(tracker, "seen", None)
-    if seen is None:  # a torch that keeps its books elsewhere: assume that it has
+    if seen is None:  # this torch records it elsewhere: assume that it has
         return True
     return bool(seen)

@@ -76,14 +76,18 @@ def autocast_key(device_type: str) -> str | None:
     """The dispatch key of autocast on ``device_type``; None where this torch has none."""
     private = torch._C._get_privateuse1_backend_name()
     key = "AutocastPrivateUse1" if device_type == private else _AUTOCAST_KEYS.get(device_type)
-    return key if key is not None and hasattr(torch._C.DispatchKey, key) else None
+    if key is None or not hasattr(torch._C.DispatchKey, key):
+        return None
+    return key
 
 
 def autocast_device_types() -> list[str]:
     """The device types that this torch can autocast: an added backend too, which has a module saying so."""
     added = torch._C._get_privateuse1_backend_name()
-    found = list(filter(autocast_key, _AUTOCAST_KEYS))
-    return [*found, added] if hasattr(getattr(torch, added, None), "get_amp_supported_dtype") else found
+    device_types = list(filter(autocast_key, _AUTOCAST_KEYS))
+    if hasattr(getattr(torch, added, None), "get_amp_supported_dtype"):
+        device_types.append(added)
+    return device_types
 
 
 def overloads_of(name: str) -> list[torch._ops.OpOverload]:
@@ -100,9 +104,16 @@ def aten_overloads(name: str) -> list[torch._ops.OpOverload]:
     if wanted != "*":
         op = getattr(packet, wanted or "default", None)
         return [] if op is None else [op]
-    ops = [getattr(packet, n) for n in packet.overloads() if "out" not in n.split("_") and "dimname" not in n.lower()]
-    # TorchScript's own overloads, on strings and lists, are no ops of the dispatcher.
-    return [op for op in ops if torch._C._dispatch_has_kernel(op_name(op))]
+    ops = []
+    for overload in packet.overloads():
+        writes_to_out = "out" in overload.split("_")
+        if writes_to_out or "dimname" in overload.lower():
+            continue
+        op = getattr(packet, overload)
+        # TorchScript's own overloads, on strings and lists, are no ops of the dispatcher.
+        if torch._C._dispatch_has_kernel(op_name(op)):
+            ops.append(op)
+    return ops
 
 
 def out_forms_run_whole() -> list[torch._ops.OpOverload]:
@@ -133,8 +144,10 @@ def keys_excluded(key: str) -> Callable[[], AbstractContextManager[object]]:
 
 def composite(op: torch._ops.OpOverload) -> Callable[..., object]:
     """The kernel of ``op`` that is made of other ops, below every rule for ``op`` itself."""
-    implicit, explicit = torch._C.DispatchKey.CompositeImplicitAutograd, torch._C.DispatchKey.CompositeExplicitAutograd
-    return functools.partial(op._op_dk, implicit if op.has_kernel_for_dispatch_key(implicit) else explicit)
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if not op.has_kernel_for_dispatch_key(key):
+        key = torch._C.DispatchKey.CompositeExplicitAutograd
+    return functools.partial(op._op_dk, key)
 
 
 def register_kernels(kernels: Mapping[torch._ops.OpOverload, Callable[..., object]], key: str, undo: ExitStack) -> None:
@@ -154,8 +167,9 @@ def halves_without_cpu_convolution() -> frozenset[torch.dtype]:
         torch.float16: getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None),
         torch.bfloat16: getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None),
     }
-    on = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return frozenset(dtype for dtype, ask in supported.items() if not (on and ask is not None and ask()))
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return frozenset(supported)
+    return frozenset(dtype for dtype, ask in supported.items() if ask is None or not ask())
 
 
 def convolve_on_cpu_in_float(emulated: frozenset[torch.dtype], undo: ExitStack) -> None:
@@ -170,7 +184,8 @@ def convolve_on_cpu_in_float(emulated: frozenset[torch.dtype], undo: ExitStack) 
         undo: Gets the undo.
     """
     # aten::convolution, and the graphs of torch.jit.trace, go through aten::_convolution.
-    (forward,), (backward,) = map(aten_overloads, ("_convolution", "convolution_backward"))
+    (forward,) = aten_overloads("_convolution")
+    (backward,) = aten_overloads("convolution_backward")
     kernels = {
         forward: _in_float(composite(forward), emulated, emulated),
         backward: _in_float(composite(backward), emulated | {torch.float16}, emulated),
@@ -188,7 +203,8 @@ def _in_float(
     """
 
     def kernel(*args: Any, **settings: object) -> object:
-        tensors, dtype = args[:3], args[0].dtype
+        tensors = args[:3]
+        dtype = args[0].dtype
         if dtype not in slow or any(t is not None and t.dtype is not dtype for t in tensors):
             return native(*args, **settings)  # mixed dtypes: torch's own error
         wide = native(*(None if t is None else t.float() for t in tensors), *args[3:], **settings)

@@ -68,8 +68,8 @@ class AnyDeviceDDP(DistributedDataParallel):
 
 def buffers_keyword() -> str:
     """Name DDP's keyword for the broadcast of buffers in forward."""
-    known = inspect.signature(DistributedDataParallel).parameters
-    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    has_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    return "forward_sync_buffers" if has_new_name else "broadcast_buffers"
 
 
 def parallel_wrapper(model: torch.nn.Module) -> str | None:
@@ -111,17 +111,20 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return inner
 
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """View ``tensor`` as integers: NaN equals itself, and 0.0 is not -0.0."""
-    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def have_bits(tensors: list[torch.Tensor]) -> list[bool]:
     """Whether each tensor has a bit that is set: a number other than 0.0, -0.0 included. One host sync."""
     flags = [bits(tensor.detach()).any() for tensor in tensors]
     device = flags[0].device
-    found: list[bool] = torch.stack([flag.to(device) for flag in flags]).tolist()
-    return found
+    on_host: list[bool] = torch.stack([flag.to(device) for flag in flags]).tolist()
+    return on_host
 
 
 def tensor_of(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
@@ -135,7 +138,8 @@ def tensor_of(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
 def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
     """Return a number, on the device, that changes when ``tensor`` does."""
     data = tensor.detach()
-    if data.element_size() == 2 and data.is_contiguous() and not (data.numel() % 4 or data.storage_offset() % 4):
+    is_four_aligned = data.numel() % 4 == 0 and data.storage_offset() % 4 == 0
+    if data.element_size() == 2 and data.is_contiguous() and is_four_aligned:
         # Sum four elements at a time: summing int16 as int64 was half of ``initialize``. As one row, since dimensions
         # of one element, or of none, may have any stride.
         return data.view(-1).view(torch.int64).sum()
@@ -158,7 +162,7 @@ def has_storage(tensor: torch.Tensor) -> bool:
 
 
 def owns_memory_alone(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
-    """Whether ``tensor`` is all of its memory, and nobody else holds that: no view, array, file or other process.
+    """Whether ``tensor`` is all of its memory, and nothing else holds that: no view, array, file or other process.
 
     Not seen are raw pointers, and processes that were sent a tensor on a GPU. ``fresh`` is a tensor on the CPU that the
     caller made, to count what versions of torch and tracers hold of any.
@@ -169,12 +173,16 @@ def owns_memory_alone(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
         return False
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.numel() * tensor.element_size() or not storage.resizable():
-        return False  # a part of something, or somebody else's memory: an array's, a file's
-    dense = tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))
-    shared = tensor.is_cpu and storage.is_shared()
-    names, owners, alone = sys.getrefcount, torch._C._storage_Use_Count, fresh.untyped_storage()
-    unnamed = names(storage) == names(alone) and owners(storage._cdata) == owners(alone._cdata)
-    return dense and not shared and unnamed
+        return False  # a part of a larger memory, or that of an array or a file
+    is_channels_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    if not (tensor.is_contiguous() or is_channels_last):
+        return False
+    if tensor.is_cpu and storage.is_shared():
+        return False
+    alone = fresh.untyped_storage()
+    if sys.getrefcount(storage) != sys.getrefcount(alone):
+        return False
+    return torch._C._storage_Use_Count(storage._cdata) == torch._C._storage_Use_Count(alone._cdata)
 
 
 def put_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
@@ -184,9 +192,12 @@ def put_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None
 
 
 def is_zero(optimizer: object) -> bool:
-    """Whether ``optimizer`` is one. Imports nothing: ``torch.distributed.optim`` takes its time."""
-    home = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    return home is not None and isinstance(optimizer, home.ZeroRedundancyOptimizer)
+    """Whether ``optimizer`` is a ``ZeroRedundancyOptimizer``.
+
+    Imports nothing: ``torch.distributed.optim`` takes its time.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def steps_in_backward(optimizer: Any) -> bool:
@@ -196,22 +207,11 @@ def steps_in_backward(optimizer: Any) -> bool:
 
 def params_by_rank(optimizer: Any) -> list[list[torch.Tensor]]:
     """The model's parameters that each rank steps and broadcasts."""
-    return [[p for group in groups for p in group["params"]] for groups in optimizer._partition_parameters()]
+    partitions: list[list[dict[str, Any]]] = optimizer._partition_parameters()
+    return [[param for group in groups for param in group["params"]] for groups in partitions]
 
 
 def separate_inner_groups(optimizer: Any) -> None:
     """Let the optimizer inside hold other tensors than those that are broadcast; torch gives both the same dicts."""
     groups = optimizer._partition_parameters()[optimizer.rank]
     groups[:] = [{**group, "params": list(group["params"])} for group in groups]
-
-
-def inner_optimizers(optimizer: object) -> list[Any]:
-    """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
-    found: list[object] = [optimizer]
-    for one in found:  # grows meanwhile
-        for held in getattr(one, "__dict__", {}).values():
-            several = held.values() if isinstance(held, dict) else held if isinstance(held, (list, tuple)) else [held]
-            for inner in several:
-                if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in found):
-                    found.append(inner)
-    return found[1:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import TypeAlias
 
 import torch
@@ -41,8 +41,8 @@ def replace_function(owner: object, name: str, value: object, undo: ExitStack) -
 def wrap_everywhere(owner: object, function: Callable[..., object], wrap: Wrap, undo: ExitStack) -> None:
     """Have ``wrap(original)`` run wherever ``function`` is called, by code that imported it earlier too.
 
-    A function written in Python keeps its identity: its body is exchanged for one that calls ``wrap(original)``, which
-    is a global of its module meanwhile. The new body says that it stands where the old one stood, so that
+    A function written in Python keeps its identity: its code is replaced by code that calls ``wrap(original)``, which
+    is a global of its module until ``undo`` runs. The new code has the file and line of the old one, so that
     ``torch.jit.script`` and tracebacks read torch's own source. Any other callable is replaced in ``owner``.
 
     Args:
@@ -54,25 +54,35 @@ def wrap_everywhere(owner: object, function: Callable[..., object], wrap: Wrap, 
     if not isinstance(function, FunctionType) or function.__closure__ or isinstance(owner, type):
         replace_function(owner, getattr(function, "__name__", ""), wrap(function), undo)
         return
-    code, hook = function.__code__, f"_ampcompat_{function.__name__}"
+    code = function.__code__
     original = FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
     original.__kwdefaults__ = function.__kwdefaults__
-    takes = inspect.getfullargspec(function)
-    rest, options = [f"*{takes.varargs}"] if takes.varargs else [], [f"**{takes.varkw}"] if takes.varkw else []
-    star = ["*"] if takes.kwonlyargs and not rest else []
-    given = takes.args if rest else [f"{name}={name}" for name in takes.args]  # by name, where it can be
-    named = [f"{name}={name}" for name in takes.kwonlyargs]
-    made: dict[str, FunctionType] = {}
-    # exec, since nothing else makes a body with given parameters. Their defaults belong to the function.
-    exec(
-        f"def body({', '.join([*takes.args, *rest, *star, *takes.kwonlyargs, *options])}):"
-        f" return {hook}({', '.join([*given, *rest, *named, *options])})",
-        made,
-    )
-    body = made["body"].__code__.replace(
+    wrapper_name = f"_ampcompat_{function.__name__}"
+    undo.callback(function.__globals__.pop, wrapper_name, None)
+    function.__globals__[wrapper_name] = wrap(original)
+    body = _body_that_calls(wrapper_name, function)
+    undo.callback(setattr, function, "__code__", code)
+    function.__code__ = body.replace(
         co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
     )
-    undo.callback(function.__globals__.pop, hook, None)
-    function.__globals__[hook] = wrap(original)
-    undo.callback(setattr, function, "__code__", code)
-    function.__code__ = body
+
+
+def _body_that_calls(name: str, function: FunctionType) -> CodeType:
+    """Compile a body with the parameters of ``function`` that hands all of them on to the global ``name``."""
+    spec = inspect.getfullargspec(function)
+    parameters = list(spec.args)
+    arguments = [f"{arg}={arg}" for arg in spec.args]  # by name, where it can be
+    if spec.varargs:
+        parameters.append(f"*{spec.varargs}")
+        arguments = [*spec.args, f"*{spec.varargs}"]
+    elif spec.kwonlyargs:
+        parameters.append("*")
+    parameters += spec.kwonlyargs
+    arguments += [f"{arg}={arg}" for arg in spec.kwonlyargs]
+    if spec.varkw:
+        parameters.append(f"**{spec.varkw}")
+        arguments.append(f"**{spec.varkw}")
+    namespace: dict[str, FunctionType] = {}
+    # exec, since nothing else makes a body with given parameters. Their defaults belong to the function.
+    exec(f"def body({', '.join(parameters)}): return {name}({', '.join(arguments)})", namespace)
+    return namespace["body"].__code__

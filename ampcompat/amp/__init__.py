@@ -27,8 +27,8 @@ from ampcompat.amp.amp import (
     register_promote_function,
 )
 from ampcompat.amp.amp_model import unwrap
-from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.block import scale_loss
+from ampcompat.amp.casts import disable_casts
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.frontend import initialize
 from ampcompat.amp.masters import sync_masters

@@ -68,8 +68,10 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
             f"master_params got {type(optimizer).__name__} - it takes an optimizer - pass the optimizer that"
             " amp.initialize returned."
         )
-    sharded: dict[int, torch.Tensor] = {}  # other optimizers' groups hold masters
-    if (stash := getattr(optimizer, "_amp_stash", None)) is not None:
+    # Groups hold the masters themselves; only those of a ZeroRedundancyOptimizer hold half weights.
+    master_of_half: dict[int, torch.Tensor] = {}
+    stash = getattr(optimizer, "_amp_stash", None)
+    if stash is not None:
         stash.hand_out_masters(optimizer)
-        sharded = {id(master.half): master.value for master in stash.masters}
-    return (sharded.get(id(param), param) for group in optimizer.param_groups for param in group["params"])
+        master_of_half = {id(master.half): master.value for master in stash.masters}
+    return (master_of_half.get(id(param), param) for group in optimizer.param_groups for param in group["params"])

@@ -39,7 +39,10 @@ def post_backward_models_are_masters(
         else:
             added_to.append(param.grad)
             addends.append(stashed)
-    scale = None if scale_override is None else scale_override[0] / scale_override[2]
+    scale = None
+    if scale_override is not None:
+        grads_scale, _, out_scale = scale_override
+        scale = grads_scale / out_scale
     if new:
         scaler.unscale(new, new, None, models_are_masters=True, scale_override=scale)
     if added_to:

@@ -235,25 +235,33 @@ def init(
             " of these."
         )
     if not enabled:
-        _amp_state.handle = nothing = NoOpHandle()
-        return nothing
+        no_op = NoOpHandle()
+        _amp_state.handle = no_op
+        return no_op
     level = "O4" if patch_type is torch.bfloat16 else "O1"
-    properties, half = read_properties(level, {"loss_scale": loss_scale})
-    initialized = None if state.session is None or state.session.by_init else state.session
-    if initialized is not None and patch_type is None:
-        half = initialized.half
-    made = Session(properties, half, scalers=[LossScaler(properties.loss_scale)], by_init=True)
+    properties, half_dtype = read_properties(level, {"loss_scale": loss_scale})
+    latest = state.session
+    follows_initialize = latest is not None and not latest.by_init
+    if latest is not None and follows_initialize and patch_type is None:
+        half_dtype = latest.half_dtype
+    session = Session(properties, half_dtype, scalers=[LossScaler(properties.loss_scale)], by_init=True)
     state.rules.allow_banned = allow_banned
-    device_types = device_types_of(state.models.live) & set(_torch.autocast_device_types()) | {_torch.accelerator()}
-    made.device_types = device_types
-    cover(device_types)
-    for policy in [model.__dict__["_amp_policy"] for model in state.models.live]:
-        if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
-            made.casting.append(policy)
-            policy.casts = policy.casts._replace(enabled=True)
-    set_ambient(made.policy.casts, device_types)
-    handle = AmpHandle(made)
-    if initialized is None:
-        state.session = made
-        state.view.update(opt_properties=properties, loss_scalers=made.scalers, handle=handle)
+    _begin_casts(session)
+    handle = AmpHandle(session)
+    if not follows_initialize:
+        state.session = session
+        state.view.update(opt_properties=properties, loss_scalers=session.scalers, handle=handle)
     return handle
+
+
+def _begin_casts(session: Session) -> None:
+    """Make the casts of ``session`` ambient, and cast functions in the forwards of all models."""
+    of_models = device_types_of(state.models.live) & set(_torch.autocast_device_types())
+    session.device_types = of_models | {_torch.accelerator()}
+    cover(session.device_types)
+    for model in state.models.live:
+        policy = model.__dict__["_amp_policy"]
+        if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
+            session.casting.append(policy)
+            policy.casts = policy.casts._replace(enabled=True)
+    set_ambient(session.policy.casts, session.device_types)

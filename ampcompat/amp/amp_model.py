@@ -23,8 +23,11 @@ from ampcompat import _torch
 from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.autocast import OFF, Casts, cover, is_decided, set_ambient, switched, uncast
-from ampcompat.amp.masters import follow_replacements, masters_of, reconcile
+from ampcompat.amp.autocast import cover, set_ambient
+from ampcompat.amp.casts import OFF, Casts, CastsOff, ForwardCasts, is_decided
+from ampcompat.amp.cures import note_cure, raised_in
+from ampcompat.amp.half_weights import half_weights
+from ampcompat.amp.masters import follow_replacements, masters_of, own_tensors, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.weights import cast_weights
@@ -42,17 +45,17 @@ class ModelPolicy:
     casts: Casts  # function casts inside the forward
     input_dtype: torch.dtype | None  # floating inputs are cast to it (not at O1 and O4)
     output_dtype: torch.dtype | None  # floating outputs are cast to it
-    half: torch.dtype | None  # the weights were cast to it; None where they stay float32
+    half_dtype: torch.dtype | None  # the weights were cast to it; None where they stay float32
     master_weights: bool  # whether half weights have float32 masters
-    deactivated: bool = False  # function casts were taken back; a later call that casts functions puts them on again
+    deactivated: bool = False  # function casts were ended; a later call that casts functions begins them again
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
-        if self.half is not None and _amp_state.verbosity > 0:
+        if self.half_dtype is not None and _amp_state.verbosity > 0:
             say_once(
                 "half average",
-                f"Note: a deepcopy of a model with {self.half} weights. If it is to be a moving average, average over"
-                " state_dict() values (at O2 and O5 the float32 masters): over parameters(), small updates round to"
-                " nothing (with a decay of 0.9999, all).",
+                f"Note: a deepcopy of a model with {self.half_dtype} weights. If it is to be a moving average, average"
+                " over state_dict() values (at O2 and O5 the float32 masters): over parameters(), small updates round"
+                " to nothing (with a decay of 0.9999, all).",
             )
         return self
 
@@ -60,14 +63,14 @@ class ModelPolicy:
         """``forward(*args, **kwargs)`` of ``model`` under this policy."""
         if torch.compiler.is_compiling():
             return self._run_compiled(forward, args, kwargs)
-        if self.casts.enabled and state.casts.patches is None:  # unpickled where nobody has called initialize
+        if self._lacks_patches():
             _torch.run_uncompiled(cover, [_device_type(model)])
             return _torch.run_uncompiled(self.run, model, forward, args, kwargs)
         if state.observers:
             notify("on_forward", model, args, kwargs)
         is_replica = "_amp_stamp" in model.__dict__  # of DataParallel's, in a thread of its own
         try:
-            if self.half is not None and not is_replica:
+            if self.half_dtype is not None and not is_replica:
                 output = self._run_half(model, forward, args, kwargs)
             else:
                 output = self._call(model, forward, args, kwargs)
@@ -80,6 +83,11 @@ class ModelPolicy:
             notify("on_output", model, output)
         return output
 
+    def _lacks_patches(self) -> bool:
+        """Whether casts are wanted that nothing makes: of a model unpickled in a process without ``initialize``."""
+        return self.casts.enabled and state.casts.patches is None
+
+    # -- eager ---------------------------------------------------------------------------------------------------------
     def _run_half(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
         """Run a model of half weights: bring them up to date with their masters, and note that it is running."""
         running = state.casts.thread.running
@@ -91,9 +99,11 @@ class ModelPolicy:
             output = self._call(model, forward, args, kwargs)
         finally:
             running.pop()
-        is_part = around is not None and any(part is model for part in around.modules())
+        if self.output_dtype is None:
+            return output
         # Of ``initialize([model, model.generator], ...)``, the generator gives the model around it half outputs.
-        if is_part or self.output_dtype is None:
+        is_part = around is not None and any(part is model for part in around.modules())
+        if is_part:
             return output
         return cast_tree(output, self.output_dtype)
 
@@ -102,7 +112,7 @@ class ModelPolicy:
         if self.input_dtype is not None:
             args = cast_tree(args, self.input_dtype)
             kwargs = kwargs and cast_tree(kwargs, self.input_dtype)
-        no_policy_casts = state.casts.found is None and not self.casts.enabled
+        no_policy_casts = state.casts.original is None and not self.casts.enabled
         if no_policy_casts:  # nothing to switch off
             return forward(*args, **kwargs)
         casts = self._casts_for(model)
@@ -111,24 +121,28 @@ class ModelPolicy:
         with casts:
             return forward(*args, **kwargs)
 
-    def _casts_for(self, model: torch.nn.Module) -> switched | uncast | None:
+    def _casts_for(self, model: torch.nn.Module) -> ForwardCasts | CastsOff | None:
         """Return the context for a forward of ``model``; None in an autocast region of the user's, who decides."""
         stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
-        if stamp is not None:  # a replica of DataParallel's brings its casts along into its thread
+        if stamp is not None:  # a replica of DataParallel's carries its casts into its thread
             casts, device_type = stamp
-            return switched(casts, device_type) if casts.enabled else uncast()
+            return ForwardCasts(casts, device_type) if casts.enabled else CastsOff()
         thread = state.casts.thread
         device_type = _device_type(model)
         if thread.disabled:
-            return uncast()
+            return CastsOff()
         if thread.regions.get(device_type):
             return None
-        return switched(self.casts, device_type) if self.casts.enabled else uncast()
+        return ForwardCasts(self.casts, device_type) if self.casts.enabled else CastsOff()
 
+    # -- compiled ------------------------------------------------------------------------------------------------------
     def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        # Leave out what dynamo cannot trace: checks of masters (the step makes them) and the thread's state. Who has
-        # decided about casts is told from autocast's state.
-        if self.casts.enabled and state.casts.patches is None:
+        """Run ``forward`` as the compiler traces it.
+
+        Left out is what dynamo cannot trace: checks of masters (the step makes them), observers, and the thread's
+        state. Whether the script or a forward around has set casts is read from autocast's state.
+        """
+        if self._lacks_patches():
             # Without fullgraph, the compiler falls back to an eager forward, which installs them.
             raise RuntimeError(
                 f"A model at {self.opt_level}, unpickled in a process without amp.initialize, is compiled - the rules"
@@ -136,68 +150,96 @@ class ModelPolicy:
                 " amp.initialize, before torch.compile."
             )
         if self.input_dtype is not None:
-            args, kwargs = cast_tree(args, self.input_dtype), cast_tree(kwargs, self.input_dtype)
-        # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
-        device_types = state.casts.device_types or tuple({t.device.type: None for t in tensors_in((args, kwargs))})
-        output = self._in_graph(device_types, forward, args, kwargs)
-        return output if self.output_dtype is None else cast_tree(output, self.output_dtype)
+            args = cast_tree(args, self.input_dtype)
+            kwargs = cast_tree(kwargs, self.input_dtype)
+        device_types = state.casts.device_types
+        if not device_types:
+            # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
+            device_types = tuple({tensor.device.type: None for tensor in tensors_in((args, kwargs))})
+        output = self._call_in_graph(device_types, forward, args, kwargs)
+        if self.output_dtype is None:
+            return output
+        return cast_tree(output, self.output_dtype)
 
-    def _in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        """``forward`` with this policy's casts on ``device_types``, except where somebody else has decided."""
+    def _call_in_graph(self, device_types: tuple[str, ...], forward: Forward, args: Args, kwargs: Kwargs) -> object:
+        """Call ``forward`` with this policy's casts on ``device_types``.
+
+        Casts that the script or a forward around has set stay as they are.
+        """
         if not device_types:
             return forward(*args, **kwargs)
-        first, others = device_types[0], device_types[1:]
+        first = device_types[0]
+        others = device_types[1:]
         now = Casts(torch.is_autocast_enabled(first), torch.get_autocast_dtype(first))
         if now.same_as(self.casts) or is_decided(first, now):
-            return self._in_graph(others, forward, args, kwargs)
+            return self._call_in_graph(others, forward, args, kwargs)
         with torch.autocast(first, self.casts.dtype, enabled=self.casts.enabled, cache_enabled=False):
-            return self._in_graph(others, forward, args, kwargs)
+            return self._call_in_graph(others, forward, args, kwargs)
 
 
+# -- failed forwards ---------------------------------------------------------------------------------------------------
 def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
     """Add to torch's own error what cures it, where mixed precision provokes it."""
     if state.observers:
         notify("on_failure", error)
-    for module in model.modules() if isinstance(error, RuntimeError) else ():
-        half, _ = module.__dict__.get("_amp_half", (None, None))
-        held = [(name, t) for name, t in module._parameters.items() if t is not None and t.is_floating_point()]
-        name, tensor = next(((name, t) for name, t in held if half not in (None, t.dtype)), ("", None))
-        if tensor is not None:  # given by functional_call
-            _torch.add_note(
+    if isinstance(error, RuntimeError):
+        _note_wide_weight(model, error)
+    note_cure(error, raised_in(error, model))
+
+
+def _note_wide_weight(model: torch.nn.Module, error: RuntimeError) -> None:
+    """Name the first parameter of ``model`` that is not half in a module that amp has cast to half."""
+    for module in model.modules():
+        record = half_weights(module)
+        if record is None:
+            continue
+        for name, param in module._parameters.items():
+            if param is None or not param.is_floating_point() or param.dtype == record.dtype:
+                continue
+            _torch.add_note(  # functional_call has given it
                 error,
-                f"ampcompat: {name!r} of a {type(module).__name__} is {tensor.dtype} in this forward, in a model that"
-                f" amp.initialize cast to {half} - the forward of a half model needs half weights - pass"
-                f" functional_call values cast to {half}, leave out model.float(), or use opt_level='O1' (D33).",
+                f"ampcompat: {name!r} of a {type(module).__name__} is {param.dtype} in this forward, in a model that"
+                f" amp.initialize cast to {record.dtype} - the forward of a half model needs half weights - pass"
+                f" functional_call values cast to {record.dtype}, leave out model.float(), or use opt_level='O1'"
+                " (D33).",
             )
-            break
-    _torch.note_cure(error, _torch.raised_in(error, model))
+            return
 
 
+# -- where models are --------------------------------------------------------------------------------------------------
 @_torch.eager
 def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
     """Device types that hold parameters or buffers of ``models``."""
     modules = itertools.chain.from_iterable(map(torch.nn.Module.modules, models))  # scripts override ``parameters()``
-    return {t.device.type for m in modules for t in (*m._parameters.values(), *m._buffers.values()) if t is not None}
+    return {tensor.device.type for module in modules for _, tensor in own_tensors(module)}
 
 
 @_torch.eager
 def _device_type(model: torch.nn.Module) -> str:
     """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along."""
-    room = state.casts
-    held = (param for module in model.modules() for param in module._parameters.values() if param is not None)
-    first: torch.Tensor | None = next(held, None)  # not ``model.parameters()``, which is slower
-    if first is None:
-        first = next(model.buffers(), None)
-    if first is None:
-        return room.device_types[0] if room.device_types else "cpu"
-    device_type = str(first.device.type)
-    if device_type not in room.device_types and room.found is not None:
+    ambience = state.casts
+    tensor = _first_tensor(model)
+    if tensor is None:
+        return ambience.device_types[0] if ambience.device_types else "cpu"
+    device_type = str(tensor.device.type)
+    was_moved = device_type not in ambience.device_types
+    if was_moved and ambience.original is not None:
         wanted = device_types_of(state.models.live) & set(_torch.autocast_device_types())
         cover(wanted)
-        set_ambient(room.ambient or OFF, wanted)
+        set_ambient(ambience.ambient or OFF, wanted)
     return device_type
 
 
+def _first_tensor(model: torch.nn.Module) -> torch.Tensor | None:
+    """Return a parameter of ``model``, or a buffer of one that has none; None if it has neither."""
+    for module in model.modules():  # not ``model.parameters()``, which is slower
+        for param in module._parameters.values():
+            if param is not None:
+                return param
+    return next(model.buffers(), None)
+
+
+# -- the dynamic subclass ----------------------------------------------------------------------------------------------
 class AmpModel:
     """Marker base of the dynamic subclasses."""
 
@@ -213,32 +255,42 @@ class InstanceForward:
     """Wraps a ``forward`` that an instance has of its own (``self.forward = self.impl``, a user's patch)."""
 
     def __init__(self, model: torch.nn.Module, inner: Forward) -> None:
-        self.model, self.inner = model, inner
+        self.model = model
+        self.inner = inner
         functools.update_wrapper(self, inner, updated=())
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the instance's forward under the model's policy."""
         policy: ModelPolicy | None = getattr(self.model, "_amp_policy", None)
-        return policy.run(self.model, self.inner, args, kwargs) if policy else self.inner(*args, **kwargs)
+        if policy is None:
+            return self.inner(*args, **kwargs)
+        return policy.run(self.model, self.inner, args, kwargs)
 
 
 def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
     """Make ``model`` run under ``policy``, or with None as a plain module of its own class again."""
-    own = model.__dict__.get("forward")
     if policy is None:
-        if isinstance(model, AmpModel):
-            if isinstance(own, InstanceForward):
-                object.__setattr__(model, "forward", own.inner)
-            model.__dict__.pop("_amp_policy", None)
-            model.__class__ = _class_without_amp(model)
+        _take_policy_off(model)
         state.models.live.discard(model)
         return
     if not isinstance(model, AmpModel):
         model.__class__ = _class_with_amp(model)
     object.__setattr__(model, "_amp_policy", policy)
-    if own is not None and not isinstance(own, InstanceForward):
-        object.__setattr__(model, "forward", InstanceForward(model, own))
+    own_forward = model.__dict__.get("forward")
+    if own_forward is not None and not isinstance(own_forward, InstanceForward):
+        object.__setattr__(model, "forward", InstanceForward(model, own_forward))
     state.models.live.add(model)
+
+
+def _take_policy_off(model: torch.nn.Module) -> None:
+    """Make ``model`` a plain module of its own class again."""
+    if not isinstance(model, AmpModel):
+        return
+    own_forward = model.__dict__.get("forward")
+    if isinstance(own_forward, InstanceForward):
+        object.__setattr__(model, "forward", own_forward.inner)
+    model.__dict__.pop("_amp_policy", None)
+    model.__class__ = _class_without_amp(model)
 
 
 def amp_class(cls: Any) -> Any:
@@ -270,12 +322,8 @@ def amp_class(cls: Any) -> Any:
             reconcile(masters_of(self))  # here and not in the replicas, which run in threads
         replica = super(made, self)._replicate_for_data_parallel()
         if policy is not None:
-            device_type, thread = _device_type(self), state.casts.thread
-            casts = OFF if thread.disabled else policy.casts
-            if thread.regions.get(device_type) and not thread.disabled:
-                # A user's region: hand on its dtype too, which torch does not.
-                casts = Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
-            replica.__dict__["_amp_stamp"] = casts, device_type  # for its own thread
+            device_type = _device_type(self)
+            replica.__dict__["_amp_stamp"] = _casts_for_replica(policy, device_type), device_type
         return replica
 
     body: dict[str, Any] = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
@@ -286,6 +334,16 @@ def amp_class(cls: Any) -> Any:
     base = abc.ABCMeta if isinstance(cls, abc.ABCMeta) else type
     made: Any = base.__new__(type(cls), cls.__name__, (AmpModel, cls), body, _amp=True)
     return made
+
+
+def _casts_for_replica(policy: ModelPolicy, device_type: str) -> Casts:
+    """Return the casts that a replica of DataParallel's brings along into its own thread."""
+    thread = state.casts.thread
+    if thread.disabled:
+        return OFF
+    if thread.regions.get(device_type):  # a user's region: hand on its dtype too, which torch does not
+        return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+    return policy.casts
 
 
 def _class_with_amp(model: torch.nn.Module) -> Any:
@@ -329,8 +387,8 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """Return a plain copy of ``model``: its own class, float32 weights, nothing of amp left on it.
 
     For export (``torch.export``, ``torch.fx``, ``torch.jit``, ONNX), for saving a whole model that loads where
-    ampcompat is not installed, and for evaluation in float32. ``model`` itself is not changed and goes on training.
-    apex had no such call.
+    ampcompat is not installed, and for evaluation in float32. ``model`` itself is not changed; you can continue to
+    train it. apex had no such call.
 
     Args:
         model: A model given to ``amp.initialize``, or any module around or inside one. DDP, DataParallel and
@@ -346,8 +404,9 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"amp.unwrap got {type(model).__name__} - it takes a model - pass the module.")
-    while _torch.parallel_wrapper(model := _torch.uncompiled(model)):
-        model = model.get_submodule("module")
+    model = _torch.uncompiled(model)
+    while _torch.parallel_wrapper(model):
+        model = _torch.uncompiled(model.get_submodule("module"))
     policies = [module.__dict__.get("_amp_policy") for module in model.modules()]
     with torch.inference_mode(False):
         plain = copy.deepcopy(model, {id(policy): policy for policy in policies})  # which print no note then

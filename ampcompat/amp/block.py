@@ -4,52 +4,54 @@ The gradients of one optimizer are in one of three states (``stash.gradients``, 
 step or ``zero_grad``; UNSCALED after a block; PENDING where a block has left them scaled, in ``p.grad``. The first
 table says what each event does to the gradient of a master, that is, of a half parameter at levels with masters:
 
-===========================  ============================  ============================  ===============================
-master's gradient            NONE                          UNSCALED                      PENDING
-===========================  ============================  ============================  ===============================
-block begins                 what the script put there     kept                          p.grad is rescaled to its scale
-block ends                   UNSCALED                      added: UNSCALED               p.grad is added: UNSCALED
-block ends with an overflow  the same, and noted           the same, and noted           the same, and noted
-block gives no gradient      NONE (EMPTY)                  UNSCALED                      UNSCALED
-block raises                 NONE                          as before the block           p.grad is lost; a warning
-end of the block raises      LOST                          LOST                          LOST
-ends with ``delay_unscale``  PENDING                       kept, beside PENDING          PENDING
-ends in DDP's ``no_sync``    PENDING                       kept, beside PENDING          PENDING
-``step``                     moves nothing                 used, or skipped: NONE        unscaled first
-``zero_grad``                NONE                          NONE                          NONE
-``p.grad`` cleared           NONE                          NONE                          what is left is unscaled
-``p.grad`` edited            NONE                          kept; a warning               the edited one is unscaled
-``load_state_dict``          NONE                          UNSCALED                      PENDING
-===========================  ============================  ============================  ===============================
+===========================  =========================  ======================  ===============================
+master's gradient            NONE                       UNSCALED                PENDING
+===========================  =========================  ======================  ===============================
+block begins                 what the script put there  kept                    p.grad is rescaled to its scale
+block ends                   UNSCALED                   added: UNSCALED         p.grad is added: UNSCALED
+block ends with an overflow  the same, and noted        the same, and noted     the same, and noted
+block gives no gradient      NONE (EMPTY)               UNSCALED                UNSCALED
+block raises                 NONE                       as before the block     p.grad is lost; a warning
+end of the block raises      LOST                       LOST                    LOST
+ends with ``delay_unscale``  PENDING                    kept, beside PENDING    PENDING
+ends in DDP's ``no_sync``    PENDING                    kept, beside PENDING    PENDING
+``step``                     moves nothing              used, or skipped: NONE  unscaled first
+``zero_grad``                NONE                       NONE                    NONE
+``p.grad`` cleared           NONE                       NONE                    what is left is unscaled
+``p.grad`` edited            NONE                       kept; a warning         the edited one is unscaled
+``load_state_dict``          NONE                       UNSCALED                PENDING
+===========================  =========================  ======================  ===============================
 
-A step, made or skipped, drops the gradients of masters; ``p.grad`` in the model stays as it is until somebody clears
-it. The gradient of a float32 parameter (batch norm, and all parameters at levels without masters) *is* ``p.grad``, and
+State NONE is the same here after a step that was made and after one that was skipped: both drop the gradients of
+masters. The half weight's ``p.grad`` stays as it is until it is cleared, and is not used again.
+
+The gradient of a float32 parameter (batch norm, and all parameters at levels without masters) *is* ``p.grad``, and
 stays as in plain torch. So state NONE has two columns here:
 
-===========================  =======================  ==========================  =====================  ===============
-float32 gradient             NONE, step made          NONE, step skipped          UNSCALED               PENDING
-===========================  =======================  ==========================  =====================  ===============
-block begins                 goes aside               goes aside                  goes aside             is rescaled
-block ends                   added to what stayed     added: still not finite     added                  unscaled
-block ends with an overflow  the same, and noted      the same, and noted         the same, and noted    the same, noted
-block gives no gradient      stays                    stays                       stays                  unscaled
-block raises                 as before the block      as before the block         as before the block    lost; a warning
-end of the block raises      LOST                     LOST                        LOST                   LOST
-ends with ``delay_unscale``  aside; PENDING           aside; PENDING              aside; PENDING         PENDING
-ends in DDP's ``no_sync``    aside; PENDING           aside; PENDING              aside; PENDING         PENDING
-``step``                     used again               skipped, until it is clean  used, or skipped       unscaled first
-``zero_grad``                cleared                  cleared                     cleared                cleared
-``p.grad`` cleared           moves nothing            moves nothing               moves nothing          moves nothing
-``p.grad`` edited            used as it is            used if it is finite        used as it is          unscaled
-``load_state_dict``          stays                    stays                       stays                  stays
-===========================  =======================  ==========================  =====================  ===============
+===========================  ====================  ==========================  ===================  ===============
+float32 gradient             NONE, step made       NONE, step skipped          UNSCALED             PENDING
+===========================  ====================  ==========================  ===================  ===============
+block begins                 goes aside            goes aside                  goes aside           is rescaled
+block ends                   added to what stayed  added: still not finite     added                unscaled
+block ends with an overflow  the same, and noted   the same, and noted         the same, and noted  the same, noted
+block gives no gradient      stays                 stays                       stays                unscaled
+block raises                 as before the block   as before the block         as before the block  lost; a warning
+end of the block raises      LOST                  LOST                        LOST                 LOST
+ends with ``delay_unscale``  aside; PENDING        aside; PENDING              aside; PENDING       PENDING
+ends in DDP's ``no_sync``    aside; PENDING        aside; PENDING              aside; PENDING       PENDING
+``step``                     used again            skipped, until it is clean  used, or skipped     unscaled first
+``zero_grad``                cleared               cleared                     cleared              cleared
+``p.grad`` cleared           moves nothing         moves nothing               moves nothing        moves nothing
+``p.grad`` edited            used as it is         used if it is finite        used as it is        unscaled
+``load_state_dict``          stays                 stays                       stays                stays
+===========================  ====================  ==========================  ===================  ===============
 
 Overflows are found in the new gradients alone, and the next ``step`` is skipped. A step is skipped as well while a
 gradient is not finite that an earlier overflow has left: after a skipped step, or after a block of another optimizer in
 a tensor that both hold. ``GradScaler`` skips then too; apex stepped. LOST gradients are cleared, and the next step is
-skipped. "Aside" is ``stash.aside``; masters need none, for new half gradients are unscaled into float32 and added to
-theirs. apex did the same in ``apex/amp/handle.py: scale_loss`` and
-``apex/amp/_process_optimizer.py: post_backward_with_master_weights``.
+skipped. "Aside" is ``stash.aside``. Masters need none: new half gradients are unscaled into float32 and added to theirs
+(``gradients`` says what ``p.grad`` of a half weight holds when). apex did the same in
+``apex/amp/handle.py: scale_loss`` and ``apex/amp/_process_optimizer.py: post_backward_with_master_weights``.
 """
 
 from __future__ import annotations
@@ -57,8 +59,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -69,21 +69,16 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp import misuse
 from ampcompat.amp.autocast import assert_ambience
+from ampcompat.amp.cures import note_cure
 from ampcompat.amp.ddp import holds_back
-from ampcompat.amp.masters import Master, drop_cleared_gradients
+from ampcompat.amp.gradients import put_aside, rescale_pending, show, unscale_new
+from ampcompat.amp.masters import drop_cleared_gradients
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import is_optimizer
 from ampcompat.amp.scaler import LossScaler, check_scaler
 from ampcompat.amp.session import DISABLED, Session
 from ampcompat.amp.sharing import refuse_open_blocks, refuse_pending, sharers_outside, waited_for
 from ampcompat.amp.stash import AmpOptimizerState, Gradients, Overflow, Pending
-
-#: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
-#: kernels take in one launch; on the CPU, which has no launches, what stays in its cache.
-CHUNK, CPU_CHUNK = 2**24, 2**17
-
-Halves = dict[Master, torch.Tensor]  # half gradients, by the master that they belong to
-_GRAD, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
 
 @_torch.eager
@@ -123,22 +118,22 @@ def scale_loss(
     accumulated; overflow is noted and the scale moves; the step after an overflow is skipped.
 
     When the block raises, unscaled gradients are as at its entry. Scaled ones of ``delay_unscale`` or of DDP's
-    ``no_sync`` are lost with those of the failed backward pass, and a warning says so. Where the scale is 1 for ever,
+    ``no_sync`` are lost with those of the failed backward pass, and a warning says so. Where the scale is always 1,
     and there are no masters, what the failed pass has added stays, as in plain torch.
     """
-    found, owner = _find(optimizers)
-    if not owner.enabled:
+    used_optimizers, session = _optimizers_and_session(optimizers)
+    if not session.enabled:
         return nullcontext(loss)
     if not isinstance(loss, torch.Tensor) or not loss.is_floating_point():
         kind = f"a tensor of {loss.dtype}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         raise TypeError(f"scale_loss got {kind} as the loss - it must be a floating tensor - pass the loss itself.")
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(owner.scalers):
-        _refuse_loss_id(loss_id, len(owner.scalers))
-    scaler = owner.scalers[loss_id]
+    if not isinstance(loss_id, int) or not 0 <= loss_id < len(session.scalers):
+        _refuse_loss_id(loss_id, len(session.scalers))
+    scaler = session.scalers[loss_id]
     if type(scaler) is not LossScaler:  # a script has put it there
         check_scaler(scaler, loss_id)
     scaler.loss_id = loss_id  # it may have been put there by hand
-    return Block(loss, found, scaler, delay_unscale, not delay_overflow_check)
+    return Block(loss, used_optimizers, scaler, delay_unscale, moves_scale=not delay_overflow_check)
 
 
 def _refuse_loss_id(loss_id: object, count: int) -> NoReturn:
@@ -155,34 +150,74 @@ def _refuse_loss_id(loss_id: object, count: int) -> NoReturn:
 
 
 class Block:
-    """One ``scale_loss`` block: idle, then open, then done."""
+    """One ``scale_loss`` block: idle, then open, then done.
+
+    Attributes:
+        loss: The script's loss, until it is scaled.
+        optimizers: Those whose parameters the block gives gradients to.
+        scaler: Whose scale the loss is multiplied by.
+        delay: Whether its end leaves gradients scaled (``delay_unscale``).
+        moves_scale: Whether its end moves the scale; else the next transition counts the overflow.
+        entered: Whether it was entered.
+        is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
+        scale: What the loss was multiplied by; None: nothing was scaled.
+        backward_calls: One True for each backward pass of the scaled loss; None where that is not watched.
+    """
 
     entered = False
-    scale: torch.Tensor | None = None  # what the loss was multiplied by; None: by one, for ever
-    used: list[bool] | None = None  # empty until the scaled loss is backpropagated; None: not watched
+    is_plain = False
+    scale: torch.Tensor | None = None
+    backward_calls: list[bool] | None = None
 
     def __init__(
-        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, check: bool
+        self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, moves_scale: bool
     ) -> None:
         self.loss = loss
         self.optimizers = optimizers
         self.scaler = scaler
         self.delay = delay
-        self.check = check
+        self.moves_scale = moves_scale
 
+    # -- entry ---------------------------------------------------------------------------------------------------------
     @_torch.eager
     def __enter__(self) -> torch.Tensor:
+        """Put older gradients aside for the backward pass; return the scaled loss."""
         if self.entered:
             raise RuntimeError(
                 "a scale_loss block was entered twice - it is for one backward pass - call amp.scale_loss(loss,"
                 " optimizer) for each."
             )
         self.entered = True
-        loss, scaler, casts = self.loss, self.scaler, state.casts
+        casts = state.casts
         if casts.ambient is not None and casts.device_types and not torch.is_autocast_enabled(casts.device_types[0]):
             assert_ambience()
-        unit = self.plain = scaler.is_one
-        dropped = False
+        needs_scale = self._look_at_optimizers()
+        if state.observers:
+            notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
+        if self.is_plain:
+            return self.loss.float()
+        if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
+            refuse_pending(self.optimizers, self.delay)
+        if len(state.optimizers.live) > 1:
+            _drop_cleared_of_all()
+        try:
+            for optimizer in self.optimizers:
+                stash = optimizer._amp_stash
+                stash.block = weakref.ref(self)
+                begin(optimizer, stash, self.scaler, self.delay)
+            return self._scale_loss() if needs_scale else self.loss.float()
+        except BaseException:
+            self._undo()
+            raise
+
+    def _look_at_optimizers(self) -> bool:
+        """Set ``is_plain``, and return whether the loss is multiplied by a scale at all.
+
+        Refuse what cannot be told apart, a block inside a block; clean up after blocks that were dropped without exit.
+        """
+        is_one = self.scaler.is_one
+        has_masters = False
+        any_dropped = False
         for optimizer in self.optimizers:
             stash: AmpOptimizerState = optimizer._amp_stash
             if stash.block is not None:
@@ -191,71 +226,66 @@ class Block:
                         "scale_loss inside a scale_loss block of the same optimizer - gradients of the two could not be"
                         " told apart - close the first block, or add the losses up."
                     )
-                dropped = True  # without its exit
+                any_dropped = True
             if stash.pending is not None or stash.overflows:
-                unit = self.plain = False
-            elif stash.session.policy.master_weights:
-                self.plain = False
-        several = len(state.optimizers.live) > 1
-        if several and not self.plain:
+                is_one = False
+            if stash.session.policy.master_weights:
+                has_masters = True
+        self.is_plain = is_one and not has_masters
+        if not self.is_plain and len(state.optimizers.live) > 1:
             refuse_open_blocks(self.optimizers)
-        if dropped:
-            _abandon_dropped()
-        if state.observers:
-            notify("on_scale_loss", loss, scaler, self.optimizers)
-        if self.plain:  # scale one for ever, and no masters: nothing to unscale
-            return loss.float()
-        if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
-            refuse_pending(self.optimizers, self.delay)
-        if several:
-            _drop_cleared_of_all()
-        try:
-            for optimizer in self.optimizers:
-                stash = optimizer._amp_stash
-                stash.block = weakref.ref(self)
-                begin(optimizer, stash, scaler, self.delay)
-            if unit:
-                return loss.float()
-            scaled = scaler.scale_loss(loss)
-            self.scale = scaler._scale
-            del self.loss  # free its memory with the script's own reference
-            if scaler.watched < misuse.WATCHED and scaled.requires_grad:
-                scaler.watched += 1
-                used = self.used = list[bool]()
-                scaled.register_hook(lambda _grad: used.append(True))  # type: ignore[no-untyped-call]
-        except BaseException:
-            self._give_up()
-            raise
+        if any_dropped:
+            _undo_dropped_blocks()
+        return not is_one
+
+    def _scale_loss(self) -> torch.Tensor:
+        """Return the loss times the scale, which the exit divides by; have a backward pass of another loss noticed."""
+        scaler = self.scaler
+        scaled = scaler.scale_loss(self.loss)
+        self.scale = scaler._scale
+        del self.loss  # free its memory with the script's own reference
+        if scaler.watched_blocks < misuse.WATCHED and scaled.requires_grad:
+            scaler.watched_blocks += 1
+            calls: list[bool] = []
+            self.backward_calls = calls
+            scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
         return scaled
 
+    # -- exit ----------------------------------------------------------------------------------------------------------
     @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
+        """Unscale the new gradients, or leave them scaled; or, after an exception, undo the block."""
         if kind is not None:
-            self._give_up()
+            self._undo()
             if isinstance(error, Exception):
                 if state.observers:
                     notify("on_failure", error)
-                _torch.note_cure(error)
+                note_cure(error)
             return
-        if self.plain:
+        if self.is_plain:
             for optimizer in self.optimizers:
                 optimizer._amp_stash.gradients = Gradients.UNSCALED
         else:
             try:
-                if self.delay or (state.models.ddp and self._is_held_back()):
+                if self._leaves_gradients_scaled():
                     self._leave_pending()
                     return
-                reached = end(self.optimizers, self.scaler, self.scale, self.check)
+                reached = end(self.optimizers, self.scaler, self.scale, self.moves_scale)
             except BaseException:
-                lose(self.optimizers, self.scaler)
+                discard_gradients(self.optimizers, self.scaler)
                 raise
-            if reached and self.used is not None and not self.used:
+            is_unused = self.backward_calls is not None and not self.backward_calls
+            if reached and is_unused:
                 misuse.warn_of("unscaled loss in a block")
         if state.observers:
             notify("on_gradients", self.scaler, self.optimizers)
 
-    def _is_held_back(self) -> bool:
-        """Whether a DDP in ``no_sync`` keeps some of these gradients on their rank."""
+    def _leaves_gradients_scaled(self) -> bool:
+        """Whether a later block unscales: after ``delay_unscale``, or while a DDP in ``no_sync`` keeps gradients."""
+        if self.delay:
+            return True
+        if not state.models.ddp:
+            return False
         return any(holds_back(optimizer._amp_stash.leaves()) for optimizer in self.optimizers)
 
     def _leave_pending(self) -> None:
@@ -271,13 +301,17 @@ class Block:
             stash.block = None
             state.optimizers.pending.add(optimizer)
 
-    def _give_up(self) -> None:
-        """Undo the block: it raised."""
-        if self.plain:
+    def _undo(self) -> None:
+        """Put gradients back to what they were at entry, as far as they can be: the block raised."""
+        if self.is_plain:
             return
-        self.scaler._found_inf = {}
-        begun = [one for one in self.optimizers if (ref := one._amp_stash.block) is not None and ref() is self]
-        abandon(begun, self.scale)
+        self.scaler.forget_found_inf()
+        begun = []
+        for optimizer in self.optimizers:
+            block = optimizer._amp_stash.block
+            if block is not None and block() is self:
+                begun.append(optimizer)
+        restore_gradients(begun, self.scale)
 
 
 def _drop_cleared_of_all() -> None:
@@ -287,37 +321,41 @@ def _drop_cleared_of_all() -> None:
             drop_cleared_gradients(optimizer._amp_stash.masters)
 
 
+def _undo_dropped_blocks() -> None:
+    """Put gradients back that were aside in blocks which were dropped without their exit."""
+    dropped = []
+    for optimizer in state.optimizers.listed():
+        stash = optimizer._amp_stash
+        if stash.block is not None and not stash.in_block:
+            dropped.append(optimizer)
+    restore_gradients(dropped, None)
+
+
 # -- the end of a backward pass ----------------------------------------------------------------------------------------
 @_torch.without_grad
-def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | None, check: bool = True) -> bool:
+def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | None, moves_scale: bool = True) -> bool:
     """Unscale new gradients, add them to accumulated ones, and make the scaler's transition. No host sync.
 
-    With no ``scale`` nothing was scaled. With ``check=False`` the next transition counts the overflow. Returns whether
-    there were new gradients.
+    Args:
+        optimizers: Those of the block.
+        scaler: That of the block.
+        scale: What the loss was multiplied by; None where nothing was scaled.
+        moves_scale: Move the scale now; else the next transition counts the overflow.
+
+    Returns:
+        Whether there were new gradients.
     """
-    delayed: dict[LossScaler, None] = {}  # scalers whose losses have a part in these gradients
-    unscaled: set[int] = set()  # a tensor that two optimizers share is unscaled with the first
-    reached = False
+    delayed: dict[LossScaler, None] = {}  # scalers of earlier blocks whose losses have a part in these gradients
+    for optimizer in optimizers:
+        pending = optimizer._amp_stash.pending
+        if pending is not None:
+            delayed.update(pending.scalers)
+    reached = _unscale_all(optimizers, scaler, scale)
+    overflows = _make_transitions(scaler, scale, delayed, moves_scale)
     for optimizer in optimizers:
         stash: AmpOptimizerState = optimizer._amp_stash
-        if stash.pending is not None:
-            delayed.update(stash.pending.scalers)
-        masters, direct = stash.masters, stash.direct
-        if len(optimizers) > 1:
-            masters = [master for master in masters if id(master) not in unscaled]
-            direct = [param for param in direct if id(param) not in unscaled]
-            unscaled.update(map(id, (*masters, *direct)))
-        post = replaced(optimizer, "_post_amp_backward", post_amp_backward)
-        if post is None:
-            reached |= _unscale_new(stash, masters, direct, scaler, scale)
-        else:
-            reached |= _unscale_by(post, stash, scaler)
-    overflows = _make_transitions(scaler, scale, delayed, check)
-    for optimizer in optimizers:
-        stash = optimizer._amp_stash
-        settle(optimizer, stash)
-        if stash.gradients is not Gradients.LOST and (reached or stash.gradients is Gradients.NONE):
-            stash.gradients = Gradients.UNSCALED if reached else Gradients.EMPTY
+        reset_pass(optimizer, stash)
+        _note_gradients(stash, reached)
         if overflows:
             stash.note_overflows(overflows)
     if overflows and len(state.optimizers.live) > 1:
@@ -326,28 +364,60 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
     return reached
 
 
+def _unscale_all(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | None) -> bool:
+    """Unscale new gradients of each optimizer; whether there were any."""
+    reached = False
+    unscaled: set[int] = set()  # a tensor that two optimizers share is unscaled with the first
+    for optimizer in optimizers:
+        stash: AmpOptimizerState = optimizer._amp_stash
+        masters = stash.masters
+        direct = stash.direct
+        if len(optimizers) > 1:
+            masters = [master for master in masters if id(master) not in unscaled]
+            direct = [param for param in direct if id(param) not in unscaled]
+            unscaled.update(map(id, masters))
+            unscaled.update(map(id, direct))
+        post = replaced(optimizer, "_post_amp_backward", post_amp_backward)
+        if post is None:
+            reached |= unscale_new(stash, masters, direct, scaler, scale)
+        else:
+            reached |= _unscale_by(post, stash, scaler)
+    return reached
+
+
 def _make_transitions(
-    scaler: LossScaler, scale: torch.Tensor | None, delayed: dict[LossScaler, None], check: bool
+    scaler: LossScaler, scale: torch.Tensor | None, delayed: dict[LossScaler, None], moves_scale: bool
 ) -> list[Overflow]:
     """Have every scaler of a backward pass count it; return the flags that steps must look at."""
-    flags: list[Overflow] = []
-    if scale is None:
-        scaler._unskipped += bool(check)
-    else:
-        flag = scaler.adjust(put_off=not check)
-        if flag is not None:
-            flags.append((scaler, flag))
+    if scale is None:  # a static scale of one
+        if moves_scale:
+            scaler._unskipped += 1
+        return []
+    found_inf = scaler.take_found_inf()
+    overflows: list[Overflow] = []
+    flag = scaler.adjust(found_inf) if moves_scale else scaler.delay(found_inf)
+    if flag is not None:
+        overflows.append((scaler, flag))
     for other in delayed:  # the loss of any of them may have overflowed: the pass counts for each
-        if other is not scaler:
-            flag = other.adjust(scaler._last_found)
-            if flag is not None:
-                flags.append((other, flag))
-    return flags
+        flag = None if other is scaler else other.adjust(found_inf)
+        if flag is not None:
+            overflows.append((other, flag))
+    return overflows
 
 
-def lose(optimizers: list[Optimizer], scaler: LossScaler) -> None:
-    """Clear what :func:`end` left half unscaled, and have the next step skipped."""
-    scaler._found_inf = {}
+def _note_gradients(stash: AmpOptimizerState, reached: bool) -> None:
+    """Note what a block has left: gradients, if it ``reached`` any parameter."""
+    if stash.gradients is Gradients.LOST:
+        return
+    if reached:
+        stash.gradients = Gradients.UNSCALED
+    elif stash.gradients is Gradients.NONE:
+        stash.gradients = Gradients.EMPTY
+
+
+def discard_gradients(optimizers: list[Optimizer], scaler: LossScaler) -> None:
+    """Clear what :func:`end` left half unscaled when it raised, and have the next step skipped."""
+    scaler.forget_found_inf()
     for optimizer in optimizers:
         stash: AmpOptimizerState = optimizer._amp_stash
         for master in stash.masters:
@@ -355,7 +425,7 @@ def lose(optimizers: list[Optimizer], scaler: LossScaler) -> None:
             master.drop_gradient()
         for param in stash.direct:
             param.grad = None
-        settle(optimizer, stash)
+        reset_pass(optimizer, stash)
         stash.gradients = Gradients.LOST
     for other in sharers_outside(optimizers):
         if other._amp_stash.gradients is Gradients.UNSCALED:
@@ -365,69 +435,44 @@ def lose(optimizers: list[Optimizer], scaler: LossScaler) -> None:
 
 # -- what happens to one optimizer -------------------------------------------------------------------------------------
 def begin(optimizer: Optimizer, stash: AmpOptimizerState, scaler: LossScaler, delay: bool = False) -> None:
-    """Take older gradients out of the way of a backward pass; ``delay``: whose end leaves its gradients scaled."""
+    """Put older gradients aside for a backward pass; ``delay``: its end leaves its gradients scaled."""
     stash.look_up(optimizer)
-    if stash.reports:
-        stash.report(wait=False)
-    if stash.left:
+    if stash.undecided_steps:
+        stash.report_arrived()
+    if stash.last_step.left_to_others:
         _drop_used_gradients(optimizer, stash)
     if stash.pending is not None:
-        _rescale_pending(stash, scaler)
+        rescale_pending(stash, stash.pending, scaler)
         return
     prepare = None if delay else replaced(optimizer, "_prepare_amp_backward", prepare_amp_backward)
     if prepare is None:
-        _put_aside(stash)
+        put_aside(stash)
     else:
         prepare()
-    if stash.earlier_overflows and not stash.gradients_in_use():
+    if stash.earlier_overflows and not stash.gradients_for_step():
         stash.earlier_overflows = []
 
 
-def _put_aside(stash: AmpOptimizerState) -> None:
-    """Take unscaled gradients out of ``param.grad``; those of half params are in their masters already."""
-    if stash.masters:
-        if drop_cleared_gradients(stash.masters):
-            misuse.warn_of("half gradients edited")
-        for master in stash.masters:
-            master.folded = master.half.grad = None
-    for param in stash.direct:
-        if (grad := param.grad) is not None:
-            # DDP's gradient_as_bucket_view overwrites the bucket in the next backward: such a view needs a copy.
-            stash.aside.append((param, grad.clone() if _torch.is_window(grad) else grad))
-            param.grad = None
-
-
 def _drop_used_gradients(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
-    """Begin anew in masters whose gradients the last step has used up, though another optimizer waits for them."""
+    """Begin anew in masters whose gradients the last step has used, though another optimizer waits for them."""
     waited = waited_for(optimizer)
-    for master in stash.used_up():
+    for master in stash.used_gradients():
         master.drop_gradient()
         if master in waited:
             misuse.warn_of("shared gradients dropped")
-    stash.left = {}
+    stash.last_step.left_to_others = {}
 
 
-def _rescale_pending(stash: AmpOptimizerState, scaler: LossScaler) -> None:
-    """Bring pending gradients to the scale of a block that adds to them: exact where the ratio is a power of two."""
-    pending: Pending = stash.pending  # type: ignore[assignment] # the caller has looked
-    unmoved = pending.scale is scaler._scale or (scaler.is_one and pending.scalers.keys() == {scaler})
-    with torch.no_grad():
-        for param in () if unmoved else stash.leaves():
-            if param.grad is not None:
-                held = param.grad._values() if param.grad.is_sparse else param.grad
-                held.mul_(scaler.scale_on(held.device) / pending.scale.to(held.device, non_blocking=True))
-    stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
-
-
-def settle(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
-    """Note that nothing of ``optimizer`` is scaled or aside any more."""
-    stash.aside, stash.block = [], None
+def reset_pass(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
+    """Note that no gradient of ``optimizer`` is scaled or aside any more, and that no block of it is open."""
+    stash.aside = []
+    stash.block = None
     if stash.pending is not None:
         stash.pending = None
         state.optimizers.pending.discard(optimizer)
 
 
-def abandon(optimizers: Sequence[Optimizer], scale: torch.Tensor | None) -> None:
+def restore_gradients(optimizers: Sequence[Optimizer], scale: torch.Tensor | None) -> None:
     """Put back what was aside when a block began; new gradients, and those pending, are cleared."""
     for optimizer in optimizers:
         for param in optimizer._amp_stash.leaves():
@@ -435,29 +480,23 @@ def abandon(optimizers: Sequence[Optimizer], scale: torch.Tensor | None) -> None
     # Only now: what is aside for the first optimizer may be in a tensor that the second holds too.
     for optimizer in optimizers:
         stash: AmpOptimizerState = optimizer._amp_stash
-        _show(stash.masters, scale)
+        show(stash.masters, scale)
         for param, old in stash.aside:
             param.grad = old
         if stash.pending is not None:
             misuse.warn_of("pending gradients lost")
-        settle(optimizer, stash)
-
-
-def _abandon_dropped() -> None:
-    """Abandon all blocks that were dropped without their exit."""
-    stashes = [(optimizer, optimizer._amp_stash) for optimizer in state.optimizers.listed()]
-    abandon([optimizer for optimizer, stash in stashes if stash.block is not None and not stash.in_block], None)
+        reset_pass(optimizer, stash)
 
 
 def unscale_pending(optimizer: Optimizer) -> None:
     """End the backward pass that ``delay_unscale`` has left, before its gradients are stepped with."""
     pending: Pending = optimizer._amp_stash.pending  # type: ignore[assignment] # the caller has looked
     scaler = next(iter(pending.scalers))
-    together = [one for one in state.optimizers.pending if one._amp_stash.pending is pending]
+    together = [other for other in state.optimizers.pending if other._amp_stash.pending is pending]
     try:
         end(together, scaler, pending.scale)
     except BaseException:
-        lose(together, scaler)
+        discard_gradients(together, scaler)
         raise
 
 
@@ -466,7 +505,7 @@ def prepare_amp_backward(optimizer: Optimizer) -> None:
     """Put unscaled gradients aside (``apex/amp/_process_optimizer.py: prepare_backward_with_master_weights``)."""
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
-    _put_aside(stash)
+    put_aside(stash)
 
 
 @_torch.without_grad
@@ -484,8 +523,8 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
         scale = stash.pending.scale
     else:
         scale = scaler.scale_on()
-    reached = _unscale_new(stash, stash.masters, stash.direct, scaler, scale)
-    settle(optimizer, stash)
+    reached = unscale_new(stash, stash.masters, stash.direct, scaler, scale)
+    reset_pass(optimizer, stash)
     if stash.gradients is not Gradients.LOST and reached:
         stash.gradients = Gradients.UNSCALED
 
@@ -502,143 +541,56 @@ def _unscale_by(post: Callable[..., None], stash: AmpOptimizerState, scaler: Los
     stash.aside_taken = False
     post(scaler)
     if not stash.aside_taken:
-        _add_aside(stash)
+        stash.add_aside()
     for master in stash.masters:
         grad = master.half.grad
         if grad is not None and master.value.grad is not None:
-            master.folded = grad, grad._version
+            master.added_grad = (grad, grad._version)
     return reached
-
-
-# -- gradients ---------------------------------------------------------------------------------------------------------
-def _unscale_new(
-    stash: AmpOptimizerState,
-    masters: list[Master],
-    direct: list[torch.Tensor],
-    scaler: LossScaler,
-    scale: torch.Tensor | None,
-) -> bool:
-    """Unscale new gradients of ``masters`` and ``direct``, and add them to older ones; whether there were any."""
-    halves = {master: grad for master in masters if (grad := master.half.grad) is not None}
-    reached = unscale(halves, direct, scaler, scale)
-    if len(halves) < len(masters):
-        _show(masters, scale)
-    if stash.aside:
-        _add_aside(stash)
-    return reached
-
-
-def _add_aside(stash: AmpOptimizerState) -> None:
-    """Add the gradients that were put aside to those that came since."""
-    for param, old in stash.aside:
-        param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
-    stash.aside = []
-
-
-def unscale(halves: Halves, direct: list[torch.Tensor], scaler: LossScaler, scale: torch.Tensor | None) -> bool:
-    """Unscale gradients of ``direct`` in place and half gradients into their masters; whether there were any.
-
-    Only where there is a ``scale``. Needs grad mode off.
-    """
-    fresh = [grad for grad in map(_GRAD, direct) if grad is not None]
-    if any(map(_IS_SPARSE, fresh)):
-        for param in direct:
-            if param.grad is not None and param.grad.is_sparse:
-                param.grad = _torch.coalesced(param.grad)
-        fresh = [g._values() if g.is_sparse else g for param in direct if (g := param.grad) is not None]
-    if not halves:
-        if fresh and scale is not None:
-            scaler.unscale_grads(fresh, scale)
-        return bool(fresh)
-    chunks: dict[int, Halves] = {}
-    first, grad = next(iter(halves.items()))
-    if first.value.grad is None or (scale is None and grad.is_cpu):  # no temporaries: all at once
-        chunks[0] = halves
-    else:
-        size = 0
-        for master, grad in halves.items():
-            size += grad.numel()
-            chunks.setdefault(size // (CPU_CHUNK if grad.is_cpu else CHUNK), {})[master] = grad
-    for chunk in chunks.values():
-        _fold(chunk, fresh, scaler, scale)
-        fresh = []
-    return True
-
-
-def _fold(halves: Halves, fresh: list[torch.Tensor], scaler: LossScaler, scale: torch.Tensor | None) -> None:
-    """Add ``halves``, unscaled and widened (on the CPU by adding), to their masters' gradients; unscale ``fresh``."""
-    before, wide = [master.value.grad for master in halves], list(halves.values())
-    if any(map(_IS_SPARSE, wide)):
-        # Sum duplicate entries in float32: their half sum may overflow.
-        wide = [
-            _torch.widened(grad) if grad.is_sparse else _torch.float32_copies([grad], [master.value])[0]
-            for master, grad in halves.items()
-        ]
-        fresh += [grad._values() if grad.is_sparse else grad for grad in wide]
-    elif scale is not None or not (wide[0].is_cpu and all(old is not None and not old.is_sparse for old in before)):
-        # With the strides of the masters, which the model's weights need not have any more.
-        wide = _torch.float32_copies(wide, [master.value for master in halves])
-        fresh += wide
-    if scale is not None:
-        scaler.unscale_grads(fresh, scale)
-    sums: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for (master, half), old, grad in zip(halves.items(), before, wide, strict=True):
-        if old is None:
-            master.value.grad = grad
-        elif old.is_sparse or grad.is_sparse:
-            master.value.grad = _torch.sum_of(old, grad)
-        else:
-            sums.append((old, grad))
-        master.folded = half, half._version
-    if sums:
-        _torch.foreach_add_(*map(list, zip(*sums, strict=True)))
-
-
-def _show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
-    """Show in the model, where there is no gradient, what its master has accumulated; a script may clear it there."""
-    for master in masters:
-        grad = master.value.grad
-        if grad is not None and master.half.grad is None:
-            scaled = grad if scale is None else grad * scale.to(grad.device)
-            shown = master.half.grad = scaled.to(master.dtype)
-            master.folded = shown, shown._version
 
 
 # -- whose block -------------------------------------------------------------------------------------------------------
-def _find(optimizers: Any) -> tuple[list[Any], Session]:
+def _optimizers_and_session(optimizers: Any) -> tuple[list[Any], Session]:
     """The optimizers of a block, each once, and the ``initialize`` call that it belongs to."""
-    stash, latest = getattr(optimizers, "_amp_stash", None), state.session
-    if stash is not None and latest is not None:  # fast path: one optimizer under amp
-        return [optimizers], stash.session
+    latest = state.session
     if latest is None:
         raise RuntimeError(
             "Invoked 'with amp.scale_loss', but amp has not been initialized - `model, optimizer ="
             " amp.initialize(model, optimizer, opt_level=...)` must come first."
         )
-    several = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not is_optimizer(optimizers)
-    given = list(map(known, optimizers)) if several else [known(optimizers)]  # apex took any iterable
-    unique = {id(one): one for one in given}
-    for one in unique.values():
-        if is_optimizer(one) and "_amp_stash" in vars(one):
+    stash = getattr(optimizers, "_amp_stash", None)
+    if stash is not None:  # fast path: one optimizer under amp
+        return [optimizers], stash.session
+    # apex took any iterable
+    is_list = isinstance(optimizers, (list, tuple, ValuesView, Set, Iterator)) and not is_optimizer(optimizers)
+    given = [under_amp(each) for each in (optimizers if is_list else [optimizers])]
+    unique = list({id(optimizer): optimizer for optimizer in given}.values())
+    for optimizer in unique:
+        if is_optimizer(optimizer) and "_amp_stash" in vars(optimizer):
             continue
-        if not latest.enabled or (is_optimizer(one) and one in state.optimizers.disabled):
+        if not latest.enabled or (is_optimizer(optimizer) and optimizer in state.optimizers.disabled):
             return [], DISABLED
-        if not is_optimizer(one):
-            got = type(given if several else optimizers).__name__
-            raise TypeError(
-                f"scale_loss got {got} as optimizers - it takes an optimizer or a list of them - pass what"
-                " amp.initialize returned."
-            )
-        raise RuntimeError(
-            f"scale_loss got a {type(one).__name__} that was not given to amp.initialize - its parameters would not be"
-            " unscaled - pass the optimizer to amp.initialize (in a list with the others)."
+        _refuse_optimizer(optimizer, given if is_list else optimizers)
+    return unique, unique[0]._amp_stash.session if unique else latest
+
+
+def _refuse_optimizer(optimizer: Any, given: Any) -> NoReturn:
+    """Raise for ``optimizer``, which is not under amp; ``given``: what ``scale_loss`` got."""
+    if not is_optimizer(optimizer):
+        raise TypeError(
+            f"scale_loss got {type(given).__name__} as optimizers - it takes an optimizer or a list of them - pass what"
+            " amp.initialize returned."
         )
-    return list(unique.values()), next((one._amp_stash.session for one in unique.values()), latest)
+    raise RuntimeError(
+        f"scale_loss got a {type(optimizer).__name__} that was not given to amp.initialize - its parameters would not"
+        " be unscaled - pass the optimizer to amp.initialize (in a list with the others)."
+    )
 
 
-def known(optimizer: Any) -> Any:
-    """``optimizer``; but for a LARC that was built around an initialized optimizer, that one."""
+def under_amp(optimizer: Any) -> Any:
+    """The initialized optimizer in ``optimizer``, a LARC that was built around one; else ``optimizer`` itself."""
     inner = getattr(optimizer, "optim", None)
     if inner is None or hasattr(optimizer, "_amp_stash"):
         return optimizer
-    return inner if hasattr(inner, "_amp_stash") or inner in state.optimizers.disabled else optimizer
+    is_initialized = hasattr(inner, "_amp_stash") or inner in state.optimizers.disabled
+    return inner if is_initialized else optimizer

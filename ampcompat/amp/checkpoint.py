@@ -31,17 +31,19 @@ def state_dict(destination: Any = None) -> Any:
     if destination is not None and not isinstance(destination, MutableMapping):
         got = type(destination).__name__
         raise TypeError(f"amp.state_dict got {got} as destination - it must be a dict or None - leave it out.")
-    found: Any = OrderedDict() if destination is None else destination
-    for index, scaler in enumerate(() if state.session is None else state.session.scalers):
-        found[f"{_PREFIX}{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
-    return found
+    if destination is None:
+        destination = OrderedDict()
+    scalers = [] if state.session is None else state.session.scalers
+    for index, scaler in enumerate(scalers):
+        destination[f"{_PREFIX}{index}"] = {"loss_scale": scaler.loss_scale(), "unskipped": scaler._unskipped}
+    return destination
 
 
 def load_state_dict(state_dict: Mapping[str, object]) -> None:
     """Restore what :func:`state_dict` saved, here or under apex (``apex/amp/frontend.py: load_state_dict``).
 
     Before ``initialize`` it is kept for the next call; under apex ``initialize`` had to come first. A
-    ``GradScaler.state_dict()`` goes into the first scaler; the way back is
+    ``GradScaler.state_dict()`` goes into the first scaler; the inverse is
     ``GradScaler.load_state_dict(amp._amp_state.loss_scalers[0].state_dict())``. Prints what was restored.
 
     Args:
@@ -63,17 +65,7 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         entries = [_entry("GradScaler", parts)]
     else:
         names = [f"{_PREFIX}{index}" for index in range(len(state_dict))]
-        unknown = sorted(str(key) for key in state_dict if key not in names)
-        if unknown:
-            marks = (f"{_PREFIX}0", "_growth_tracker")  # of a whole checkpoint's part: apex's before torch's
-            held = [(key, part) for key, part in state_dict.items() if isinstance(part, Mapping)]
-            inside = next((key for mark in marks for key, part in held if mark in part), None)
-            raise RuntimeError(
-                "Error(s) in loading state_dict. Unexpected key(s) in state_dict: "
-                + ", ".join(f'"{key}"' for key in unknown)
-                + " - the keys are loss_scaler0, loss_scaler1, ... - pass what amp.state_dict() returned"
-                + (f", which lies here under {inside!r}." if inside else ".")
-            )
+        _refuse_unknown_keys(state_dict, names)
         entries = [_entry(name, state_dict[name]) for name in names]
     session = state.session
     if session is not None and session.enabled:
@@ -85,6 +77,29 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
         say("amp.load_state_dict before amp.initialize: the next amp.initialize restores the loss scalers.")
 
 
+def _refuse_unknown_keys(state_dict: Mapping[str, object], names: list[str]) -> None:
+    """Raise for keys that are none of ``names``; a whole checkpoint is told which part of it to pass."""
+    unknown = sorted(str(key) for key in state_dict if key not in names)
+    if not unknown:
+        return
+    keys = ", ".join(f'"{key}"' for key in unknown)
+    part = _scalers_part(state_dict)
+    where = "" if part is None else f", which is here under {part!r}"
+    raise RuntimeError(
+        f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys} - the keys are loss_scaler0,"
+        f" loss_scaler1, ... - pass what amp.state_dict() returned{where}."
+    )
+
+
+def _scalers_part(checkpoint: Mapping[str, object]) -> str | None:
+    """The key under which ``checkpoint`` holds a state of loss scalers: apex's, or else torch's."""
+    for mark in (f"{_PREFIX}0", "_growth_tracker"):
+        for key, part in checkpoint.items():
+            if isinstance(part, Mapping) and mark in part:
+                return key
+    return None
+
+
 def apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
     """Restore ``scalers`` from what was loaded."""
     if len(entries) != len(scalers):
@@ -93,22 +108,27 @@ def apply(entries: list[Entry], scalers: list[LossScaler]) -> None:
             f"{len(scalers)}) made {len(scalers)}: loading the first {min(len(entries), len(scalers))}."
         )
     for scaler, (scale, unskipped) in zip(scalers, entries, strict=False):
-        scaler._loss_scale, scaler._unskipped = scale, unskipped
+        scaler._loss_scale = scale
+        scaler._unskipped = unskipped
         what = f"loss scaler {scaler.loss_id}: loss_scale {scale}, unskipped {unskipped}"
         maybe_print(f"amp.load_state_dict: restored {what}.", True)
 
 
 def _entry(name: str, parts: object) -> Entry:
+    """Scale and clean passes in ``parts``, which stand under ``name``; a ValueError where they cannot be these."""
     if not isinstance(parts, Mapping) or not {"loss_scale", "unskipped"} <= set(parts):
         raise ValueError(
             f"amp.load_state_dict: {name}={parts!r} - it must be a dict with 'loss_scale' and 'unskipped' - pass what"
             " amp.state_dict() returned."
         )
-    scale, unskipped = parts["loss_scale"], parts["unskipped"]
+    scale = parts["loss_scale"]
+    unskipped = parts["unskipped"]
     try:
-        value, count = float(scale), int(unskipped)
+        value = float(scale)
+        count = int(unskipped)
     except Exception:  # whatever a foreign object raises
-        value, count = math.nan, -1
+        value = math.nan
+        count = -1
     if not is_scale(value) or not 0 <= count < 2**31:
         raise ValueError(
             f"amp.load_state_dict: {name} has loss_scale={scale!r}, unskipped={unskipped!r} - a positive finite number"

@@ -1,10 +1,12 @@
-"""Home of names that scripts import from ``apex.amp.compat``: answers for every torch since tensors are variables."""
+"""Home of names that scripts import from ``apex.amp.compat``: what held of every torch since tensors are variables."""
 
 import torch
 
 from ampcompat.amp.utils import is_fp_tensor
 
-is_tensor_like, is_floating_point, scalar_python_val = torch.is_tensor, is_fp_tensor, torch.Tensor.item
+is_tensor_like = torch.is_tensor
+is_floating_point = is_fp_tensor
+scalar_python_val = torch.Tensor.item
 
 
 def variable_is_tensor() -> bool:
@@ -12,7 +14,8 @@ def variable_is_tensor() -> bool:
     return True
 
 
-tensor_is_variable = tensor_is_float_tensor = variable_is_tensor
+tensor_is_variable = variable_is_tensor
+tensor_is_float_tensor = variable_is_tensor
 
 
 def filter_attrs(module: object, attrs: list[str]) -> list[str]:

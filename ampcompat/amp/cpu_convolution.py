@@ -17,6 +17,7 @@ def acquire() -> None:
 
 def release() -> None:
     """Give torch its own convolutions back. Idempotent."""
-    undo, state.casts.cpu_convolution = state.casts.cpu_convolution, None
+    undo = state.casts.cpu_convolution
+    state.casts.cpu_convolution = None
     if undo is not None:
         undo.close()

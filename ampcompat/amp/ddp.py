@@ -21,10 +21,11 @@ from ampcompat.amp.properties import HALF_DTYPES
 
 
 def install() -> None:
-    """Patch DDP's constructor to tell us of every wrapper made from now on."""
+    """Patch DDP's constructor: from now on every new wrapper is recorded, and broadcasts masters too."""
     if state.models.ddp is not None or not dist.is_available():
         return
-    wrappers = state.models.ddp = weakref.WeakSet()
+    wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
+    state.models.ddp = wrappers
 
     def made(wrapper: Any, synchronised: bool) -> None:
         wrappers.add(wrapper)
@@ -48,18 +49,21 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) ->
     masters = [master_of(param) for param in halves]
     on_rank_0 = torch.tensor([master is not None for master in masters], device=halves[0].device, dtype=torch.uint8)
     dist.broadcast(on_rank_0, source, group=group)
-    for param, master, there in zip(halves, masters, on_rank_0.tolist(), strict=True):
-        if there:
-            value = torch.empty_like(param, dtype=torch.float32) if master is None else master.value.detach()
-            _torch.broadcast_elements(value, source, group)
+    for param, master, has_master_on_rank_0 in zip(halves, masters, on_rank_0.tolist(), strict=True):
+        if not has_master_on_rank_0:
             if master is not None:
-                master.push()
-        elif master is not None:
-            master.reconcile(compare=True)  # also what the constructor has written past the version counter
+                master.reconcile(compare=True)  # also what the constructor has written past the version counter
+        elif master is None:  # every rank takes part in a broadcast
+            _torch.broadcast_elements(torch.empty_like(param, dtype=torch.float32), source, group)
+        else:
+            _torch.broadcast_elements(master.value.detach(), source, group)
+            master.push()
 
 
 def holds_back(params: Iterable[torch.Tensor]) -> bool:
     """Whether a DDP in ``no_sync`` keeps the gradients of any of ``params`` on their rank."""
-    silent = [wrapper for wrapper in state.models.ddp or () if not wrapper.require_backward_grad_sync]
-    held = {id(param) for param in params} if silent else ()
-    return any(id(param) in held for wrapper in silent for param in wrapper.module.parameters())
+    in_no_sync = [wrapper for wrapper in state.models.ddp or () if not wrapper.require_backward_grad_sync]
+    if not in_no_sync:
+        return False
+    ids = {id(param) for param in params}
+    return any(id(param) in ids for wrapper in in_no_sync for param in wrapper.module.parameters())

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import itertools
-import operator
 import os
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
@@ -18,9 +16,11 @@ from ampcompat import _torch
 from ampcompat._log import say, say_once
 from ampcompat._state import state
 from ampcompat._types import Optimizer, Options, OptLevel
-from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
+from ampcompat.amp import amp_model, checkpoint, nested, properties
+from ampcompat.amp import optimizer as amp_optimizer
 from ampcompat.amp.amp_model import ModelPolicy
-from ampcompat.amp.autocast import OFF, set_ambient
+from ampcompat.amp.autocast import set_ambient
+from ampcompat.amp.casts import OFF
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.keep_fp32 import BorderPolicy, select, set_border
@@ -29,7 +29,7 @@ from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
-from ampcompat.amp.stash import stepper
+from ampcompat.amp.stash import holder_of_masters
 from ampcompat.amp.weights import cast_weights
 
 if TYPE_CHECKING:
@@ -46,7 +46,9 @@ _Given = TypeVar("_Given", bound=torch.optim.Optimizer | Sequence[torch.optim.Op
 class _Level:
     """apex's form of a level: an instance fills the ``Properties`` it is called with."""
 
-    name, brief, more = "", "", ""
+    name = ""
+    brief = ""
+    more = ""
 
     def __call__(self, properties: Properties) -> Properties:
         properties._update_options_dict({"enabled": True, "opt_level": self.name, **LEVELS[self.name]})
@@ -127,8 +129,6 @@ def initialize(
         ValueError: A flag, scale or count cannot be read. Nothing is changed by a call that raises.
     """
     properties.refuse_other_level(enabled, opt_level)
-    kept: Modules = []
-    scripted: Modules = []
     if enabled:
         overrides = {
             "cast_model_type": cast_model_type,
@@ -138,32 +138,28 @@ def initialize(
             "master_weights": master_weights,
             "loss_scale": loss_scale,
         }
-        options, half = properties.read_properties(opt_level, overrides)
+        options, half_dtype = properties.read_properties(opt_level, overrides)
         properties.check_keywords(num_losses, min_loss_scale, max_loss_scale, cast_model_outputs, verbosity)
-        found = properties.as_models(models, options.options)
-        scripted = [model for model in found if isinstance(model, torch.jit.ScriptModule)]
-        modules = [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
-        optimizer_list = properties.as_optimizers(optimizers)
-        if any(map(_torch.is_zero, optimizer_list)) or any(map(_torch.inner_optimizers, optimizer_list)):
-            nested.check(optimizer_list, options)
-        if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
-            kept = select(found, keep_fp32)
-        make = functools.partial(LossScaler, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
-        scalers = [make(options.options["loss_scale"], loss_id=loss_id) for loss_id in range(num_losses)]
-        session = Session(options, half, cast_model_outputs, scalers)
+        objects = _check_objects(models, optimizers, keep_fp32, options)
+        scalers = [
+            LossScaler(
+                options.loss_scale, loss_id=loss_id, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale
+            )
+            for loss_id in range(num_losses)
+        ]
+        session = Session(options, half_dtype, cast_model_outputs, scalers)
     else:
-        modules = _models_under_amp(models)
-        optimizer_list = properties.as_optimizers(optimizers)
+        objects = _Objects(_models_under_amp(models), properties.as_optimizers(optimizers))
         session = Session(Properties())
     if state.optimizers.live:
-        _refuse_to_leave(modules, optimizer_list, session.policy)
+        _refuse_to_leave(objects.models, objects.optimizers, session.policy)
     if isinstance(enabled, str):
         _say_what_a_string_enables(enabled, session)
     if enabled and verbosity > 0:
         _print_options(session.properties)
-    if scripted:
+    if objects.has_scripted:
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
-    _take_over(session, modules, optimizer_list, kept)
+    _take_over(session, objects)
     if enabled:
         _tell_the_environment()
         state.view["verbosity"] = int(verbosity)
@@ -172,6 +168,99 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
+# -- what a call is given ----------------------------------------------------------------------------------------------
+@dataclass
+class _Objects:
+    """What a call is to change, checked.
+
+    Attributes:
+        models: Those that amp can change: no ScriptModules.
+        optimizers: As given, in a list.
+        kept: Modules in ``models`` that stay float32.
+        has_scripted: Whether there were ScriptModules among the models.
+    """
+
+    models: Modules
+    optimizers: list[Optimizer]
+    kept: Modules = field(default_factory=list)
+    has_scripted: bool = False
+
+
+def _check_objects(models: object, optimizers: object, keep_fp32: object, options: Properties) -> _Objects:
+    """Check what an enabled call is given against ``options``; raises before anything is changed."""
+    given = properties.as_models(models, options.options)
+    modules = [model for model in given if not isinstance(model, torch.jit.ScriptModule)]
+    optimizer_list = properties.as_optimizers(optimizers)
+    if any(nested.holds_optimizers(optimizer) for optimizer in optimizer_list):
+        nested.check(optimizer_list, options)
+    kept: Modules = []
+    if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
+        kept = select(given, keep_fp32)
+    return _Objects(modules, optimizer_list, kept, has_scripted=len(modules) < len(given))
+
+
+def _models_under_amp(models: object) -> Modules:
+    """Return the modules in ``models``, and inside of them, that an earlier call has put under amp, each once."""
+    given = models if isinstance(models, (list, tuple)) else [models]
+    under_amp: dict[torch.nn.Module, None] = {}
+    for model in given:
+        if isinstance(model, torch.nn.Module):
+            for module in _torch.uncompiled(model).modules():
+                if module in state.models.live:
+                    under_amp[module] = None
+    return list(under_amp)
+
+
+def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolicy) -> None:
+    """Refuse to change a model's level without an optimizer under amp that holds its tensors.
+
+    Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
+    loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
+    """
+    changed = {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
+    left = weakref.WeakSet[Any](
+        optimizer
+        for optimizer in state.optimizers.listed()
+        if _would_be_left(optimizer, given, policy) and _holds_any(optimizer, changed)
+    )
+    if left:
+        gc.collect()  # an optimizer that is not used any more is part of a cycle: its methods are bound to it
+    for optimizer in left:
+        before = optimizer._amp_stash.session.properties.opt_level
+        after = policy.opt_level or "out of amp"
+        raise RuntimeError(
+            f"amp.initialize got a model without its {type(optimizer).__name__}, which an earlier call put under amp at"
+            f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
+            " it too, with all of its models, or drop it (del optimizer) before (D32)."
+        )
+
+
+def _would_be_left(optimizer: Optimizer, given: list[Optimizer], policy: ModelPolicy) -> bool:
+    """Whether ``optimizer`` is not given to this call, and steps otherwise than optimizers under ``policy`` do."""
+    if any(optimizer is other for other in given):
+        return False
+    own = optimizer._amp_stash.session.policy
+    steps_alike = (
+        own.opt_level == policy.opt_level
+        and own.casts == policy.casts
+        and own.half_dtype == policy.half_dtype
+        and own.master_weights == policy.master_weights
+    )
+    return not steps_alike
+
+
+def _holds_any(optimizer: Optimizer, params: set[int]) -> bool:
+    """Whether ``optimizer`` holds a parameter whose id is in ``params``, or its master."""
+    for group in optimizer.param_groups:
+        for held in group["params"]:
+            master = master_of(held)
+            param = held if master is None else master.half
+            if id(param) in params:
+                return True
+    return False
+
+
+# -- what a call says --------------------------------------------------------------------------------------------------
 def _tell_the_environment() -> None:
     """Set ``APEX_AMP_ENABLED=1``, as ROCm's fork does, for code that looks there; child processes inherit it."""
     name = "APEX_AMP_ENABLED"
@@ -183,18 +272,6 @@ def _tell_the_environment() -> None:
         state.undo.callback(os.environ.pop, name, None)
     else:
         state.undo.callback(os.environ.__setitem__, name, before)
-
-
-def _models_under_amp(models: object) -> Modules:
-    """Return the modules in ``models``, and inside of them, that an earlier call has put under amp, each once."""
-    given = models if isinstance(models, (list, tuple)) else [models]
-    found: dict[torch.nn.Module, None] = {}
-    for model in given:
-        if isinstance(model, torch.nn.Module):
-            for module in _torch.uncompiled(model).modules():
-                if module in state.models.live:
-                    found[module] = None
-    return list(found)
 
 
 def _say_what_a_string_enables(enabled: str, session: Session) -> None:
@@ -219,78 +296,102 @@ def _print_options(options: Properties) -> None:
         say(f"{name:22} : {value}")
 
 
-def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], kept: Modules) -> None:
+# -- what a call changes -----------------------------------------------------------------------------------------------
+def _take_over(session: Session, objects: _Objects) -> None:
     """Change everything that a call changes, or nothing: each change puts its own undo on a stack.
 
     A session that is not enabled takes models and optimizers out of amp, and leaves alone what is not under it.
     """
-    enabled, options, policy = session.enabled, session.properties.options, session.policy
-    view = {**state.view, "opt_properties": session.properties, "loss_scalers": session.scalers}
-    if enabled or modules or any("_amp_stash" in vars(one) for one in optimizers):
-        view["handle"] = AmpHandle(session) if policy.casts.enabled else NoOpHandle()
+    view = _view_of(session, objects)
+    policy = session.policy
     with ExitStack() as undo:
         undo.callback(set_ambient, state.casts.ambient or OFF, state.casts.device_types)
         undo.callback(session.end_casts)
-        for model in modules:
+        for model in objects.models:
             undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
-        for one in optimizers:
-            if "optim" in vars(one):
-                nested.gather(one)
-        parts = dict.fromkeys(itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)))
-        # What this rank steps gets its masters now.
-        trained = {id(p) for one in map(stepper, optimizers) for group in one.param_groups for p in group["params"]}
-        follow_replacements(parts, trained)
-        wide, norms = set().union(*map(torch.nn.Module.modules, kept)), bool(options["keep_batchnorm_fp32"])
-        dtype = options["cast_model_type"] or None
-        cast_weights(parts, dtype, undo, wide, norms, trained if policy.master_weights else None)
-        border = BorderPolicy(policy.opt_level, OFF, torch.float32, policy.half, None, False)
-        for part in parts.keys() - modules:
-            before = part.__dict__.get("_amp_policy")
-            if part in kept or isinstance(before, BorderPolicy):
-                undo.callback(set_border, part, before)
-                set_border(part, border if part in kept else None)
-        for model in modules:
-            amp_model.set_policy(model, policy if enabled else None)
-        for one in optimizers:
-            optimizer.remember(one, undo)
-            if enabled:
-                optimizer.attach(one, session)
-                continue
-            if "_amp_stash" in vars(one):
-                optimizer.detach(one)
-            state.optimizers.disabled[one] = None
-        if enabled:
+        for optimizer in objects.optimizers:
+            if "optim" in vars(optimizer):
+                nested.gather(optimizer)
+        _cast_models(session, objects, undo)
+        for model in objects.models:
+            amp_model.set_policy(model, policy if session.enabled else None)
+        for optimizer in objects.optimizers:
+            amp_optimizer.remember(optimizer, undo)
+            if session.enabled:
+                amp_optimizer.attach(optimizer, session)
+            else:
+                _release_optimizer(optimizer)
+        if session.enabled:
             session.begin_casts()
-            if state.loaded_scalers is not None:
-                checkpoint.apply(state.loaded_scalers, session.scalers)
-                state.loaded_scalers = None
+            _apply_loaded_scalers(session)
         undo.pop_all()
-    state.view, state.session = view, session
-    if modules and not enabled:
+    state.view = view
+    state.session = session
+    if objects.models and not session.enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
 
 
-def _refuse_to_leave(models: Modules, given: list[Optimizer], policy: ModelPolicy) -> None:
-    """Refuse to change a model's level without an optimizer under amp that holds its tensors.
+def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:
+    """Return what ``amp._amp_state`` shows once ``session`` is in force."""
+    view = {**state.view, "opt_properties": session.properties, "loss_scalers": session.scalers}
+    takes_out = bool(objects.models) or any("_amp_stash" in vars(optimizer) for optimizer in objects.optimizers)
+    if session.enabled or takes_out:
+        view["handle"] = AmpHandle(session) if session.policy.casts.enabled else NoOpHandle()
+    return view
 
-    Left behind, it would step half weights without masters, masters of float32 weights, or gradients of an unscaled
-    loss. Optimizers of calls with the same policy stay where they are, and keep their loss scale.
-    """
-    fit = operator.attrgetter("opt_level", "casts", "half", "master_weights")
-    going = {id(param) for model in models for part in model.modules() for param in part._parameters.values()}
-    left = weakref.WeakSet[Any](
-        one
-        for one in state.optimizers.listed()
-        if not any(one is other for other in given)
-        and fit(one._amp_stash.session.policy) != fit(policy)
-        and any(id(m.half if (m := master_of(p)) else p) in going for g in one.param_groups for p in g["params"])
+
+def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
+    """Cast the weights of all models, or restore them, and put borders around what is kept in float32."""
+    options = session.properties.options
+    policy = session.policy
+    parts = {part: None for model in objects.models for part in model.modules()}
+    trained = _ids_of_stepped(objects.optimizers)
+    follow_replacements(parts, trained)
+    cast_weights(
+        parts,
+        options["cast_model_type"] or None,
+        undo,
+        keep_fp32={part for module in objects.kept for part in module.modules()},
+        keep_batchnorm_fp32=bool(options["keep_batchnorm_fp32"]),
+        has_masters=policy.master_weights,
+        trained=trained if policy.master_weights else (),
     )
-    if left:
-        gc.collect()  # an optimizer that is not used any more is part of a cycle: its methods are bound to it
-    for one in left:
-        before, after = one._amp_stash.session.properties.opt_level, policy.opt_level or "out of amp"
-        raise RuntimeError(
-            f"amp.initialize got a model without its {type(one).__name__}, which an earlier call put under amp at"
-            f" {before}, not {after} - an optimizer steps weights of the level that it was initialized at - pass"
-            " it too, with all of its models, or drop it (del optimizer) before (D32)."
-        )
+    border = BorderPolicy(
+        opt_level=policy.opt_level,
+        casts=OFF,
+        input_dtype=torch.float32,
+        output_dtype=policy.half_dtype,
+        half_dtype=None,
+        master_weights=False,
+    )
+    for part in parts:
+        if part in objects.models:
+            continue
+        before = part.__dict__.get("_amp_policy")
+        is_kept = part in objects.kept
+        if is_kept or isinstance(before, BorderPolicy):
+            undo.callback(set_border, part, before)
+            set_border(part, border if is_kept else None)
+
+
+def _ids_of_stepped(optimizers: list[Optimizer]) -> set[int]:
+    """The ids of the tensors that ``optimizers`` step on this rank: of half ones, masters are made now."""
+    ids: set[int] = set()
+    for optimizer in optimizers:
+        for group in holder_of_masters(optimizer).param_groups:
+            ids.update(map(id, group["params"]))
+    return ids
+
+
+def _release_optimizer(optimizer: Optimizer) -> None:
+    """Take ``optimizer`` out of amp, if it is under it; ``scale_loss`` does nothing with it from now on."""
+    if "_amp_stash" in vars(optimizer):
+        amp_optimizer.detach(optimizer)
+    state.optimizers.disabled[optimizer] = None
+
+
+def _apply_loaded_scalers(session: Session) -> None:
+    """Restore the scalers of ``session`` from what was loaded before any ``initialize``."""
+    if state.loaded_scalers is not None:
+        checkpoint.apply(state.loaded_scalers, session.scalers)
+        state.loaded_scalers = None

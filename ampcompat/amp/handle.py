@@ -10,8 +10,8 @@ import torch
 
 from ampcompat.amp import optimizer as _optimizer
 from ampcompat.amp._amp_state import master_params
-from ampcompat.amp.autocast import disable_casts
 from ampcompat.amp.block import scale_loss
+from ampcompat.amp.casts import disable_casts
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import DISABLED, Session
 
@@ -46,15 +46,18 @@ class AmpHandle:
     def _adopt(self, optimizer: Any, num_loss: int) -> None:
         """Put under amp an optimizer that no ``initialize`` was given."""
         session = self._session
-        if session.enabled:
-            while len(session.scalers) < num_loss:
-                session.scalers.append(LossScaler(session.properties.loss_scale, loss_id=len(session.scalers)))
-            if "_amp_stash" not in vars(optimizer):
-                _optimizer.attach(optimizer, session)
+        if not session.enabled:
+            return
+        while len(session.scalers) < num_loss:
+            session.scalers.append(LossScaler(session.properties.loss_scale, loss_id=len(session.scalers)))
+        if "_amp_stash" not in vars(optimizer):
+            _optimizer.attach(optimizer, session)
 
     def _scale_loss(self, loss: torch.Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[torch.Tensor]:
         self._adopt(optimizer, loss_id + 1)
-        return scale_loss(loss, optimizer, loss_id) if self._session.enabled else nullcontext(loss)
+        if not self._session.enabled:
+            return nullcontext(loss)
+        return scale_loss(loss, optimizer, loss_id)
 
     def scale_loss(self, loss: torch.Tensor, optimizer: Any = None) -> AbstractContextManager[torch.Tensor]:
         """Open a ``scale_loss`` block; ``optimizer`` need not be known yet."""
@@ -84,7 +87,10 @@ class OptimWrapper:
     """
 
     def __init__(self, optimizer: Any, amp_handle: AmpHandle, num_loss: int) -> None:
-        self._optimizer, self._amp_handle, self._num_loss, self._next = optimizer, amp_handle, num_loss, 0
+        self._optimizer = optimizer
+        self._amp_handle = amp_handle
+        self._num_loss = num_loss
+        self._next = 0  # the loss id of the next block
         amp_handle._adopt(optimizer, num_loss)
 
     def __getattr__(self, name: str) -> Any:
@@ -99,10 +105,13 @@ class OptimWrapper:
                 f"scale_loss was called {self._next + 1} times before a step - wrap_optimizer(num_loss="
                 f"{self._num_loss}) said how many losses there are - pass a larger num_loss."
             )
+        loss_id = self._next
         self._next += 1
-        return self._amp_handle._scale_loss(loss, self._optimizer, self._next - 1)
+        return self._amp_handle._scale_loss(loss, self._optimizer, loss_id)
 
     def step(self, closure: object = None) -> object:
         """Step the optimizer, unless a gradient overflowed."""
         self._next = 0
-        return self._optimizer.step() if closure is None else self._optimizer.step(closure)
+        if closure is None:
+            return self._optimizer.step()
+        return self._optimizer.step(closure)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,6 +20,7 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat.amp import amp_model
 from ampcompat.amp.amp_model import Args, Forward, Kwargs, ModelPolicy
+from ampcompat.amp.casts import casts_off
 from ampcompat.amp.masters import own_tensors
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.trees import cast_tree, tensors_in
@@ -39,7 +41,7 @@ class BorderPolicy(ModelPolicy):
         tensors = tensors or list(model.parameters())
         device_type = tensors[0].device.type if tensors else "cpu"
         if torch.is_autocast_enabled(device_type):
-            with torch.autocast(device_type, enabled=False):
+            with casts_off(device_type):
                 output = forward(*args, **kwargs)
         else:
             output = forward(*args, **kwargs)
@@ -60,9 +62,16 @@ def _may_come_from_half_code(inputs: list[torch.Tensor]) -> bool:
 def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Module]:
     """List the modules that ``keep_fp32`` and ``AMPCOMPAT_KEEP_FP32`` name, the outermost ones only.
 
-    Modules that share a tensor with a kept one are kept as well, with a message: a tied weight has one dtype. Raises a
-    TypeError for what is no module, type or pattern, and a ValueError where nothing matches or a module cannot be kept;
-    for a pattern of the environment the first ``scale_loss`` does: a script may initialize its models one by one.
+    Modules that share a tensor with a kept one are kept as well, with a message: a tied weight has one dtype.
+
+    Args:
+        models: Those given to ``initialize``.
+        keep_fp32: A module, a module type, a pattern of names, or a collection of these; None keeps nothing.
+
+    Raises:
+        TypeError: Something is no module, type or pattern.
+        ValueError: Nothing matches, or a module cannot be kept. For a pattern of the environment the first
+            ``scale_loss`` raises it: a script may initialize its models one by one.
     """
     names = {module: name for model in reversed(models) for name, module in model.named_modules()}
     chosen = [*_chosen_by_argument(keep_fp32, names), *_chosen_by_environment(names)]
@@ -74,9 +83,10 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
 def _chosen_by_argument(keep_fp32: Any, names: Names) -> list[torch.nn.Module]:
     if keep_fp32 is None:
         return []
-    several = isinstance(keep_fp32, (list, tuple, set, frozenset))
+    is_collection = isinstance(keep_fp32, (list, tuple, set, frozenset))
+    entries = keep_fp32 if is_collection else [keep_fp32]
     chosen: list[torch.nn.Module] = []
-    for wanted in keep_fp32 if several else [keep_fp32]:
+    for wanted in entries:
         matches = _matches(wanted, names)
         if not matches:
             shown = type(wanted).__name__ if isinstance(wanted, torch.nn.Module) else repr(wanted)
@@ -120,18 +130,27 @@ def _with_sharers(
             continue
         _refuse_unfit(module, names, models)
         kept[module] = None
-        for part in module.modules():
-            for _, tensor in own_tensors(part):
-                for sharer in holders[id(tensor)]:
-                    if sharer in covered:
-                        continue
-                    say(f"keep_fp32: {names[sharer]!r} shares a tensor with {names[part]!r} and stays float32 with it.")
-                    waiting.append(sharer)
-                    covered.update(sharer.modules())
+        for part, sharer in _pairs_that_share(module, holders):
+            if sharer in covered:
+                continue
+            say(f"keep_fp32: {names[sharer]!r} shares a tensor with {names[part]!r} and stays float32 with it.")
+            waiting.append(sharer)
+            covered.update(sharer.modules())
     return kept
 
 
+def _pairs_that_share(
+    module: torch.nn.Module, holders: dict[int, list[torch.nn.Module]]
+) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
+    """Each part of ``module``, with each module that holds a tensor of it (the part itself is one)."""
+    for part in module.modules():
+        for _, tensor in own_tensors(part):
+            for holder in holders[id(tensor)]:
+                yield part, holder
+
+
 def _holders_by_tensor(names: Names) -> dict[int, list[torch.nn.Module]]:
+    """The modules that hold each tensor, by its id."""
     holders: dict[int, list[torch.nn.Module]] = {}
     for module in names:
         for _, tensor in own_tensors(module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ampcompat._log import warn_once
 
-#: Blocks of each scaler whose loss is watched: the hook takes a tenth of a millisecond of a backward pass.
+#: How many blocks of each scaler have their loss watched: the hook takes a tenth of a millisecond of a backward pass.
 WATCHED = 16
 
 _FIX = "write `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`"

@@ -1,12 +1,12 @@
 """Optimizers that hold another and step by it: LARC, Lookahead, SAM, wrappers of training frameworks.
 
 Amp exchanges params for masters in the lists of the groups. Where outer and inner optimizer share these lists, as they
-nearly always do, both see them. Where the inner one has lists of its own, it would step half weights that nobody
-unscales gradients for, so such a pair is refused at levels with masters. ``ZeroRedundancyOptimizer`` is the exception,
-as said below.
+nearly always do, both see them. Where the inner one has lists of its own, it would step half weights whose gradients
+are not unscaled, so such a pair is refused at levels with masters. ``ZeroRedundancyOptimizer`` is the exception, as
+said below.
 
-Some outer optimizers are stepped piece by piece (SAM's ``first_step`` and ``second_step``), past the ``step`` that amp
-has wrapped: what steps then is the inner one, whose ``step`` is the outer's. apex wrapped the outer ``step`` alone.
+Some outer optimizers are stepped in parts (SAM's ``first_step`` and ``second_step``), without the ``step`` that amp has
+wrapped. Then the inner one steps, and its ``step`` does what the outer's does. apex wrapped the outer ``step`` alone.
 
 Masters under ``torch.distributed.optim.ZeroRedundancyOptimizer``: sharded over the ranks, as its state is.
 
@@ -25,7 +25,7 @@ import functools
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -37,6 +37,27 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.masters import drop_master, ensure_master, master_of, push
 from ampcompat.amp.properties import HALF_DTYPES, Properties
+
+
+def inner_optimizers(optimizer: object) -> list[Any]:
+    """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
+    holders: list[object] = [optimizer]
+    for holder in holders:  # the list grows while it is read
+        for value in getattr(holder, "__dict__", {}).values():
+            held: Iterable[object] = (value,)
+            if isinstance(value, dict):
+                held = value.values()
+            elif isinstance(value, (list, tuple)):
+                held = value
+            for inner in held:
+                if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in holders):
+                    holders.append(inner)
+    return holders[1:]
+
+
+def holds_optimizers(optimizer: object) -> bool:
+    """Whether ``optimizer`` steps by another: a ``ZeroRedundancyOptimizer``, which may make its own later, too."""
+    return _torch.is_zero(optimizer) or bool(inner_optimizers(optimizer))
 
 
 def check(optimizers: list[Any], options: Properties) -> None:
@@ -66,7 +87,7 @@ def _refuse_separate_groups(outer: Any, given: list[Any], level: str) -> None:
     """Refuse ``outer`` if one inside has its params in lists of its own, and is not ``given`` to ``initialize`` too."""
     outer_lists = _param_lists(outer)
     outer_params = {id(param) for group in outer.param_groups for param in group["params"]}
-    for inner in _torch.inner_optimizers(outer):
+    for inner in inner_optimizers(outer):
         own_lists = [group["params"] for group in inner.param_groups if id(group["params"]) not in outer_lists]
         own_params = {id(param) for params in own_lists for param in params}
         is_given = any(inner is optimizer for optimizer in given)
@@ -86,8 +107,7 @@ def refuse_lookahead(optimizer: Optimizer) -> None:
     while frame is not None:
         if frame.f_code.co_name == "step":  # reading f_locals of other, long-lived frames keeps their objects alive
             caller = frame.f_locals.get("self")
-            is_lookahead = "lookahead" in type(caller).__name__.lower()
-            if is_lookahead and any(inner is optimizer for inner in _torch.inner_optimizers(caller)):
+            if _is_lookahead_around(caller, optimizer):
                 inner_name = type(optimizer).__name__
                 outer_name = type(caller).__name__
                 raise RuntimeError(
@@ -98,13 +118,19 @@ def refuse_lookahead(optimizer: Optimizer) -> None:
         frame = frame.f_back
 
 
+def _is_lookahead_around(caller: object, optimizer: Optimizer) -> bool:
+    if "lookahead" not in type(caller).__name__.lower():
+        return False
+    return any(inner is optimizer for inner in inner_optimizers(caller))
+
+
 def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
     """Have ``step(outer, ...)`` called for the step of an optimizer inside, where no step of ``outer`` calls it.
 
     Returns ``original``, the own step of ``outer``, in which inner optimizers step unchanged.
     """
     outer_lists = _param_lists(outer)
-    sharing = [inner for inner in _torch.inner_optimizers(outer) if _param_lists(inner) == outer_lists]
+    sharing = [inner for inner in inner_optimizers(outer) if _param_lists(inner) == outer_lists]
     if not sharing:
         return original
     for inner in sharing:
@@ -118,7 +144,7 @@ def _param_lists(optimizer: Optimizer) -> set[int]:
 
 
 def _noting_step(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``original``, the step of ``outer`` or of one inside, to note meanwhile that ``outer`` is stepping."""
+    """Wrap ``original``, the step of ``outer`` or of one inside, to record while it runs that ``outer`` is stepping."""
 
     @functools.wraps(original)
     def stepping(*args: object, **kwargs: object) -> object:
@@ -174,9 +200,8 @@ def gather(optimizer: Any, to: int | None = None) -> None:
     if not _torch.is_zero(optimizer) or not _has_masters(optimizer):
         return
     optimizer._amp_stash.look_up(optimizer)
-    modules = [module for model in state.models.live for module in model.modules()]
-    homes = {id(param): (module, name) for module in modules for name, param in module._parameters.items()}
     receives = to is None or to == optimizer.rank
+    owners = _owners_of_params() if receives else {}
     for rank, params in enumerate(_torch.params_by_rank(optimizer)):
         source = dist.get_global_rank(optimizer.process_group, rank)
         steps_here = rank == optimizer.rank
@@ -192,10 +217,20 @@ def gather(optimizer: Any, to: int | None = None) -> None:
             _torch.broadcast_elements(value, source, optimizer.process_group)
             if receives and not steps_here:
                 if master is None:
-                    module, name = homes[id(half)]
+                    module, name = owners[id(half)]
                     master = ensure_master(module, name)
                 master.value.copy_(value)
-                master.settle()
+                master.record_versions()
+
+
+def _owners_of_params() -> dict[int, tuple[torch.nn.Module, str]]:
+    """The module and name of each parameter of models under amp, by its id."""
+    owners: dict[int, tuple[torch.nn.Module, str]] = {}
+    for model in state.models.live:
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                owners[id(param)] = (module, name)
+    return owners
 
 
 def _stepped(optimizer: Any) -> None:

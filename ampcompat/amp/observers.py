@@ -33,7 +33,7 @@ def observing(observer: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        state.observers[:] = [one for one in state.observers if one is not observer]
+        state.observers[:] = [other for other in state.observers if other is not observer]
 
 
 def notify(event: str, *args: Any) -> None:

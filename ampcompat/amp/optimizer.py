@@ -15,7 +15,7 @@ import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,23 +24,47 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp import block, misuse, nested
-from ampcompat.amp.autocast import Saved, restored, save, uncast
-from ampcompat.amp.masters import drop_cleared_gradients, follow_replacements, give_up_half, master_of, push, reconcile
+from ampcompat.amp.casts import CastsOff, Saved, restored, save
+from ampcompat.amp.masters import (
+    Master,
+    drop_cleared_gradients,
+    follow_replacements,
+    give_up_half,
+    master_of,
+    push,
+    reconcile,
+)
+from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 from ampcompat.amp.sharing import refuse_pending, waited_for
-from ampcompat.amp.stash import AmpOptimizerState, Gradients, adopt_masters, announce, match_state, stepper
+from ampcompat.amp.stash import (
+    AmpOptimizerState,
+    Gradients,
+    LastStep,
+    announce,
+    give_back_params,
+    holder_of_masters,
+    match_state,
+)
 
 #: Repetitions of a closure's later evaluation that overflows; each halves the scale.
 RETRIES = 4
 
+R = TypeVar("R")
+#: A flag lent to an optimizer that skips on the device; no scaler: of gradients that an earlier overflow has left.
+LentFlag = tuple[LossScaler | None, torch.Tensor]
+
 
 def attach(optimizer: Optimizer, session: Session) -> None:
     """Put ``optimizer`` under ``session``; one that an earlier call owned changes hands, with its gradients."""
-    stash = copy.copy(getattr(optimizer, "_amp_stash", None) or AmpOptimizerState(session))
-    stash.session, stash.groups, stash.overflows = session, [], stash.overflows[:]
-    stash.look_up(optimizer)  # adopts masters
+    earlier: AmpOptimizerState | None = getattr(optimizer, "_amp_stash", None)
+    # A copy, so that the earlier one can be put back if ``initialize`` fails.
+    stash = AmpOptimizerState(session) if earlier is None else copy.copy(earlier)
+    stash.session = session
+    stash.groups = []  # so that the next line adopts masters
+    stash.look_up(optimizer)
     match_state(optimizer)
     if "optim" in vars(optimizer):
         nested.attach_zero(optimizer)
@@ -54,20 +78,23 @@ def attach(optimizer: Optimizer, session: Session) -> None:
         optimizer._amp_wrapped = True
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
             original = getattr(optimizer, name)
-            if name == "step" and _torch.inner_optimizers(optimizer):
+            if name == "step" and inner_optimizers(optimizer):
                 original = nested.wrap_steps(optimizer, original, _step)
             setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
 
 
 def detach(optimizer: Optimizer) -> None:
-    """Undo :func:`attach`, but for the wrappers of methods, which pass on; scaled gradients are cleared."""
+    """Undo :func:`attach`, but for the wrappers of methods, which pass on.
+
+    Where gradients are still scaled (pending), the ``p.grad`` of all parameters are cleared.
+    """
     stash: AmpOptimizerState = optimizer._amp_stash
     stash.look_up(optimizer)
     if stash.pending is not None:
         for param in stash.leaves():
             param.grad = None
-        block.settle(optimizer, stash)
-    adopt_masters(optimizer)
+        block.reset_pass(optimizer, stash)
+    give_back_params(optimizer)
     match_state(optimizer)
     for name in ("_amp_stash", *_LEGACY_METHODS):
         vars(optimizer).pop(name, None)
@@ -77,11 +104,11 @@ def detach(optimizer: Optimizer) -> None:
 
 def remember(optimizer: Optimizer, undo: ExitStack) -> None:
     """Have ``undo`` put ``optimizer`` back as it is now."""
-    for one in (optimizer, *_torch.inner_optimizers(optimizer)):
-        for group in one.param_groups:
+    for each in (optimizer, *inner_optimizers(optimizer)):
+        for group in each.param_groups:
             undo.callback(group["params"].__setitem__, slice(None), list(group["params"]))
-        undo.callback(one.state.update, dict(one.state))
-        undo.callback(one.state.clear)
+        undo.callback(each.state.update, dict(each.state))
+        undo.callback(each.state.clear)
     undo.callback(vars(optimizer).update, dict(vars(optimizer)))
     undo.callback(vars(optimizer).clear)
     for members in (state.optimizers.live, state.optimizers.disabled):
@@ -110,7 +137,7 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
     """
     closure = kwargs.pop("closure", None)
     if args:
-        original, closure = _bound(original, args, closure)
+        original, closure = _bind_arguments(original, args, closure)
     stash: AmpOptimizerState = optimizer._amp_stash
     if stash.block is not None and stash.in_block:
         raise RuntimeError(
@@ -125,53 +152,75 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
     casts = state.casts
     if closure is not None:
         outside = save(casts.device_types)
-        with uncast():
+        with CastsOff():
             return _step_with_closure(optimizer, original, closure, outside, **kwargs)
-    casting = casts.found is not None or any(map(torch.is_autocast_enabled, casts.device_types))
-    with uncast() if casting else nullcontext():
-        scaled = stash.overflows or stash.earlier_overflows or stash.reports or len(state.optimizers.pending)
-        if stash.gradients is Gradients.UNSCALED and not (scaled or stash.masters):
-            result = original(**kwargs)  # fast path: scale one, no masters
-            stash.gradients, stash.skipped = Gradients.NONE, False
-            stash.session.steps += 1
-            if state.observers:
-                notify("on_step", optimizer, False)
-            return result
-        # An optimizer that looks at ``found_inf`` skips on the device (torch's ``fused=True``).
-        on_device = _decides_itself(optimizer)
-        skip = _prepare(optimizer, stash, on_device)
-        flags = _flags_to_lend(stash) if on_device and not skip else []
-        step = functools.partial(original, **kwargs)
-        if stash.left:
-            step = functools.partial(_without_used_gradients, stash, step)
-        if skip:
-            result = None
-        elif flags:
-            result = _with_flags(optimizer, stash, flags, step)
-        else:
-            result = step()
-        _end(optimizer, stash, None if flags else skip)
+    casting = casts.original is not None or any(map(torch.is_autocast_enabled, casts.device_types))
+    with CastsOff() if casting else nullcontext():
+        if _is_plain(stash):
+            return _plain_step(optimizer, stash, original, **kwargs)
+        return _scaled_step(optimizer, stash, functools.partial(original, **kwargs))
+
+
+@_torch.eager
+def _is_plain(stash: AmpOptimizerState) -> bool:
+    """Whether blocks have left nothing but unscaled gradients: the scale is one, and there are no masters."""
+    if stash.masters or stash.gradients is not Gradients.UNSCALED:
+        return False
+    noted = stash.overflows or stash.earlier_overflows or stash.undecided_steps
+    return not noted and not len(state.optimizers.pending)
+
+
+@_torch.eager_itself
+def _plain_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callable[..., R], **kwargs: Any) -> R:
+    """Step as plain torch does."""
+    result = original(**kwargs)
+    stash.gradients = Gradients.NONE
+    stash.last_step.skipped = False
+    stash.session.steps += 1
+    if state.observers:
+        notify("on_step", optimizer, False)
+    return result
+
+
+@_torch.eager_itself
+def _scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, step: Callable[[], Any]) -> Any:
+    """Make the step, or skip it on the host; or leave that to an optimizer that skips on the device."""
+    on_device = _skips_on_device(optimizer)
+    skip = _prepare(optimizer, stash, on_device)
+    if stash.last_step.left_to_others:
+        step = functools.partial(_without_used_gradients, stash, step)
+    if skip:
+        _end(optimizer, stash, skipped=True)
+        return None
+    flags = _flags_to_lend(stash) if on_device else []
+    if not flags:
+        result = step()
+        _end(optimizer, stash, skipped=False)
         return result
+    result = _with_flags(optimizer, stash, flags, step)
+    _end(optimizer, stash, skipped=None)
+    return result
 
 
-def _flags_to_lend(stash: AmpOptimizerState) -> list[tuple[LossScaler | None, torch.Tensor]]:
-    """The flags any of which skips a step on the device; no scaler: of earlier overflows that are still there."""
-    flags: list[tuple[LossScaler | None, torch.Tensor]] = [*stash.overflows]
-    if stash.earlier_overflows:
-        gradients = stash.gradients_in_use()
-        if gradients:
-            overflowed = _torch.any_of([flag for _, flag in stash.earlier_overflows])
-            still_there = _torch.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
-            flags.append((None, overflowed * still_there))
+def _flags_to_lend(stash: AmpOptimizerState) -> list[LentFlag]:
+    """The flags any of which skips a step on the device."""
+    flags: list[LentFlag] = [*stash.overflows]
+    if not stash.earlier_overflows:
+        return flags
+    gradients = stash.gradients_for_step()
+    if gradients:
+        overflowed = _torch.any_of([flag for _, flag in stash.earlier_overflows])
+        still_there = _torch.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
+        flags.append((None, overflowed * still_there))
     return flags
 
 
 def _with_flags(
     optimizer: Optimizer,
     stash: AmpOptimizerState,
-    flags: list[tuple[LossScaler | None, torch.Tensor]],
-    step: Callable[[], Any],
-) -> Any:
+    flags: list[LentFlag],
+    step: Callable[[], R],
+) -> R:
     """Step with ``flags`` lent to the optimizer; the message follows when they have reached the host."""
     optimizer.grad_scale = None
     optimizer.found_inf = _torch.any_of([flag for _, flag in flags])
@@ -179,17 +228,17 @@ def _with_flags(
         result = step()
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-    report = []
+    on_their_way = []
     for scaler, flag in flags:
         scale = flag if scaler is None else scaler.scale_after_back_off()
-        report.append((scaler, _torch.HostCopy([flag, scale])))
-    stash.reports = [*stash.reports, report]
+        on_their_way.append((scaler, _torch.HostCopy([flag, scale])))
+    stash.undecided_steps = [*stash.undecided_steps, on_their_way]
     return result
 
 
-def _without_used_gradients(stash: AmpOptimizerState, step: Callable[[], Any]) -> Any:
-    """Step without the gradients that the last step has used up, and left to another optimizer."""
-    hidden = stash.used_up()
+def _without_used_gradients(stash: AmpOptimizerState, step: Callable[[], R]) -> R:
+    """Step without the gradients that the last step has used, and left to another optimizer."""
+    hidden = stash.used_gradients()
     for master in hidden:
         master.value.grad = None
     try:
@@ -199,60 +248,85 @@ def _without_used_gradients(stash: AmpOptimizerState, step: Callable[[], Any]) -
             master.value.grad = grad
 
 
-def _bound(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tuple[Callable[..., Any], Any]:
-    """``step`` with the arguments that its class gave it beside the closure, and the closure."""
+def _bind_arguments(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tuple[Callable[..., Any], Any]:
+    """``step`` with the positional arguments bound that its class gave it beside the closure, and the closure."""
     first, *rest = args
     if first is not None and not callable(first) and "closure" not in inspect.signature(step).parameters:
         return functools.partial(step, *args), closure  # ``step(lr)``
-    return (lambda given=None, **kwargs: step(given, *rest, **kwargs)) if rest else step, first
+    if not rest:
+        return step, first
+
+    def bound(given_closure: Any = None, **kwargs: Any) -> Any:
+        return step(given_closure, *rest, **kwargs)
+
+    return bound, first
 
 
 @_torch.eager
-def _decides_itself(optimizer: Optimizer) -> bool:
-    """Whether ``optimizer`` looks at its ``found_inf``: a wrapper that passes on what the one inside says does not."""
+def _skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` looks at its ``found_inf``, and skips on the device (torch's ``fused=True``)."""
     name = "_step_supports_amp_scaling"
-    if not getattr(optimizer, name, False) or not (name in vars(optimizer) or hasattr(type(optimizer), name)):
+    if not getattr(optimizer, name, False):
         return False
+    if name not in vars(optimizer) and not hasattr(type(optimizer), name):
+        return False  # a wrapper that passes on what the one inside says
     # Skip on the host a step that would make momentum: torch's fused SGD leaves it uninitialised if told to skip.
-    momenta = [p for group in optimizer.param_groups if group.get("momentum") for p in group["params"]]
-    return all(optimizer.state.get(p, {}).get("momentum_buffer") is not None for p in momenta if p.grad is not None)
+    for group in optimizer.param_groups:
+        if not group.get("momentum"):
+            continue
+        for param in group["params"]:
+            if param.grad is not None and optimizer.state.get(param, {}).get("momentum_buffer") is None:
+                return False
+    return True
 
 
 @_torch.eager
 def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = False) -> bool:
-    """Have unscaled gradients and masters ready for a step; whether the host skips it."""
+    """Have unscaled gradients and masters ready for a step; whether the host skips it.
+
+    ``on_device``: the optimizer reads the overflow flags itself; the host reads none.
+    """
     stash.look_up(optimizer)
     if len(state.optimizers.pending):
         refuse_pending([optimizer])
         if stash.pending is not None:
             block.unscale_pending(optimizer)
     if stash.masters:
-        if stash.skipped is None:  # no step yet
-            nested.refuse_lookahead(optimizer)
-        if drop_cleared_gradients(stash.masters):
-            misuse.warn_of("half gradients edited")
-        reconcile(stash.masters, stepping=True)
-    if stash.reports:
-        stash.report(wait=False)
+        _prepare_masters(optimizer, stash)
+    if stash.undecided_steps:
+        stash.report_arrived()
     if stash.gradients is Gradients.LOST:
         return True
     if stash.gradients is not Gradients.UNSCALED:
         _warn_of_missing_gradients(stash)
     if on_device or not (stash.overflows or stash.earlier_overflows):
         return False
-    if stash.reports:
-        stash.report()
+    if stash.undecided_steps:
+        stash.report_all()
     return _has_overflowed(stash)
+
+
+def _prepare_masters(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
+    """Have masters, and their gradients, follow what the script has done to the model's."""
+    if stash.last_step.skipped is None:  # no step yet
+        nested.refuse_lookahead(optimizer)
+    if drop_cleared_gradients(stash.masters):
+        misuse.warn_of("half gradients edited")
+    reconcile(stash.masters, stepping=True)
 
 
 def _warn_of_missing_gradients(stash: AmpOptimizerState) -> None:
     """Warn of a step to which no block has given gradients."""
     if not stash.masters and all(scaler.is_one for scaler in stash.session.scalers):
         return
-    first, old = stash.first_gradient(), stash.spent
     if stash.gradients is Gradients.EMPTY:
         misuse.warn_of("block without gradients")
-    elif first is not None and (old is None or _torch.tensor_of(old) is not first):
+        return
+    gradient = stash.first_gradient()
+    if gradient is None:
+        return
+    used = stash.last_step.first_gradient
+    if used is None or _torch.tensor_of(used) is not gradient:
         misuse.warn_of("no block")
 
 
@@ -261,19 +335,20 @@ def _has_overflowed(stash: AmpOptimizerState) -> bool:
 
     Host syncs: one; two more to name the scale where they did; two more where an earlier overflow is still noted.
     """
-    flags = [*stash.overflows, *stash.earlier_overflows]
-    if len(flags) == 1 and not flags[0][1].item():
+    overflows = [*stash.overflows, *stash.earlier_overflows]
+    _, first_flag = overflows[0]
+    if len(overflows) == 1 and not first_flag.item():
         return False
-    device = flags[0][1].device
-    values = torch.stack([flag.to(device) for _, flag in flags]).to("cpu").tolist()
+    flags = [flag.to(first_flag.device) for _, flag in overflows]
+    is_set = torch.stack(flags).to("cpu").tolist()
     count = len(stash.overflows)
-    overflowed = [scaler for (scaler, _), value in zip(stash.overflows, values[:count], strict=True) if value]
+    overflowed = [scaler for (scaler, _), value in zip(stash.overflows, is_set[:count], strict=True) if value]
     if overflowed:
         announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
         return True
-    if not any(values[count:]):
+    if not any(is_set[count:]):
         return False
-    gradients = stash.gradients_in_use()
+    gradients = stash.gradients_for_step()
     if not gradients or not _torch.any_non_finite(gradients).item():
         return False
     announce([(None, 0.0)])
@@ -281,26 +356,31 @@ def _has_overflowed(stash: AmpOptimizerState) -> bool:
 
 
 @_torch.eager
-def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> None:
-    """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay."""
+def _end(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None) -> None:
+    """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay.
+
+    ``skipped``: None where only the device knows.
+    """
     masters = stash.masters
-    if masters and not skip:
+    if masters and not skipped:
         push(masters)
     if stash.gradients is Gradients.LOST:
         say("Gradients of a scale_loss block were lost.  Skipping step")
-    if skip is False:
+    if skipped is False:
         stash.earlier_overflows = []
     elif stash.overflows:
         stash.note_earlier_overflows(stash.overflows)
-    stash.overflows, stash.gradients, stash.skipped = [], Gradients.NONE, skip
-    first = stash.first_gradient()
-    stash.spent = None if first is None else weakref.ref(first)
-    if skip:
+    stash.overflows = []
+    stash.gradients = Gradients.NONE
+    gradient = stash.first_gradient()
+    left_before = stash.last_step.left_to_others
+    stash.last_step = LastStep(skipped, None if gradient is None else weakref.ref(gradient), left_before)
+    if skipped:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
     stash.session.steps += 1
     try:
         if state.observers:
-            notify("on_step", optimizer, skip)
+            notify("on_step", optimizer, skipped)
     finally:
         if masters:
             _use_up_gradients(optimizer, stash)
@@ -309,12 +389,15 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skip: bool | None) -> N
 def _use_up_gradients(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     """Drop the masters' gradients, but leave those that another optimizer has yet to step with."""
     waited = waited_for(optimizer)
-    stash.left = {}
+    left: dict[Master, weakref.ref[torch.Tensor]] = {}
     for master in stash.masters:
+        grad = master.value.grad
         if master not in waited:
-            master.folded = master.value.grad = None
-        elif master.value.grad is not None:
-            stash.left[master] = weakref.ref(master.value.grad)
+            master.added_grad = None
+            master.value.grad = None
+        elif grad is not None:
+            left[master] = weakref.ref(grad)
+    stash.last_step.left_to_others = left
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------
@@ -326,15 +409,16 @@ def step_was_skipped(optimizer: Any) -> bool:
     Args:
         optimizer: An optimizer, or a LARC around one; False for one that is not under amp.
     """
-    stash = getattr(block.known(optimizer), "_amp_stash", None)
-    if stash is not None:
-        stash.report()
-    return stash is not None and bool(stash.skipped)
+    stash = getattr(block.under_amp(optimizer), "_amp_stash", None)
+    if stash is None:
+        return False
+    stash.report_all()
+    return bool(stash.last_step.skipped)
 
 
 # -- step(closure) -----------------------------------------------------------------------------------------------------
-class _Abandon(Exception):
-    """Leaves the optimizer's own step from inside its closure."""
+class _SkipStep(Exception):
+    """Leaves the optimizer's own step from inside its closure: gradients overflowed."""
 
 
 def evaluate(closure: Callable[[], Any], outside: Saved) -> Any:
@@ -349,53 +433,84 @@ def _step_with_closure(
     """Step with ``closure``, which runs with grad on and the casts of the caller. apex refused closures.
 
     When the first evaluation overflows, the whole step is skipped, and its loss returned. A later one (LBFGS) is
-    repeated at the lower scale. Optimizers that may act before they ask (LBFGS, SAM) are put back to where they were.
+    repeated at the lower scale. Optimizers that may act before they evaluate (LBFGS, SAM) are put back to where they
+    were.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
-    losses: list[Any] = []
+    closure_step = _ClosureStep(optimizer, closure, outside)
+    evaluates_first = _evaluates_first(optimizer)
+    has_gradients = stash.gradients is not Gradients.NONE or stash.pending is not None
+    if has_gradients and not evaluates_first and closure_step.gradients_overflowed():
+        loss = closure_step.evaluate()
+        closure_step.gradients_overflowed()  # notes what this evaluation has left; the step is skipped all the same
+        _end(optimizer, stash, skipped=True)
+        return loss
+    undo = ExitStack()
+    may_act_before = not evaluates_first or type(optimizer).__name__ == "LBFGS"
+    if may_act_before and any(scaler.dynamic for scaler in stash.session.scalers):
+        _snapshot(optimizer, undo)
+    try:
+        result = original(closure_step.evaluate_until_finite, **kwargs)
+    except _SkipStep:
+        undo.close()
+        _end(optimizer, stash, skipped=True)
+        return closure_step.first_loss
+    except BaseException:
+        undo.close()  # LBFGS cannot go on from the middle of its search
+        raise
+    _end(optimizer, stash, skipped=False)
+    return result
 
-    def overflows(ask: bool = True) -> bool:
-        """Call the closure on weights that follow the masters; whether the gradients that there are overflowed."""
-        if ask:
-            stash.look_up(optimizer)
-            reconcile(stash.masters)
-            losses.append(evaluate(closure, outside))
-        found = _prepare(optimizer, stash)
-        if found:
+
+def _evaluates_first(optimizer: Optimizer) -> bool:
+    """Whether ``optimizer`` calls the closure before it uses a gradient; SAM steps with those that it finds.
+
+    torch's optimizers and ours do, and once, LBFGS aside.
+    """
+    return type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
+
+
+class _ClosureStep:
+    """The evaluations of one ``step(closure)``."""
+
+    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], outside: Saved) -> None:
+        self._optimizer = optimizer
+        self._stash: AmpOptimizerState = optimizer._amp_stash
+        self._closure = closure
+        self._outside = outside
+        self._evaluations = 0
+        self.first_loss: Any = None
+
+    def evaluate_until_finite(self) -> Any:
+        """Evaluate the closure for the optimizer, again after an overflow; leave the step if the first overflows."""
+        attempts = 1 if self._evaluations == 0 else 1 + RETRIES
+        for attempt in range(attempts):
+            if attempt:
+                self._optimizer.zero_grad()  # for a closure that leaves this to its optimizer
+            loss = self.evaluate()
+            if not self.gradients_overflowed():
+                return loss
+        raise _SkipStep
+
+    def evaluate(self) -> Any:
+        """Evaluate the closure once, on weights that follow the masters."""
+        self._stash.look_up(self._optimizer)
+        reconcile(self._stash.masters)
+        loss = evaluate(self._closure, self._outside)
+        if self._evaluations == 0:
+            self.first_loss = loss
+        self._evaluations += 1
+        return loss
+
+    def gradients_overflowed(self) -> bool:
+        """Have the gradients that there are ready for a step; whether they overflowed."""
+        stash = self._stash
+        overflowed = _prepare(self._optimizer, stash)
+        if overflowed:
             stash.note_earlier_overflows(stash.overflows)  # until the next evaluation clears the gradients
             stash.gradients = Gradients.NONE
         stash.overflows = []
-        return found
-
-    def asked() -> Any:
-        for attempt in range(1 + RETRIES if losses else 1):
-            if attempt:
-                optimizer.zero_grad()  # for a closure that leaves this to its optimizer
-            if not overflows():
-                return losses[-1]
-        raise _Abandon
-
-    # torch's optimizers and ours call the closure before they do anything, and once, LBFGS aside.
-    asks_first = type(optimizer).__module__.startswith(("torch.optim.", "ampcompat.optimizers."))
-    found = stash.gradients is not Gradients.NONE or stash.pending is not None
-    # SAM steps with the gradients that it finds, and asks then.
-    skip = not asks_first and found and overflows(ask=False)
-    if skip:
-        overflows()  # for the loss to return
-    else:
-        undo = ExitStack()
-        mid_step = not asks_first or type(optimizer).__name__ == "LBFGS"
-        if mid_step and any(scaler.dynamic for scaler in stash.session.scalers):
-            _snapshot(optimizer, undo)
-        try:
-            result = original(asked, **kwargs)
-        except BaseException as error:
-            undo.close()  # LBFGS cannot go on from the middle of its search
-            skip = isinstance(error, _Abandon)
-            if not skip:
-                raise
-    _end(optimizer, stash, skip)
-    return losses[0] if skip else result
+        return overflowed
 
 
 def _snapshot(optimizer: Optimizer, undo: ExitStack) -> None:
@@ -418,12 +533,14 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
         drop_cleared_gradients(stash.masters)  # before what is None becomes zeros
     original(*args, **kwargs)
     if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
-        stepper(optimizer).zero_grad(*args, **kwargs)
+        holder_of_masters(optimizer).zero_grad(*args, **kwargs)
     for master in stash.masters:
-        master.folded = master.half.grad = None
+        master.added_grad = None
+        master.half.grad = None
     stash.earlier_overflows = []
-    if stash.aside or stash.pending is not None:
-        stash.aside, stash.pending = [], None
+    stash.aside = []
+    if stash.pending is not None:
+        stash.pending = None
         state.optimizers.pending.discard(optimizer)
     if stash.gradients is not Gradients.LOST:
         stash.gradients = Gradients.NONE
@@ -432,9 +549,10 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
 def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Add the group as torch does, then give its half params masters."""
     stash: AmpOptimizerState = optimizer._amp_stash
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
     original(*args, **kwargs)
-    masters = list(filter(None, map(master_of, optimizer.param_groups[-1]["params"])))
+    added = optimizer.param_groups[-1]["params"]
+    masters = [master for master in map(master_of, added) if master is not None]
     if any(id(master.value) in held and not master.took_over for master in masters):
         optimizer.param_groups.pop()
         raise ValueError(
@@ -452,9 +570,9 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
 # -- apex's private names ----------------------------------------------------------------------------------------------
 #: Masters exist since ``initialize``. Blocks call the last two, once a script has put its own in their place.
 _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
-    "_amp_lazy_init": lambda one: one._amp_stash.look_up(one),
-    "_lazy_init_maybe_master_weights": lambda one: one._amp_stash.look_up(one),
-    "_master_params_to_model_params": lambda one: push(one._amp_stash.masters),
+    "_amp_lazy_init": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
+    "_lazy_init_maybe_master_weights": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
+    "_master_params_to_model_params": lambda optimizer: push(optimizer._amp_stash.masters),
     "_prepare_amp_backward": block.prepare_amp_backward,
     "_post_amp_backward": block.post_amp_backward,
 }

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,10 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import warn_or_err
+from ampcompat.amp.half_weights import half_weights
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
@@ -53,14 +57,19 @@ _DTYPE_NAMES = dict.fromkeys(("float16", "fp16", "half"), torch.float16)
 _DTYPE_NAMES |= dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16)
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+# -- one option --------------------------------------------------------------------------------------------------------
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_positive(value: object) -> TypeGuard[int | float]:
+    return _is_number(value) and math.isfinite(value) and value > 0
 
 
 def is_scale(value: object) -> bool:
     """Whether ``value`` is a number that float32, in which scales are kept, holds as a positive normal one."""
     float32 = torch.finfo(torch.float32)
-    return _is_positive(value) and float32.tiny <= value <= float32.max  # type: ignore[operator] # a number by now
+    return _is_positive(value) and float32.tiny <= value <= float32.max
 
 
 def _require(fits: bool, name: str, value: object, rule: str, error: type[Exception] = ValueError) -> None:
@@ -73,26 +82,44 @@ def checked_option(name: str, value: object) -> Any:
     if value is None:
         return None
     if name == "cast_model_type":
-        rule = "torch.float16, torch.bfloat16, torch.float32, False (no cast) or None - pass the dtype object itself"
-        known = isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)
-        _require(known or value is False, name, value, rule, TypeError)
-        return value
+        return _checked_model_type(value)
     if name == "patch_torch_functions_type":
+        is_half = isinstance(value, torch.dtype) and value in HALF_DTYPES
         rule = "torch.float16, torch.bfloat16 or None - pass the dtype object itself"
-        _require(isinstance(value, torch.dtype) and value in HALF_DTYPES, name, value, rule, TypeError)
+        _require(is_half, name, value, rule, TypeError)
         return value
     if name == "loss_scale":
-        scale: Any = value
+        return _checked_loss_scale(value)
+    return _checked_flag(name, value)
+
+
+def _checked_model_type(value: object) -> Any:
+    is_known_dtype = isinstance(value, torch.dtype) and value in (torch.float32, *HALF_DTYPES)
+    rule = "torch.float16, torch.bfloat16, torch.float32, False (no cast) or None - pass the dtype object itself"
+    _require(is_known_dtype or value is False, "cast_model_type", value, rule, TypeError)
+    return value
+
+
+def _checked_loss_scale(value: Any) -> Any:
+    """Return "dynamic" or a number; the number may be given as a string."""
+    if value == "dynamic":
+        return value
+    scale = value
+    if not isinstance(value, bool):
         with contextlib.suppress(TypeError, ValueError):
-            scale = value if value == "dynamic" or isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-        rule = "'dynamic' or a positive number (or such a number as a string) - pass loss_scale='dynamic' if unsure"
-        _require(value == "dynamic" or is_scale(scale), name, value, rule)
-        return scale
+            scale = float(value)
+    rule = "'dynamic' or a positive number (or such a number as a string) - pass loss_scale='dynamic' if unsure"
+    _require(is_scale(scale), "loss_scale", value, rule)
+    return scale
+
+
+def _checked_flag(name: str, value: object) -> bool:
     rule = "True, False, 'True', 'False' or None - pass one of these"
     _require(isinstance(value, bool) or value in ("True", "False"), name, value, rule)
     return value in (True, "True")
 
 
+# -- keywords that are no options --------------------------------------------------------------------------------------
 def refuse_other_level(enabled: object, opt_level: object) -> None:
     """Refuse a string in the place of ``enabled`` that names another level than ``opt_level``, however it is spelt.
 
@@ -113,20 +140,22 @@ def check_keywords(
     num_losses: Any, min_loss_scale: Any, max_loss_scale: Any, cast_model_outputs: Any, verbosity: object
 ) -> None:
     """Check the keywords of ``initialize`` that are no options of a level."""
-    counted = isinstance(num_losses, int) and not isinstance(num_losses, bool) and num_losses >= 0
-    _require(counted, "num_losses", num_losses, "an integer from 0 on - pass how many losses you scale")
-    low = max_loss_scale if min_loss_scale is None else min_loss_scale
-    for name, value in (("max_loss_scale", max_loss_scale), ("min_loss_scale", low)):
-        _require(_is_positive(value), name, value, "a positive number - pass a power of two")
-    outputs = isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
-    rule = "a floating torch.dtype or None - pass torch.float32 for instance"
-    _require(outputs or cast_model_outputs is None, "cast_model_outputs", cast_model_outputs, rule, TypeError)
+    is_count = isinstance(num_losses, int) and not isinstance(num_losses, bool) and num_losses >= 0
+    _require(is_count, "num_losses", num_losses, "an integer from 0 on - pass how many losses you scale")
+    rule = "a positive number - pass a power of two"
+    _require(_is_positive(max_loss_scale), "max_loss_scale", max_loss_scale, rule)
+    if min_loss_scale is not None:
+        _require(_is_positive(min_loss_scale), "min_loss_scale", min_loss_scale, rule)
+    if cast_model_outputs is not None:
+        is_floating = isinstance(cast_model_outputs, torch.dtype) and cast_model_outputs.is_floating_point
+        rule = "a floating torch.dtype or None - pass torch.float32 for instance"
+        _require(is_floating, "cast_model_outputs", cast_model_outputs, rule, TypeError)
     rule = "an integer - pass 0 for silence, 1 for apex's messages"  # scripts pass False, too
     _require(isinstance(verbosity, int), "verbosity", verbosity, rule, TypeError)
-    if low > max_loss_scale:
+    if min_loss_scale is not None and min_loss_scale > max_loss_scale:
         raise ValueError(
-            f"min_loss_scale={low!r} with max_loss_scale={max_loss_scale!r} - the minimum must not exceed the maximum"
-            " - swap or drop one (D28)."
+            f"min_loss_scale={min_loss_scale!r} with max_loss_scale={max_loss_scale!r} - the minimum must not exceed"
+            " the maximum - swap or drop one (D28)."
         )
 
 
@@ -140,22 +169,41 @@ _NOT_AT_O1: Mapping[str, str] = {
 
 def refusal(level: str, name: str, value: object) -> str | None:
     """Say why ``level`` does not allow ``name=value``, or None where it does; apex allowed and refused the same."""
-    reason = None
-    if level not in ("O1", "O4"):
-        if name == "patch_torch_functions" and value:
-            reason = "only O1 (O4) inserts casts around functions - select opt_level='O1' instead."
-        elif name == "patch_torch_functions_type" and value is not None:
-            reason = "only O1 (O4) inserts casts around functions - leave it out, or select opt_level='O1' instead."
-    elif name == "patch_torch_functions_type":
-        of_the_level = LEVELS[level][name]
-        if value not in (None, of_the_level):
-            other = "O4" if level == "O1" else "O1"
-            reason = f"this level casts to {of_the_level} - select opt_level={other!r} instead."
-    elif value is not None and not (name == "cast_model_type" and value in (False, torch.float32)):
-        reason = _NOT_AT_O1.get(name)
-    return reason and f"{name}={value!r} at {level} - {reason}"
+    casts_functions = level in ("O1", "O4")
+    if casts_functions:
+        reason = _why_not_at_o1(level, name, value)
+    else:
+        reason = _why_only_at_o1(name, value)
+    if reason is None:
+        return None
+    return f"{name}={value!r} at {level} - {reason}"
 
 
+def _why_not_at_o1(level: str, name: str, value: object) -> str | None:
+    """Why O1 or O4 does not take ``name=value``; None where it does."""
+    if value is None:
+        return None
+    if name == "patch_torch_functions_type":
+        dtype_of_level = LEVELS[level][name]
+        if value == dtype_of_level:
+            return None
+        other = "O4" if level == "O1" else "O1"
+        return f"this level casts to {dtype_of_level} - select opt_level={other!r} instead."
+    if name == "cast_model_type" and value in (False, torch.float32):
+        return None
+    return _NOT_AT_O1.get(name)
+
+
+def _why_only_at_o1(name: str, value: object) -> str | None:
+    """Why a level that does not cast functions does not take ``name=value``; None where it does."""
+    if name == "patch_torch_functions" and value:
+        return "only O1 (O4) inserts casts around functions - select opt_level='O1' instead."
+    if name == "patch_torch_functions_type" and value is not None:
+        return "only O1 (O4) inserts casts around functions - leave it out, or select opt_level='O1' instead."
+    return None
+
+
+# -- all options of a call ---------------------------------------------------------------------------------------------
 class Properties:
     """The options in force for one ``initialize`` call, readable as attributes and as the dict ``options``.
 
@@ -179,9 +227,13 @@ class Properties:
     def __setattr__(self, name: str, value: object) -> None:
         if name in OPTIONS:
             value = checked_option(name, value)
-            if reason := refusal(self.options["opt_level"] or "O0", name, value):
+            reason = refusal(self.options["opt_level"] or "O0", name, value)
+            if reason is not None:
                 raise RuntimeError(reason)
-        (self.options if name in self.options else self.__dict__)[name] = value
+        if name in self.options:
+            self.options[name] = value
+        else:
+            self.__dict__[name] = value
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.options})"
@@ -193,60 +245,93 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     ``AMPCOMPAT_OPT_LEVEL`` and ``AMPCOMPAT_DTYPE`` change a script from outside, and a message says so. A keyword that
     the level from outside does not allow is dropped. Returns also the half dtype in force.
     """
-    outside = os.environ.get("AMPCOMPAT_OPT_LEVEL") or None
-    level = outside or opt_level
-    if not isinstance(level, str) or level not in LEVELS:
-        hint = " Its prefix is the letter O (as in Optimization), not a zero." if str(level).startswith("0") else ""
-        raise RuntimeError(
-            f"Unexpected optimization level {level!r} - options are 'O0', 'O1', 'O2', 'O3' (and 'O4', 'O5' for"
-            f" bfloat16).{hint} Pass one of these as opt_level."
-        )
-    dtype_name = os.environ.get("AMPCOMPAT_DTYPE") or None
-    if dtype_name not in (None, *_DTYPE_NAMES):
-        raise ValueError(f"AMPCOMPAT_DTYPE={dtype_name!r} - it must be one of {[*_DTYPE_NAMES]} - set one of these.")
-    dtype = _DTYPE_NAMES.get(dtype_name or "")
-    half = dtype or (torch.bfloat16 if level in ("O4", "O5") else torch.float16)
+    level_from_outside = os.environ.get("AMPCOMPAT_OPT_LEVEL") or None
+    level = _checked_level(level_from_outside or opt_level)
+    dtype_from_outside = _dtype_from_outside()
+    half_dtype = dtype_from_outside or (torch.bfloat16 if level in ("O4", "O5") else torch.float16)
     options = dict(LEVELS[level])
     if options["cast_model_type"] in HALF_DTYPES:
-        options["cast_model_type"] = half
+        options["cast_model_type"] = half_dtype
+    for name, value in _accepted_overrides(level, overrides, drops_unfit=level_from_outside is not None).items():
+        if name in ("cast_model_type", "patch_torch_functions_type") and value in HALF_DTYPES:
+            half_dtype = dtype_from_outside or value
+            options[name] = half_dtype
+        else:
+            options[name] = value
+    if options["patch_torch_functions_type"] is not None:
+        options["patch_torch_functions_type"] = half_dtype  # what is in force
+    scale_is_the_levels = overrides.get("loss_scale") is None
+    if half_dtype == torch.bfloat16 and scale_is_the_levels and options["loss_scale"] == "dynamic":
+        options["loss_scale"] = 1.0  # bfloat16 has float32's range: nothing to scale
+    properties = Properties()
+    properties.options.update({"enabled": True, "opt_level": level, **options})
+    if level_from_outside and level_from_outside != opt_level:
+        say(f"AMPCOMPAT_OPT_LEVEL={level_from_outside} overrides the script's opt_level={opt_level!r}.")
+    if dtype_from_outside is not None:
+        say(f"AMPCOMPAT_DTYPE: the half dtype is {dtype_from_outside}.")
+    return properties, half_dtype
+
+
+def _accepted_overrides(level: str, overrides: Mapping[str, object], drops_unfit: bool) -> dict[str, Any]:
+    """Check ``overrides``; returns those that change something.
+
+    Args:
+        level: The level in force.
+        overrides: Keywords of ``initialize``; None overrides nothing.
+        drops_unfit: Whether one that the level does not allow is dropped, with a message, instead of being an error.
+    """
+    accepted = {}
     for name, value in overrides.items():
         checked = checked_option(name, value)
         if checked is None:
             continue
-        if reason := refusal(level, name, checked):
-            if outside:
-                say(f"AMPCOMPAT_OPT_LEVEL={level}: the script's {name}={value!r} is not for this level and is dropped.")
-                continue
+        reason = refusal(level, name, checked)
+        if reason is not None and drops_unfit:
+            say(f"AMPCOMPAT_OPT_LEVEL={level}: the script's {name}={value!r} is not for this level and is dropped.")
+            continue
+        if reason is not None:
             warn_or_err(reason)
-        if name in ("cast_model_type", "patch_torch_functions_type") and checked in HALF_DTYPES:
-            checked = half = dtype or checked
-        options[name] = checked
-    if options["patch_torch_functions_type"] is not None:
-        options["patch_torch_functions_type"] = half  # what is in force
-    if half == torch.bfloat16 and overrides.get("loss_scale") is None and options["loss_scale"] == "dynamic":
-        options["loss_scale"] = 1.0  # bfloat16 has float32's range: nothing to scale
-    properties = Properties()
-    properties.options.update({"enabled": True, "opt_level": level, **options})
-    if outside and outside != opt_level:
-        say(f"AMPCOMPAT_OPT_LEVEL={outside} overrides the script's opt_level={opt_level!r}.")
-    if dtype is not None:
-        say(f"AMPCOMPAT_DTYPE: the half dtype is {dtype}.")
-    return properties, half
+        accepted[name] = checked
+    return accepted
 
 
+def _checked_level(level: object) -> str:
+    if isinstance(level, str) and level in LEVELS:
+        return level
+    hint = " Its prefix is the letter O (as in Optimization), not a zero." if str(level).startswith("0") else ""
+    raise RuntimeError(
+        f"Unexpected optimization level {level!r} - options are 'O0', 'O1', 'O2', 'O3' (and 'O4', 'O5' for"
+        f" bfloat16).{hint} Pass one of these as opt_level."
+    )
+
+
+def _dtype_from_outside() -> torch.dtype | None:
+    """The half dtype that ``AMPCOMPAT_DTYPE`` names; None where it is not set."""
+    name = os.environ.get("AMPCOMPAT_DTYPE")
+    if not name:
+        return None
+    if name not in _DTYPE_NAMES:
+        raise ValueError(f"AMPCOMPAT_DTYPE={name!r} - it must be one of {[*_DTYPE_NAMES]} - set one of these.")
+    return _DTYPE_NAMES[name]
+
+
+# -- models and optimizers ---------------------------------------------------------------------------------------------
 def as_models(models: object, options: Mapping[str, Any]) -> list[torch.nn.Module]:
     """Return ``models`` as a list, each out of ``torch.compile`` and checked to be fit for ``options``."""
     wanted = "a model - models must be a torch.nn.Module, or a list or tuple of them - pass the module itself."
-    given = _as_list(models, torch.nn.Module, wanted)
-    found = [_torch.uncompiled(model) for model in given]
+    given = _as_list(models)
+    for model in given:
+        if not isinstance(model, torch.nn.Module):
+            raise _wrong_kind(model, wanted)
+    uncompiled = [_torch.uncompiled(model) for model in given]
     casts_weights = options["cast_model_type"] in HALF_DTYPES
-    for model in found:
+    for model in uncompiled:
         _refuse_wrapped(model)
         for path, module in model.named_modules():
             if casts_weights and not isinstance(model, torch.jit.ScriptModule):
                 _refuse_scripted(path, module, options["opt_level"])
             _refuse_unfit_weights(module, casts_weights)
-    return found
+    return uncompiled
 
 
 def _refuse_wrapped(model: torch.nn.Module) -> None:
@@ -277,8 +362,9 @@ def _refuse_unfit_weights(module: torch.nn.Module, casts_weights: bool) -> None:
         if is_plain and param.dtype not in refused_dtypes:  # nearly always
             continue
         shown = f"parameter {name!r} of a {type(module).__name__}"
-        cast_by_earlier_call = module.__dict__.get("_amp_half", (None,))[0]
-        is_half_already = param.dtype in refused_dtypes and param.dtype != cast_by_earlier_call
+        record = half_weights(module)
+        cast_by_earlier_call = record is not None and record.dtype == param.dtype
+        is_half_already = param.dtype in refused_dtypes and not cast_by_earlier_call
         trouble = _trouble_with(param, shown, casts_weights, is_half_already)
         if trouble is not None:
             raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble}")
@@ -309,29 +395,38 @@ def _trouble_with(param: torch.nn.Parameter, shown: str, casts_weights: bool, is
     return None
 
 
-def _as_list(given: object, kind: type | None, wanted: str) -> list[Any]:
-    found = list(given) if isinstance(given, (list, tuple)) else [given]
-    for one in found:
-        if not (is_optimizer(one) if kind is None else isinstance(one, kind)):
-            shown = f"the class {one.__name__}" if isinstance(one, type) else f"an object of type {type(one).__name__}"
-            raise TypeError(f"amp.initialize got {shown} as {wanted}")
-    return found
-
-
 def as_optimizers(optimizers: object) -> list[Optimizer]:
     """Return ``optimizers`` as a list (None: empty), each checked to be an optimizer or to look like one."""
     wanted = (
         "an optimizer - optimizers must be a torch.optim.Optimizer (or a wrapper with its methods, as LARC), or a list"
         " or tuple of them - pass the optimizer itself."
     )
-    found = [] if optimizers is None else _as_list(optimizers, None, wanted)
-    for optimizer in found:
-        if getattr(getattr(optimizer, "_amp_stash", None), "in_block", False):
-            raise RuntimeError(
-                f"amp.initialize inside a scale_loss block of this {type(optimizer).__name__} - its gradients are still"
-                " multiplied by the loss scale - close the block first."
-            )
-    return found
+    given = [] if optimizers is None else _as_list(optimizers)
+    for optimizer in given:
+        if not is_optimizer(optimizer):
+            raise _wrong_kind(optimizer, wanted)
+    for optimizer in given:
+        _refuse_in_block(optimizer)
+    return given
+
+
+def _refuse_in_block(optimizer: Any) -> None:
+    stash = getattr(optimizer, "_amp_stash", None)
+    if getattr(stash, "in_block", False):
+        raise RuntimeError(
+            f"amp.initialize inside a scale_loss block of this {type(optimizer).__name__} - its gradients are still"
+            " multiplied by the loss scale - close the block first."
+        )
+
+
+def _as_list(given: object) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _wrong_kind(given: object, wanted: str) -> TypeError:
+    if isinstance(given, type):
+        return TypeError(f"amp.initialize got the class {given.__name__} as {wanted}")
+    return TypeError(f"amp.initialize got an object of type {type(given).__name__} as {wanted}")
 
 
 def is_optimizer(value: object) -> bool:

@@ -6,7 +6,7 @@ made of ``pow_``, and ``nn.init.trunc_normal_`` calls ``Tensor.log_``. These run
 whose patches were of names too, saw nothing of what is made in C++ (``apex/amp/amp.py: init``).
 
 The compiler calls the same names, on tensors without values, when it traces: compiled code is refused too. It cannot be
-told then whether the script or torch's own Python code has called, and both are refused.
+seen then whether the script or torch's own Python code has called, and both are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def public_name(entry: str) -> str:
 
 def refuse_in_place(names: Iterable[str], undo: ExitStack) -> None:
     """Refuse a half left side wherever scripts call the in-place forms ``names`` (``exp_``), until ``undo`` runs."""
-    operators = {f"{public_name(one)}_": one for one in _operators(in_place=True)}
+    operators = {f"{public_name(operator)}_": operator for operator in _operators(in_place=True)}
     for name in names:
         bindings = [(owner, name) for owner in OWNERS if callable(getattr(owner, name, None))]
         if name in operators:
@@ -64,8 +64,10 @@ def ban(name: str, message: str, in_float32: _torch.Wrap, undo: ExitStack) -> No
         in_float32: Makes of the function one that casts, for ``amp.init(allow_banned=True)``.
         undo: Takes it back.
     """
-    operators = [one for one in _operators(in_place=False) if public_name(one) == name]
-    bindings = [(owner, name) for owner in OWNERS] + [(torch.Tensor, one) for one in operators]
+    bindings: list[tuple[Any, str]] = [(owner, name) for owner in OWNERS]
+    for operator in _operators(in_place=False):
+        if public_name(operator) == name:
+            bindings.append((torch.Tensor, operator))
     refusing = functools.partial(_refusing_half, message=message, in_float32=in_float32)
     for owner, attribute in bindings:
         function = getattr(owner, attribute, None)
@@ -127,7 +129,7 @@ def _is_half_under_casts(value: object) -> bool:
 
 
 def _called_by_torch() -> bool:
-    """Whether torch's own Python code, and no script, has called the function that asks."""
+    """Whether torch's own Python code, and no script, has called the caller of this function."""
     if torch.compiler.is_compiling() or _torch.in_fake_mode():  # the frames are the compiler's
         return False
     caller = sys._getframe(2)

@@ -16,6 +16,7 @@ apex's, for scripts that unscale by hand.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NoReturn
 
@@ -23,16 +24,43 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp._amp_state import master_params
+from ampcompat.amp.properties import is_scale
 
 __all__ = ["LossScaler", "master_params"]
 
 WINDOW = 2000
 #: Overflow flags that are kept apart until a transition or a step looks at them; more become one.
-MANY = 1024
+MAX_FLAGS = 1024
 #: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
 FLOOR = 2.0**-24
 
-_KIND, _DTYPE, _INDEX = attrgetter("device", "dtype"), attrgetter("dtype"), torch.Tensor.get_device  # -1: the CPU
+_DTYPE = attrgetter("dtype")
+_DEVICE_AND_DTYPE = attrgetter("device", "dtype")
+
+
+@dataclass(eq=False, slots=True)
+class _Overflows:
+    """What a scaler knows of overflows. A flag is a 0-dim float32 tensor on a device, not 0 after an overflow.
+
+    Attributes:
+        found_inf: Flags of gradients unscaled since the last transition, by device. :meth:`LossScaler.unscale_grads`
+            fills it, and :meth:`LossScaler.take_found_inf` empties it.
+        last: The flag of the last backward pass, None before the first.
+        written: What a script has written to ``_has_overflow``; holds as long as it is ``last``.
+        delayed: Flags of passes that left the scale alone; the next transition counts them.
+        lent_buffer: The tensor that a script has put in the place of ``_overflow_buf``.
+    """
+
+    found_inf: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    last: torch.Tensor | None = None
+    written: torch.Tensor | None = None
+    delayed: list[torch.Tensor] = field(default_factory=list)
+    lent_buffer: torch.Tensor | None = None
+
+    def add(self, flag: torch.Tensor) -> None:
+        """Count ``flag`` among those of gradients that were unscaled on its device."""
+        earlier = self.found_inf.get(flag.device)
+        self.found_inf[flag.device] = flag if earlier is None else torch.maximum(flag, earlier)
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -70,13 +98,9 @@ class LossScaler(torch.amp.GradScaler):
         self._min_loss_scale = FLOOR if min_loss_scale is None else min_loss_scale
         self._max_loss_scale = max_loss_scale
         self.loss_id = loss_id
-        self.watched = 0  # blocks whose loss was watched (see misuse)
-        self._found_inf: dict[torch.device, torch.Tensor] = {}  # of gradients unscaled since the last transition
-        self._last_found: torch.Tensor | None = None  # whether the last pass overflowed (0-dim float32)
-        self._written_overflow: torch.Tensor | None = None  # that flag, where a script wrote ``_has_overflow``
-        self._inverse: tuple[float | None, torch.Tensor] = None, torch.empty(0)  # of the scale with that value
-        self._put_off: list[torch.Tensor] = []  # overflow flags that the next transition counts
-        self._lent_buffer: torch.Tensor | None = None  # a script's ``_overflow_buf``
+        self.watched_blocks = 0  # how many blocks had their loss watched (see ``misuse``)
+        self._overflows = _Overflows()
+        self._cached_inverse: tuple[float, torch.Tensor] | None = None  # a scale in host memory, and 1 / scale
 
     # -- what legacy code reads and writes -----------------------------------------------------------------------------
     def loss_scale(self) -> float:
@@ -89,10 +113,16 @@ class LossScaler(torch.amp.GradScaler):
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
+        scale = float(value)
+        if not is_scale(scale):
+            raise ValueError(
+                f"LossScaler._loss_scale = {value!r} - a scale is a positive finite number that float32 holds -"
+                " write a power of two, 2.0**16 for example."
+            )
         if self._scale is None:
-            self._init_scale = float(value)
+            self._init_scale = scale
         else:
-            self._scale = torch.full_like(self._scale, float(value))
+            self._scale = torch.full_like(self._scale, scale)
 
     @property
     def _unskipped(self) -> int:
@@ -107,7 +137,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @property
     def is_one(self) -> bool:
-        """Whether the scale is 1 and nobody has written it: then blocks need not touch gradients. No host sync."""
+        """Whether the scale is 1, and no script has written it: then blocks need not touch gradients. No host sync."""
         return not self.dynamic and self._scale is None and self._init_scale == 1.0
 
     _scale_seq_len = property(attrgetter("_growth_interval"), lambda self, value: self.set_growth_interval(int(value)))
@@ -119,39 +149,46 @@ class LossScaler(torch.amp.GradScaler):
         A script that checks gradients itself may write it: until the next backward pass it reads what was written, and
         ``update_scale`` counts a True.
         """
-        found = self._last_found
-        if found is None:
+        last = self._overflows.last
+        if last is None:
             return False
-        if not self.dynamic and found is not self._written_overflow:
+        was_written = last is self._overflows.written
+        if not self.dynamic and not was_written:
             return False
-        return bool(found.item())
+        return bool(last.item())
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
         device = None if self._scale is None else self._scale.device
-        self._written_overflow = torch.full((), float(bool(value)), dtype=torch.float32, device=device)
-        self._last_found = self._written_overflow
+        written = torch.full((), float(bool(value)), dtype=torch.float32, device=device)
+        self._overflows.written = written
+        self._overflows.last = written
 
     @property
     def _overflow_buf(self) -> torch.Tensor:
-        if self._lent_buffer is not None:
-            return self._lent_buffer
+        if self._overflows.lent_buffer is not None:
+            return self._overflows.lent_buffer
+        last = self._overflows.last
+        if last is not None:
+            return last.reshape(1).int()
         device = torch.device("cpu") if self._scale is None else self._scale.device
-        found = self._last_found
-        return torch.zeros(1, dtype=torch.int, device=device) if found is None else found.reshape(1).int()
+        return torch.zeros(1, dtype=torch.int, device=device)
 
     @_overflow_buf.setter
     def _overflow_buf(self, buffer: torch.Tensor) -> None:
         if not isinstance(buffer, torch.Tensor) or buffer.numel() != 1:
             got = list(buffer.shape) if isinstance(buffer, torch.Tensor) else type(buffer).__name__
             raise TypeError(f"_overflow_buf = {got} - must be a tensor of one element - lend torch.zeros(1).int().")
-        self._lent_buffer = buffer
+        self._overflows.lent_buffer = buffer
 
     def clear_overflow_state(self) -> None:
         """Forget the overflows noted since the last transition."""
-        self._found_inf, self._last_found, self._put_off = {}, None, []
-        if self._lent_buffer is not None:
-            self._lent_buffer.zero_()
+        overflows = self._overflows
+        overflows.found_inf = {}
+        overflows.last = None
+        overflows.delayed = []
+        if overflows.lent_buffer is not None:
+            overflows.lent_buffer.zero_()
 
     # -- one backward pass ---------------------------------------------------------------------------------------------
     def scale_on(self, device: torch.device | None = None) -> torch.Tensor:
@@ -165,16 +202,17 @@ class LossScaler(torch.amp.GradScaler):
         scale = self._scale
         if scale is None or scale.device != loss.device:
             return self.scale(loss.float())
-        return loss.float() * scale  # what that would do, without its copies of nothing
+        return loss.float() * scale  # the same product, without a ``to`` that has nothing to do
 
     def unscale_grads(self, grads: Any, scale: torch.Tensor | None = None) -> None:
         """Multiply ``grads``, dense tensors of any device and dtype, in place by 1 / scale; note any inf or NaN.
 
         ``scale`` is what they were scaled by (0-dim float32), where that may not be the current scale. No host sync.
         """
-        if len(set(map(_DTYPE, grads))) != 1 or len(set(map(_INDEX, grads))) != 1:
-            for kind in dict.fromkeys(map(_KIND, grads)):
-                self.unscale_grads([grad for grad in grads if _KIND(grad) == kind], scale)
+        alike = len(set(map(_DTYPE, grads))) == 1 and len(set(map(torch.Tensor.get_device, grads))) == 1
+        if not alike:  # no gradients, or one kernel call for each device and dtype
+            for kind in dict.fromkeys(map(_DEVICE_AND_DTYPE, grads)):
+                self.unscale_grads([grad for grad in grads if _DEVICE_AND_DTYPE(grad) == kind], scale)
             return
         device = grads[0].device
         if grads[0].is_complex():
@@ -185,81 +223,120 @@ class LossScaler(torch.amp.GradScaler):
             scale = self.scale_on(device)
         elif scale.device != device:
             scale = scale.to(device, non_blocking=True)
-        found = self._found_inf.get(device)
-        if found is None:
-            found = self._found_inf[device] = scale.new_full((), 0.0)
-        known = _torch.host_value(scale)
-        # Not reciprocal(): at O1 that is an op of the float list and takes the way through its rule.
-        if not known:
-            self._inverse = None, torch.ones_like(scale).div_(scale)
-        elif known != self._inverse[0]:
-            self._inverse = known, scale.new_full((), 1.0 / known)
-        _torch.unscale_and_check_(grads, found, self._inverse[1])
+        found_inf = self._overflows.found_inf.get(device)
+        if found_inf is None:
+            found_inf = self._overflows.found_inf[device] = scale.new_full((), 0.0)
+        _torch.unscale_and_check_(grads, found_inf, self._inverse_of(scale))
 
-    def adjust(self, found: torch.Tensor | None = None, put_off: bool = False) -> torch.Tensor | None:
-        """Make the transition for the backward pass whose gradients were just unscaled; no host sync.
+    def _inverse_of(self, scale: torch.Tensor) -> torch.Tensor:
+        """``1 / scale``, kept for the next pass where ``scale`` is in host memory."""
+        number = _torch.host_value(scale)
+        if not number:  # on a device
+            # Not reciprocal(): at O1 that is an op of the float list, and would go through its rule.
+            return torch.ones_like(scale).div_(scale)
+        if self._cached_inverse is None or self._cached_inverse[0] != number:
+            self._cached_inverse = (number, scale.new_full((), 1.0 / number))
+        return self._cached_inverse[1]
 
-        ``found`` (0-dim float32, non-zero where there was an overflow) is what :meth:`unscale_grads` found, if None;
-        ``put_off`` leaves the scale alone, and lets the next transition count this overflow too. Returns the flag for
-        the step that must be skipped; None for a static scaler, which never skips.
-        """
-        if found is None and self._found_inf:
-            found = _torch.any_of(list(self._found_inf.values()))
-            self._found_inf = {}
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(torch.device("cpu") if found is None else found.device)
-        scale: torch.Tensor = self._scale  # type: ignore[assignment] # made above
-        if found is None:
-            found = scale.new_full((), 0.0)
-        elif found.device != scale.device:
-            found = found.to(scale.device, non_blocking=True)
-        self._last_found = found
-        if not self.dynamic:
-            if not put_off:
-                self._growth_tracker.add_(1)  # type: ignore[union-attr] # made with the scale
+    def take_found_inf(self) -> torch.Tensor | None:
+        """The flag of the gradients unscaled since the last transition, which is forgotten; None where none were."""
+        by_device = self._overflows.found_inf
+        if not by_device:
             return None
-        if self._lent_buffer is not None:
-            self._lent_buffer.copy_(found, non_blocking=True)
-        if not put_off:
-            self._move_scale(found)
-            return found
-        if len(self._put_off) >= MANY:  # a script may put off for ever
-            self._put_off = [_torch.any_of(self._put_off)]
-        self._put_off.append(found)  # itself: ``update_scale`` takes the decision from the steps that hold it
-        return found
+        self._overflows.found_inf = {}
+        return _torch.any_of(list(by_device.values()))
 
-    def _move_scale(self, found: torch.Tensor) -> None:
-        """Back off, or grow, or only count: after the pass with the flag ``found``, and those that were put off.
+    def forget_found_inf(self) -> None:
+        """Forget overflows of a backward pass that is given up."""
+        self._overflows.found_inf = {}
+
+    def adjust(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """Make the transition for a backward pass; no host sync.
+
+        Args:
+            found_inf: The flag of the pass, of :meth:`take_found_inf`; None where no gradient was unscaled.
+
+        Returns:
+            The flag for the step, which must be skipped if it is set; None for a static scaler, which never skips.
+        """
+        flag = self._note_pass(found_inf)
+        if not self.dynamic:
+            self._growth_tracker.add_(1)  # type: ignore[union-attr] # made with the scale
+            return None
+        self._move_scale(flag)
+        return flag
+
+    def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
+        """As :meth:`adjust`, but leave the scale alone, and have the next transition count an overflow of this pass."""
+        flag = self._note_pass(found_inf)
+        if not self.dynamic:
+            return None
+        overflows = self._overflows
+        if len(overflows.delayed) >= MAX_FLAGS:  # a script may delay them without end
+            overflows.delayed = [_torch.any_of(overflows.delayed)]
+        overflows.delayed.append(flag)  # no copy: ``update_scale`` clears the flag that the steps hold
+        return flag
+
+    def _note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
+        """Have ``found_inf`` read by scripts as that of the last pass; the flag, where the scale is."""
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(torch.device("cpu") if found_inf is None else found_inf.device)
+        scale: torch.Tensor = self._scale  # type: ignore[assignment] # made above
+        if found_inf is None:
+            flag = scale.new_full((), 0.0)
+        elif found_inf.device == scale.device:
+            flag = found_inf
+        else:
+            flag = found_inf.to(scale.device, non_blocking=True)
+        self._overflows.last = flag
+        if self.dynamic and self._overflows.lent_buffer is not None:
+            self._overflows.lent_buffer.copy_(flag, non_blocking=True)
+        return flag
+
+    def _move_scale(self, found_inf: torch.Tensor) -> None:
+        """Back off, or grow, or only count: after the pass with the flag ``found_inf``, and those that were delayed.
 
         The scale becomes a new tensor: a block that holds the old one still unscales by what it scaled by. While a CUDA
         graph is captured it moves in place instead, since each replay begins with the tensor of the capture.
         """
-        if self._put_off:
-            found = _torch.any_of([found, *self._put_off])
-            self._put_off = []
+        if self._overflows.delayed:
+            found_inf = _torch.any_of([found_inf, *self._overflows.delayed])
+            self._overflows.delayed = []
         scale: torch.Tensor = self._scale  # type: ignore[assignment] # the caller has made both
         tracker: torch.Tensor = self._growth_tracker  # type: ignore[assignment]
-        growth, back_off = self._growth_factor, self._backoff_factor
-        known = _torch.host_value(scale)
-        moved = scale.clone() if known is None else scale.new_full((), known)  # in half the time
-        _torch.update_scale_(moved, tracker, found, growth, back_off, self._growth_interval)
-        cap, floor = self._max_loss_scale, self._min_loss_scale
-        within = known is not None and floor <= known * back_off <= known * growth <= cap
-        if not within:
-            grown = torch.where(moved > scale, moved.clamp(max=cap), moved)
-            moved = torch.where(moved < scale, moved.clamp(min=floor), grown)
-        if known is None and _torch.is_capturing():
+        host_scale = _torch.host_value(scale)
+        if host_scale is None:
+            moved = scale.clone()
+        else:
+            moved = scale.new_full((), host_scale)  # in half the time
+        _torch.update_scale_(
+            moved, tracker, found_inf, self._growth_factor, self._backoff_factor, self._growth_interval
+        )
+        if host_scale is None or not self._stays_within_limits(host_scale):
+            moved = self._clamped(moved, scale)
+        if host_scale is None and _torch.is_capturing():
             scale.copy_(moved)
         else:
             self._scale = moved
 
+    def _stays_within_limits(self, scale: float) -> bool:
+        """Whether neither growth nor back-off takes ``scale`` past its limits."""
+        backed_off = scale * self._backoff_factor
+        grown = scale * self._growth_factor
+        return self._min_loss_scale <= backed_off <= grown <= self._max_loss_scale
+
+    def _clamped(self, moved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """``moved``, held at the cap where ``scale`` grew to it, and at the floor where it backed off to it."""
+        grown = torch.where(moved > scale, moved.clamp(max=self._max_loss_scale), moved)
+        return torch.where(moved < scale, moved.clamp(min=self._min_loss_scale), grown)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, as GradScaler does; what is scaled already keeps its scale."""
-        self._let_go_of_tensors()
+        self._replace_tensors()
         super().load_state_dict(state_dict)
 
-    def _let_go_of_tensors(self) -> None:
-        """Put copies in the place of tensors that GradScaler is about to write.
+    def _replace_tensors(self) -> None:
+        """Put copies in the place of the scale's tensors, which GradScaler is about to write.
 
         A block, or gradients that wait for their step, may hold the scale that they were multiplied by.
         """
@@ -269,9 +346,11 @@ class LossScaler(torch.amp.GradScaler):
             self._growth_tracker = self._growth_tracker.clone()
 
     def scale_after_back_off(self) -> torch.Tensor:
-        """The scale to name when a step is skipped: with the back-off that was put off. No host sync."""
+        """The scale to name when a step is skipped: with a back-off that was delayed. No host sync."""
         scale = self.scale_on()
-        return scale if not self._put_off else (scale * self._backoff_factor).clamp(min=self._min_loss_scale)
+        if not self._overflows.delayed:
+            return scale
+        return (scale * self._backoff_factor).clamp(min=self._min_loss_scale)
 
     def update_scale(self) -> bool:
         """End a backward pass by hand; returns whether the step must be skipped. One host sync.
@@ -280,18 +359,17 @@ class LossScaler(torch.amp.GradScaler):
         buffer lent to ``_overflow_buf`` is looked at instead: it may hold the overflows of all ranks. As in apex
         (``apex/amp/scaler.py: LossScaler.update_scale``).
         """
-        put_off = self._put_off
-        self._put_off = []
-        noted = put_off if self._lent_buffer is None else [self._lent_buffer]
-        if self._written_overflow is not None and self._written_overflow is self._last_found:
-            noted = [*noted, self._written_overflow]
-        if noted:
-            found = _torch.any_of([(flag.reshape(()) != 0).float() for flag in noted])
-            earlier = self._found_inf.get(found.device)
-            self._found_inf[found.device] = found if earlier is None else torch.maximum(found, earlier)
-        for flag in put_off:
-            flag.zero_()
-        self.adjust()
+        overflows = self._overflows
+        delayed = overflows.delayed
+        overflows.delayed = []
+        flags = delayed if overflows.lent_buffer is None else [overflows.lent_buffer]
+        if overflows.written is not None and overflows.written is overflows.last:
+            flags = [*flags, overflows.written]
+        if flags:
+            overflows.add(_torch.any_of([(flag.reshape(()) != 0).float() for flag in flags]))
+        for flag in delayed:
+            flag.zero_()  # for the optimizers that hold it: their step is not skipped
+        self.adjust(self.take_found_inf())
         return self._has_overflow
 
     # -- unscaling by hand ---------------------------------------------------------------------------------------------
@@ -353,13 +431,15 @@ class LossScaler(torch.amp.GradScaler):
         _check_parallel("unscale_with_stashed", model_grads, stashed_master_grads, master_grads)
         if self._has_overflow:
             return
-        grads_scale, stashed_scale, out_scale = scale_override or (self._loss_scale, 1.0, 1.0)
+        if scale_override is None:
+            scale_override = (self._loss_scale, 1.0, 1.0)
+        grads_scale, stashed_scale, out_scale = scale_override
         fresh = [grad.to(torch.float32, copy=True) for grad in model_grads]
         self.unscale_grads(fresh, _float32(grads_scale / out_scale))
         for master_grad, new, stashed in zip(master_grads, fresh, stashed_master_grads, strict=True):
             master_grad.copy_(new.add_(stashed, alpha=out_scale / stashed_scale))
 
-    # -- GradScaler's own, which amp.scale_loss stands for -------------------------------------------------------------
+    # -- GradScaler's methods that take an optimizer: amp.scale_loss does their work -----------------------------------
     def unscale_(self, optimizer: torch.optim.Optimizer) -> NoReturn:
         """Refuse: gradients are unscaled at the end of a ``scale_loss`` block."""
         _refuse("unscale_(optimizer)")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,49 +12,72 @@ from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp import cpu_convolution, ddp
 from ampcompat.amp.amp_model import ModelPolicy, device_types_of
-from ampcompat.amp.autocast import Casts, cover, set_ambient, switch_this_forward, uncover
+from ampcompat.amp.autocast import cover, set_ambient, switch_this_forward, uncover
+from ampcompat.amp.casts import Casts
 from ampcompat.amp.properties import HALF_DTYPES, Properties
 from ampcompat.amp.scaler import LossScaler, check_scaler
 
 
 @dataclass(eq=False, repr=False)
 class Session:
-    """One call of ``initialize`` (or of ``amp.init``, which knows no models); optimizers lead to it."""
+    """One call of ``initialize`` (or of ``amp.init``, which is given no models); optimizers lead to it.
+
+    Attributes:
+        properties: The options in force.
+        half_dtype: What functions or weights are cast to.
+        cast_outputs: The keyword ``cast_model_outputs``.
+        scalers: One per ``num_losses``.
+        by_init: Whether ``amp.init`` made it.
+        steps: Of all its optimizers, skipped ones included.
+        enabled: False of ``initialize(enabled=False)``, which owns nothing.
+        policy: How its models run.
+        casting: Its policy, and those of other calls that cast functions because this one does.
+        device_types: Where its casts are in force.
+    """
 
     properties: Properties
-    half: torch.dtype = torch.float16
-    outputs: InitVar[torch.dtype | None] = None
-    scalers: list[LossScaler] = field(default_factory=list)  # one per ``num_losses``
+    half_dtype: torch.dtype = torch.float16
+    cast_outputs: torch.dtype | None = None
+    scalers: list[LossScaler] = field(default_factory=list)
     by_init: bool = False
-    steps: int = 0  # of all its optimizers, skipped ones included
+    steps: int = 0
+    enabled: bool = field(init=False)
+    policy: ModelPolicy = field(init=False)
+    casting: list[ModelPolicy] = field(init=False)
+    device_types: set[str] = field(init=False, default_factory=set)
 
-    def __post_init__(self, outputs: torch.dtype | None) -> None:
+    def __post_init__(self) -> None:
+        self.enabled = bool(self.properties.options["enabled"])
+        self.policy = self._make_policy()
+        self.casting = [self.policy]
+
+    def _make_policy(self) -> ModelPolicy:
         options = self.properties.options
-        self.enabled = bool(options["enabled"])  # else it owns nothing
-        cast_type = options["cast_model_type"] or None
-        weights = cast_type if cast_type in HALF_DTYPES else None
-        self.policy = ModelPolicy(  # how its models run
+        model_dtype = options["cast_model_type"] or None  # False: no cast
+        weights_dtype = model_dtype if model_dtype in HALF_DTYPES else None
+        output_dtype = self.cast_outputs
+        if output_dtype is None and model_dtype is not None:
+            output_dtype = torch.float32
+        return ModelPolicy(
             opt_level=options["opt_level"],
-            casts=Casts(bool(options["patch_torch_functions"]), self.half),
-            input_dtype=cast_type,
-            output_dtype=outputs or (torch.float32 if cast_type is not None else None),
-            half=weights,
-            master_weights=bool(options["master_weights"]) and weights is not None,
+            casts=Casts(bool(options["patch_torch_functions"]), self.half_dtype),
+            input_dtype=model_dtype,
+            output_dtype=output_dtype,
+            half_dtype=weights_dtype,
+            master_weights=bool(options["master_weights"]) and weights_dtype is not None,
         )
-        self.casting = [self.policy]  # and those of other calls that cast functions because this one does
-        self.device_types: set[str] = set()  # where its casts are in force
 
     def replace_scalers(self, scalers: Any) -> None:
         """Follow ``amp._amp_state.loss_scalers = [...]``."""
-        found = scalers if isinstance(scalers, list) else []
-        if not found or not all(isinstance(scaler, LossScaler) for scaler in found):
+        is_list = isinstance(scalers, list) and len(scalers) > 0
+        if not is_list or not all(isinstance(scaler, LossScaler) for scaler in scalers):
             raise TypeError(
                 f"amp._amp_state.loss_scalers = {scalers!r} - it must be a list of amp.scaler.LossScaler - put"
                 " amp.scaler.LossScaler(scale) or LossScaler('dynamic') into it, one per loss."
             )
-        for index, scaler in enumerate(found):
+        for index, scaler in enumerate(scalers):
             check_scaler(scaler, index)
-        self.scalers = found
+        self.scalers = scalers
 
     def begin_casts(self) -> None:
         """Make this call's casts the ambient ones, on the devices of every live model."""
@@ -62,20 +85,23 @@ class Session:
         held = device_types_of(state.models.live)
         if "cpu" in held:
             _torch.keep_freed_memory()
-        known = self.device_types = held & set(_torch.autocast_device_types())
+        self.device_types = held & set(_torch.autocast_device_types())
         if self.policy.casts.enabled:
-            for device_type in held - known:
-                warn_once(
-                    f"no autocast on {device_type}",
-                    f"amp.initialize got opt_level={self.properties.opt_level!r} and a model on the device type"
-                    f" {device_type!r}, which this torch cannot autocast - no function is cast there, and it trains in"
-                    " float32 - use opt_level='O2' (O5 for bfloat16), which casts the model.",
-                )
+            for device_type in held - self.device_types:
+                self._warn_of_no_autocast(device_type)
             self._cast_deactivated_models_again()
-            cover(known)
-        elif self.policy.half is not None and "cpu" in known:
+            cover(self.device_types)
+        elif self.policy.half_dtype is not None and "cpu" in self.device_types:
             cpu_convolution.acquire()
-        set_ambient(self.policy.casts, known)
+        set_ambient(self.policy.casts, self.device_types)
+
+    def _warn_of_no_autocast(self, device_type: str) -> None:
+        warn_once(
+            f"no autocast on {device_type}",
+            f"amp.initialize got opt_level={self.properties.opt_level!r} and a model on the device type"
+            f" {device_type!r}, which this torch cannot autocast - no function is cast there, and it trains in"
+            " float32 - use opt_level='O2' (O5 for bfloat16), which casts the model.",
+        )
 
     def switch_casts(self, on: bool) -> None:
         """Switch this call's casts off, or on again; a forward that this thread is in the middle of follows at once.
@@ -90,8 +116,8 @@ class Session:
             return
         if on:
             cover(self.device_types)
-        ambient = self if self.by_init and on else latest
-        set_ambient(ambient.policy.casts, self.device_types.union(state.casts.device_types))
+        decides = self if self.by_init and on else latest
+        set_ambient(decides.policy.casts, self.device_types.union(state.casts.device_types))
         switch_this_forward(on)
 
     def _cast_deactivated_models_again(self) -> None:

@@ -25,8 +25,8 @@ def sharers(optimizer: Optimizer) -> list[Optimizer]:
         return []
     if index.sharing is None:
         index.sharing = _find_sharing()
-    references = index.sharing.get(optimizer, ())
-    return [other for reference in references if (other := reference()) is not None]
+    others = [reference() for reference in index.sharing.get(optimizer, ())]
+    return [other for other in others if other is not None]
 
 
 def sharers_outside(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
@@ -34,8 +34,12 @@ def sharers_outside(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
     if len(state.optimizers.live) <= len(optimizers):
         return []
     inside = set(map(id, optimizers))
-    found = {id(other): other for optimizer in optimizers for other in sharers(optimizer)}
-    return [other for key, other in found.items() if key not in inside]
+    outside: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for other in sharers(optimizer):
+            if id(other) not in inside:
+                outside[id(other)] = other
+    return list(outside.values())
 
 
 def _find_sharing() -> Sharing:
@@ -44,14 +48,16 @@ def _find_sharing() -> Sharing:
     for optimizer in state.optimizers.listed():
         for leaf in optimizer._amp_stash.leaves():
             holders.setdefault(id(leaf), []).append(optimizer)
-    groups = {tuple(map(id, group)): group for group in holders.values() if len(group) > 1}
-    found: dict[int, dict[int, Optimizer]] = {}
-    for group in groups.values():
+    # Most tensors have the same holders as others: look at each set of holders once.
+    sets_of_holders = {tuple(map(id, group)): group for group in holders.values() if len(group) > 1}
+    others_of: dict[int, dict[int, Optimizer]] = {}
+    for group in sets_of_holders.values():
         for optimizer in group:
-            found.setdefault(id(optimizer), {}).update((id(other), other) for other in group if other is not optimizer)
+            others = others_of.setdefault(id(optimizer), {})
+            others.update((id(other), other) for other in group if other is not optimizer)
     sharing: Sharing = weakref.WeakKeyDictionary()
     for optimizer in state.optimizers.listed():
-        others = found.get(id(optimizer), {})
+        others = others_of.get(id(optimizer), {})
         sharing[optimizer] = [weakref.ref(other) for other in others.values()]
     return sharing
 
@@ -61,8 +67,11 @@ def waited_for(optimizer: Optimizer) -> set[Master]:
     others = sharers(optimizer)
     if not others:
         return set()
-    stashes = [other._amp_stash for other in others]
-    return {master for stash in stashes if stash.gradients is Gradients.UNSCALED for master in stash.masters}
+    waited: set[Master] = set()
+    for other in others:
+        if other._amp_stash.gradients is Gradients.UNSCALED:
+            waited.update(other._amp_stash.masters)
+    return waited
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -79,7 +88,8 @@ def refuse_pending(optimizers: Sequence[Optimizer], delay: bool = False) -> None
             holder = holders.setdefault(id(leaf), optimizer)
             if holder is optimizer:
                 continue
-            if not delay and holder._amp_stash.pending is None and optimizer._amp_stash.pending is None:
+            either_pending = holder._amp_stash.pending is not None or optimizer._amp_stash.pending is not None
+            if not delay and not either_pending:
                 continue
             raise RuntimeError(
                 f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -19,10 +20,11 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.masters import Master, drop_cleared_gradients, ensure_master, master_of, reconcile
+from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.amp.scaler import MANY, LossScaler
+from ampcompat.amp.scaler import MAX_FLAGS, LossScaler
 from ampcompat.amp.session import Session
-from ampcompat.amp.weights import hook
+from ampcompat.amp.weights import hook, is_hooked
 
 
 class Gradients(Enum):
@@ -46,33 +48,80 @@ class Pending:
 Overflow = tuple[LossScaler, torch.Tensor]
 
 
+#: A flag of a step that the device decided about, and the scale to name, both while they are copied to the host. No
+#: scaler: the flag tells of gradients that an earlier overflow has left.
+FlagOnItsWay = tuple[LossScaler | None, _torch.HostCopy]
+
+
+@dataclass(eq=False, slots=True)
+class LastStep:
+    """What the last step of an optimizer, made or skipped, has left.
+
+    Attributes:
+        skipped: Whether it was skipped; None before the first step, and while only the device knows.
+        first_gradient: The first gradient in the model when the step had used it. A step that finds the same one again
+            had no new gradient.
+        left_to_others: Masters whose gradients it has used, and left to another optimizer that holds them and has not;
+            with these gradients.
+    """
+
+    skipped: bool | None = None
+    first_gradient: weakref.ref[torch.Tensor] | None = None
+    left_to_others: dict[Master, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class AmpOptimizerState:
-    """Masters and gradients of one optimizer between blocks and steps."""
+    """Masters and gradients of one optimizer between blocks and steps.
+
+    What the optimizer holds; changes with its param groups (:meth:`look_up`):
+
+    Attributes:
+        session: The call of ``initialize`` that owns it.
+        groups: The params of each group, as last looked up.
+        masters: Masters of these params.
+        direct: Params without a master.
+
+    A backward pass; set when a block begins, and reset when it ends:
+
+    Attributes:
+        block: The open ``scale_loss`` block.
+        aside: Unscaled gradients of ``direct``, while scaled ones take their place in ``param.grad``. They stay aside
+            as long as gradients are pending.
+        aside_taken: Whether a script's own ``_post_amp_backward`` has asked for them, to add them itself.
+        pending: Set while gradients stay scaled after a block.
+
+    What blocks have left for the next step; reset by the step:
+
+    Attributes:
+        gradients: Whether there are any.
+        overflows: Flags any of which skips the next step.
+        earlier_overflows: Flags of overflows whose gradients may still be there, after a skipped step or a block of an
+            optimizer that shares tensors with this one. Any of them skips a step that would use a gradient which is not
+            finite. They outlive skipped steps; a step that is made, and ``zero_grad``, reset them.
+
+    What steps have left:
+
+    Attributes:
+        last_step: The last one.
+        undecided_steps: Steps that the device decided about, oldest first; the host has not read their flags yet.
+    """
 
     session: Session
-    groups: list[list[torch.Tensor]] = field(default_factory=list)  # the params of each group, as last looked up
-    masters: list[Master] = field(default_factory=list)  # of these params
-    direct: list[torch.Tensor] = field(default_factory=list)  # params without a master
-    block: weakref.ref[Any] | None = None  # the open ``scale_loss`` block of this optimizer
-    gradients: Gradients = Gradients.NONE  # what blocks have left since the last step
-    # Unscaled gradients of ``direct``, while scaled ones take their place in ``param.grad``.
+    groups: list[list[torch.Tensor]] = field(default_factory=list)
+    masters: list[Master] = field(default_factory=list)
+    direct: list[torch.Tensor] = field(default_factory=list)
+    block: weakref.ref[Any] | None = None
     aside: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    aside_taken: bool = False  # a script has asked for them, to add them itself
+    aside_taken: bool = False
     pending: Pending | None = None
-    overflows: list[Overflow] = field(default_factory=list)  # any of them skips the next step
-    # Those whose gradients may still be there, after a skipped step or a block of an optimizer that shares tensors with
-    # this one: any of them skips a step that would use a gradient which is not finite.
+    gradients: Gradients = Gradients.NONE
+    overflows: list[Overflow] = field(default_factory=list)
     earlier_overflows: list[Overflow] = field(default_factory=list)
-    # By step that the device decided, on their way to the host: each flag, with the scale to name. No scaler: an
-    # earlier overflow.
-    reports: list[list[tuple[LossScaler | None, _torch.HostCopy]]] = field(default_factory=list)
-    # Masters whose gradients the last step has used up, but another optimizer that holds them has not; with these.
-    left: dict[Master, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    skipped: bool | None = None  # whether the last step was; None before it, and while only the device knows
-    spent: weakref.ref[torch.Tensor] | None = None  # the model's first gradient when the last step had used it up
+    last_step: LastStep = field(default_factory=LastStep)
+    undecided_steps: list[list[FlagOnItsWay]] = field(default_factory=list)
 
-    lazy_init_called = True  # masters exist from ``initialize`` on
+    lazy_init_called = True  # apex's name: masters exist from ``initialize`` on
 
     @property
     def in_block(self) -> bool:
@@ -96,30 +145,32 @@ class AmpOptimizerState:
     def note_overflows(self, flags: list[Overflow]) -> None:
         """Have the next step skipped if one of ``flags`` is set."""
         self.overflows = [*self.overflows, *flags]
-        if len(self.overflows) > MANY:  # a script may never step
-            self.overflows = _by_scaler(self.overflows)
+        if len(self.overflows) > MAX_FLAGS:  # a script may never step
+            self.overflows = _one_per_scaler(self.overflows)
 
     def note_earlier_overflows(self, flags: list[Overflow]) -> None:
         """Have steps skipped that find a gradient which is not finite, if one of ``flags`` is set."""
         self.earlier_overflows = [*self.earlier_overflows, *flags]
-        if len(self.earlier_overflows) > MANY:
-            self.earlier_overflows = _by_scaler(self.earlier_overflows)
+        if len(self.earlier_overflows) > MAX_FLAGS:
+            self.earlier_overflows = _one_per_scaler(self.earlier_overflows)
 
-    def used_up(self) -> dict[Master, torch.Tensor]:
-        """The gradients that the last step has used up, as far as they are still there for other optimizers."""
-        found: dict[Master, torch.Tensor] = {}
-        for master, reference in self.left.items():
+    def used_gradients(self) -> dict[Master, torch.Tensor]:
+        """The gradients that the last step has used, as far as they are still there for other optimizers."""
+        used: dict[Master, torch.Tensor] = {}
+        for master, reference in self.last_step.left_to_others.items():
             grad = master.value.grad
             if grad is not None and grad is _torch.tensor_of(reference):
-                found[master] = grad
-        return found
+                used[master] = grad
+        return used
 
-    def gradients_in_use(self) -> list[torch.Tensor]:
-        """The gradients that there are for a step: those of masters and of other params, and those put aside."""
-        used_up = self.used_up()
-        params = [*[master.value for master in self.masters if master not in used_up], *self.direct]
-        found = [grad for param in params if (grad := param.grad) is not None]
-        return [*found, *[grad for _, grad in self.aside]]
+    def gradients_for_step(self) -> list[torch.Tensor]:
+        """The gradients that a step would use: those of masters and of other params, and those put aside."""
+        used = self.used_gradients()
+        params = [master.value for master in self.masters if master not in used]
+        params += self.direct
+        gradients = [param.grad for param in params if param.grad is not None]
+        gradients += [grad for _, grad in self.aside]
+        return gradients
 
     def take_aside(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:
         """The gradients aside of ``params``; the caller adds them."""
@@ -127,40 +178,66 @@ class AmpOptimizerState:
         aside = {id(param): grad for param, grad in self.aside}
         return [aside.get(id(param)) for param in params]
 
+    def add_aside(self) -> None:
+        """Add the gradients that were put aside to those that came since."""
+        for param, old in self.aside:
+            param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
+        self.aside = []
+
     def look_up(self, optimizer: Optimizer) -> None:
         """Bring masters and direct params up to date where the groups of ``optimizer`` changed."""
-        groups, known = optimizer.param_groups, self.groups
-        if len(groups) == len(known):
-            for group, params in zip(groups, known, strict=True):
-                if len(group["params"]) != len(params) or not all(map(operator.is_, group["params"], params)):
-                    break
-            else:
-                return
+        if self._is_up_to_date(optimizer):
+            return
         self.masters = adopt_masters(optimizer, self.session)
-        with_master = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
-        held = {id(p): p for group in groups for p in group["params"]}
-        self.direct = [param for key, param in held.items() if key not in with_master]
-        self.groups = [list(group["params"]) for group in groups]
+        sides = {id(tensor) for master in self.masters for tensor in (master.half, master.value)}
+        held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+        self.direct = [param for key, param in held.items() if key not in sides]
+        self.groups = [list(group["params"]) for group in optimizer.param_groups]
         state.optimizers.sharing = None
 
+    def _is_up_to_date(self, optimizer: Optimizer) -> bool:
+        """Whether the groups hold the very params that they held when they were last looked up."""
+        if len(optimizer.param_groups) != len(self.groups):
+            return False
+        for group, params in zip(optimizer.param_groups, self.groups, strict=True):
+            if len(group["params"]) != len(params):
+                return False
+            if not all(map(operator.is_, group["params"], params)):
+                return False
+        return True
+
     def hand_out_masters(self, optimizer: Optimizer) -> None:
-        """Expect writes to the masters, which are asked for where there is no gradient to clip."""
+        """Expect writes to the masters where a script asks for them and there is no gradient that it would clip."""
         drop_cleared_gradients(self.masters)
-        if self.in_block or self.gradients is not Gradients.NONE or self.pending is not None:
+        has_gradients = self.gradients is not Gradients.NONE or self.pending is not None
+        if self.in_block or has_gradients:
             return
         self.look_up(optimizer)
         reconcile(self.masters)
         for master in self.masters:
             master.hand_out()
 
-    def report(self, wait: bool = True) -> None:
-        """Say which earlier steps the device skipped; ``wait`` for flags not on the host yet: a host sync."""
-        while self.reports and (wait or all(copied.arrived() for _, copied in self.reports[0])):
-            read = [(scaler, copied.read()) for scaler, copied in self.reports.pop(0)]
-            overflowed = [(scaler, scale) for scaler, (found, scale) in read if found]
-            if not self.reports and self.skipped is None:
-                self.skipped = bool(overflowed)
-            announce(overflowed)
+    def report_arrived(self) -> None:
+        """Say which earlier steps the device skipped, as far as their flags have reached the host."""
+        while self.undecided_steps and all(copied.arrived() for _, copied in self.undecided_steps[0]):
+            self._report(self.undecided_steps.pop(0))
+
+    def report_all(self) -> None:
+        """Say which earlier steps the device skipped. A host sync where flags have not reached the host."""
+        while self.undecided_steps:
+            self._report(self.undecided_steps.pop(0))
+
+    def _report(self, flags: list[FlagOnItsWay]) -> None:
+        """Read the flags of one step, the oldest that was undecided, and say so if it was skipped."""
+        overflowed: list[tuple[LossScaler | None, float]] = []
+        for scaler, copied in flags:
+            flag, scale = copied.read()
+            if flag:
+                overflowed.append((scaler, scale))
+        is_last = not self.undecided_steps
+        if is_last and self.last_step.skipped is None:
+            self.last_step.skipped = bool(overflowed)
+        announce(overflowed)
 
     # -- by apex's names -----------------------------------------------------------------------------------------------
     @property
@@ -184,9 +261,7 @@ class AmpOptimizerState:
             return
         self.pending = None
         state.optimizers.pending.difference_update(owners)
-        for param, old in self.aside:
-            param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
-        self.aside = []
+        self.add_aside()
         if any(param.grad is not None for param in self.direct):
             self.gradients = Gradients.UNSCALED
 
@@ -197,27 +272,65 @@ class AmpOptimizerState:
         Writing it changes nothing. apex patched ``step`` to skip, and skipped none of those that a script had marked as
         patched.
         """
-        return self.gradients is Gradients.LOST or any(found.item() for _, found in self.overflows)
+        if self.gradients is Gradients.LOST:
+            return True
+        return any(flag.item() for _, flag in self.overflows)
 
     @already_patched.setter
     def already_patched(self, value: bool) -> None:
         pass
 
-    # Half params (all, where there are no masters), masters, and float32 params; also by group.
-    all_fp16_params = property(lambda s: [m.half for m in s.masters] or [p for p in s.direct if p.dtype in HALF_DTYPES])
-    all_fp32_from_fp16_params = property(lambda s: [m.value for m in s.masters])
-    all_fp32_from_fp32_params = all_fp32_params = property(lambda s: [p for p in s.direct if p.dtype == torch.float32])
-    # Unscaled gradients from before the block, for a script's own ``_post_amp_backward``.
-    all_fp16_grad_stash = property(lambda s: s.take_aside(s.all_fp16_params))
-    all_fp32_grad_stash = all_fp32_from_fp32_grad_stash = property(lambda s: s.take_aside(s.all_fp32_params))
-    fp16_groups = property(lambda s: [[m.half for m in map(master_of, params) if m is not None] for params in s.groups])
-    fp32_from_fp16_groups = property(lambda s: [[p for p in params if master_of(p) is not None] for params in s.groups])
-    fp32_from_fp32_groups = property(
-        lambda s: [[p for p in params if master_of(p) is None and p.dtype == torch.float32] for params in s.groups]
-    )
+    @property
+    def all_fp16_params(self) -> list[torch.Tensor]:
+        """Half params: those with masters; all of them where there are no masters."""
+        with_masters = [master.half for master in self.masters]
+        return with_masters or [param for param in self.direct if param.dtype in HALF_DTYPES]
+
+    @property
+    def all_fp32_from_fp16_params(self) -> list[torch.Tensor]:
+        """Masters."""
+        return [master.value for master in self.masters]
+
+    @property
+    def all_fp32_params(self) -> list[torch.Tensor]:
+        """Params that are float32 in the model."""
+        return [param for param in self.direct if param.dtype == torch.float32]
+
+    @property
+    def all_fp16_grad_stash(self) -> list[torch.Tensor | None]:
+        """Unscaled gradients of half params from before the block, for a script's own ``_post_amp_backward``."""
+        return self.take_aside(self.all_fp16_params)
+
+    @property
+    def all_fp32_grad_stash(self) -> list[torch.Tensor | None]:
+        """The same of float32 params."""
+        return self.take_aside(self.all_fp32_params)
+
+    all_fp32_from_fp32_params = all_fp32_params
+    all_fp32_from_fp32_grad_stash = all_fp32_grad_stash
+
+    @property
+    def fp16_groups(self) -> list[list[torch.Tensor]]:
+        """Half params with masters, by group."""
+        masters_by_group = [map(master_of, params) for params in self.groups]
+        return [[master.half for master in masters if master is not None] for masters in masters_by_group]
+
+    @property
+    def fp32_from_fp16_groups(self) -> list[list[torch.Tensor]]:
+        """Masters, by group."""
+        return [[param for param in params if master_of(param) is not None] for params in self.groups]
+
+    @property
+    def fp32_from_fp32_groups(self) -> list[list[torch.Tensor]]:
+        """Float32 params without a master, by group."""
+
+        def is_direct(param: torch.Tensor) -> bool:
+            return param.dtype == torch.float32 and master_of(param) is None
+
+        return [list(filter(is_direct, params)) for params in self.groups]
 
 
-def _by_scaler(flags: list[Overflow]) -> list[Overflow]:
+def _one_per_scaler(flags: list[Overflow]) -> list[Overflow]:
     """One flag for each scaler, that tells whether any of its ``flags`` is set."""
     by_scaler: dict[LossScaler, list[torch.Tensor]] = {}
     for scaler, flag in flags:
@@ -243,77 +356,113 @@ def announce(overflowed: list[tuple[LossScaler | None, float]]) -> None:
 
 
 # -- which tensors an optimizer holds ----------------------------------------------------------------------------------
-def stepper(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose params amp exchanges for masters: ``optimizer``, or that inside a ZeroRedundancyOptimizer."""
-    inside = vars(optimizer).get("optim")
-    return optimizer if inside is None or not _torch.is_zero(optimizer) else inside
+def holder_of_masters(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose params amp exchanges for masters: ``optimizer``, or that in a ZeroRedundancyOptimizer."""
+    inner: Optimizer | None = vars(optimizer).get("optim")
+    if inner is None or not _torch.is_zero(optimizer):
+        return optimizer
+    return inner
 
 
-def adopt_masters(optimizer: Optimizer, session: Session | None = None) -> list[Master]:
-    """Have ``optimizer`` hold the masters of half weights; with no ``session``, the model's own tensors.
+def adopt_masters(optimizer: Optimizer, session: Session) -> list[Master]:
+    """Have ``optimizer`` hold the masters of half weights, as ``session`` wants it; return those that it steps.
 
-    Returns the masters that it steps. Groups and their lists keep their identity; state moves with its parameter, as in
-    apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
+    As in apex (``apex/amp/_process_optimizer.py: lazy_init_with_master_weights``).
     """
-    steps = stepper(optimizer)
-    if steps is not optimizer:  # a ZeroRedundancyOptimizer
-        _torch.separate_inner_groups(optimizer)
-    states = [one.state for one in (optimizer, *_torch.inner_optimizers(optimizer))]
     masters: dict[Master, None] = {}
-    for group in steps.param_groups:
+
+    def adopted(param: torch.Tensor) -> torch.Tensor:
+        master = _master_to_step(param, session)
+        if master is None:
+            return _model_tensor(param)
+        masters[master] = None
+        return master.value
+
+    _exchange_params(optimizer, adopted)
+    return list(masters)
+
+
+def give_back_params(optimizer: Optimizer) -> None:
+    """Undo :func:`adopt_masters`: ``optimizer`` holds the model's own tensors again."""
+    _exchange_params(optimizer, _model_tensor)
+
+
+def _exchange_params(optimizer: Optimizer, exchanged: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Put ``exchanged(param)`` in the place of each param of ``optimizer``.
+
+    Groups and their lists keep their identity; state moves with its parameter.
+    """
+    holder = holder_of_masters(optimizer)
+    if holder is not optimizer:  # a ZeroRedundancyOptimizer
+        _torch.separate_inner_groups(optimizer)
+    states = [each.state for each in (optimizer, *inner_optimizers(optimizer))]
+    for group in holder.param_groups:
         params = group["params"]
         for index, param in enumerate(params):
-            new, master = _held_for(param, session)
-            if master is not None and new is master.value:
-                masters[master] = None
-            if new is not param:
-                for held in states:
-                    if param in held:
-                        held[new] = held.pop(param)
-                params[index] = new
-    return list(masters)
+            new = exchanged(param)
+            if new is param:
+                continue
+            for state_by_param in states:
+                if param in state_by_param:
+                    state_by_param[new] = state_by_param.pop(param)
+            params[index] = new
+
+
+def _model_tensor(param: torch.Tensor) -> torch.Tensor:
+    """The model's tensor that ``param`` is the master of; ``param`` itself if it is none."""
+    master = master_of(param)
+    if master is None or master.value is not param:
+        return param
+    return master.half
+
+
+def _master_to_step(param: torch.Tensor, session: Session) -> Master | None:
+    """The master that an optimizer of ``session`` steps for ``param``; None where it steps the model's own tensor.
+
+    Made if missing, together with the hooks of a module that was added after ``initialize``. A half parameter of no
+    model has a master that nothing holds but its optimizer's list of them.
+    """
+    has_masters = session.policy.master_weights
+    master = master_of(param)
+    if master is not None and master.value is param:
+        was_cast_back = master.half.dtype == torch.float32  # by a later call, at another level
+        return master if has_masters and not was_cast_back else None
+    if param.dtype not in HALF_DTYPES:
+        return None
+    if master is not None:
+        return master if has_masters else None
+    if session.policy.half_dtype is None:  # half by the script's own doing
+        return None
+    slots = _slots_of(param)
+    for module, _ in slots:
+        if not is_hooked(module):  # it was added after initialize
+            hook(module, param.dtype, has_masters)
+    if not has_masters:
+        return None
+    for module, name in slots:
+        master = ensure_master(module, name)
+    return Master(param) if master is None else master
+
+
+def _slots_of(param: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
+    """The modules of initialized models that hold ``param`` (several where it is tied), and its name in each."""
+    modules = dict.fromkeys(module for model in state.models.live for module in model.modules())
+    return [(module, name) for module in modules for name, held in module._parameters.items() if held is param]
 
 
 def match_state(optimizer: Optimizer) -> None:
     """Give state from before ``initialize`` the dtype of its param, where torch's own ``load_state_dict`` does so."""
-    for one in (optimizer, *_torch.inner_optimizers(optimizer)):
-        if getattr(type(one), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
+    for each in (optimizer, *inner_optimizers(optimizer)):
+        if getattr(type(each), "load_state_dict", None) is not torch.optim.Optimizer.load_state_dict:
             continue
-        for param, held in list(one.state.items()):
+        for param, held in list(each.state.items()):
             if not isinstance(param, torch.Tensor) or not isinstance(held, dict):
                 continue
             for name, value in held.items():
-                is_state = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape
-                if is_state and name != "step" and value.dtype != param.dtype:
-                    one.state[param] = {**one.state[param], name: value.to(param.dtype)}
+                if name != "step" and _is_state_of(param, value) and value.dtype != param.dtype:
+                    each.state[param] = {**each.state[param], name: value.to(param.dtype)}
 
 
-def _held_for(param: torch.Tensor, session: Session | None) -> tuple[torch.Tensor, Master | None]:
-    """Return the tensor that an optimizer of ``session`` holds in the place of ``param``, and its master if it has one.
-
-    A half parameter of no model has a master that nothing holds but its optimizer's list of them.
-    """
-    masters = session is not None and session.policy.master_weights
-    master = master_of(param)
-    if master is not None and master.value is param:
-        # An earlier call's master may be of a weight that is float32 again.
-        return (param if masters and master.half.dtype != torch.float32 else master.half), master
-    if session is None or param.dtype not in HALF_DTYPES or (master is None and session.policy.half is None):
-        return param, master
-    homes = _homes_of(param) if master is None else []
-    for module, _ in homes:
-        if "_amp_half" not in module.__dict__:  # of a module that was added after initialize
-            hook(module, param.dtype, masters)
-    if not masters:
-        return param, master
-    for module, name in homes:
-        master = ensure_master(module, name)
-    if master is None:
-        master = Master(param)
-    return master.value, master
-
-
-def _homes_of(param: torch.Tensor) -> list[tuple[torch.nn.Module, str]]:
-    """The modules of initialized models that hold ``param`` (several where it is tied), and its name in each."""
-    modules = dict.fromkeys(module for model in state.models.live for module in model.modules())
-    return [(module, name) for module in modules for name, held in module._parameters.items() if held is param]
+def _is_state_of(param: torch.Tensor, value: object) -> bool:
+    """Whether ``value`` is a momentum or the like: a floating tensor of the shape of ``param``."""
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == param.shape

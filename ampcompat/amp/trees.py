@@ -1,4 +1,4 @@
-"""Walk nested data: arguments and outputs of a forward, arguments of a registered function.
+"""Traverse nested data: arguments and outputs of a forward, arguments of a registered function.
 
 Lists, tuples, namedtuples, mappings, their subclasses and dataclasses are followed, within what dynamo traces, and any
 other collection (a deque, a set).
@@ -35,16 +35,27 @@ def cast_tree(value: T, dtype: torch.dtype) -> T:
     Raises:
         TypeError: A tensor to cast is in a collection that cannot be made of a list of its items.
     """
-    return _map(
-        value, lambda x: x if isinstance(x, torch.Tensor) and x.dtype == dtype else _torch.cast_to(x, dtype), True
-    )[0]
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dtype == dtype:
+            return leaf
+        return _torch.cast_to(leaf, dtype)
+
+    result, _ = _map(value, cast, objects=True)
+    return result
 
 
 def tensors_in(value: object, objects: bool = True) -> list[torch.Tensor]:
     """List the tensors in ``value``, in order; see :func:`map_tree`. Objects with ``.to`` are not looked into."""
-    found: list[Any] = []
-    _map(value, lambda leaf: found.append(leaf) or leaf, objects)  # type: ignore[func-returns-value]
-    return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+        return leaf
+
+    map_tree(value, collect, objects)
+    return tensors
 
 
 def map_tree(value: T, function: Callable[[Any], object], objects: bool = True) -> T:
@@ -53,36 +64,47 @@ def map_tree(value: T, function: Callable[[Any], object], objects: bool = True) 
     A container in which nothing changes is returned itself, never a copy. Without ``objects``, dataclasses, objects
     with ``.to`` and collections that are no list, tuple or mapping are left alone: a method's own ``self`` may be one.
     """
-    return _map(value, function, objects)[0]
+    mapped, _ = _map(value, function, objects)
+    return mapped
 
 
 def _map(value: T, function: Callable[[Any], Any], objects: bool) -> tuple[T, bool]:
     """As :func:`map_tree`; says whether anything changed: torch 2.4 compiles ``is`` of two lists as ``==``."""
-    parts: Any
     if isinstance(value, (list, tuple)):
-        parts = value
-    elif isinstance(value, torch.Tensor):
+        return _map_parts(value, value, function, objects)
+    if isinstance(value, torch.Tensor):
         new = function(value)
         return new, new is not value
-    elif isinstance(value, _LEAVES):
+    if isinstance(value, _LEAVES):
         return value, False
-    elif isinstance(value, (dict, Mapping)):
-        parts = value.values()
-    elif not objects or isinstance(value, type):
+    if isinstance(value, (dict, Mapping)):
+        return _map_parts(value, value.values(), function, objects)
+    if not objects or isinstance(value, type):
         return value, False
-    elif dataclasses.is_dataclass(value):
-        parts = [getattr(value, f.name, None) for f in dataclasses.fields(value)]
-    elif hasattr(type(value), "__array__") or isinstance(value, _NUMBERS):
+    return _map_object(value, function)
+
+
+def _map_object(value: Any, function: Callable[[Any], Any]) -> tuple[Any, bool]:
+    """:func:`_map` of what is no tensor, list, tuple, mapping or leaf."""
+    if dataclasses.is_dataclass(value):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+        return _map_parts(value, parts, function, objects=True)
+    if hasattr(type(value), "__array__") or isinstance(value, _NUMBERS):
         return value, False
-    elif callable(getattr(value, "to", None)):
+    if callable(getattr(value, "to", None)):
         new = function(value)
         return new, new is not value
-    elif isinstance(value, Collection):
-        parts = value
-    else:
-        return value, False
-    items, changed = [], False
+    if isinstance(value, Collection):
+        return _map_parts(value, value, function, objects=True)
+    return value, False
+
+
+def _map_parts(value: Any, parts: Any, function: Callable[[Any], Any], objects: bool) -> tuple[Any, bool]:
+    """:func:`_map` of a container ``value``, which is made of ``parts``."""
+    items: list[object] = []
+    changed = False
     for part in parts:
+        # Tensors and leaves, which are the most, without another call.
         if isinstance(part, torch.Tensor):
             item = function(part)
             changed = changed or item is not part
@@ -94,8 +116,9 @@ def _map(value: T, function: Callable[[Any], Any], objects: bool) -> tuple[T, bo
         items.append(item)
     if not changed:
         return value, False
-    made: Any = tuple(items) if type(value) is tuple else _rebuild(value, items)  # spares a forward's arguments a call
-    return made, True
+    if type(value) is tuple:  # a forward's arguments: spares them a call
+        return tuple(items), True
+    return _rebuild(value, items), True
 
 
 def _rebuild(value: Any, items: list[object]) -> Any:

@@ -10,7 +10,9 @@ from ampcompat.amp.trees import map_tree, tensors_in
 __all__ = ["cached_cast", "casted_args", "get_func", "has_func", "is_fp_tensor", "is_nested", "maybe_float"]
 __all__ += ["maybe_bfloat16", "maybe_half", "set_func"]
 
-has_func, get_func, set_func = hasattr, getattr, setattr
+has_func = hasattr
+get_func = getattr
+set_func = setattr
 
 
 def is_nested(x: object) -> bool:
@@ -58,14 +60,18 @@ def cached_cast(cast_fn: Callable[[Any], Any], x: Any, cache: dict[torch.Tensor,
     """
     if is_nested(x):
         return type(x)([cached_cast(cast_fn, item, cache) for item in x])
-    kept = cache.get(x)
-    if kept is not None and (kept.requires_grad == x.requires_grad or not torch.is_grad_enabled()):
-        return kept
+    cached = cache.get(x)
+    if cached is not None:
+        needs_no_grad = not torch.is_grad_enabled()
+        if needs_no_grad or cached.requires_grad == x.requires_grad:
+            return cached
     cache[x] = cast_fn(x)
     return cache[x]
 
 
 def casted_args(cast_fn: Callable[[Any], Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
     """Cast the floating arguments: positional ones are returned, those in ``kwargs`` replaced there."""
-    kwargs.update({key: cast_fn(value) for key, value in kwargs.items() if is_fp_tensor(value)})
+    for key, value in kwargs.items():
+        if is_fp_tensor(value):
+            kwargs[key] = cast_fn(value)
     return [cast_fn(value) if is_fp_tensor(value) else value for value in args]

@@ -3,43 +3,62 @@
 ``state_dict()`` of a half model is float32: the masters themselves, detached, where there are masters (a resumed run is
 then bitwise the uninterrupted one, and an in-place average over ``state_dict()`` values takes effect), copies at O3.
 ``load_state_dict()`` puts the incoming float32 into the master and the rounded value into the model. Both are hooks on
-every module, so that ``model.backbone.load_state_dict`` works too; a module carries ``_amp_half``, its half dtype and
-whether there are masters, while its tensors are half.
+every module, so that ``model.backbone.load_state_dict`` works too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ampcompat import _torch
+from ampcompat.amp.half_weights import (
+    HalfWeights,
+    drop_half_weights,
+    ensure_half_weights,
+    half_weights,
+    masters_by_name,
+)
 from ampcompat.amp.masters import Master, ensure_master, master_of, own_tensors, rebind, set_masters
 from ampcompat.amp.properties import HALF_DTYPES
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
 
 
+# -- casting -----------------------------------------------------------------------------------------------------------
 def cast_weights(
     modules: Collection[torch.nn.Module],
     dtype: torch.dtype | None,
     undo: ExitStack,
+    *,
     keep_fp32: Collection[torch.nn.Module] = (),
     keep_batchnorm_fp32: bool = False,
-    trained: Collection[int] | None = None,
+    has_masters: bool = False,
+    trained: Collection[int] = (),
 ) -> None:
     """Cast every floating parameter and buffer that ``modules`` hold to ``dtype``, in place; complex tensors stay.
 
-    Parameters keep their identity; weights that an earlier call had cast are restored from their masters first. None
-    leaves alone what no earlier call had cast, and restores the rest. Modules in ``keep_fp32`` stay float32, and with
-    ``keep_batchnorm_fp32`` affine batch norm, as in apex's ``convert_module``. Half tensors get float32 masters: now
-    where an optimizer holds them (``trained``, by id), else when needed; without ``trained`` none.
+    Parameters keep their identity. Weights that an earlier call had cast are restored from their masters first. As in
+    apex (``apex/fp16_utils/fp16util.py: convert_network``), which made masters of all parameters.
+
+    Args:
+        modules: Each part of the models, once.
+        dtype: Half dtype or ``torch.float32``. None leaves alone what no earlier call had cast, and restores the rest.
+        undo: Gets a callback per module that makes it what it was.
+        keep_fp32: Modules that stay float32.
+        keep_batchnorm_fp32: Whether affine batch norm stays float32.
+        has_masters: Whether half tensors get float32 masters, when these are first needed.
+        trained: Ids of parameters that optimizers hold; their masters are made now.
+
+    Host syncs: one for each weight that has a master of an earlier call.
     """
     for module in modules:
-        if "_amp_half" in module.__dict__:
-            hook_new(module, *module.__dict__["_amp_half"])
+        record = half_weights(module)
+        if record is not None:
+            hook_added_modules(module, record)
     unshared = torch.empty(1, device="cpu")  # made here, so that no other thread holds it
     for module in modules:
         target = _target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
@@ -47,27 +66,12 @@ def cast_weights(
             continue
         before = _ModuleBefore(module)
         undo.callback(before.put_back)
-        half = None if target == torch.float32 else target
-        for name, tensor in own_tensors(module):
-            if tensor.dtype not in _CASTABLE:
-                continue
-            master = before.masters.get(name) or master_of(tensor)
-            if master is not None:
-                master.register()
-                master.reconcile(compare=True)
-            # A new master takes the memory that the weight leaves, where nobody else holds it: no copy, no second peak.
-            leaves_memory = master is None and tensor.dtype == torch.float32 and target != torch.float32
-            adopts = leaves_memory and _torch.owns_memory_alone(tensor, unshared)
-            exact = tensor.data if master is None else master.value.detach()
-            if tensor.dtype != target:
-                before.note(tensor, master)
-                _cast(tensor, exact, target)
-                _follow_cast(master, half)
-            if half is not None and _is_trained(tensor, master, trained):
-                if adopts:
-                    exact = torch.nn.Parameter(exact, tensor.requires_grad)
-                ensure_master(module, name, exact, adopt=adopts)
-        hook(module, half, trained is not None)
+        if target == torch.float32:
+            _cast_own_tensors(module, target, before, (), unshared)
+            unhook(module)
+        else:
+            hook(module, target, has_masters)
+            _cast_own_tensors(module, target, before, trained, unshared)
 
 
 def _target_dtype(
@@ -78,7 +82,7 @@ def _target_dtype(
 ) -> torch.dtype | None:
     """Return the dtype that the floating tensors of ``module`` are cast to; None leaves them as they are."""
     if dtype is None:  # no cast is wanted: undo that of an earlier call
-        was_cast = "_amp_half" in module.__dict__
+        was_cast = half_weights(module) is not None
         return torch.float32 if was_cast else None
     if module in keep_fp32:
         return torch.float32
@@ -91,6 +95,44 @@ def _is_affine_batch_norm(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
 
 
+def _cast_own_tensors(
+    module: torch.nn.Module,
+    target: torch.dtype,
+    before: _ModuleBefore,
+    trained: Collection[int],
+    unshared: torch.Tensor,
+) -> None:
+    """Cast the floating tensors that ``module`` itself holds, and make masters of those that are ``trained``."""
+    for name, tensor in own_tensors(module):
+        if tensor.dtype not in _CASTABLE:
+            continue
+        master = before.masters.get(name) or master_of(tensor)
+        if master is not None:
+            master.register()
+            master.reconcile(compare=True)
+        adopts = master is None and _leaves_memory(tensor, target, unshared)
+        exact = tensor.data if master is None else master.value.detach()
+        if tensor.dtype != target:
+            before.note(tensor, master)
+            _cast(tensor, exact, target)
+            if master is not None:
+                _follow_cast(master, target)
+        if _is_trained(tensor, master, trained):
+            if adopts:
+                exact = torch.nn.Parameter(exact, tensor.requires_grad)
+            ensure_master(module, name, exact, adopt=adopts)
+
+
+def _leaves_memory(tensor: torch.Tensor, target: torch.dtype, unshared: torch.Tensor) -> bool:
+    """Whether a cast to ``target`` leaves float32 memory that no other tensor holds.
+
+    A new master takes that over: no copy, and no second peak of memory.
+    """
+    if tensor.dtype != torch.float32 or target == torch.float32:
+        return False
+    return _torch.owns_memory_alone(tensor, unshared)
+
+
 def _cast(tensor: torch.Tensor, exact: torch.Tensor, target: torch.dtype) -> None:
     """Give ``tensor`` the values ``exact`` in ``target``, in memory of its own."""
     # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
@@ -98,119 +140,168 @@ def _cast(tensor: torch.Tensor, exact: torch.Tensor, target: torch.dtype) -> Non
     tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
 
 
-def _follow_cast(master: Master | None, half: torch.dtype | None) -> None:
-    """Tell the master of a tensor that was just cast to ``half``; with None it is float32 and needs no master."""
-    if master is None:
-        return
-    if half is None:
+def _follow_cast(master: Master, target: torch.dtype) -> None:
+    """Tell ``master`` that its tensor was just cast to ``target``; a float32 one needs no master."""
+    if target == torch.float32:
         master.retire()
         return
-    master.dtype = half
+    master.dtype = target
     master.push()
 
 
-def _is_trained(tensor: torch.Tensor, master: Master | None, trained: Collection[int] | None) -> bool:
+def _is_trained(tensor: torch.Tensor, master: Master | None, trained: Collection[int]) -> bool:
     """Whether an optimizer holds ``tensor``, or its master from an earlier call; ``trained`` has the ids it holds."""
-    if not trained:
-        return False
-    return id(tensor) in trained or (master is not None and id(master.value) in trained)
+    if id(tensor) in trained:
+        return True
+    return master is not None and id(master.value) in trained
+
+
+class _TensorBefore(NamedTuple):
+    """A tensor that is about to be cast, with the data, the gradient and the master that it has."""
+
+    tensor: torch.Tensor
+    data: torch.Tensor
+    grad: torch.Tensor | None
+    master: Master | None
+
+    def put_back(self) -> None:
+        _torch.put_back(self.tensor, self.data, self.grad)
+        if self.master is not None:
+            self.master.dtype = self.data.dtype
+            self.master.register()
+            self.master.record_versions()
 
 
 class _ModuleBefore:
     """A module's own tensors, masters and hooks as they were before a cast.
 
     Attributes:
+        dtype: The half dtype of its tensors; None where amp had not cast them.
+        has_masters: As in its :class:`HalfWeights`.
         masters: The module's masters, by name.
-        tensors: The tensors that were cast, each with the data, the gradient and the master that it had.
+        tensors: The tensors that were cast.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
+        record = half_weights(module)
         self.module = module
-        self.half, self.had_masters = module.__dict__.get("_amp_half", (None, False))
-        self.masters: dict[str, Master] = dict(module.__dict__.get("_amp_masters", {}))
-        self.tensors: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, Master | None]] = []
+        self.dtype = None if record is None else record.dtype
+        self.has_masters = record is not None and record.has_masters
+        self.masters: dict[str, Master] = {} if record is None else dict(record.masters)
+        self.tensors: list[_TensorBefore] = []
 
     def note(self, tensor: torch.Tensor, master: Master | None) -> None:
         """Remember ``tensor``, which is about to be cast."""
-        self.tensors.append((tensor, tensor.data, tensor.grad, master))
+        self.tensors.append(_TensorBefore(tensor, tensor.data, tensor.grad, master))
 
     def put_back(self) -> None:
         """Make the module what it was."""
-        for tensor, data, grad, master in reversed(self.tensors):
-            _torch.put_back(tensor, data, grad)
-            if master is not None:
-                master.dtype = data.dtype
-                master.register()
-                master.settle()
-        hook(self.module, self.half, self.had_masters)
+        for before in reversed(self.tensors):
+            before.put_back()
+        if self.dtype is None:
+            unhook(self.module)
+            return
+        hook(self.module, self.dtype, self.has_masters)
         set_masters(self.module, self.masters)
 
 
-def hook(module: torch.nn.Module, half: torch.dtype | None, master_weights: bool) -> None:
-    """Hook saving and loading of ``module``'s own tensors; None takes the hooks off, and the masters."""
-    if half is None:
-        set_masters(module, {})
-        for handle in module.__dict__.pop("_amp_state_hooks", ()):
-            handle.remove()
-        module.__dict__.pop("_amp_half", None)
-        return
-    object.__setattr__(module, "_amp_half", (half, master_weights))
-    if "_amp_state_hooks" not in module.__dict__:
-        module.__dict__["_amp_state_hooks"] = _torch.register_state_dict_hooks(module, _hand_out, _take_in, _loaded)
+# -- hooks on saving and loading ---------------------------------------------------------------------------------------
+def hook(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> None:
+    """Record that ``module``'s own tensors are ``dtype``, and hook saving and loading of them."""
+    record = ensure_half_weights(module, dtype, has_masters)
+    if not record.hooks:
+        record.hooks = _torch.register_state_dict_hooks(
+            module, after_save=_hand_out, before_load=_take_in, after_load=_loaded
+        )
 
 
-def hook_new(module: torch.nn.Module, half: torch.dtype, master_weights: bool) -> list[tuple[str, torch.nn.Module]]:
-    """Hook what was added below ``module`` after ``initialize`` and is half; returns these modules by name."""
-    found = [
-        (name, part)
-        for name, part in module.named_modules()
-        if "_amp_half" not in part.__dict__ and any(tensor.dtype == half for _, tensor in own_tensors(part))
-    ]
-    for _, part in found:
-        hook(part, half, master_weights)
-    return found
+def unhook(module: torch.nn.Module) -> None:
+    """Remove the hooks on saving and loading of ``module``, whose tensors are float32 again, and its masters."""
+    set_masters(module, {})
+    drop_half_weights(module)
+
+
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Whether saving and loading of ``module``'s own tensors is hooked."""
+    record = half_weights(module)
+    return record is not None and bool(record.hooks)
+
+
+def hook_added_modules(module: torch.nn.Module, record: HalfWeights) -> list[tuple[str, torch.nn.Module]]:
+    """Hook what was added below ``module`` after ``initialize`` and is half; returns these modules by name.
+
+    Args:
+        module: A module that amp has cast.
+        record: That of ``module``: what was added is treated like it.
+    """
+    added: list[tuple[str, torch.nn.Module]] = []
+    for name, part in module.named_modules():
+        if is_hooked(part):
+            continue
+        if any(tensor.dtype == record.dtype for _, tensor in own_tensors(part)):
+            added.append((name, part))
+    for _, part in added:
+        hook(part, record.dtype, record.has_masters)
+    return added
 
 
 def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    half, master_weights = module.__dict__.get("_amp_half", (None, False))
-    for name, part in hook_new(module, half, master_weights) if half is not None else ():
+    """Hook after ``state_dict()``: exchange half tensors for their masters, or for float32 copies."""
+    record = half_weights(module)
+    if record is None:
+        return
+    for name, part in hook_added_modules(module, record):
         _hand_out(part, state_dict, f"{prefix}{name}.", local_metadata)
     for name, tensor in own_tensors(module):
-        handed = state_dict.get(prefix + name)
-        if half is None or not isinstance(handed, torch.Tensor) or tensor.dtype != half or handed.dtype != half:
+        saved = state_dict.get(prefix + name)
+        if tensor.dtype != record.dtype or not isinstance(saved, torch.Tensor) or saved.dtype != record.dtype:
             continue
-        if not master_weights:
-            state_dict[prefix + name] = handed.float()
+        if not record.has_masters:
+            state_dict[prefix + name] = saved.float()
             continue
         master = ensure_master(module, name)
         master.reconcile(compare=True)
-        state_dict[prefix + name] = master.value if handed is tensor else master.hand_out()  # tensor: keep_vars
+        keeps_variables = saved is tensor  # state_dict(keep_vars=True)
+        state_dict[prefix + name] = master.value if keeps_variables else master.hand_out()
 
 
 @torch.no_grad()
 def _take_in(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any) -> None:
-    half, master_weights = module.__dict__.get("_amp_half", (None, False))
-    if half is not None:
-        hook_new(module, half, master_weights)  # in time: torch loads children after their parent
+    """Hook before ``load_state_dict()``: put what is loaded into masters; torch then loads the rounded values."""
+    record = half_weights(module)
+    if record is None:
+        return
+    hook_added_modules(module, record)  # in time: torch loads children after their parent
+    assigns = local_metadata.get("assign_to_params_buffers", False)
     for name, tensor in own_tensors(module):
-        incoming = state_dict.get(prefix + name)
-        if half is None or tensor.dtype != half or not isinstance(incoming, torch.Tensor) or incoming.is_meta:
+        loaded: Any = state_dict.get(prefix + name)
+        if tensor.dtype != record.dtype or not _can_be_loaded(loaded, tensor):
             continue
-        if incoming.shape != tensor.shape or not incoming.is_floating_point() or incoming.layout != torch.strided:
-            continue  # torch reports the mismatch, or that it cannot be copied
-        if local_metadata.get("assign_to_params_buffers", False):
-            state_dict[prefix + name] = incoming.to(half)
-        if master_weights:
+        if assigns:
+            state_dict[prefix + name] = loaded.to(record.dtype)
+        if record.has_masters:
             master = ensure_master(module, name)
-            address = incoming.data_ptr()  # 0 for a wrapper around other tensors
-            if not address or address != master.value.data_ptr():
-                master.value.copy_(incoming)
+            address = loaded.data_ptr()  # 0 for a wrapper around other tensors
+            is_master_itself = address != 0 and address == master.value.data_ptr()
+            if not is_master_itself:
+                master.value.copy_(loaded)
+
+
+def _can_be_loaded(loaded: Any, tensor: torch.Tensor) -> bool:
+    """Whether ``loaded`` has values that fit ``tensor``; where it does not, torch reports the mismatch."""
+    if not isinstance(loaded, torch.Tensor) or loaded.is_meta:
+        return False
+    return loaded.shape == tensor.shape and loaded.is_floating_point() and loaded.layout == torch.strided
 
 
 def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
-    for name, master in module.__dict__.get("_amp_masters", {}).items():
-        now = module._parameters.get(name, module._buffers.get(name))
-        if now is not None and now is not master.half:  # load_state_dict(assign=True)
-            rebind(master, now)
-        elif now is not None and master.value._version != master.seen[1]:
+    """Hook after ``load_state_dict()``: round the masters that were loaded into the model."""
+    for name, master in masters_by_name(module).items():
+        held = module._parameters.get(name, module._buffers.get(name))
+        if held is None:
+            continue
+        was_assigned = held is not master.half  # load_state_dict(assign=True)
+        if was_assigned:
+            rebind(master, held)
+        elif master.value._version != master.synced[1]:
             master.push()

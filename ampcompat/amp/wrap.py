@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from ampcompat.amp.autocast import disable_casts
+from ampcompat.amp.casts import disable_casts
 from ampcompat.amp.rules import Rule, wrap
 from ampcompat.amp.utils import casted_args
 
@@ -18,11 +18,15 @@ def make_cast_wrapper(orig_fn: Function, cast_fn: Function, handle: Any, try_cac
 
     @functools.wraps(orig_fn)
     def wrapper(*args: object, **kwargs: Any) -> object:
-        return orig_fn(*(casted_args(cast_fn, args, kwargs) if handle.is_active() else args), **kwargs)
+        if not handle.is_active():
+            return orig_fn(*args, **kwargs)
+        cast_args = casted_args(cast_fn, args, kwargs)  # and those in ``kwargs``, in place
+        return orig_fn(*cast_args, **kwargs)
 
     return wrapper
 
 
 def make_promote_wrapper(orig_fn: Function, cast_fn: object = None, handle: object = None) -> Any:
     """Wrap ``orig_fn`` so that it gets its floating arguments in the widest dtype among them while casts are on."""
-    return wrap(orig_fn, Rule.PROMOTE)[1]
+    _, wrapper = wrap(orig_fn, Rule.PROMOTE)
+    return wrapper

@@ -106,7 +106,7 @@ def _runpy_main(name: str, alter_argv: bool) -> None:
 
 
 def _as_python_would(execute: Callable[[], None], ours: int) -> None:
-    """Call ``execute``; should it raise, the interpreter prints and exits as ever, less ``ours`` frames of ours.
+    """Call ``execute``; should it raise, the interpreter prints and exits unchanged, less ``ours`` frames of ours.
 
     The exception is let through to the interpreter, which knows all about exit statuses, SIGINT and faulty hooks;
     only the hook that it will call is wrapped.
@@ -133,10 +133,10 @@ def _explained(error: BaseException, trace: TracebackType | None) -> TracebackTy
     """Note on ``error`` what cures it, if amp ran and provoked it; its ``trace`` from the user's line to torch's."""
     if "ampcompat.amp" not in sys.modules or not isinstance(error, Exception):
         return trace
-    from ampcompat import _torch
     from ampcompat._state import state
+    from ampcompat.amp.cures import note_cure
     from ampcompat.tools.explain.frames import hide_tools
 
     if state.session is not None and state.session.enabled:
-        _torch.note_cure(error)
+        note_cure(error)
     return hide_tools(trace, all_of_ours=True)

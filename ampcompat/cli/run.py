@@ -1,4 +1,4 @@
-"""``ampcompat run script.py``: a script as ``python script.py`` runs it, with apex's name answered by ampcompat."""
+"""``ampcompat run script.py``: a script as ``python script.py`` runs it, where ``import apex`` finds ampcompat."""
 
 from __future__ import annotations
 

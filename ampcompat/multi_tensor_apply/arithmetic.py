@@ -15,7 +15,7 @@ Lists = Sequence[Sequence[Tensor]]
 
 
 def check(tensor_lists: Lists, count: int, op: str) -> None:
-    """Refuse lists that are not parallel: the fused kernels would walk past the end of the shorter tensor."""
+    """Refuse lists that are not parallel: the fused kernels would read past the end of the shorter tensor."""
     sizes = [len(tensors) for tensors in tensor_lists]
     if len(sizes) != count or len(set(sizes)) > 1:
         raise RuntimeError(f"amp_C.{op} got lists of {sizes} tensors: it takes {count} parallel lists of equal length.")

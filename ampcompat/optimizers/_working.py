@@ -1,4 +1,4 @@
-"""Working copies: the tensors that an update rule computes on, and the way back to those of the caller.
+"""Working copies: the tensors that an update rule computes on, and how they are written back to those of the caller.
 
 apex's kernels read any dtype and computed in float32. Here the rules run on lists of one dtype (float32, or float64 for
 float64 params) whose tensors are laid out alike; what is already so is used as it is, the rest through a copy.

@@ -57,7 +57,7 @@ def assert_opt_level_parity(
     training at the reference that skips the same steps: the same updates are applied. The message names them.
 
     amp is reset before each level and at the end: what an earlier ``amp.initialize`` did to torch is undone, and each
-    level starts from a torch that nobody has touched.
+    level starts from an unchanged torch.
     """
     for level in (reference, *levels):
         if level not in OPT_LEVELS:

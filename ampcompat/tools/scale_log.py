@@ -154,7 +154,7 @@ class _Watcher:
             return
         step = optimizer._amp_stash.session.steps
         # What the device decided is on its way to the host for amp's own message.
-        flags = [copy for _, copy in optimizer._amp_stash.reports[-1]] if skipped is None else []
+        flags = [copy for _, copy in optimizer._amp_stash.undecided_steps[-1]] if skipped is None else []
         for scaler, copied in sorted(self._blocks.pop(optimizer, {}).items(), key=lambda one: one[0].loss_id):
             numbers = _numbers(scaler) if copied is None else copied  # None: gradients were left scaled until the step
             self._underway.append(_Underway(step, scaler.loss_id, skipped, numbers, flags))

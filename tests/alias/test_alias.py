@@ -136,7 +136,7 @@ def test_probes(alias):
     [
         ("import apex.absent", "apex.absent", "it has "),
         ("from apex.absent import x", "apex.absent", "docs/namespace.md"),
-        ("import apex.amp.absent", "apex.amp.absent", "ampcompat, which stands in for apex"),
+        ("import apex.amp.absent", "apex.amp.absent", "ampcompat, which replaces apex"),
     ],
 )
 def test_what_is_missing_is_said_in_one_line(alias, statement, name, words):

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import block, cpu_convolution
+from ampcompat.amp import cpu_convolution, gradients
 
 from . import report
 from .counting import SYNCS
@@ -151,7 +151,7 @@ def device_seconds(ops):
 def section(device, quick):
     """The tables of counts and of predictions."""
     # Count what a GPU launches: its host cannot read the scale without waiting.
-    block.CPU_CHUNK, _torch.host_value = block.CHUNK, lambda number: None
+    gradients.CPU_CHUNK, _torch.host_value = gradients.CHUNK, lambda number: None
     _torch.float32_copies = _torch.fused_float32_copies
     rows, predicted = [], []
     for model in list(COUNTED)[:2] if quick else COUNTED:

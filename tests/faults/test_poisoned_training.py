@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ampcompat import _torch, amp
-from ampcompat.amp import block
-from ampcompat.amp.autocast import save
+from ampcompat.amp import gradients
+from ampcompat.amp.casts import save
 from ampcompat.amp.masters import masters_of
 from ampcompat.optimizers import FusedAdam, FusedSGD
 
@@ -160,7 +160,7 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
             raise MemoryError
         return real(halves, like)
 
-    monkeypatch.setattr(block, "CPU_CHUNK", 16)
+    monkeypatch.setattr(gradients, "CPU_CHUNK", 16)
     model, optimizer = started()
     if accumulated:
         backward(model, optimizer)

@@ -7,6 +7,7 @@ import torch
 from nets import Net, Tied, batch, masters_agree
 
 from ampcompat import amp
+from ampcompat.amp.half_weights import masters_by_name
 from ampcompat.amp.masters import masters_of
 
 HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
@@ -52,7 +53,7 @@ def test_a_new_head_is_saved_and_unwrapped_in_float32(level, trained):
     assert len(head) == 4
     if trained and level != "O3":
         held = {id(p) for p in amp.master_params(optimizer)}
-        masters = [m.value for part in model.head for m in getattr(part, "_amp_masters", {}).values()]
+        masters = [m.value for part in model.head for m in masters_by_name(part).values()]
         assert len(masters) == 4
         assert all(id(m) in held for m in masters)
         assert any(not torch.equal(value, value.to(HALF[level]).float()) for value in head.values())  # low bits

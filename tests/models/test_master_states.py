@@ -1,22 +1,19 @@
-"""Each row of the table at the head of ``ampcompat/amp/masters.py``, both sides of it, seen from outside.
+"""Each row of the table of masters (``state_tables``), both sides of it, seen from outside.
 
 Weights are thirds: no half holds them, so a master that was rounded on its way would show.
 """
 
 import copy
 import pickle
-import runpy
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 from nets import MASTER_LEVELS
+from state_tables import MASTERS
 
 from ampcompat import amp
 
-PAGE = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "architecture.py"))
-HEAD, *ROWS = PAGE["table_in"](PAGE["TABLES"]["masters"])
 ROW = torch.tensor([1.0, -0.25, 0.0, 3.0])  # exact in both halves
 LATE = 12  # forwards and steps after which values are compared no more
 
@@ -326,24 +323,24 @@ def initialized_at_another_level(level):
 
 #: Tests of each row of the table, by its first cell.
 EVENTS = {
-    "``initialize``": [initialized],
-    "``optimizer.step``": [stepped],
-    "``load_state_dict``": [loaded],
+    "`initialize`": [initialized],
+    "`optimizer.step`": [stepped],
+    "`load_state_dict`": [loaded],
     "half written, counters move": [half_written],
     "half written past the counters": [half_written_past_the_counters, half_written_past_the_counters_late],
     "half written, then written back": [half_written_and_written_back],
     "value written": [value_written],
-    "both written after ``state_dict``": [both_written_after_state_dict],
+    "both written after `state_dict`": [both_written_after_state_dict],
     "parameter replaced in its module": [replaced, replaced_by_a_float32_one],
     "buffer assigned in its module": [buffer_assigned],
     "replaced, and added to an optimizer": [replaced_and_added],
     "replaced under one of its names: untied": [untied],
     "replaced by another's half: tied to it": [tied_to_another],
-    "``model.to(device)``": [moved_to_a_device],
-    "other strides (``memory_format=``)": [laid_out_anew],
-    "``model.float()`` and the like": [made_float],
+    "`model.to(device)`": [moved_to_a_device],
+    "other strides (`memory_format=`)": [laid_out_anew],
+    "`model.float()` and the like": [made_float],
     "deepcopy, pickle": [copied],
-    "``initialize`` at another level": [initialized_at_another_level],
+    "`initialize` at another level": [initialized_at_another_level],
 }
 
 
@@ -373,5 +370,5 @@ def test_without_masters_the_half_weight_is_stepped(level):
 
 
 def test_every_row_of_the_table_has_a_test():
-    assert [row[0] for row in ROWS] == list(EVENTS)
-    assert all(all(row) for row in ROWS)
+    assert MASTERS.events == list(EVENTS)
+    assert all(len(row) == len(MASTERS.head) and all(row) for row in MASTERS.rows)

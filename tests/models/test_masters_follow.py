@@ -9,6 +9,7 @@ from nets import MASTER_LEVELS, Net, Tied, batch, masters_agree
 from torch import nn
 
 from ampcompat import amp
+from ampcompat.amp.half_weights import masters_by_name
 
 
 def initialized(level="O2", kind=Net, lr=0.01, make=torch.optim.SGD):
@@ -27,7 +28,7 @@ def train(model, optimizer, steps=1, seed=0):
 
 
 def head_master(model):
-    return amp.master_params and model.head._amp_masters["weight"].value
+    return masters_by_name(model.head)["weight"].value
 
 
 # -- writers of the model: each changes the first row of model.head.weight and nothing else ----------------------------

@@ -14,6 +14,7 @@ from nets import MASTER_LEVELS, Tied, masters_agree
 from torch import nn
 
 from ampcompat import amp
+from ampcompat.amp.half_weights import masters_by_name
 from ampcompat.amp.masters import masters_of
 
 LEVEL = pytest.mark.parametrize("level", MASTER_LEVELS)
@@ -342,7 +343,7 @@ def test_untying_two_names_of_one_module(level, name):
         assert torch.equal(forward(model), torch.full((1, 4), 2.0))
     assert model.left is not model.right
     assert len(masters_of(model)) == 2
-    assert all(model._amp_masters[name].half is getattr(model, name) for name in ("left", "right"))
+    assert all(masters_by_name(model)[name].half is getattr(model, name) for name in ("left", "right"))
 
 
 @REPLACED

@@ -57,10 +57,15 @@ def test_generated_parts_of_the_page_are_up_to_date():
     assert PAGE["PAGE"].read_text(encoding="utf-8") == PAGE["page"](), "python docs/architecture.py writes them"
 
 
+def test_the_tables_in_docstrings_are_those_of_the_data():
+    for path, source in PAGE["modules_with_tables"]().items():
+        assert path.read_text(encoding="utf-8") == source, "python docs/architecture.py writes them"
+
+
 def test_the_page_names_functions_and_fields_that_there_are():
     text = PAGE["PAGE"].read_text(encoding="utf-8")
     story = "\n".join(
-        re.findall("^  .*", text[text.index("## One step") : text.index("## One optimizer's gradients")], re.M)
+        re.findall("^  .*", text[text.index("## Calls of one step") : text.index("## One optimizer's gradients")], re.M)
     )
     modules = "|".join(path.stem for path in PAGE["AMP"].glob("*.py"))
     names = re.findall(rf"\b({modules})\.([A-Za-z_]\w*)(?:\.(\w+))?", story)

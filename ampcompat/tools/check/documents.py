@@ -86,7 +86,7 @@ class Content(TypedDict):
 
 @dataclass
 class Notebook:
-    """The code of a notebook as one source, and the way back.
+    """The code of a notebook as one source, and its lines back in the notebook.
 
     Attributes:
         content: The parsed file.

@@ -121,7 +121,7 @@ def _read_file(job: tuple[str, str]) -> Read:
         code, lines = notebook.code, notebook.lines
         found = _kept(_installed_by_cells(name, notebook), code, lines)
     if not mentions_apex(code):
-        return Read(found, may_hold_traps=notebook is None)  # nobody imports a notebook
+        return Read(found, may_hold_traps=notebook is None)  # notebooks are not imported
     try:
         source = Source(name, code)
         found += _kept(_symbols(source), code, lines)
@@ -215,7 +215,7 @@ def _unparsable(path: str, code: str, problem: BaseException, file: str = "x.py"
     level = ERROR if uses_apex else WARNING
     conflict = next((number for number, line in enumerate(lines_of(code), 1) if line.startswith("<<<<<<< ")), 0)
     if conflict and ">>>>>>> " in code:
-        note = "the file has a merge conflict that nobody resolved: resolve it first"
+        note = "the file has an unresolved merge conflict: resolve it first"
         return Finding(path, conflict, 0, "file", "unparsable", level, note)
     line = problem.lineno or 0 if isinstance(problem, SyntaxError) else 0
     reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
@@ -270,7 +270,7 @@ def used(source: Source, node: ast.AST) -> str | None:
 def _symbol(source: Source, node: ast.AST, name: str) -> Finding:
     level, note = verdict(name)
     if level == UNSUPPORTED and isinstance(node, ast.Import | ast.ImportFrom) and _guarded(source, node):
-        level, note = DIFFERS, f"imported inside try: the probe is answered, each use of it is refused ({note})"
+        level, note = DIFFERS, f"imported inside try: the probe finds ampcompat, each use of it is refused ({note})"
     return source.finding(node, "symbol", canonical(name), level, note)
 
 

@@ -19,7 +19,7 @@ from ampcompat.tools.check.source import SCOPES, TRIES, Source, text
 EVALUATES = re.compile(r"eval|test|infer|valid|predict|deploy|export|demo|generat", re.IGNORECASE)
 LEAVES = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 #: Branches of one block that leave, tests around a statement, and contexts of one kind of statement that are looked at:
-#: nobody writes more.
+#: no real file has more.
 MOST = 100
 #: A test, and whether it holds.
 Condition = tuple[str, bool]

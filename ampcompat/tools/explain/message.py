@@ -105,8 +105,8 @@ def _setting(scaler: LossScaler, made: bool, growth: Growth | None) -> Setting:
     latest = state.session
     level = "" if latest is None else latest.policy.opt_level
     half = ""
-    if latest is not None and (latest.policy.half is not None or latest.policy.casts.enabled):
-        half = str(latest.half).removeprefix("torch.")
+    if latest is not None and (latest.policy.half_dtype is not None or latest.policy.casts.enabled):
+        half = str(latest.half_dtype).removeprefix("torch.")
     scale = float(scaler.loss_scale())
     return Setting(level, half, 2 * scale if scaler.dynamic else scale, scaler.dynamic, made, growth)
 

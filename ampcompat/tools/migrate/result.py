@@ -23,7 +23,7 @@ class Result:
     Attributes:
         code: The new text; equal to the old one when there was nothing to do.
         todos: What could not be translated, as ``(line in the new text, message)``.
-        notes: What differs and needs nobody.
+        notes: What differs, and needs no action.
         makes: The line on which the source calls ``amp.initialize``, 0 for none (``native``).
         needs: Whether it uses a scaler that another file makes (``native``).
         optimizers: The last parts of the names of optimizers whose gradients its scaler scales (``native``).

@@ -33,7 +33,7 @@ class Change:
         new: The text after the migration.
         todos: What was left to the reader, ``(line in the new text, message)``.
         problem: Why the file was left alone, or ``""``.
-        notes: What differs and needs nobody.
+        notes: What differs, and needs no action.
         makes: The line on which it calls ``amp.initialize``, 0 for none.
         needs: Whether it uses a scaler that another file makes.
         optimizers: The last parts of the names of optimizers whose gradients its scaler scales.

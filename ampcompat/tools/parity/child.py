@@ -79,7 +79,7 @@ class _Writer:
             return
         if step.step <= self.steps:
             _write(self.file, step_line(step))
-        # The exit of another thread would not end the script; whoever waits for this process ends it then.
+        # The exit of another thread would not end the script; the process that waits for this one ends it then.
         if step.step >= self.steps and threading.current_thread() is threading.main_thread():
             raise EnoughSteps(0)
 

@@ -146,7 +146,7 @@ def judge(
     broken = first_not_finite(reference)
     verdict = "reference" if ran else reference.message
     if ran and broken is not None:
-        verdict = f"{broken} in float32 itself: not for want of precision"
+        verdict = f"{broken} in float32 itself: precision is not the cause"
     results = [Result(reference, None, ran and broken is None, verdict)]
     for run in runs[1:]:
         other = others.get(skipped_steps(run), reference)

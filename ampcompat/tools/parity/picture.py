@@ -116,7 +116,7 @@ def _finish(panels: Sequence[Axes], results: Sequence[Result], optimizer: int, t
 
 
 def _legend(figure: Figure, losses: Axes, scale: Axes, results: Sequence[Result], title: str) -> None:
-    """One column per level where there are two dtypes, else one row; the title above, where it takes its own room."""
+    """One column per level where there are two dtypes, else one row; the title above, where it takes its own row."""
     handles, labels = losses.get_legend_handles_labels()
     two_dtypes = len({result.run.level.dtype for result in results} - {None}) > 1
     if two_dtypes or any(step.skipped for result in results for step in result.run.steps):

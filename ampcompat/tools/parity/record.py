@@ -46,7 +46,7 @@ class Run:
         level: What ran.
         steps: What was recorded, in order.
         ending: ``"complete"`` (all steps asked for), ``"ended"`` (by itself before), ``"crashed"``, ``"stalled"``
-            (stopped for want of progress) or ``"interrupted"``.
+            (stopped because there was no progress) or ``"interrupted"``.
         message: Why it ended early, in one line; empty for ``"complete"``.
         log: The file with the script's output.
     """

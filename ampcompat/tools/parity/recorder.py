@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ampcompat._types import Optimizer
-from ampcompat.amp.autocast import uncast
+from ampcompat.amp.casts import CastsOff
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.tools.parity.memory import cuda_in_use, peak_memory
@@ -48,7 +48,7 @@ class Recorder:
         """Note loss and scale for the optimizers of the block."""
         begin = _now()
         self.blocks += 1
-        with uncast():
+        with CastsOff():
             value = float(loss.detach().float().mean().item())
         scale = float(scaler.loss_scale())
         for optimizer in optimizers:
@@ -60,7 +60,7 @@ class Recorder:
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Note the norm of what has accumulated."""
         begin = _now()
-        with uncast():
+        with CastsOff():
             for optimizer in optimizers:
                 self._pending.setdefault(optimizer, _Pending([])).grad_norm = _grad_norm(optimizer)
         self._own_time += _now() - begin

@@ -204,7 +204,9 @@ def _why(entry: Reason) -> str:
 
 
 def _slow(latest: Session, devices: list[str]) -> list[str]:
-    return [text for text in (slow_halves(one, latest.half) for one in devices) if text and _setting(latest)["half"]]
+    return [
+        text for text in (slow_halves(one, latest.half_dtype) for one in devices) if text and _setting(latest)["half"]
+    ]
 
 
 def _why_nothing(facts: Facts) -> str:
@@ -225,12 +227,12 @@ def _why_nothing(facts: Facts) -> str:
 def _setting(latest: Session | None) -> Setting:
     if latest is None:
         return {"initialized": False, "enabled": False, "opt_level": None, "half": ""}
-    half = latest.enabled and (latest.policy.half or latest.policy.casts.enabled)
+    half = latest.enabled and (latest.policy.half_dtype or latest.policy.casts.enabled)
     return {
         "initialized": True,
         "enabled": latest.enabled,
         "opt_level": latest.policy.opt_level,
-        "half": dtype_name(latest.half) if half else "",
+        "half": dtype_name(latest.half_dtype) if half else "",
     }
 
 

@@ -1,6 +1,6 @@
 """Receipts of several processes: each leaves its facts in a folder, and the first adds them up.
 
-They are those that a script starts, and the ranks that a launcher such as torchrun has started beside it.
+They are those that a script starts, and the ranks that a launcher such as torchrun has started next to it.
 """
 
 from __future__ import annotations

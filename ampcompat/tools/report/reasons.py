@@ -47,19 +47,19 @@ def why_not_half(op: OpOverload, called: Called, dtype: torch.dtype, device_type
         return "amp.initialize was given enabled=False"
     if dtype == torch.float64:
         return "its inputs are float64"
-    if thread.disabled:
-        return "under disable_casts"
     if called.kept:
         return "kept in float32"
     by_rule_or_step = _of_stack(sys._getframe(1))
     if by_rule_or_step:
         return by_rule_or_step
+    if thread.disabled:
+        return "under disable_casts"
     if thread.regions.get(device_type):
         return "in a region of torch.autocast"
     policy = called.policy or session.policy
     if policy.casts.enabled:
         return _why_not_cast(op, device_type)
-    if policy.half is None:
+    if policy.half_dtype is None:
         return f"opt_level {policy.opt_level} is float32 throughout"
     if called.policy is None:
         return "not given to initialize"

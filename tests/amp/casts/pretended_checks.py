@@ -118,7 +118,7 @@ def passes_are_fused(level, make, options):
 def later_passes_come_in_chunks(options):
     """What they convert to float32 at once does not grow with the model."""
     counts = []
-    for block.CHUNK in (64, 2**24):
+    for gradients.CHUNK in (64, 2**24):
         with Ops() as ops:
             run = Run("O2", "SGD", True, **options)
             run.backward()
@@ -288,7 +288,7 @@ if __name__ == "__main__":
 
     from ampcompat import amp, optimizers
     from ampcompat._state import state
-    from ampcompat.amp import block
+    from ampcompat.amp import gradients
 
     outcomes = {}
     for name in sorted(sys.argv[1:], key=list(CHECKS).index):

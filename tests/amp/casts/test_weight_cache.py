@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from ampcompat import _torch
 from ampcompat.amp import initialize, scale_loss
 
 
@@ -168,3 +169,32 @@ def test_a_forward_that_trains_sees_its_weights_move(inner):
     trainer(x)
     assert trainer.losses == expected
     assert len(set(expected)) == 3
+
+
+def casts_in_graph(output, param):
+    """How many casts of ``param`` the graph of ``output`` has."""
+    casts, pending = set(), [output.grad_fn]
+    for node in pending:
+        for inner, _ in node.next_functions:
+            if getattr(inner, "variable", None) is param:
+                casts.add(node)
+            elif inner is not None and inner not in pending:
+                pending.append(inner)
+    return len(casts)
+
+
+def test_a_kept_module_leaves_the_casts_of_the_forward_around_it():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.kept = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(self.kept(self.fc(x)))
+
+    model = initialize(Tied(), opt_level="O1", verbosity=0, keep_fp32="kept")
+    uses_of_the_weight = 2
+    casts = uses_of_the_weight if _torch.CACHES_WEIGHTS_ACROSS_GRAD_MODES else 1
+    assert casts_in_graph(model(torch.randn(2, 4)), model.fc.weight) == casts
+    assert casts_in_graph(model(torch.randn(2, 4)), model.kept.weight) == 1

@@ -310,7 +310,7 @@ def test_backward_of_a_float32_region_is_float32(how):
 
 
 def test_it_is_the_engine_patch_that_keeps_it_float32(monkeypatch):
-    monkeypatch.setattr(autocast, "_engine", lambda original: original)
+    monkeypatch.setattr(autocast, "_without_casts", lambda original: original)
     got, want = region_gradient(ENGINES["backward"])
     assert not torch.equal(got, want)
 
@@ -359,7 +359,7 @@ def test_old_custom_functions_multiply_half_by_float():
 
 
 def test_it_is_the_body_patch_that_lets_them(monkeypatch):
-    monkeypatch.setattr(autocast, "_body", lambda original: original)
+    monkeypatch.setattr(autocast, "_with_forward_casts", lambda original: original)
     at("O1")
     with pytest.raises(RuntimeError, match="dtype"):
         old_style_step()

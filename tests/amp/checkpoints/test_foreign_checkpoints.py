@@ -183,5 +183,5 @@ def test_lightnings_scaling_state(file, key, capsys):
 )
 def test_a_whole_checkpoint_is_refused_by_name_of_what_to_pass(file, key):
     initialized()
-    with pytest.raises(RuntimeError, match=f"lies here under '{key}'"):
+    with pytest.raises(RuntimeError, match=f"is here under '{key}'"):
         amp.load_state_dict(recorded(file))

@@ -7,6 +7,7 @@ from core_kit import backward, net, same
 from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.amp import amp_model, optimizer
+from ampcompat.amp.half_weights import masters_by_name
 from ampcompat.amp.masters import master_of
 from ampcompat.amp.session import Session
 
@@ -85,9 +86,9 @@ def test_a_failure_at_another_level_leaves_the_masters(level, monkeypatch):
         return sgd
 
     def masters(model):
-        held = [module.__dict__.get("_amp_masters", {}) for module in model.modules()]
+        held = [masters_by_name(module) for module in model.modules()]
         found = [master for its in held for master in its.values()]
-        sides = [(id(m), m.dtype, m.seen == (m.half._version, m.value._version, m.half.data_ptr())) for m in found]
+        sides = [(id(m), m.dtype, m.synced == (m.half._version, m.value._version, m.half.data_ptr())) for m in found]
         return sides, [master_of(m.half) is m is master_of(m.value) for m in found]
 
     model, twin = net(), net()

@@ -193,7 +193,7 @@ def test_a_fused_step_with_closure_is_decided():
     """Fused Adam takes ``found_inf`` and skips by itself; with a closure, amp knows at once that it skipped."""
     model, optimizer = start("O2", MAKERS["Adam fused"], model=Net())
     optimizer.step(Calls(model, optimizer, bad=[0]))
-    assert optimizer._amp_stash.skipped is True
+    assert optimizer._amp_stash.last_step.skipped is True
 
 
 class SAM(torch.optim.Optimizer):
@@ -350,7 +350,7 @@ def test_a_skipped_step_restores_counts_in_groups():
 
 
 def test_blocks_before_a_step_keep_few_flags_and_lose_none(capsys, monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.stash.MANY", 50)
+    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", 50)
     model, optimizer = start("O1", lambda m: torch.optim.SGD(m.parameters(), lr=0.1), num_losses=2)
     before = masters(optimizer)
     for block in range(200):

@@ -235,6 +235,20 @@ def test_an_entry_that_is_no_scaler_is_refused_by_the_block():
     optimizer.step()
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), 1e-46, "0"])
+def test_a_written_scale_that_cannot_be_one_is_refused(value, is_used):
+    scaler = LossScaler("dynamic")
+    if is_used:
+        one_pass(scaler)
+    before = state_of(scaler)
+    with pytest.raises(ValueError, match="_loss_scale = .* - a scale is a positive finite number .* - write a power"):
+        scaler._loss_scale = value
+    with pytest.raises(ValueError, match="_loss_scale = "):
+        scaler.update(float(value))
+    assert state_of(scaler) == before
+
+
 def test_scalers_written_before_initialize_do_no_harm():
     amp._amp_state.loss_scalers = []  # as scripts that mock apex's state do
     model, optimizer = start("O2")
@@ -242,7 +256,7 @@ def test_scalers_written_before_initialize_do_no_harm():
 
 
 def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last(monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.scaler.MANY", 8)
+    monkeypatch.setattr("ampcompat.amp.scaler.MAX_FLAGS", 8)
     model, optimizer = start("O1")
     for seed in range(30):
         backward(model, optimizer, seed, times=float("inf") if seed == 0 else 1.0, delay_overflow_check=True)
@@ -250,26 +264,26 @@ def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last(monkeypatch):
         optimizer.zero_grad()
     (scaler,) = amp._amp_state.loss_scalers
     assert scaler.loss_scale() == 2.0**16
-    assert len(scaler._put_off) <= 8
+    assert len(scaler._overflows.delayed) <= 8
     backward(model, optimizer)
     assert scaler.loss_scale() == 2.0**15
 
 
 def test_overflows_put_off_by_blocks_without_a_step_stay_few(monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.scaler.MANY", 8)
-    monkeypatch.setattr("ampcompat.amp.stash.MANY", 3)
+    monkeypatch.setattr("ampcompat.amp.scaler.MAX_FLAGS", 8)
+    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", 3)
     model, optimizer = start("O1")
     (scaler,) = amp._amp_state.loss_scalers
     for seed in range(40):
         backward(model, optimizer, seed % 3, delay_overflow_check=True)
-        assert len(scaler._put_off) <= 9
+        assert len(scaler._overflows.delayed) <= 9
         assert len(optimizer._amp_stash.overflows) <= 4
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_early_overflow_that_many_blocks_put_off_skips_the_step(level, monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.scaler.MANY", 16)
-    monkeypatch.setattr("ampcompat.amp.stash.MANY", 16)
+    monkeypatch.setattr("ampcompat.amp.scaler.MAX_FLAGS", 16)
+    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", 16)
     model, optimizer = start(level)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     for seed in range(40):

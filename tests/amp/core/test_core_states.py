@@ -1,25 +1,20 @@
-"""Each cell of the tables at the head of ``ampcompat/amp/block.py``, seen from outside.
+"""Each cell of the tables of gradient events (``state_tables``), seen from outside.
 
 Every gradient is a small multiple of 1/8, exact in half at any scale used here, and the learning rate is one: what a
 step takes off a parameter is the sum of the gradients it was made with, to the bit.
 """
 
 import contextlib
-import runpy
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from state_tables import FLOAT32_GRADIENTS, MASTER_GRADIENTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import amp
 
-ROOT = Path(__file__).parents[3]
-PAGE = runpy.run_path(str(ROOT / "docs" / "architecture.py"))
-HEAD, *ROWS = PAGE["table_in"](PAGE["TABLES"]["gradients"])
-FLOAT32_HEAD, *FLOAT32_ROWS = PAGE["table_in"](PAGE["TABLES"]["float32"])
 #: The states of both tables; the first is NONE before any step, where nothing has stayed.
 STATES = ["NONE", "NONE, step made", "NONE, step skipped", "UNSCALED", "PENDING"]
 FIRST, SECOND, INF = 0.25, 0.125, float("inf")
@@ -319,13 +314,13 @@ EVENTS = {
     "block gives no gradient": [block_gives_no_gradient],
     "block raises": [block_raises],
     "end of the block raises": [end_of_the_block_raises],
-    "ends with ``delay_unscale``": [ends_with_delay_unscale],
-    "ends in DDP's ``no_sync``": [ends_in_no_sync],
-    "``step``": [step],
-    "``zero_grad``": [zero_grad],
-    "``p.grad`` cleared": [gradients_cleared, gradients_cleared_before_a_block],
-    "``p.grad`` edited": [gradients_edited],
-    "``load_state_dict``": [state_loaded],
+    "ends with `delay_unscale`": [ends_with_delay_unscale],
+    "ends in DDP's `no_sync`": [ends_in_no_sync],
+    "`step`": [step],
+    "`zero_grad`": [zero_grad],
+    "`p.grad` cleared": [gradients_cleared, gradients_cleared_before_a_block],
+    "`p.grad` edited": [gradients_edited],
+    "`load_state_dict`": [state_loaded],
 }
 
 
@@ -343,8 +338,8 @@ def test_cell(act, state, level, request):
 
 
 def test_every_cell_of_the_tables_has_a_test():
-    assert HEAD[1:] == ["NONE", "UNSCALED", "PENDING"]
-    assert FLOAT32_HEAD[1:] == ["NONE, step made", "NONE, step skipped", "UNSCALED", "PENDING"]
-    for rows in (ROWS, FLOAT32_ROWS):
-        assert [row[0] for row in rows] == list(EVENTS)
-        assert all(all(row) for row in rows)
+    assert MASTER_GRADIENTS.head[1:] == ("NONE", "UNSCALED", "PENDING")
+    assert list(FLOAT32_GRADIENTS.head[1:]) == STATES[1:]
+    for table in (MASTER_GRADIENTS, FLOAT32_GRADIENTS):
+        assert table.events == list(EVENTS)
+        assert all(len(row) == len(table.head) and all(row) for row in table.rows)

@@ -98,7 +98,7 @@ def test_asking_whether_a_step_was_skipped_reads_the_device(kind, capsys):
     optimizer.zero_grad()
     backward(model, optimizer, times=INF)
     optimizer.step()
-    assert optimizer._amp_stash.skipped is None
+    assert optimizer._amp_stash.last_step.skipped is None
     assert amp.step_was_skipped(optimizer)
     assert amp.step_was_skipped(optimizer)
     assert capsys.readouterr().out == SAID

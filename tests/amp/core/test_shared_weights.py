@@ -303,7 +303,7 @@ def test_the_script_that_decides_by_itself_decides_for_all():
 
 
 def test_few_flags_are_kept_for_an_optimizer_that_never_steps(monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.stash.MANY", 4)
+    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", 4)
     model, a, b = start()
     block(model, 1, b)
     for number in range(12):

@@ -1,6 +1,8 @@
 """What is refused in half, and how that is said."""
 
 import operator
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -238,6 +240,47 @@ def test_compiled_code_is_refused_too(name):
             run(P.half())
         assert torch.equal(run(P), COMPILED[name](P) + 1)
     assert run(P.half()).dtype is HALF
+
+
+IN_ANY_ORDER = """
+import torch, ampcompat
+from ampcompat import amp
+from ampcompat._state import state
+assert "torch._dynamo" not in __import__("sys").modules
+
+def run(function, x):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="eager", fullgraph=True)(x.clone())
+
+def start():
+    amp.register_float_function(torch, "matmul")
+    amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+
+x = torch.full((2, 2), 0.5)
+for _ in range(2):
+    start()
+    run(lambda x: x + 1, x)  # the compiler makes its tables
+    state.reset()
+    assert torch.equal(run(lambda x: torch.exp_(x), x), x.exp())
+    assert torch.equal(run(lambda x: torch.Tensor.exp_(x), x), x.exp())
+    assert torch.equal(run(lambda x: torch.Tensor.cpu(x), x), x)
+    assert torch.equal(run(lambda x: torch.matmul(x, x), x), x @ x)
+start()
+for function in (lambda x: torch.exp_(x), lambda x: torch.Tensor.exp_(x)):
+    assert torch.equal(run(function, x), x.exp())
+    try:
+        run(function, x.half())
+    except Exception as error:
+        assert "In-place exp_" in str(error) or "Observed exception" in str(error), error
+    else:
+        raise AssertionError("not refused")
+"""
+
+
+@pytest.mark.skipif(Version("2.5") > _torch.TORCH, reason="torch 2.4 breaks the graph at some functions, at times")
+def test_functions_are_compiled_in_any_order_of_calls():
+    # The compiler, not yet imported, looks torch's functions up while ours are in their places.
+    subprocess.run([sys.executable, "-c", IN_ANY_ORDER], check=True)
 
 
 def test_compiled_code_runs_what_torch_makes_of_refused_ops():

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ampcompat import amp
-from ampcompat._torch import cure_of, errors
+from ampcompat.amp.cures import cure_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -137,7 +137,7 @@ def test_on_an_older_python_the_line_is_part_of_the_text(monkeypatch):
     class Old:
         version_info = (3, 10)
 
-    monkeypatch.setattr(errors, "sys", Old)
+    monkeypatch.setattr("ampcompat._torch.errors.sys", Old)
     model, _ = attending()
     with pytest.raises(RuntimeError, match="without overflow\nampcompat: a number beyond float16") as raised:
         model(torch.ones(4, 4))

@@ -129,7 +129,7 @@ def test_without_a_reference_nothing_passes(reference):
 def test_a_float32_run_that_breaks_fails():
     """Its verdict says that precision is not the cause."""
     results = verdicts(run("O0", [1.0, NAN]), run("O1", [1.0, NAN]))
-    assert results[0] == (False, "loss nan at step 2 in float32 itself: not for want of precision")
+    assert results[0] == (False, "loss nan at step 2 in float32 itself: precision is not the cause")
     assert results[1] == (True, "within tolerance")
 
 

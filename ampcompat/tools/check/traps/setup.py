@@ -29,7 +29,7 @@ def misspelt_level(source: Source, repository: Repository) -> Iterator[Finding]:
 
 
 def _initializations(source: Source) -> list[ast.Call]:
-    """The calls of ``initialize`` that values are followed to: nobody writes more of them into one file."""
+    """The calls of ``initialize`` that values are followed to: no real file has more of them."""
     return source.calls_to("apex.amp.initialize")[:MOST]
 
 

@@ -53,7 +53,7 @@ class Recording:
             raise EnoughSteps(0)
 
     def _place(self) -> str:
-        """The line of the script, or of a module beside it, that is being run."""
+        """The line of the script, or of a module next to it, that is being run."""
         frame = sys._getframe(1)
         while frame is not None and frame.f_back is not None:
             name = os.path.relpath(frame.f_code.co_filename, self.folder)

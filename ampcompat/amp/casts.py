@@ -1,0 +1,231 @@
+"""Casts of a thread: what they are, and the contexts that change them for a time.
+
+Whether casts are on is always read from autocast itself. Three contexts change that:
+
+* :class:`ForwardCasts`, in the forward of a model that casts functions,
+* :class:`CastsOff`, where nothing is cast (:func:`casts_off` in code that may be compiled, :func:`disable_casts` for
+  users),
+* :func:`restored`, for closures and backward bodies, which get the casts of another place.
+
+Autocast's weight cache is fatal when it outlives its use (weights never update). It is on inside the outermost forward
+of a model that casts functions, and dropped at its exit.
+
+While casts are off, the flag of the cache says whether forwards stay without casts, too: compiled forwards see no other
+state of their thread (:func:`mark_switched_off`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from typing import NamedTuple
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+
+
+class Casts(NamedTuple):
+    """Tell autocast to do nothing, or to cast to ``dtype``."""
+
+    enabled: bool
+    dtype: torch.dtype
+
+    def same_as(self, other: Casts) -> bool:
+        """Whether both do the same; casts that are off have no dtype to compare."""
+        if not self.enabled:
+            return not other.enabled
+        return other.enabled and self.dtype == other.dtype
+
+
+OFF = Casts(False, torch.float16)
+
+
+# -- autocast's state in a thread --------------------------------------------------------------------------------------
+class Saved(NamedTuple):
+    """Autocast's state in one thread: per device type, whether it is on, and its dtype; and the flag of its cache."""
+
+    devices: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+
+
+def save(device_types: Iterable[str]) -> Saved:
+    """Autocast's state for ``device_types`` in this thread."""
+    devices = [
+        (device_type, torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+        for device_type in device_types
+    ]
+    return Saved(tuple(devices), torch.is_autocast_cache_enabled())
+
+
+def restore(saved: Saved) -> None:
+    """Put back what :func:`save` read."""
+    for device_type, enabled, dtype in saved.devices:
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
+    torch.set_autocast_cache_enabled(saved.cache)
+
+
+@contextmanager
+def restored(saved: Saved) -> Iterator[None]:
+    """Context with the casts that :func:`save` read elsewhere."""
+    before = save([device_type for device_type, _, _ in saved.devices])
+    restore(saved)
+    try:
+        yield
+    finally:
+        if state.casts.thread.forwards:  # a forward that trains a part of its model
+            torch.clear_autocast_cache()
+        restore(before)
+
+
+# -- casts on ----------------------------------------------------------------------------------------------------------
+class ForwardCasts:
+    """Context of the forward of a model on ``device_type`` that casts functions.
+
+    The outermost such forward owns the weight cache, and one of another dtype inside it must not find its casts.
+    """
+
+    def __init__(self, casts: Casts, device_type: str) -> None:
+        self.casts = casts
+        self.device_type = device_type
+
+    @_torch.eager
+    def __enter__(self) -> None:
+        casts = self.casts
+        thread = state.casts.thread
+        device_types = state.casts.device_types
+        if self.device_type not in device_types:
+            device_types = (*device_types, self.device_type)
+        self.before = save(device_types)
+        self.forwards = thread.forwards
+        self.is_outermost = not thread.forwards
+        self.clears_cache = self.is_outermost
+        if self.is_outermost:
+            torch.autocast_increment_nesting()  # so that a torch.autocast region inside keeps the cache at its exit
+            torch.set_autocast_cache_enabled(not _torch.CACHES_WEIGHTS_ACROSS_GRAD_MODES)
+        elif torch.get_autocast_dtype(self.device_type) != casts.dtype:
+            self.clears_cache = True
+            torch.clear_autocast_cache()
+        thread.forwards += 1
+        for device_type in device_types:
+            torch.set_autocast_enabled(device_type, True)
+            torch.set_autocast_dtype(device_type, casts.dtype)
+
+    @_torch.eager
+    def __exit__(self, *exc: object) -> None:
+        state.casts.thread.forwards = self.forwards
+        if self.is_outermost:
+            torch.autocast_decrement_nesting()
+        if self.clears_cache:
+            torch.clear_autocast_cache()
+        restore(self.before)
+
+
+# -- casts off ---------------------------------------------------------------------------------------------------------
+class CastsOff:
+    """Context without casts in this thread.
+
+    Args:
+        device_type: One more device type to switch casts off on, beside those where amp casts.
+        in_forwards: Whether forwards of initialized models inside have no casts either.
+        weights_may_change: Whether code inside may write weights: casts of them that the forward around has cached are
+            dropped at the exit.
+    """
+
+    def __init__(
+        self, device_type: str | None = None, *, in_forwards: bool = False, weights_may_change: bool = True
+    ) -> None:
+        self.device_type = device_type
+        self.in_forwards = in_forwards
+        self.weights_may_change = weights_may_change
+
+    @_torch.eager
+    def __enter__(self) -> None:
+        thread = state.casts.thread
+        self.depths = thread.off, thread.disabled
+        thread.off += 1
+        thread.disabled += self.in_forwards
+        device_types = state.casts.device_types
+        if self.device_type is not None and self.device_type not in device_types:
+            device_types = (*device_types, self.device_type)
+        self.switched_off = list(filter(torch.is_autocast_enabled, device_types))
+        for device_type in self.switched_off:
+            torch.set_autocast_enabled(device_type, False)
+        self.cache = torch.is_autocast_cache_enabled()
+        mark_switched_off(in_forwards=bool(thread.disabled))
+
+    @_torch.eager
+    def __exit__(self, *exc: object) -> None:
+        thread = state.casts.thread
+        thread.off, thread.disabled = self.depths
+        if thread.forwards and self.weights_may_change:
+            torch.clear_autocast_cache()
+        for device_type in self.switched_off:
+            torch.set_autocast_enabled(device_type, True)
+        torch.set_autocast_cache_enabled(self.cache)
+
+
+def casts_off(device_type: str) -> AbstractContextManager[None]:
+    """Return a context without casts on ``device_type`` for a function or module, in compiled code too.
+
+    The compiler traces ``torch.autocast``; the bookkeeping of :class:`CastsOff` would break its graph.
+    """
+    if torch.compiler.is_compiling():
+        return torch.autocast(device_type, enabled=False)
+    return CastsOff(device_type, in_forwards=True, weights_may_change=False)
+
+
+class DisabledCasts(threading.local, ContextDecorator):
+    """What :func:`disable_casts` returns: may be entered again while it is open, and by several threads."""
+
+    def __init__(self) -> None:
+        self.open: list[CastsOff] = []  # those of this thread, outermost first
+
+    @_torch.eager
+    def __enter__(self) -> None:
+        context = CastsOff(in_forwards=True)
+        context.__enter__()
+        self.open.append(context)
+
+    @_torch.eager
+    def __exit__(self, *exc: object) -> None:
+        self.open.pop().__exit__(*exc)
+
+
+def disable_casts() -> DisabledCasts:
+    """Return a context, or a decorator of functions, in which no function is cast, at any level.
+
+    It nests, and ends with exceptions too. As in apex (``apex/amp/handle.py: disable_casts``), which switched one flag
+    of its handle.
+    """
+    return DisabledCasts()
+
+
+# -- what compiled forwards see ----------------------------------------------------------------------------------------
+def mark_switched_off(in_forwards: bool) -> None:
+    """Record in autocast's cache flag, which has no effect while casts are off, whether they are off in forwards, too.
+
+    Compiled forwards read it (:func:`is_decided`). Of the state of a thread, the compiler sees autocast's alone: it
+    does not compile again when any other changes.
+    """
+    original = state.casts.original
+    if original is not None:
+        torch.set_autocast_cache_enabled(original.cache != in_forwards)
+
+
+def is_decided(device_type: str, now: Casts) -> bool:
+    """Whether a compiled forward leaves the casts of ``device_type``, which are ``now``, to the code that set them.
+
+    That code is a user's ``torch.autocast`` region, ``disable_casts`` or a forward around it. Not among them are the
+    ambient casts, and a thread in which no casts were set.
+    """
+    ambient = state.casts.ambient if device_type in state.casts.device_types else None
+    if now.enabled:
+        return ambient is None or not now.same_as(ambient)
+    if not _torch.COMPILER_SEES_CACHE_FLAG:
+        return ambient is not None
+    original = state.casts.original
+    return original is not None and torch.is_autocast_cache_enabled() != original.cache

@@ -1,0 +1,212 @@
+"""The gradients of one optimizer in a ``scale_loss`` block: put aside, rescaled, unscaled, added to their masters'.
+
+What the two sides of a half weight hold, at levels with masters:
+
+====================================  ==========================================  =====================================
+when                                  ``p.grad`` of the half weight               ``grad`` of its master, unscaled
+====================================  ==========================================  =====================================
+block begins (:func:`put_aside`)      None                                        the sum of earlier blocks
+backward pass                         the gradient of this pass, half, scaled     the sum of earlier blocks
+block ends (:func:`unscale_new`)      as it is: half, scaled, of this pass alone  the sum with this pass, in float32
+the pass gave it none (:func:`show`)  the sum of earlier blocks, scaled, rounded  the sum of earlier blocks
+``step``, made or skipped             as it is, until it is cleared               None
+====================================  ==========================================  =====================================
+
+A float32 parameter has ``p.grad`` alone. It is put aside while a block is open, and the new one, unscaled in place, is
+added to it at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.amp import misuse
+from ampcompat.amp.masters import Master, drop_cleared_gradients
+from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.stash import AmpOptimizerState, Pending
+
+#: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
+#: kernels take in one launch.
+CHUNK = 2**24
+#: The same on the CPU, which has no launches: what stays in its cache.
+CPU_CHUNK = 2**17
+
+HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
+_GRAD = attrgetter("grad")
+_IS_SPARSE = attrgetter("is_sparse")
+
+
+# -- before a backward pass --------------------------------------------------------------------------------------------
+def put_aside(stash: AmpOptimizerState) -> None:
+    """Take unscaled gradients out of ``param.grad``; those of half params are in their masters already."""
+    if stash.masters:
+        if drop_cleared_gradients(stash.masters):
+            misuse.warn_of("half gradients edited")
+        for master in stash.masters:
+            master.added_grad = None
+            master.half.grad = None
+    for param in stash.direct:
+        grad = param.grad
+        if grad is None:
+            continue
+        if _torch.is_window(grad):  # DDP's gradient_as_bucket_view overwrites the bucket in the next backward pass
+            grad = grad.clone()
+        stash.aside.append((param, grad))
+        param.grad = None
+
+
+def rescale_pending(stash: AmpOptimizerState, pending: Pending, scaler: LossScaler) -> None:
+    """Bring ``pending`` gradients to the scale of a block that adds to them.
+
+    Where the ratio of the two scales is a power of two, as it is unless a script wrote one, this loses no bit of a
+    gradient that stays within the normal range of its dtype.
+    """
+    is_current = pending.scale is scaler._scale
+    is_one = scaler.is_one and pending.scalers.keys() == {scaler}
+    if not is_current and not is_one:
+        with torch.no_grad():
+            for param in stash.leaves():
+                if param.grad is not None:
+                    entries = _entries(param.grad)
+                    was = pending.scale.to(entries.device, non_blocking=True)
+                    entries.mul_(scaler.scale_on(entries.device) / was)
+    stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
+
+
+# -- after a backward pass ---------------------------------------------------------------------------------------------
+def unscale_new(
+    stash: AmpOptimizerState,
+    masters: list[Master],
+    direct: list[torch.Tensor],
+    scaler: LossScaler,
+    scale: torch.Tensor | None,
+) -> bool:
+    """Unscale new gradients of ``masters`` and ``direct``, and add them to older ones; whether there were any.
+
+    Args:
+        stash: Of the optimizer, whose gradients aside are added.
+        masters: Its masters, or those of them whose gradients are still scaled.
+        direct: The same of its params without a master.
+        scaler: Notes inf and NaN.
+        scale: What the gradients were multiplied by; None where nothing was scaled.
+    """
+    half_gradients = {master: grad for master in masters if (grad := master.half.grad) is not None}
+    direct_grads = _direct_grads(direct)
+    if half_gradients:
+        for chunk in _in_chunks(half_gradients, scale):
+            _add_to_masters(chunk, direct_grads, scaler, scale)
+            direct_grads = []  # unscaled with the first chunk, in the same kernel
+    elif direct_grads and scale is not None:
+        scaler.unscale_grads(direct_grads, scale)
+    reached = bool(half_gradients or direct_grads)
+    if len(half_gradients) < len(masters):
+        show(masters, scale)
+    if stash.aside:
+        stash.add_aside()
+    return reached
+
+
+def _direct_grads(direct: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The gradients of ``direct`` to unscale in place: their entries, each index once, where they are sparse."""
+    grads = [grad for grad in map(_GRAD, direct) if grad is not None]
+    if not any(map(_IS_SPARSE, grads)):
+        return grads
+    entries = []
+    for param in direct:
+        if param.grad is None:
+            continue
+        if param.grad.is_sparse:
+            param.grad = _torch.coalesced(param.grad)
+        entries.append(_entries(param.grad))
+    return entries
+
+
+def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Iterable[HalfGradients]:
+    """``half_gradients`` in parts whose float32 copies are made, added and freed together."""
+    master, grad = next(iter(half_gradients.items()))
+    copies_stay = master.value.grad is None  # they become the masters' gradients
+    needs_no_copies = scale is None and grad.is_cpu
+    if copies_stay or needs_no_copies:
+        return [half_gradients]
+    chunks: dict[int, HalfGradients] = {}
+    size = 0
+    for master, grad in half_gradients.items():
+        size += grad.numel()
+        number = size // (CPU_CHUNK if grad.is_cpu else CHUNK)
+        chunks.setdefault(number, {})[master] = grad
+    return chunks.values()
+
+
+def _add_to_masters(
+    half_gradients: HalfGradients,
+    direct_grads: list[torch.Tensor],
+    scaler: LossScaler,
+    scale: torch.Tensor | None,
+) -> None:
+    """Add ``half_gradients``, in float32 and unscaled, to their masters' gradients; unscale ``direct_grads`` too."""
+    if any(map(_IS_SPARSE, half_gradients.values())):
+        grads = _sparse_float32_copies(half_gradients)
+        entries = list(map(_entries, grads))
+    elif scale is None and _can_add_half(half_gradients):
+        grads = list(half_gradients.values())
+        entries = grads
+    else:
+        # With the strides of the masters, which the model's weights need not have any more.
+        grads = _torch.float32_copies(list(half_gradients.values()), [master.value for master in half_gradients])
+        entries = grads
+    if scale is not None:
+        scaler.unscale_grads(direct_grads + entries, scale)
+    sums: list[torch.Tensor] = []
+    addends: list[torch.Tensor] = []
+    for (master, half), grad in zip(half_gradients.items(), grads, strict=True):
+        master.added_grad = (half, half._version)
+        accumulated = master.value.grad
+        if accumulated is None:
+            master.value.grad = grad
+        elif accumulated.is_sparse or grad.is_sparse:
+            master.value.grad = _torch.sum_of(accumulated, grad)
+        else:
+            sums.append(accumulated)
+            addends.append(grad)
+    if sums:
+        _torch.foreach_add_(sums, addends)
+
+
+def _sparse_float32_copies(half_gradients: HalfGradients) -> list[torch.Tensor]:
+    """Float32 copies of gradients some of which are sparse, with each index once: half sums may overflow."""
+    copies = []
+    for master, grad in half_gradients.items():
+        if grad.is_sparse:
+            copies.append(_torch.widened(grad))
+        else:
+            copies += _torch.float32_copies([grad], [master.value])
+    return copies
+
+
+def _can_add_half(half_gradients: HalfGradients) -> bool:
+    """Whether half gradients can be added to float32 ones as they are: dense ones on the CPU, to dense ones."""
+    if not next(iter(half_gradients.values())).is_cpu:
+        return False
+    accumulated = [master.value.grad for master in half_gradients]
+    return all(grad is not None and not grad.is_sparse for grad in accumulated)
+
+
+def show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
+    """Show in the model, where there is no gradient, what its master has accumulated; a script may clear it there."""
+    for master in masters:
+        grad = master.value.grad
+        if grad is not None and master.half.grad is None:
+            scaled = grad if scale is None else grad * scale.to(grad.device)
+            shown = scaled.to(master.dtype)
+            master.half.grad = shown
+            master.added_grad = (shown, shown._version)
+
+
+def _entries(grad: torch.Tensor) -> torch.Tensor:
+    """The numbers that ``grad`` holds: the stored ones of a sparse gradient."""
+    return grad._values() if grad.is_sparse else grad
