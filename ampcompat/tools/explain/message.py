@@ -9,6 +9,7 @@ import torch
 
 from ampcompat._state import state
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.cure import Setting, cures
 from ampcompat.tools.explain.growth import Growth
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
@@ -65,7 +66,7 @@ def fault(
         "type": event.place.kind,
         **_line(line),
         "pass": "backward" if event.backward else "forward",
-        "dtype": _dtype(event.dtype),
+        "dtype": dtype_name(event.dtype),
         "largest": event.value,
         "growth": None if growth is None else growth.data,
         "cures": advice,
@@ -106,7 +107,7 @@ def _setting(scaler: LossScaler, made: bool, growth: Growth | None) -> Setting:
     level = "" if latest is None else latest.policy.opt_level
     half = ""
     if latest is not None and (latest.policy.half is not None or latest.policy.casts.enabled):
-        half = str(latest.half).removeprefix("torch.")
+        half = dtype_name(latest.half)
     scale = float(scaler.loss_scale())
     return Setting(level, half, 2 * scale if scaler.dynamic else scale, scaler.dynamic, made, growth)
 
@@ -120,12 +121,12 @@ def _what(event: Event) -> str:
     shown = name if name and name != event.op else ""
     made = f"{shown} (aten::{event.op})" if shown else f"aten::{event.op}"
     if event.op in ("_to_copy", "copy_") and event.out_of_range:
-        made = f"the cast to {_dtype(event.dtype)}" + (f" in {shown}" if shown and shown != "to" else "")
+        made = f"the cast to {dtype_name(event.dtype)}" + (f" in {shown}" if shown and shown != "to" else "")
         source = next((m for m in event.made if m.largest > LARGEST), None)
         if source is not None:
             made += f" of what {source.place.function or source.op} made"
-    result = f"{made} left the range of {_dtype(event.dtype)}"
-    return result if event.out_of_range else f"{made} gave a result that is not finite, in {_dtype(event.dtype)}"
+    result = f"{made} left the range of {dtype_name(event.dtype)}"
+    return result if event.out_of_range else f"{made} gave a result that is not finite, in {dtype_name(event.dtype)}"
 
 
 def _where(event: Event, finding: Finding) -> str:
@@ -145,8 +146,4 @@ def _largest(event: Event) -> str:
         return "inf" if event.dtype == torch.float16 and event.op in GIVEN else "inf, in float32 as well"
     if event.dtype == torch.float16:
         return f"{event.value:.6g} (float16 ends at {LARGEST:g})"
-    return f"{event.value:.6g} ({_dtype(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{event.value:.6g} ({dtype_name(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"

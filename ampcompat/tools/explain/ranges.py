@@ -8,6 +8,7 @@ import torch
 from torch.nn.modules import module as hooks
 
 from ampcompat.amp.trees import tensors_in
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.record import Record
 from ampcompat.tools.explain.replay import run_again
 from ampcompat.tools.explain.tensors import readable
@@ -64,7 +65,7 @@ class Row:
             "module": self.module,
             "type": self.kind,
             "pass": self.direction,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.dtype),
             "largest": self.largest,
             "smallest": self.least,
             "zeros": self.zeros / self.count,
@@ -122,7 +123,7 @@ def ranges_message(ranges: Ranges, model: str, step: int, scale: float) -> Messa
     """The table."""
     cells = [["module", "type", "pass", "dtype", "largest", "smallest", "zeros", "inf", "nan"]]
     for row in ranges.rows.values():
-        dtype, sizes = str(row.dtype).removeprefix("torch."), [f"{row.largest:.3g}", f"{row.least:.3g}"]
+        dtype, sizes = dtype_name(row.dtype), [f"{row.largest:.3g}", f"{row.least:.3g}"]
         shares = [_percent(count / row.count) for count in (row.zeros, row.infs, row.nans)]
         cells.append([row.module or "(model)", row.kind, row.direction, dtype, *sizes, *shares])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]

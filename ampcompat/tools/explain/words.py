@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 
 from ampcompat._log import rank, say
+from ampcompat.tools.recording.journal import plain
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Message:
 
     def line(self) -> str:
         """One line of JSON. Numbers that JSON has not are the strings "inf", "-inf" and "nan"."""
-        return json.dumps(_plain({"explain": self.kind, "rank": rank(), "message": self.head, **self.data}))
+        return json.dumps(plain({"explain": self.kind, "rank": rank(), "message": self.head, **self.data}))
 
     def emit(self, as_json: bool) -> None:
         """Write it to standard error, on rank 0; a fault on the rank that has it, whose batch no other rank knows."""
@@ -44,11 +44,3 @@ class Message:
 def cure_fields(cures: list[str]) -> list[tuple[str, str]]:
     """The cures as fields, the likeliest first."""
     return [("or" if index else "cure", cure) for index, cure in enumerate(cures)]
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from ampcompat._state import state
 from ampcompat.amp.session import Session
-from ampcompat.tools.report.devices import slow_halves
+from ampcompat.tools.devices import slow_halves
+from ampcompat.tools.dtypes import dtype_name, is_half
 from ampcompat.tools.report.history import History, peak_bytes
 from ampcompat.tools.report.models import Models
 from ampcompat.tools.report.schema import (
@@ -26,7 +27,7 @@ from ampcompat.tools.report.schema import (
     Setting,
     WideProduct,
 )
-from ampcompat.tools.report.trace import OpTrace, dtype_name, is_half, odd_dimensions
+from ampcompat.tools.report.trace import OpTrace, odd_dimensions
 
 #: Below this share of the FLOPs in half, the headline says float32.
 MOSTLY = 0.5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ampcompat._state import state
 from ampcompat.amp.masters import masters_of
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.report.schema import Held, Parameters
-from ampcompat.tools.report.trace import dtype_name
 
 
 class Models:

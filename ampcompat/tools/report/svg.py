@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from html import escape
 
+from ampcompat.tools.dtypes import is_half
 from ampcompat.tools.report.schema import Point
 from ampcompat.tools.report.text import flops_text
-from ampcompat.tools.report.trace import is_half
 
 WIDTH, LABEL, ROW = 720, 220, 24
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ampcompat.tools.dtypes import is_half
 from ampcompat.tools.report import processes
 from ampcompat.tools.report.schema import Counts, Facts
-from ampcompat.tools.report.trace import is_half
 
 #: Rows shown of long tables; the JSON has all.
 TOP = 10

@@ -14,7 +14,8 @@ from torch import nn
 from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.amp.observers import observers
-from ampcompat.tools.report import Receipt, devices
+from ampcompat.tools import devices
+from ampcompat.tools.report import Receipt
 from ampcompat.tools.report.history import MOST_POINTS, History
 from ampcompat.tools.report.trace import Product, odd_dimensions
 
