@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ampcompat._extensions import EXTENSIONS
@@ -78,9 +78,9 @@ class Source:
         known: What was worked out of this file before, by what it is; goes with the file.
     """
 
-    def __init__(self, path: str, code: str) -> None:
+    def __init__(self, path: str, code: str, lines: Sequence[int] = ()) -> None:
         self.path, self.code, self.tree = path, code, parse(code)
-        self.lines: list[int] = []
+        self.lines = lines
         self.known: dict[Hashable, Any] = {}
         self._within: dict[ast.AST, list[ast.AST]] = {}
         self._parameters: dict[ast.AST, set[str]] = {}
