@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import sys
@@ -88,6 +89,10 @@ def main(args: argparse.Namespace) -> int:
         args.parser.error(f"--explain {words} - the words are a part of the option - write --explain={words}")
     if args.receipt and not os.path.isdir(os.path.dirname(os.path.abspath(args.receipt))):
         args.parser.error(f"--receipt={args.receipt!r} - its folder does not exist - name a file in one that does")
+    if args.receipt and args.receipt.endswith((".html", ".htm")) and importlib.util.find_spec("jinja2") is None:
+        from ampcompat.tools.report.receipt import NEEDS_JINJA
+
+        args.parser.error(f"--receipt={args.receipt} - {NEEDS_JINJA}")
     if args.opt_level:
         os.environ["AMPCOMPAT_OPT_LEVEL"] = args.opt_level
     if args.dtype:
