@@ -14,6 +14,7 @@ from ampcompat.tools.explain.cure import Setting, cures
 from ampcompat.tools.explain.growth import Growth
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.replay import Finding
+from ampcompat.tools.explain.schema import Elsewhere, Fault
 from ampcompat.tools.explain.tensors import LARGEST
 from ampcompat.tools.explain.words import Message, cure_fields
 
@@ -57,29 +58,33 @@ def fault(
     fields += cure_fields(advice)
     if finding.caveat:
         fields.append(("note", finding.caveat))
-    data = {
-        "step": step,
-        "op": event.op,
-        "function": event.place.function,
-        "model": finding.model,
-        "module": event.place.module,
-        "type": event.place.kind,
-        **_line(line),
-        "pass": "backward" if event.backward else "forward",
-        "dtype": dtype_name(event.dtype),
-        "largest": event.value,
-        "growth": None if growth is None else growth.data,
-        "cures": advice,
-        "note": finding.caveat,
-    }
-    return Message("fault", f"{what or 'The loss or a gradient is not finite'}.", fields, data)
+    file, number, source = _parts(line)
+    data = Fault(
+        step=step,
+        op=event.op,
+        function=event.place.function,
+        model=finding.model,
+        module=event.place.module,
+        type=event.place.kind,
+        file=file,
+        line=number,
+        source=source,
+        direction="backward" if event.backward else "forward",
+        dtype=dtype_name(event.dtype),
+        largest=event.value,
+        growth=None if growth is None else growth.data,
+        cures=advice,
+        note=finding.caveat,
+    )
+    return Message(f"{what or 'The loss or a gradient is not finite'}.", data, fields)
 
 
-def _line(line: str) -> dict[str, object]:
+def _parts(line: str) -> tuple[str | None, int | None, str | None]:
+    """File, number and text of a line that is shown."""
     found = re.fullmatch(r"(.*?):(\d+)(?:: (.*))?", line)
     if found is None:
-        return {"file": None, "line": None, "source": None}
-    return {"file": found[1], "line": int(found[2]), "source": found[3]}
+        return None, None, None
+    return found[1], int(found[2]), found[3]
 
 
 def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
@@ -92,9 +97,9 @@ def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
             cause += f", or the sum of the gradients of these {len(findings)} forwards overflowed"
         cause += ", or another rank, whose gradients are added." if _has_other_ranks() else "."
     else:
-        return Message("elsewhere", f"{what}. {_NOT_RUN_AGAIN}", [], {"step": step, "run_again": False})
+        return Message(f"{what}. {_NOT_RUN_AGAIN}", Elsewhere(step, run_again=False))
     head = f"{what}. {cause} That code is watched from now on; the next time it is explained."
-    return Message("elsewhere", head, [], {"step": step, "run_again": True})
+    return Message(head, Elsewhere(step, run_again=True))
 
 
 def _has_other_ranks() -> bool:

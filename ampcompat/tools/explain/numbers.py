@@ -10,6 +10,7 @@ import torch
 from ampcompat._types import Optimizer, ParamGroup
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
+from ampcompat.tools.explain.schema import Number, Numbers
 from ampcompat.tools.explain.words import Message, cure_fields
 
 #: Read by schedulers, or compared in Python: no tensor meets them.
@@ -123,16 +124,6 @@ def numbers_message(found: list[Unheld]) -> Message:
     for one in found:
         parameters = f"the dtype of {one.count} of its parameters"
         fields.append((f"group {one.group}", f"{one.text}, {parameters}: {one.effect}"))
-    cures = list(dict.fromkeys(cure for one in found for cure in one.cures if cure != MASTERS))
-    numbers = [
-        {
-            "group": one.group,
-            "name": one.name,
-            "value": one.value,
-            "becomes": one.becomes,
-            "dtype": dtype_name(one.dtype),
-        }
-        for one in found
-    ]
-    data: dict[str, object] = {"optimizer": first.optimizer, "numbers": numbers, "cures": [*cures, MASTERS]}
-    return Message("numbers", head, [*fields, *cure_fields([*cures, MASTERS])], data)
+    cures = [*dict.fromkeys(cure for one in found for cure in one.cures if cure != MASTERS), MASTERS]
+    numbers = [Number(one.group, one.name, one.value, one.becomes, dtype_name(one.dtype)) for one in found]
+    return Message(head, Numbers(first.optimizer, numbers, cures), [*fields, *cure_fields(cures)])

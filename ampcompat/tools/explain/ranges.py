@@ -11,6 +11,7 @@ from ampcompat.amp.trees import tensors_in
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.record import Record
 from ampcompat.tools.explain.replay import run_again
+from ampcompat.tools.explain.schema import LayerRange, LayerRanges
 from ampcompat.tools.explain.tensors import readable
 from ampcompat.tools.explain.words import Message
 
@@ -59,19 +60,19 @@ class Row:
         return self.smallest if self.smallest < float("inf") else 0.0
 
     @property
-    def data(self) -> dict[str, object]:
-        """The row as plain data; the shares are of 1."""
-        return {
-            "module": self.module,
-            "type": self.kind,
-            "pass": self.direction,
-            "dtype": dtype_name(self.dtype),
-            "largest": self.largest,
-            "smallest": self.least,
-            "zeros": self.zeros / self.count,
-            "infs": self.infs / self.count,
-            "nans": self.nans / self.count,
-        }
+    def data(self) -> LayerRange:
+        """The row for JSON."""
+        return LayerRange(
+            module=self.module,
+            type=self.kind,
+            direction=self.direction,
+            dtype=dtype_name(self.dtype),
+            largest=self.largest,
+            smallest=self.least,
+            zeros=self.zeros / self.count,
+            infs=self.infs / self.count,
+            nans=self.nans / self.count,
+        )
 
 
 class Ranges:
@@ -129,8 +130,8 @@ def ranges_message(ranges: Ranges, model: str, step: int, scale: float) -> Messa
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     head = f"ranges of {model} in the batch of step {step}, run again (loss scale {scale:g})."
-    data = {"model": model, "step": step, "scale": scale, "rows": [row.data for row in ranges.rows.values()]}
-    return Message("ranges", "\n".join([head, *(f"  {line}" for line in lines)]), [], data)
+    data = LayerRanges(model, step, scale, [row.data for row in ranges.rows.values()])
+    return Message("\n".join([head, *(f"  {line}" for line in lines)]), data)
 
 
 def _percent(share: float) -> str:

@@ -15,6 +15,7 @@ from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.cure import BFLOAT16
 from ampcompat.tools.explain.growth import Growth, Sizes, name_of
 from ampcompat.tools.explain.numbers import MASTERS, Unheld, optimizer_name, unheld
+from ampcompat.tools.explain.schema import Weights
 from ampcompat.tools.explain.tensors import LARGEST, is_finite, largest, readable
 from ampcompat.tools.explain.words import Message, cure_fields
 
@@ -183,20 +184,20 @@ def written_message(found: Written, step: int) -> Message:
         others = [cure for cure in cures if not cure.startswith("a lower learning rate")]
         cures = [found.growth.cure, *others]
     fields += cure_fields(cures)
-    data = {
-        "optimizer": found.optimizer,
-        "group": found.group,
-        "parameter": found.parameter,
-        "state": found.entry,
-        "dtype": dtype_name(found.dtype),
-        "not_finite": found.bad[0],
-        "elements": found.bad[1],
-        "why": found.why,
-        "growth": None if found.growth is None else found.growth.data,
-        "cures": cures,
-        "step": step,
-    }
-    return Message("weights", head, fields, data)
+    data = Weights(
+        optimizer=found.optimizer,
+        group=found.group,
+        parameter=found.parameter,
+        state=found.entry,
+        dtype=dtype_name(found.dtype),
+        not_finite=found.bad[0],
+        elements=found.bad[1],
+        why=found.why,
+        growth=None if found.growth is None else found.growth.data,
+        cures=cures,
+        step=step,
+    )
+    return Message(head, data, fields)
 
 
 def _whole(tensor: torch.Tensor) -> bool:

@@ -68,7 +68,10 @@ def collect(
 
 
 def _casts(trace: OpTrace) -> list[Cast]:
-    return [Cast(*pair, count=count, bytes=trace.cast_bytes[pair]) for pair, count in trace.casts.most_common()]
+    found = []
+    for (source, target), count in trace.casts.most_common():
+        found.append(Cast(source=source, target=target, count=count, bytes=trace.cast_bytes[source, target]))
+    return found
 
 
 def _wide_products(trace: OpTrace) -> list[WideProduct]:
@@ -135,8 +138,7 @@ def _added_casts(rows: Iterable[Cast]) -> list[Cast]:
     """Casts with those between the same dtypes added up, the most frequent first."""
     found: dict[tuple[str, str], Cast] = {}
     for row in rows:
-        pair = row.source, row.target
-        total = found.setdefault(pair, Cast(*pair, count=0, bytes=0))
+        total = found.setdefault((row.source, row.target), replace(row, count=0, bytes=0))
         total.count += row.count
         total.bytes += row.bytes
     return sorted(found.values(), key=lambda row: -row.count)

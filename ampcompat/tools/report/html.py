@@ -7,8 +7,9 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from ampcompat.tools.data import as_data
 from ampcompat.tools.report import tables
-from ampcompat.tools.report.schema import Facts, as_data
+from ampcompat.tools.report.schema import Facts
 
 #: Rows shown of long tables; the data in the page has all.
 TOP = 20

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
 
-from ampcompat.tools.report.schema import Own, ProcessRow, as_data, from_data
+from ampcompat.tools.data import as_data, from_data
+from ampcompat.tools.report.schema import Own, ProcessRow
 
 #: Names the folder, for the processes that inherit it.
 VARIABLE = "AMPCOMPAT_RECEIPT"

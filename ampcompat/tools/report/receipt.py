@@ -19,12 +19,13 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.observers import observers
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.tools.data import as_data
 from ampcompat.tools.explain.frames import hide_tools
 from ampcompat.tools.report import processes, text
 from ampcompat.tools.report.facts import collect, completed, half_share, merged
 from ampcompat.tools.report.history import History
 from ampcompat.tools.report.models import Models
-from ampcompat.tools.report.schema import Crash, Facts, Own, Process, ProcessRow, Provenance, as_data
+from ampcompat.tools.report.schema import Crash, Facts, Own, Process, ProcessRow, Provenance
 from ampcompat.tools.report.trace import OpTrace
 
 NEEDS_JINJA = "a page needs jinja2 - pip install 'ampcompat[report]', or name a file that ends in .txt or .json"

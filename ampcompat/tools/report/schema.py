@@ -1,13 +1,14 @@
-"""The receipt as typed data, and as the plain data of its JSON file, which has the same names."""
+"""The receipt as typed data. Its JSON file has the same names (see :mod:`ampcompat.tools.data`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ampcompat.tools.data import named
 
 #: Ops or FLOPs by dtype.
 Counts: TypeAlias = dict[str, int]
-T = TypeVar("T")
 
 
 @dataclass
@@ -20,12 +21,12 @@ class Setting:
     half: str
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Cast:
     """Count the casts from one dtype to another, and the bytes that they read."""
 
-    source: str = field(metadata={"key": "from"})
-    target: str = field(metadata={"key": "to"})
+    source: str = named("from")
+    target: str = named("to")
     count: int
     bytes: int
 
@@ -191,33 +192,3 @@ class Facts(Own, Provenance):
     half_flops_share: float | None
     why_float32: list[Reason]
     sentences: list[str]
-
-
-def as_data(value: object) -> Any:
-    """``value``, and what is in it, as dicts, lists, strings and numbers."""
-    if is_dataclass(value):
-        return {_key(one): as_data(getattr(value, one.name)) for one in fields(value)}
-    if isinstance(value, dict):
-        return {key: as_data(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_data(item) for item in value]
-    return value
-
-
-def from_data(kind: type[T], data: Any) -> T:
-    """The object of type ``kind`` that :func:`as_data` made ``data`` of."""
-    if is_dataclass(kind):
-        kinds = get_type_hints(kind)
-        return kind(**{one.name: from_data(kinds[one.name], data[_key(one)]) for one in fields(kind)})
-    if get_origin(kind) is list:
-        (item,) = get_args(kind)
-        return [from_data(item, one) for one in data]  # type: ignore[return-value]
-    if get_origin(kind) is dict:
-        _, item = get_args(kind)
-        return {key: from_data(item, one) for key, one in data.items()}  # type: ignore[return-value]
-    return data  # type: ignore[no-any-return]
-
-
-def _key(one: Any) -> str:
-    """The name of a field in plain data."""
-    return str(one.metadata.get("key", one.name))

@@ -16,6 +16,7 @@ from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.amp.observers import observers
 from ampcompat.tools import devices
+from ampcompat.tools.data import as_data, from_data
 from ampcompat.tools.report import Receipt, schema
 from ampcompat.tools.report.history import MOST_POINTS, History
 from ampcompat.tools.report.trace import Product, odd_dimensions
@@ -372,7 +373,7 @@ def test_facts_of_a_process_survive_its_file():
     """What a process leaves for the first one is read as what it was."""
     _, receipt = train("O1", bad=[1])
     own = receipt._own()
-    assert schema.from_data(schema.Own, json.loads(json.dumps(schema.as_data(own)))) == own
+    assert from_data(schema.Own, json.loads(json.dumps(as_data(own)))) == own
     assert own.casts
     assert own.parameters
     assert own.history
@@ -832,7 +833,7 @@ def left_behind(tmp_path, pid, **changes):
     facts = receipt._own()
     receipt.stop()
     process = {"pid": pid, "rank": pid, "world": 2, "ended": True, "error": None, **changes.pop("process", {})}
-    data = {**schema.as_data(facts), "process": process, **changes}
+    data = {**as_data(facts), "process": process, **changes}
     (tmp_path / f"{pid}.json").write_text(json.dumps(data))
     state.reset()
     return processes.left(str(tmp_path))
