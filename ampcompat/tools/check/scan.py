@@ -23,7 +23,7 @@ from ampcompat.tools.check.documents import NotANotebook, Notebook, install_line
 from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
 from ampcompat.tools.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
 from ampcompat.tools.check.lines import lines_of
-from ampcompat.tools.check.source import TRIES, Source, called, mentions_apex
+from ampcompat.tools.check.source import TRIES, Source, mentions_apex
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.check.traps import TRAPS, Facts, Repository
 from ampcompat.tools.check.trees import Trees, uncollected
@@ -258,7 +258,7 @@ def _symbols(source: Source) -> list[Finding]:
                 found.append(_symbol(source, node, symbol))
             continue
         found += [_symbol(source, node, symbol) for name in names if (symbol := apex_name(name)) is not None]
-    found += [f for call in source.calls if (f := _probe(source, call)) is not None]
+    found += [f for call in source.calls_named(*PROBES) if (f := _probe(source, call)) is not None]
     found += _left_on_optimizers(source)
     # Two mentions on one line (`amp.initialize(amp.x)`) stay two only when they name different symbols.
     return list({(f.line, f.name): f for f in found}.values())
@@ -293,7 +293,7 @@ def _guarded(source: Source, node: ast.AST) -> bool:
 
 def _probe(source: Source, call: ast.Call) -> Finding | None:
     first = call.args[0] if call.args else None
-    if called(call) not in PROBES or not isinstance(first, ast.Constant) or not isinstance(first.value, str):
+    if not isinstance(first, ast.Constant) or not isinstance(first.value, str):
         return None
     if first.value.partition(".")[0] != "apex":
         return None
@@ -307,8 +307,8 @@ def _left_on_optimizers(source: Source) -> Iterator[Finding]:
     for attribute in source.kind(ast.Attribute):
         if attribute.attr in ON_OPTIMIZERS:
             yield source.finding(attribute, "symbol", f"optimizer.{attribute.attr}", WORKS)
-    for call in source.calls:
-        name = call.args[1] if called(call) in ATTRIBUTES and len(call.args) > 1 else None
+    for call in source.calls_named(*ATTRIBUTES):
+        name = call.args[1] if len(call.args) > 1 else None
         if isinstance(name, ast.Constant) and name.value in ON_OPTIMIZERS:
             yield source.finding(call, "symbol", f"optimizer.{name.value}", WORKS)
 

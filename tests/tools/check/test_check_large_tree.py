@@ -174,6 +174,7 @@ SHAPES = {
     "one test": in_one("if fp16 and (", "a or ", "b):\n" + "    model.half()\n" * 50),
     "one sum": in_one("x = y", " + mask * 1e9", "\n"),
     "one product": in_one("x = mask", " * 1e9", "\n"),
+    "one chain": in_one("x = y", ".a.b.c.d.e", "\n"),
     "parameters": lambda count: (
         START + f"def f({', '.join(f'a{i}' for i in range(count))}):\n" + "    amp.state_dict()\n" * count + END
     ),

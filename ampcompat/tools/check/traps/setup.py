@@ -219,9 +219,9 @@ def deepcopy_of_optimizer(source: Source, repository: Repository) -> Iterator[Fi
     Build a new optimizer over the model's parameters and load the ``state_dict()`` of the first.
     """
     optimizers = {text(argument(c, 1, "optimizers")) for c in source.calls_to("apex.amp.initialize")} - {""}
-    for call in source.calls:
+    for call in source.calls_named("deepcopy"):
         name = text(call.args[0]) if call.args else ""
-        if called(call) != "deepcopy" or not name:
+        if not name:
             continue
         if name in optimizers or OPTIMIZER.fullmatch(name):
             note = f"the copy of {name} updates parameters of its own; build a new one and load its state_dict()"
