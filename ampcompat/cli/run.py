@@ -16,11 +16,11 @@ from ampcompat._log import rank
 from ampcompat.cli import _gloo, _script
 from ampcompat.cli._emit import emit
 from ampcompat.tools.dtypes import SPELLINGS
+from ampcompat.tools.parity.levels import OPT_LEVELS
 
 if TYPE_CHECKING:
     from ampcompat.tools.report import Receipt
 
-OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 
 # Options of ours whose value is the next argument. The first argument that is neither ends our part of the line.
 TAKES_VALUE = ("--opt-level", "--dtype", "--keep-fp32")
