@@ -1,7 +1,7 @@
 """Read the files of a directory, parse them, collect their apex symbols and traps.
 
 A file is parsed for its symbols where it names apex. Once all files have told what they do with amp, the files of a
-repository that uses it are searched for traps. What was parsed before is kept as far as there is room (see
+repository that uses it are searched for traps. Trees of files that name apex are kept for that, up to a limit (see
 :mod:`ampcompat.tools.check.trees`); the other trees are dropped before the next one is made.
 """
 

@@ -36,7 +36,7 @@ HOLDS_STATEMENTS: tuple[type[ast.AST], ...] = (
     ast.match_case,
     *TRIES,
 )
-#: Parts of a chain of attributes that are looked at one by one: nobody writes more.
+#: Parts of a chain of attributes, ``a.b.c``, whose beginnings count as names of their own; scripts write fewer.
 LONGEST_CHAIN = 20
 # Fields of nodes that hold no nodes, or operators and contexts, of which one object stands for many.
 PLAIN_FIELDS = frozenset(

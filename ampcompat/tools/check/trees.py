@@ -13,29 +13,29 @@ MOST_CHARACTERS = 2 * 2**20
 
 
 class Trees:
-    """Keep what was parsed until it is taken, as far as there is room.
+    """Keep what was parsed until it is taken, up to :data:`MOST_CHARACTERS`.
 
-    Another process begins with none: whichever is free takes a file, so that those of a large tree may be parsed again.
+    Another process begins with none: in a large tree whichever is free reads a file, and may have to parse it again.
     """
 
     def __init__(self) -> None:
         self._sources: dict[str, Source] = {}
-        self._room = MOST_CHARACTERS
+        self._characters_left = MOST_CHARACTERS
 
     def __reduce__(self) -> tuple[type[Trees], tuple[()]]:
         return Trees, ()
 
     def keep(self, file: str, source: Source) -> None:
-        """Keep the tree of ``file``, if there is room."""
-        if len(source.code) <= self._room:
-            self._room -= len(source.code)
+        """Keep the tree of ``file``, if it fits into what is left."""
+        if len(source.code) <= self._characters_left:
+            self._characters_left -= len(source.code)
             self._sources[file] = source
 
     def take(self, file: str) -> Source | None:
         """The tree of ``file``, which is then kept no longer; None where it was not kept."""
         source = self._sources.pop(file, None)
         if source is not None:
-            self._room += len(source.code)
+            self._characters_left += len(source.code)
         return source
 
 

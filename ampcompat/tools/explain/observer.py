@@ -245,7 +245,7 @@ class Autopsy:
         if self._is_new(("elsewhere",)):
             self._emit(message.elsewhere(what, findings, step))
             if not findings and self.options.stop:
-                self._count()  # more is not to be had
+                self._count()  # nothing further can be learned
 
     def _is_new(self, key: tuple[object, ...]) -> bool:
         new = key not in self.told
