@@ -106,7 +106,7 @@ def _runpy_main(name: str, alter_argv: bool) -> None:
 
 
 def _as_python_would(execute: Callable[[], None], ours: int) -> None:
-    """Call ``execute``; should it raise, the interpreter prints and exits unchanged, less ``ours`` frames of ours.
+    """Call ``execute``; if it raises, the interpreter prints and exits as it always does, less ``ours`` frames of ours.
 
     The exception is let through to the interpreter, which knows all about exit statuses, SIGINT and faulty hooks;
     only the hook that it will call is wrapped.

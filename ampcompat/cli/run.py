@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import shutil
 import sys
@@ -14,12 +15,12 @@ from typing import TYPE_CHECKING
 from ampcompat._log import rank
 from ampcompat.cli import _gloo, _script
 from ampcompat.cli._emit import emit
+from ampcompat.tools.dtypes import SPELLINGS
+from ampcompat.tools.parity.levels import OPT_LEVELS
 
 if TYPE_CHECKING:
     from ampcompat.tools.report import Receipt
 
-OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 # Options of ours whose value is the next argument. The first argument that is neither ends our part of the line.
 TAKES_VALUE = ("--opt-level", "--dtype", "--keep-fp32")
@@ -52,7 +53,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         allow_abbrev=False,
     )
     parser.add_argument("--opt-level", choices=OPT_LEVELS, help="overrides the opt_level that the script asks for")
-    parser.add_argument("--dtype", choices=sorted({*DTYPES, *DTYPES.values()}), help="the half dtype")
+    parser.add_argument("--dtype", choices=sorted(SPELLINGS), help="the half dtype")
     parser.add_argument(
         "--keep-fp32", metavar="PATTERNS", help="modules that stay float32: names or shell patterns, a,b"
     )
@@ -88,10 +89,14 @@ def main(args: argparse.Namespace) -> int:
         args.parser.error(f"--explain {words} - the words are a part of the option - write --explain={words}")
     if args.receipt and not os.path.isdir(os.path.dirname(os.path.abspath(args.receipt))):
         args.parser.error(f"--receipt={args.receipt!r} - its folder does not exist - name a file in one that does")
+    if args.receipt and args.receipt.endswith((".html", ".htm")) and importlib.util.find_spec("jinja2") is None:
+        from ampcompat.tools.report.receipt import NEEDS_JINJA
+
+        args.parser.error(f"--receipt={args.receipt} - {NEEDS_JINJA}")
     if args.opt_level:
         os.environ["AMPCOMPAT_OPT_LEVEL"] = args.opt_level
     if args.dtype:
-        os.environ["AMPCOMPAT_DTYPE"] = DTYPES.get(args.dtype, args.dtype)
+        os.environ["AMPCOMPAT_DTYPE"] = SPELLINGS[args.dtype]
     if args.keep_fp32 is not None:
         os.environ["AMPCOMPAT_KEEP_FP32"] = args.keep_fp32
     if not can_open(args.target[0]):

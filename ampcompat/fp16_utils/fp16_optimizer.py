@@ -12,10 +12,9 @@ from torch.optim.optimizer import StateDict
 
 from ampcompat._log import say
 from ampcompat._types import ParamGroup, ParamState
+from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
 from ampcompat.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
-
-HALVES = (torch.float16, torch.bfloat16)
 
 
 class FP16_Optimizer:
@@ -50,7 +49,7 @@ class FP16_Optimizer:
             )
         for group in init_optimizer.param_groups:
             for p in group["params"]:
-                if p.dtype not in (*HALVES, torch.float32):
+                if p.dtype not in (*HALF_DTYPES, torch.float32):
                     raise TypeError(f"A parameter of {p.dtype} - only float16, bfloat16 and float32 - cast it first.")
         moving = {"init_scale": self.first_scale, **(dynamic_loss_args or {})}
         scaler = DynamicLossScaler(**moving) if dynamic_loss_scale else LossScaler(static_loss_scale)
@@ -65,7 +64,7 @@ class FP16_Optimizer:
 
     def _take(self, group: ParamGroup) -> None:
         trainable = [p for p in group["params"] if p.requires_grad]
-        halves = [p for p in trainable if p.dtype in HALVES]
+        halves = [p for p in trainable if p.dtype in HALF_DTYPES]
         masters: list[Tensor] = [nn.Parameter(p.detach().clone().float()) for p in halves]
         swap = dict(zip(map(id, halves), masters, strict=True))
         group["params"] = [swap.get(id(p), p) for p in group["params"]]

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from ampcompat import _torch
+from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.optimizers._rules import Hyper, Tensors, adam_update_, blend_, descend_, root
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:
     """Return the norm of each tensor, in float32 at least, shape ``[len(tensors)]``, on their device."""
-    half = tensors[0].dtype in (torch.float16, torch.bfloat16)
+    half = tensors[0].dtype in HALF_DTYPES
     # A float16 norm overflows at 65504 although every element is finite.
     each = _torch.foreach_norm(list(tensors), order, **({"dtype": torch.float32} if half else {}))
     return torch.stack(each)

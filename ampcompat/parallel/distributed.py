@@ -12,8 +12,7 @@ from torch.futures import Future
 
 from ampcompat import _torch
 from ampcompat._log import say
-
-HALVES = (torch.float16, torch.bfloat16)
+from ampcompat.amp.properties import HALF_DTYPES
 
 
 def require_process_group(who: str) -> None:
@@ -58,7 +57,7 @@ class _Reduction:
 
     def __call__(self, state: None, bucket: Any) -> Future[Tensor]:
         flat = bucket.buffer()
-        work = flat.float() if self.always_fp32 and flat.dtype in HALVES else flat
+        work = flat.float() if self.always_fp32 and flat.dtype in HALF_DTYPES else flat
         if self.predivide != 1.0:
             work.mul_(1.0 / self.predivide)
         future = dist.all_reduce(work, group=self.group, async_op=True).get_future()

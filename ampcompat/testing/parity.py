@@ -15,9 +15,10 @@ from ampcompat.amp.observers import observing
 from ampcompat.testing.report import failure
 from ampcompat.tools.parity.compare import Deviation, Tolerance, compare
 from ampcompat.tools.parity.levels import OPT_LEVELS
-from ampcompat.tools.parity.record import Step
-from ampcompat.tools.parity.recorder import Recorder
-from ampcompat.tools.parity.skips import Skips
+from ampcompat.tools.recording.events import Step
+from ampcompat.tools.recording.journal import seed_all
+from ampcompat.tools.recording.recorder import Recorder
+from ampcompat.tools.recording.skips import Skips
 
 __all__ = ["assert_opt_level_parity"]
 
@@ -119,10 +120,7 @@ def _seeded(seed: int) -> Iterator[None]:
     python, numpy = random.getstate(), sys.modules.get("numpy")
     numpys = numpy.random.get_state() if numpy else None
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        random.seed(seed)
-        if numpy:
-            numpy.random.seed(seed % 2**32)
+        seed_all(seed)
         try:
             yield
         finally:

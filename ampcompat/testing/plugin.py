@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from ampcompat.tools.parity.levels import OPT_LEVELS
+
 LEVELS = ("O0", "O1", "O2", "O3")
-KNOWN = (*LEVELS, "O4", "O5")
 
 
 @pytest.fixture(params=LEVELS)
@@ -37,9 +38,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if marker is None or "opt_level" not in metafunc.fixturenames or _parametrized(test):
         return
     levels = marker.args
-    if not levels or marker.kwargs or not set(levels) <= set(KNOWN):
+    if not levels or marker.kwargs or not set(levels) <= set(OPT_LEVELS):
         raise pytest.UsageError(
-            f"{test.nodeid}: opt_levels{levels} - it takes one or more of {', '.join(KNOWN)}"
+            f"{test.nodeid}: opt_levels{levels} - it takes one or more of {', '.join(OPT_LEVELS)}"
             ' - write it as @pytest.mark.opt_levels("O1", "O2").'
         )
     test.add_marker(pytest.mark.parametrize("opt_level", levels, indirect=True))

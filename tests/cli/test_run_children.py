@@ -9,6 +9,7 @@ import ampcompat
 from ampcompat._distribution import SHIM
 from ampcompat.amp.properties import _DTYPE_NAMES, LEVELS
 from ampcompat.cli import run
+from ampcompat.tools.dtypes import SPELLINGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,7 +58,7 @@ def test_the_shim_carries_the_version():
 
 def test_choices_are_those_of_the_core():
     assert tuple(LEVELS) == run.OPT_LEVELS
-    assert {*run.DTYPES, *run.DTYPES.values()} <= set(_DTYPE_NAMES)
+    assert set(SPELLINGS) <= set(_DTYPE_NAMES)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.own import PACKAGE
 from ampcompat.tools.check.source import SCOPES, TRIES, Source, called, text
+from ampcompat.tools.dtypes import HALF_NAMES
 
-HALF_DTYPES = frozenset({"half", "float16", "bfloat16"})
+HALF_DTYPES = HALF_NAMES | {"half"}
 LAYERS = frozenset(
     {"Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d"}
     | {"Bilinear", "LSTM", "GRU", "RNN"}

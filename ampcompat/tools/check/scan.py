@@ -1,7 +1,8 @@
 """Read the files of a directory, parse them, collect their apex symbols and traps.
 
-A file is parsed for its symbols where it names apex. Once all files have told what they do with amp, those of a
-repository that uses it are parsed for traps: each tree is dropped before the next one is made.
+A file is parsed for its symbols where it names apex. Once all files have told what they do with amp, the files of a
+repository that uses it are searched for traps. Trees of files that name apex are kept for that, up to a limit (see
+:mod:`ampcompat.tools.check.trees`); the other trees are dropped before the next one is made.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from ampcompat.tools.check.documents import NotANotebook, Notebook, install_line
 from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
 from ampcompat.tools.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
 from ampcompat.tools.check.lines import lines_of
-from ampcompat.tools.check.source import TRIES, Source, called, mentions_apex
+from ampcompat.tools.check.source import TRIES, Source, mentions_apex
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.check.traps import TRAPS, Facts, Repository
+from ampcompat.tools.check.trees import Trees, uncollected
 from ampcompat.tools.check.workers import workers
 
 T = TypeVar("T")
@@ -83,13 +85,14 @@ def scan(
     config = config or Config()
     files = [(name, file) for name, file in _named(paths) if not config.excludes(name)]
     findings: list[Finding] = []
-    with workers(len(files)) as apply:
-        read = list(_counted(apply(_read_file, files), "reading", len(files), progress))
+    trees = Trees()
+    with uncollected(), workers(len(files)) as apply:
+        read = list(_counted(apply(functools.partial(_read_file, trees), files), "reading", len(files), progress))
         findings += [finding for one in read for finding in one.findings]
         repository = Repository([one.facts for one in read if one.facts is not None])
         if repository.is_mixed:  # without amp nothing is a trap
             rest = [file for file, one in zip(files, read, strict=True) if one.may_hold_traps]
-            found = apply(functools.partial(_traps_of_file, repository), rest)
+            found = apply(functools.partial(_traps_of_file, trees, repository), rest)
             for some in _counted(found, "looking for traps", len(rest), progress):
                 findings += some
     kept = sorted(finding for finding in findings if config.keeps(finding))
@@ -105,7 +108,7 @@ def _counted(
             progress(what, done, total)
 
 
-def _read_file(job: tuple[str, str]) -> Read:
+def _read_file(trees: Trees, job: tuple[str, str]) -> Read:
     """The symbols of a file, and its facts. One that does not name apex has none, and is not parsed for them."""
     name, file = job
     try:
@@ -123,28 +126,33 @@ def _read_file(job: tuple[str, str]) -> Read:
     if not mentions_apex(code):
         return Read(found, may_hold_traps=notebook is None)  # notebooks are not imported
     try:
-        source = Source(name, code)
+        source = Source(name, code, lines)
         found += _kept(_symbols(source), code, lines)
-        return Read(found, Facts.of(source), may_hold_traps=True)
+        facts = Facts.of(source)
+        trees.keep(file, source)
+        return Read(found, facts, may_hold_traps=True)
     except UNPARSABLE as problem:
         return Read([*found, *_kept([_unparsable(name, code, problem, file)], "", lines)])
 
 
-def _traps_of_file(repository: Repository, job: tuple[str, str]) -> list[Finding]:
+def _traps_of_file(trees: Trees, repository: Repository, job: tuple[str, str]) -> list[Finding]:
     """The traps in a file, judged by what the repository does."""
     name, file = job
     code = ""
     try:
-        code = decode(read(file)).code
-        lines: list[int] = []
-        if is_notebook(os.path.basename(file)):
-            notebook = Notebook.read(code)
-            code, lines = notebook.code, notebook.lines
-        source = Source(name, code)
+        source = trees.take(file)
+        if source is None:
+            code = decode(read(file)).code
+            lines: list[int] = []
+            if is_notebook(os.path.basename(file)):
+                notebook = Notebook.read(code)
+                code, lines = notebook.code, notebook.lines
+            source = Source(name, code, lines)
+        code = source.code
         try:
-            return _kept(_traps(source, repository), code, lines)
+            return _kept(_traps(source, repository), code, source.lines)
         finally:
-            source.known.clear()  # it leads back to the source, and no collector runs in the processes
+            source.known.clear()  # it leads back to the source, and no collector runs
     except (Unreadable, NotANotebook) as problem:
         return [_unreadable(name, file, problem)]
     except UNPARSABLE as problem:
@@ -189,7 +197,7 @@ def _installed_by_cells(name: str, notebook: Notebook) -> list[Finding]:
     return [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in lines]
 
 
-def _kept(found: list[Finding], code: str, places: list[int]) -> list[Finding]:
+def _kept(found: list[Finding], code: str, places: Sequence[int]) -> list[Finding]:
     """Findings without those that a comment ignores, at the lines of the file."""
     if "ampcompat:" in code:
         lines = lines_of(code)
@@ -250,7 +258,7 @@ def _symbols(source: Source) -> list[Finding]:
                 found.append(_symbol(source, node, symbol))
             continue
         found += [_symbol(source, node, symbol) for name in names if (symbol := apex_name(name)) is not None]
-    found += [f for call in source.calls if (f := _probe(source, call)) is not None]
+    found += [f for call in source.calls_named(*PROBES) if (f := _probe(source, call)) is not None]
     found += _left_on_optimizers(source)
     # Two mentions on one line (`amp.initialize(amp.x)`) stay two only when they name different symbols.
     return list({(f.line, f.name): f for f in found}.values())
@@ -285,7 +293,7 @@ def _guarded(source: Source, node: ast.AST) -> bool:
 
 def _probe(source: Source, call: ast.Call) -> Finding | None:
     first = call.args[0] if call.args else None
-    if called(call) not in PROBES or not isinstance(first, ast.Constant) or not isinstance(first.value, str):
+    if not isinstance(first, ast.Constant) or not isinstance(first.value, str):
         return None
     if first.value.partition(".")[0] != "apex":
         return None
@@ -299,8 +307,8 @@ def _left_on_optimizers(source: Source) -> Iterator[Finding]:
     for attribute in source.kind(ast.Attribute):
         if attribute.attr in ON_OPTIMIZERS:
             yield source.finding(attribute, "symbol", f"optimizer.{attribute.attr}", WORKS)
-    for call in source.calls:
-        name = call.args[1] if called(call) in ATTRIBUTES and len(call.args) > 1 else None
+    for call in source.calls_named(*ATTRIBUTES):
+        name = call.args[1] if len(call.args) > 1 else None
         if isinstance(name, ast.Constant) and name.value in ON_OPTIMIZERS:
             yield source.finding(call, "symbol", f"optimizer.{name.value}", WORKS)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import warnings
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from ampcompat._extensions import EXTENSIONS
@@ -36,6 +36,8 @@ HOLDS_STATEMENTS: tuple[type[ast.AST], ...] = (
     ast.match_case,
     *TRIES,
 )
+#: Parts of a chain of attributes, ``a.b.c``, whose beginnings count as names of their own; scripts write fewer.
+LONGEST_CHAIN = 20
 # Fields of nodes that hold no nodes, or operators and contexts, of which one object stands for many.
 PLAIN_FIELDS = frozenset(
     {"ctx", "op", "ops", "id", "attr", "arg", "name", "module", "level", "asname", "kind", "type_comment", "conversion"}
@@ -78,12 +80,13 @@ class Source:
         known: What was worked out of this file before, by what it is; goes with the file.
     """
 
-    def __init__(self, path: str, code: str) -> None:
+    def __init__(self, path: str, code: str, lines: Sequence[int] = ()) -> None:
         self.path, self.code, self.tree = path, code, parse(code)
-        self.lines: list[int] = []
+        self.lines = lines
         self.known: dict[Hashable, Any] = {}
         self._within: dict[ast.AST, list[ast.AST]] = {}
         self._parameters: dict[ast.AST, set[str]] = {}
+        self._names: dict[ast.AST, set[str]] = {}
         self.mentions_apex = mentions_apex(code)
 
     @functools.cached_property
@@ -118,6 +121,18 @@ class Source:
     def calls(self) -> list[ast.Call]:
         """All calls."""
         return list(self.kind(ast.Call))
+
+    def calls_named(self, *names: str) -> Iterator[ast.Call]:
+        """The calls of what has one of ``names`` as its last name (see :func:`called`), one name after the other."""
+        for name in names:
+            yield from self._calls_by_name.get(name, ())
+
+    @functools.cached_property
+    def _calls_by_name(self) -> dict[str, list[ast.Call]]:
+        found: dict[str, list[ast.Call]] = {}
+        for call in self.calls:
+            found.setdefault(called(call), []).append(call)
+        return found
 
     @functools.cached_property
     def calls_within(self) -> dict[ast.AST, list[ast.Call]]:
@@ -215,12 +230,21 @@ class Source:
         calls = self.calls if self.mentions_apex else ()
         return [(call, symbol) for call in calls if (symbol := self.apex(call.func)) is not None]
 
+    def names_in(self, node: ast.AST) -> set[str]:
+        """As :func:`names_in`, worked out once."""
+        if node not in self._names:
+            self._names[node] = names_in(node)
+        return self._names[node]
+
     def within(self, node: ast.AST) -> list[ast.AST]:
         """The nodes below a statement, itself included."""
         if node is self.tree:
             return self.nodes
         if node not in self._within:
-            self._within[node] = list(ast.walk(node))
+            nodes = [node]
+            for part in nodes:  # grows on the way
+                nodes += children(part)
+            self._within[node] = nodes
         return self._within[node]
 
     def scaled_blocks(self) -> list[ast.With | ast.AsyncWith]:
@@ -306,6 +330,27 @@ def number(node: ast.AST | None) -> float | None:
 def text(node: ast.AST | None) -> str:
     """``a.b`` for names and attributes, ``""`` for any other expression: what tells two mentions apart."""
     return dotted(node) or "" if node is not None else ""
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The names in an expression, ``a`` and ``a.b`` for ``a.b``; of a chain the first :data:`LONGEST_CHAIN` parts."""
+    found: set[str] = set()
+    rest = [node]
+    while rest:
+        part = rest.pop()
+        attributes: list[str] = []
+        while isinstance(part, ast.Attribute):
+            attributes.append(part.attr)
+            part = part.value
+        if not isinstance(part, ast.Name):
+            rest += children(part)
+            continue
+        name = part.id
+        found.add(name)
+        for attribute in attributes[:-LONGEST_CHAIN:-1]:
+            name = f"{name}.{attribute}"
+            found.add(name)
+    return found
 
 
 def called(call: ast.Call) -> str:

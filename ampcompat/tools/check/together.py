@@ -174,9 +174,8 @@ def _rebindings(source: Source) -> dict[tuple[ast.AST, str], list[int]]:
         found: dict[tuple[ast.AST, str], list[int]] = {}
         for node in source.kind(ast.Assign):
             value = text(node.value)
-            used = set(map(text, ast.walk(node.value)))
-            names = {text(part) for target in node.targets for part in ast.walk(target)} - {""}
-            for name in names:
+            used = source.names_in(node.value)
+            for name in set[str]().union(*map(source.names_in, node.targets)):
                 if name not in used or value == f"{name}.module":
                     found.setdefault((source.scope(node), name), []).append(node.lineno)
         for lines in found.values():

@@ -13,6 +13,7 @@ import torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer, ParamGroup
 from ampcompat.amp.masters import master_of
+from ampcompat.tools.explain.schema import Grown
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
 STEPS, FAR = 10, 20.0
@@ -53,15 +54,9 @@ class Growth:
         return f"a lower learning rate{than}, a warmup, or clipped gradients: no precision holds weights that grow so"
 
     @property
-    def data(self) -> dict[str, object]:
-        """The same as plain data."""
-        return {
-            "parameter": self.parameter,
-            "before": self.before,
-            "after": self.after,
-            "steps": self.steps,
-            "lr": self.rate,
-        }
+    def data(self) -> Grown:
+        """The same for JSON."""
+        return Grown(self.parameter, self.before, self.after, self.steps, self.rate)
 
 
 class Sizes(NamedTuple):

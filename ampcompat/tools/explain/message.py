@@ -9,10 +9,12 @@ import torch
 
 from ampcompat._state import state
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.cure import Setting, cures
 from ampcompat.tools.explain.growth import Growth
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.replay import Finding
+from ampcompat.tools.explain.schema import Elsewhere, Fault
 from ampcompat.tools.explain.tensors import LARGEST
 from ampcompat.tools.explain.words import Message, cure_fields
 
@@ -56,29 +58,33 @@ def fault(
     fields += cure_fields(advice)
     if finding.caveat:
         fields.append(("note", finding.caveat))
-    data = {
-        "step": step,
-        "op": event.op,
-        "function": event.place.function,
-        "model": finding.model,
-        "module": event.place.module,
-        "type": event.place.kind,
-        **_line(line),
-        "pass": "backward" if event.backward else "forward",
-        "dtype": _dtype(event.dtype),
-        "largest": event.value,
-        "growth": None if growth is None else growth.data,
-        "cures": advice,
-        "note": finding.caveat,
-    }
-    return Message("fault", f"{what or 'The loss or a gradient is not finite'}.", fields, data)
+    file, number, source = _parts(line)
+    data = Fault(
+        step=step,
+        op=event.op,
+        function=event.place.function,
+        model=finding.model,
+        module=event.place.module,
+        type=event.place.kind,
+        file=file,
+        line=number,
+        source=source,
+        direction="backward" if event.backward else "forward",
+        dtype=dtype_name(event.dtype),
+        largest=event.value,
+        growth=None if growth is None else growth.data,
+        cures=advice,
+        note=finding.caveat,
+    )
+    return Message(f"{what or 'The loss or a gradient is not finite'}.", data, fields)
 
 
-def _line(line: str) -> dict[str, object]:
+def _parts(line: str) -> tuple[str | None, int | None, str | None]:
+    """File, number and text of a line that is shown."""
     found = re.fullmatch(r"(.*?):(\d+)(?:: (.*))?", line)
     if found is None:
-        return {"file": None, "line": None, "source": None}
-    return {"file": found[1], "line": int(found[2]), "source": found[3]}
+        return None, None, None
+    return found[1], int(found[2]), found[3]
 
 
 def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
@@ -91,9 +97,9 @@ def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
             cause += f", or the sum of the gradients of these {len(findings)} forwards overflowed"
         cause += ", or another rank, whose gradients are added." if _has_other_ranks() else "."
     else:
-        return Message("elsewhere", f"{what}. {_NOT_RUN_AGAIN}", [], {"step": step, "run_again": False})
+        return Message(f"{what}. {_NOT_RUN_AGAIN}", Elsewhere(step, run_again=False))
     head = f"{what}. {cause} That code is watched from now on; the next time it is explained."
-    return Message("elsewhere", head, [], {"step": step, "run_again": True})
+    return Message(head, Elsewhere(step, run_again=True))
 
 
 def _has_other_ranks() -> bool:
@@ -106,7 +112,7 @@ def _setting(scaler: LossScaler, made: bool, growth: Growth | None) -> Setting:
     level = "" if latest is None else latest.policy.opt_level
     half = ""
     if latest is not None and (latest.policy.half_dtype is not None or latest.policy.casts.enabled):
-        half = str(latest.half_dtype).removeprefix("torch.")
+        half = dtype_name(latest.half_dtype)
     scale = float(scaler.loss_scale())
     return Setting(level, half, 2 * scale if scaler.dynamic else scale, scaler.dynamic, made, growth)
 
@@ -120,12 +126,12 @@ def _what(event: Event) -> str:
     shown = name if name and name != event.op else ""
     made = f"{shown} (aten::{event.op})" if shown else f"aten::{event.op}"
     if event.op in ("_to_copy", "copy_") and event.out_of_range:
-        made = f"the cast to {_dtype(event.dtype)}" + (f" in {shown}" if shown and shown != "to" else "")
+        made = f"the cast to {dtype_name(event.dtype)}" + (f" in {shown}" if shown and shown != "to" else "")
         source = next((m for m in event.made if m.largest > LARGEST), None)
         if source is not None:
             made += f" of what {source.place.function or source.op} made"
-    result = f"{made} left the range of {_dtype(event.dtype)}"
-    return result if event.out_of_range else f"{made} gave a result that is not finite, in {_dtype(event.dtype)}"
+    result = f"{made} left the range of {dtype_name(event.dtype)}"
+    return result if event.out_of_range else f"{made} gave a result that is not finite, in {dtype_name(event.dtype)}"
 
 
 def _where(event: Event, finding: Finding) -> str:
@@ -145,8 +151,4 @@ def _largest(event: Event) -> str:
         return "inf" if event.dtype == torch.float16 and event.op in GIVEN else "inf, in float32 as well"
     if event.dtype == torch.float16:
         return f"{event.value:.6g} (float16 ends at {LARGEST:g})"
-    return f"{event.value:.6g} ({_dtype(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return f"{event.value:.6g} ({dtype_name(event.dtype)} ends at {torch.finfo(event.dtype).max:.3g})"

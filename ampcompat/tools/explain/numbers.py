@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from ampcompat._types import Optimizer, ParamGroup
-from ampcompat.tools.explain.tensors import HALVES
+from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.tools.dtypes import dtype_name
+from ampcompat.tools.explain.schema import Number, Numbers
 from ampcompat.tools.explain.words import Message, cure_fields
 
 #: Read by schedulers, or compared in Python: no tensor meets them.
@@ -82,7 +84,7 @@ def unheld(optimizer: Optimizer) -> list[Unheld]:
     found = []
     name = optimizer_name(optimizer)
     for index, group in enumerate(optimizer.param_groups):
-        dtypes = [p.dtype for p in group["params"] if p.dtype in HALVES]
+        dtypes = [p.dtype for p in group["params"] if p.dtype in HALF_DTYPES]
         for dtype in dict.fromkeys(() if group.get("fused") else dtypes):
             for label, value in _numbers(group, name):
                 becomes = torch.tensor(value, dtype=dtype).item()
@@ -122,14 +124,6 @@ def numbers_message(found: list[Unheld]) -> Message:
     for one in found:
         parameters = f"the dtype of {one.count} of its parameters"
         fields.append((f"group {one.group}", f"{one.text}, {parameters}: {one.effect}"))
-    cures = list(dict.fromkeys(cure for one in found for cure in one.cures if cure != MASTERS))
-    numbers = [
-        {"group": one.group, "name": one.name, "value": one.value, "becomes": one.becomes, "dtype": _dtype(one.dtype)}
-        for one in found
-    ]
-    data: dict[str, object] = {"optimizer": first.optimizer, "numbers": numbers, "cures": [*cures, MASTERS]}
-    return Message("numbers", head, [*fields, *cure_fields([*cures, MASTERS])], data)
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    cures = [*dict.fromkeys(cure for one in found for cure in one.cures if cure != MASTERS), MASTERS]
+    numbers = [Number(one.group, one.name, one.value, one.becomes, dtype_name(one.dtype)) for one in found]
+    return Message(head, Numbers(first.optimizer, numbers, cures), [*fields, *cure_fields(cures)])

@@ -20,6 +20,7 @@ from ampcompat.tools.explain.live import LiveProbe
 from ampcompat.tools.explain.options import Options
 from ampcompat.tools.explain.record import BufferWatch, Record
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
+from ampcompat.tools.explain.schema import End, Note
 from ampcompat.tools.explain.tensors import is_finite
 from ampcompat.tools.explain.words import Message
 
@@ -285,7 +286,7 @@ class Autopsy:
         return messages
 
     def _not_run_again(self, problem: Exception) -> None:
-        self._emit(Message("note", f"the batch could not be run again: {type(problem).__name__}: {problem}"))
+        self._emit(Message(f"the batch could not be run again: {type(problem).__name__}: {problem}", Note()))
 
     def _emit(self, one: Message) -> None:
         one.emit(self.options.json)
@@ -298,10 +299,10 @@ class Autopsy:
         self.records.clear()
         if not self.options.stop:
             hint = "that was the last explanation; amp.explain_overflows(limit=...) sets how many."
-            self._emit(Message("note", hint))
+            self._emit(Message(hint, Note()))
             return
         given = f"{self.options.limit} explanation{'s' if self.options.limit > 1 else ''}"
-        self._emit(Message("end", f"the script ends here, after {given}, as asked."))
+        self._emit(Message(f"the script ends here, after {given}, as asked.", End()))
         raise SystemExit(1)
 
 

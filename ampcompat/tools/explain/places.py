@@ -11,11 +11,10 @@ from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch.nn.modules import module as hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
+from ampcompat.tools.running import RunningModules
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
@@ -56,16 +55,12 @@ class Places(TorchFunctionMode):
     def __init__(self, names: dict[int, str], bottom: FrameType | None = None) -> None:
         super().__init__()
         self.names, self.bottom = names, bottom
-        self.modules: list[tuple[str, str]] = []
+        self.modules = RunningModules(self._name_and_kind)
         self.function = ""
-        self.handles: list[RemovableHandle] = []
         self.undo = ExitStack()
 
     def __enter__(self) -> Places:
-        self.handles = [
-            hooks.register_module_forward_pre_hook(self._enter_module),
-            hooks.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self.modules.start()
         _torch.replace(torch.autograd.Function, "apply", classmethod(self._applied()), self.undo)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -73,15 +68,10 @@ class Places(TorchFunctionMode):
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)  # type: ignore[no-untyped-call]
         self.undo.close()
-        for handle in self.handles:
-            handle.remove()
+        self.modules.stop()
 
-    def _enter_module(self, module: torch.nn.Module, args: object) -> None:
-        self.modules.append((self.names.get(id(module), ""), type(module).__name__))
-
-    def _leave_module(self, module: torch.nn.Module, args: object, output: object) -> None:
-        if self.modules:
-            self.modules.pop()
+    def _name_and_kind(self, module: torch.nn.Module, _around: object) -> tuple[str, str]:
+        return self.names.get(id(module), ""), type(module).__name__
 
     def __torch_function__(
         self,
@@ -128,7 +118,7 @@ class Places(TorchFunctionMode):
         """The place of the op that runs now."""
         node = _torch.current_node()
         if node is None:
-            name, kind = self.modules[-1] if self.modules else (None, "")
+            name, kind = self.modules.innermost or (None, "")
             return Place(name, kind, self.function, shown_line(script_line(sys._getframe(1), self.bottom)))
         place: Place = node.metadata.get(_KEY) or NOWHERE
         function = place.function or node.name().removesuffix("Backward0").lower()

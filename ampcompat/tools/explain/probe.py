@@ -15,10 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
 from ampcompat.amp.amp_model import Args, Kwargs
+from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.trees import map_tree, tensors_in
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.places import Place, Places
 from ampcompat.tools.explain.tensors import (
-    HALVES,
     LARGEST,
     covers_storage,
     is_finite,
@@ -91,7 +92,7 @@ class Event:
     @property
     def out_of_range(self) -> bool:
         """Whether float32 would have held the result."""
-        return self.dtype in HALVES and self.value < float("inf")
+        return self.dtype in HALF_DTYPES and self.value < float("inf")
 
     @property
     def names_the_argument(self) -> bool:
@@ -225,7 +226,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: OpOverload, args: Args, kwargs: Kwargs, inputs: list[torch.Tensor], out: torch.Tensor, written: bool
     ) -> float:
         """The largest magnitude of the same op in float32; of its input for a cast."""
-        if out.dtype not in HALVES:
+        if out.dtype not in HALF_DTYPES:
             return largest(out)
         if func.overloadpacket.__name__ in ("_to_copy", "copy_", "to") and inputs:
             return largest(inputs[-1])
@@ -234,11 +235,11 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return max(scalars, default=float("inf")) if max(scalars, default=0.0) > LARGEST else float("inf")
 
         def widen(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.float() if tensor.dtype in HALVES else tensor
+            return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
         try:
             wide_args = map_tree(args, widen, objects=False)
-            wide_kwargs = {k: torch.float32 if v in HALVES else v for k, v in kwargs.items()}
+            wide_kwargs = {k: torch.float32 if v in HALF_DTYPES else v for k, v in kwargs.items()}
             result = func(*wide_args, **map_tree(wide_kwargs, widen, objects=False))
         except Exception:  # not every op takes float32 in place of half; then the magnitude stays unknown
             return float("inf")
@@ -251,7 +252,7 @@ def _argument(func: OpOverload, args: Args, kwargs: Kwargs, tensor: torch.Tensor
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     name = next((name for name, value in given.items() if value is tensor), "")
     shown = name if name in _TELLING else "a tensor"
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     called = function or func.overloadpacket.__name__
     return f"{shown} given to {called} ({dtype} of shape {tuple(tensor.shape)})"
 

@@ -8,8 +8,10 @@ import torch
 from torch.nn.modules import module as hooks
 
 from ampcompat.amp.trees import tensors_in
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.record import Record
 from ampcompat.tools.explain.replay import run_again
+from ampcompat.tools.explain.schema import LayerRange, LayerRanges
 from ampcompat.tools.explain.tensors import readable
 from ampcompat.tools.explain.words import Message
 
@@ -58,19 +60,19 @@ class Row:
         return self.smallest if self.smallest < float("inf") else 0.0
 
     @property
-    def data(self) -> dict[str, object]:
-        """The row as plain data; the shares are of 1."""
-        return {
-            "module": self.module,
-            "type": self.kind,
-            "pass": self.direction,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "largest": self.largest,
-            "smallest": self.least,
-            "zeros": self.zeros / self.count,
-            "infs": self.infs / self.count,
-            "nans": self.nans / self.count,
-        }
+    def data(self) -> LayerRange:
+        """The row for JSON."""
+        return LayerRange(
+            module=self.module,
+            type=self.kind,
+            direction=self.direction,
+            dtype=dtype_name(self.dtype),
+            largest=self.largest,
+            smallest=self.least,
+            zeros=self.zeros / self.count,
+            infs=self.infs / self.count,
+            nans=self.nans / self.count,
+        )
 
 
 class Ranges:
@@ -122,14 +124,14 @@ def ranges_message(ranges: Ranges, model: str, step: int, scale: float) -> Messa
     """The table."""
     cells = [["module", "type", "pass", "dtype", "largest", "smallest", "zeros", "inf", "nan"]]
     for row in ranges.rows.values():
-        dtype, sizes = str(row.dtype).removeprefix("torch."), [f"{row.largest:.3g}", f"{row.least:.3g}"]
+        dtype, sizes = dtype_name(row.dtype), [f"{row.largest:.3g}", f"{row.least:.3g}"]
         shares = [_percent(count / row.count) for count in (row.zeros, row.infs, row.nans)]
         cells.append([row.module or "(model)", row.kind, row.direction, dtype, *sizes, *shares])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     head = f"ranges of {model} in the batch of step {step}, run again (loss scale {scale:g})."
-    data = {"model": model, "step": step, "scale": scale, "rows": [row.data for row in ranges.rows.values()]}
-    return Message("ranges", "\n".join([head, *(f"  {line}" for line in lines)]), [], data)
+    data = LayerRanges(model, step, scale, [row.data for row in ranges.rows.values()])
+    return Message("\n".join([head, *(f"  {line}" for line in lines)]), data)
 
 
 def _percent(share: float) -> str:

@@ -57,7 +57,7 @@ def replay(record: Record, backward: bool) -> Finding | None:
     names = {id(module): name for name, module in model.named_modules()}
     finding = Finding(None, type(model).__name__, caveat=_caveat(record), called_at=shown_line(record.called_at))
     places = Places(names, sys._getframe())
-    places.modules.append(("", finding.model))  # its forward is called past the hooks that would say so
+    places.modules.stack.append(("", finding.model))  # its forward is called past the hooks that would say so
     probe = Probe(places)
     with run_again(record, model) as (args, kwargs, leaves), places:
         for number, tensor in enumerate(tensors_in((args, kwargs))):

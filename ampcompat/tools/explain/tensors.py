@@ -6,7 +6,6 @@ import torch
 
 #: The largest float16, and the least one above zero.
 LARGEST, LEAST = 65504.0, 2.0**-24
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def readable(tensor: torch.Tensor) -> bool:

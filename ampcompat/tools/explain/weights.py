@@ -10,10 +10,13 @@ import torch
 from ampcompat import _torch
 from ampcompat._types import Optimizer, ParamGroup
 from ampcompat.amp.masters import Master, master_of
+from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.cure import BFLOAT16
 from ampcompat.tools.explain.growth import Growth, Sizes, name_of
 from ampcompat.tools.explain.numbers import MASTERS, Unheld, optimizer_name, unheld
-from ampcompat.tools.explain.tensors import HALVES, LARGEST, is_finite, largest, readable
+from ampcompat.tools.explain.schema import Weights
+from ampcompat.tools.explain.tensors import LARGEST, is_finite, largest, readable
 from ampcompat.tools.explain.words import Message, cure_fields
 
 
@@ -50,7 +53,7 @@ class Written:
         """The tensor, and how much of it is lost."""
         entry = f"{self.entry} of " if self.entry else ""
         name = self.parameter or f"a parameter of group {self.group}"
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = dtype_name(self.dtype)
         return f"{entry}{name} ({dtype}): {self.bad[0]} of {self.bad[1]} elements are not finite"
 
 
@@ -113,7 +116,7 @@ def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> Written:
     """Why a step of ``optimizer`` may have written ``param`` as it is."""
     lost = ~torch.isfinite(param.detach())
     found = Written(optimizer_name(optimizer), group, name_of(param), "", param.dtype, (int(lost.sum()), param.numel()))
-    dtype, options = str(param.dtype).removeprefix("torch."), optimizer.param_groups[group]
+    dtype, options = dtype_name(param.dtype), optimizer.param_groups[group]
     for name, tensor in _state(optimizer, param):
         if not is_finite(tensor):
             found.why.append(f"its {name} is not finite")
@@ -128,19 +131,22 @@ def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> Written:
         found.cures.insert(
             0, "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
         )
-    elif not found.why and param.dtype in HALVES:
+    elif not found.why and param.dtype in HALF_DTYPES:
         size = "" if grad is None or grad.is_sparse else f", its largest gradient is {largest(grad):.3g}"
         found.why.append(f"the update left the range of {dtype} ({_rate(options)}{size})")
     elif not found.why:
         found.why.append(f"the update was not finite in {dtype} ({_rate(options)})")
     if not found.cures:
-        found.cures = [*([MASTERS] if param.dtype in HALVES else []), "a lower learning rate, or clipped gradients"]
+        found.cures = [
+            *([MASTERS] if param.dtype in HALF_DTYPES else []),
+            "a lower learning rate, or clipped gradients",
+        ]
     return found
 
 
 def _half_of_master(optimizer: Optimizer, group: int, master: Master) -> Written:
     """Why the half weight is not finite although its master is."""
-    half, dtype = master.half, str(master.half.dtype).removeprefix("torch.")
+    half, dtype = master.half, dtype_name(master.half.dtype)
     lost = int((~torch.isfinite(half.detach())).sum())
     why = f"its float32 master reached {largest(master.value):.6g}, and {dtype} ends at {torch.finfo(half.dtype).max:g}"
     name, cures = name_of(half), [BFLOAT16, "a lower learning rate, or weight decay"]
@@ -149,17 +155,17 @@ def _half_of_master(optimizer: Optimizer, group: int, master: Master) -> Written
 
 def _state_written(optimizer: Optimizer, group: int, param: torch.Tensor, name: str, tensor: torch.Tensor) -> Written:
     lost = int((~torch.isfinite(tensor)).sum())
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = dtype_name(tensor.dtype)
     found = Written(optimizer_name(optimizer), group, name_of(param), name, tensor.dtype, (lost, tensor.numel()))
     grad = param.grad
-    if tensor.dtype in HALVES and grad is not None and not grad.is_sparse:
+    if tensor.dtype in HALF_DTYPES and grad is not None and not grad.is_sparse:
         size = largest(grad)
         square = f", whose square is {size * size:.3g}" if size * size > LARGEST >= size else ""
         found.why.append(f"it left the range of {dtype}: the largest gradient is {size:.3g}{square}")
         found.cures = [MASTERS, "clipped gradients, or a smaller loss scale"]
     else:
         found.why.append(f"it left the range of {dtype}")
-        found.cures = [*([MASTERS] if tensor.dtype in HALVES else []), "clipped gradients"]
+        found.cures = [*([MASTERS] if tensor.dtype in HALF_DTYPES else []), "clipped gradients"]
     return found
 
 
@@ -178,20 +184,20 @@ def written_message(found: Written, step: int) -> Message:
         others = [cure for cure in cures if not cure.startswith("a lower learning rate")]
         cures = [found.growth.cure, *others]
     fields += cure_fields(cures)
-    data = {
-        "optimizer": found.optimizer,
-        "group": found.group,
-        "parameter": found.parameter,
-        "state": found.entry,
-        "dtype": str(found.dtype).removeprefix("torch."),
-        "not_finite": found.bad[0],
-        "elements": found.bad[1],
-        "why": found.why,
-        "growth": None if found.growth is None else found.growth.data,
-        "cures": cures,
-        "step": step,
-    }
-    return Message("weights", head, fields, data)
+    data = Weights(
+        optimizer=found.optimizer,
+        group=found.group,
+        parameter=found.parameter,
+        state=found.entry,
+        dtype=dtype_name(found.dtype),
+        not_finite=found.bad[0],
+        elements=found.bad[1],
+        why=found.why,
+        growth=None if found.growth is None else found.growth.data,
+        cures=cures,
+        step=step,
+    )
+    return Message(head, data, fields)
 
 
 def _whole(tensor: torch.Tensor) -> bool:

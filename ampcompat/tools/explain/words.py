@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 
 from ampcompat._log import rank, say
+from ampcompat.tools.data import as_data
+from ampcompat.tools.explain.schema import Fault, Said
+from ampcompat.tools.recording.journal import plain
 
 
 @dataclass
@@ -14,16 +16,14 @@ class Message:
     """Hold one message.
 
     Attributes:
-        kind: "fault", "elsewhere", "weights", "numbers", "ranges", "note" or "end".
         head: The first line.
+        data: What is said, for JSON.
         fields: Labels and texts of the lines below.
-        data: The same as plain data, for JSON.
     """
 
-    kind: str
     head: str
+    data: Said
     fields: list[tuple[str, str]] = field(default_factory=list)
-    data: dict[str, object] = field(default_factory=dict)
 
     def text(self) -> str:
         """The lines that people read."""
@@ -34,21 +34,15 @@ class Message:
 
     def line(self) -> str:
         """One line of JSON. Numbers that JSON has not are the strings "inf", "-inf" and "nan"."""
-        return json.dumps(_plain({"explain": self.kind, "rank": rank(), "message": self.head, **self.data}))
+        return json.dumps(
+            plain({"explain": self.data.kind, "rank": rank(), "message": self.head, **as_data(self.data)})
+        )
 
     def emit(self, as_json: bool) -> None:
         """Write it to standard error, on rank 0; a fault on the rank that has it, whose batch no other rank knows."""
-        say(self.line() if as_json else self.text(), error=True, all_ranks=self.kind == "fault")
+        say(self.line() if as_json else self.text(), error=True, all_ranks=isinstance(self.data, Fault))
 
 
 def cure_fields(cures: list[str]) -> list[tuple[str, str]]:
     """The cures as fields, the likeliest first."""
     return [("or" if index else "cure", cure) for index, cure in enumerate(cures)]
-
-
-def _plain(value: object) -> object:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,7 @@
 """How far a run's losses are from those of the reference, step by step.
 
-A run that skipped steps is compared with a reference that skipped the same (see :mod:`ampcompat.tools.parity.skips`).
+A run that skipped steps is compared with a reference that skipped the same: see
+:mod:`ampcompat.tools.recording.skips`.
 """
 
 from __future__ import annotations

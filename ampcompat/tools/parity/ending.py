@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 
-from ampcompat.tools.parity.record import End, Run
+from ampcompat.tools.parity.record import Run
+from ampcompat.tools.recording.events import End
 
 
 def describe(run: Run, wanted: int, timeout: float, code: int | None, notes: Mapping[str, End]) -> tuple[str, str]:

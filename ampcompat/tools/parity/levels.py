@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ampcompat.tools.dtypes import SHORT_NAMES, SPELLINGS
+
 OPT_LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
-DTYPES = {"fp16": "float16", "bf16": "bfloat16", "float16": "float16", "bfloat16": "bfloat16"}
-_SHORT = {"float16": "fp16", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Level:
     @property
     def name(self) -> str:
         """Such as ``"O1 fp16"``; the level alone where it decides the dtype."""
-        return self.opt_level if self.dtype is None else f"{self.opt_level} {_SHORT[self.dtype]}"
+        return self.opt_level if self.dtype is None else f"{self.opt_level} {SHORT_NAMES[self.dtype]}"
 
     @property
     def environment(self) -> dict[str, str]:
@@ -43,7 +43,7 @@ def read_levels(opt_levels: str, dtypes: str) -> list[Level]:
         ValueError: An unknown or missing level or dtype.
     """
     wanted, halves = _words(opt_levels), _words(dtypes)
-    for word, known, kind in [(w, OPT_LEVELS, "opt_level") for w in wanted] + [(d, DTYPES, "dtype") for d in halves]:
+    for word, known, kind in [(w, OPT_LEVELS, "opt_level") for w in wanted] + [(d, SPELLINGS, "dtype") for d in halves]:
         if word not in known:
             raise ValueError(f"{word!r} is no {kind} - it must be one of {', '.join(known)} - name one of these.")
     if not wanted or not halves:
@@ -51,7 +51,7 @@ def read_levels(opt_levels: str, dtypes: str) -> list[Level]:
     levels = [REFERENCE]
     for opt_level in wanted:
         alone = opt_level in ("O0", "O4", "O5")
-        levels += [Level(opt_level)] if alone else [Level(opt_level, DTYPES[half]) for half in halves]
+        levels += [Level(opt_level)] if alone else [Level(opt_level, SPELLINGS[half]) for half in halves]
     return list(dict.fromkeys(levels))
 
 

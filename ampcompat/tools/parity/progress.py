@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ampcompat.tools.parity.record import Run, Step
+from ampcompat.tools.parity.record import Run
+from ampcompat.tools.recording.events import Step
 
 WIDTH = 30
 

@@ -50,11 +50,14 @@ class History:
         found: list[schema.Point] = []
         for point in self.points:
             scales = [float(scale) for scale in point.scales]
-            before = found[-1]["scales"] if found else [float(self._first.get(i, now)) for i, now in enumerate(scales)]
-            fell = any(now < then for now, then in zip(scales, before, strict=False))
-            found.append(
-                {"step": point.step, "skipped": fell if point.skipped is None else point.skipped, "scales": scales}
-            )
+            if found:
+                before = found[-1].scales
+            else:
+                before = [float(self._first.get(loss_id, now)) for loss_id, now in enumerate(scales)]
+            skipped = point.skipped
+            if skipped is None:
+                skipped = any(now < then for now, then in zip(scales, before, strict=False))
+            found.append(schema.Point(point.step, skipped, scales))
         return found
 
 

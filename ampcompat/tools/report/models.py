@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from ampcompat._state import state
 from ampcompat.amp.masters import masters_of
+from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.report.schema import Held, Parameters
-from ampcompat.tools.report.trace import dtype_name
 
 
 class Models:
@@ -14,7 +14,7 @@ class Models:
     def __init__(self) -> None:
         self.parameters: list[Parameters] = []
         self.devices: list[str] = []
-        self.memory: Held = {"weights": 0, "weights_in_float32": 0, "masters": 0}
+        self.held = Held()
 
     def look(self) -> None:
         """Note the models that live now, if any do. No host sync."""
@@ -24,11 +24,11 @@ class Models:
         tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()}
         masters = {id(master): master for m in models for master in masters_of(m)}
         self.devices = sorted({t.device.type for t in tensors.values()})
-        self.memory = {
-            "weights": sum(t.numel() * t.element_size() for t in tensors.values()),
-            "weights_in_float32": sum(4 * t.numel() for t in tensors.values()),
-            "masters": sum(4 * m.value.numel() for m in masters.values()),
-        }
+        self.held = Held(
+            weights=sum(t.numel() * t.element_size() for t in tensors.values()),
+            weights_in_float32=sum(4 * t.numel() for t in tensors.values()),
+            masters=sum(4 * m.value.numel() for m in masters.values()),
+        )
         self.parameters = []
         seen: set[int] = set()
         for model in models:
@@ -38,6 +38,4 @@ class Models:
                 seen.update(map(id, own))
                 for dtype in sorted({dtype_name(p.dtype) for p in own}):
                     count = sum(p.numel() for p in own if dtype_name(p.dtype) == dtype)
-                    self.parameters.append(
-                        {"module": name, "type": type(module).__name__, "dtype": dtype, "count": count}
-                    )
+                    self.parameters.append(Parameters(name, type(module).__name__, dtype, count))

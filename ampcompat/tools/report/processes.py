@@ -14,7 +14,8 @@ from collections.abc import Callable
 from multiprocessing import util
 from pathlib import Path
 
-from ampcompat.tools.report.schema import Facts, Own, ProcessRow
+from ampcompat.tools.data import as_data, from_data
+from ampcompat.tools.report.schema import Own, ProcessRow
 
 #: Names the folder, for the processes that inherit it.
 VARIABLE = "AMPCOMPAT_RECEIPT"
@@ -37,13 +38,13 @@ def folder_of_ranks() -> str | None:
 def wait_for_ranks(folder: str) -> None:
     """Wait until the other ranks of this machine have left their last facts, or for :data:`PATIENCE`."""
     end, wanted = time.monotonic() + PATIENCE, int(os.environ["LOCAL_WORLD_SIZE"]) - 1
-    while time.monotonic() < end and sum(one["process"]["ended"] for one in left(folder)) < wanted:
+    while time.monotonic() < end and sum(one.process.ended for one in left(folder)) < wanted:
         time.sleep(0.05)
 
 
 def leave(folder: str, facts: Own) -> None:
     """Write the facts of this process, in one piece, in the place of earlier ones."""
-    write(Path(folder, f"{os.getpid()}.json"), json.dumps(facts))
+    write(Path(folder, f"{os.getpid()}.json"), json.dumps(as_data(facts)))
 
 
 def write(path: Path, content: str) -> None:
@@ -57,8 +58,9 @@ def left(folder: str | None) -> list[Own]:
     """The facts that were left in ``folder``, by rank."""
     if folder is None:
         return []
-    found: list[Own] = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(Path(folder).glob("*.json"))]
-    return sorted(found, key=lambda facts: (facts["process"]["rank"], facts["process"]["pid"]))
+    texts = [path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.json"))]
+    found = [from_data(Own, json.loads(text)) for text in texts]
+    return sorted(found, key=lambda facts: (facts.process.rank, facts.process.pid))
 
 
 def at_exit(action: Callable[[], None]) -> None:
@@ -67,36 +69,20 @@ def at_exit(action: Callable[[], None]) -> None:
     util.Finalize(None, action, exitpriority=0)
 
 
-def table_rows(facts: Facts) -> list[list[str]]:
-    """A row for each process that trained, where there are several."""
-    rows = []
-    for one in facts["processes"]:
-        share = "" if one["half_flops_share"] is None else f"{100 * one['half_flops_share']:.1f} %"
-        ended = one["error"] or ("" if one["ended"] else "did not end by itself")
-        counts = (one["traced_steps"], one["steps"], one["skipped"])
-        rows.append([str(one["rank"]), str(one["pid"]), share, *map(str, counts), ended])
-    return rows
-
-
-COLUMNS = ["rank", "process", "in half", "traced", "steps", "skipped", "ending"]
-
-
 def sentences(processes: list[ProcessRow]) -> list[str]:
     """Which processes the receipt adds up, and which left less than they should have."""
     found = []
     for one in processes:
-        name = f"Process {one['pid']} (rank {one['rank']})"
-        if one["error"]:
-            found.append(f"{name} crashed: {one['error']}")
-        elif not one["ended"] and not one["traced_steps"]:
+        name = f"Process {one.pid} (rank {one.rank})"
+        if one.error:
+            found.append(f"{name} crashed: {one.error}")
+        elif not one.ended and not one.traced_steps:
             found.append(
                 f"{name} is missing: it called amp.initialize, and was killed, or still runs, before it counted."
             )
-        elif not one["ended"]:
-            found.append(
-                f"{name} was killed, or still runs: its first {one['traced_steps']} steps are counted, no more."
-            )
+        elif not one.ended:
+            found.append(f"{name} was killed, or still runs: its first {one.traced_steps} steps are counted, no more.")
     if len(processes) > 1:
-        ranks = ", ".join(str(one["rank"]) for one in processes)
+        ranks = ", ".join(str(one.rank) for one in processes)
         found.insert(0, f"{len(processes)} processes trained (ranks {ranks}); their counts are added up.")
     return found

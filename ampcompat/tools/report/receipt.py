@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,13 +19,16 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.observers import observers
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.tools.data import as_data
 from ampcompat.tools.explain.frames import hide_tools
-from ampcompat.tools.report import html, processes, text
+from ampcompat.tools.report import processes, text
 from ampcompat.tools.report.facts import collect, completed, half_share, merged
 from ampcompat.tools.report.history import History
 from ampcompat.tools.report.models import Models
-from ampcompat.tools.report.schema import Facts, Own, ProcessRow, Provenance
+from ampcompat.tools.report.schema import Crash, Facts, Own, Process, ProcessRow, Provenance
 from ampcompat.tools.report.trace import OpTrace
+
+NEEDS_JINJA = "a page needs jinja2 - pip install 'ampcompat[report]', or name a file that ends in .txt or .json"
 
 
 class Receipt:
@@ -46,7 +50,7 @@ class Receipt:
         self._started, self._clock = datetime.now(timezone.utc).astimezone(), time.monotonic()
         self._process, self._child = os.getpid(), False
         self._rank, self._world = rank(), int(os.environ.get("WORLD_SIZE", "1"))
-        self._error: tuple[str, str] | None = None
+        self._error: Crash | None = None
         self._exit: int | str | None = None
         self._ended = False
 
@@ -74,7 +78,7 @@ class Receipt:
         if isinstance(error, SystemExit):
             self._exit = error.code if isinstance(error.code, (int, str)) else None
         else:
-            self._error = type(error).__name__, str(error)
+            self._error = Crash(type(error).__name__, str(error))
 
     # -- events ----------------------------------------------------------------------------------------------------
     def on_initialize(self) -> None:
@@ -155,90 +159,110 @@ class Receipt:
     def _own(self) -> Own:
         """The facts of this process alone."""
         self._models.look()
-        return {
-            **collect(self._trace, self._history, self._models, self._traced),
-            "whole_steps": self._traced >= self._steps,
-            "process": {
-                "pid": self._process,
-                "rank": self._rank,
-                "world": self._world,
-                "ended": self._ended or not self._child,
-                "error": None if self._error is None or not self._child else ": ".join(self._error),
-            },
-        }
+        process = Process(
+            pid=self._process,
+            rank=self._rank,
+            world=self._world,
+            ended=self._ended or not self._child,
+            error=f"{self._error.type}: {self._error.message}" if self._error is not None and self._child else None,
+        )
+        whole_steps = self._traced >= self._steps
+        return collect(self._trace, self._history, self._models, self._traced, whole_steps, process)
 
-    def facts(self) -> Facts:
+    def facts(self) -> dict[str, Any]:
         """Everything as plain data, as in the JSON file. Reads the device."""
+        data: dict[str, Any] = as_data(self._read())
+        return data
+
+    def _read(self) -> Facts:
+        """Everything. Reads the device."""
         own = self._own()
-        others = [one for one in processes.left(self._folder) if one["process"]["pid"] != self._process]
-        trained = [one for one in (own, *others) if one["setting"]["initialized"]] or [own]
+        others = [one for one in processes.left(self._folder) if one.process.pid != self._process]
+        trained = [one for one in (own, *others) if one.setting.initialized] or [own]
         facts = merged(trained)
         rows = [_row(one) for one in trained] if others else []
         remarks = processes.sentences(rows)
-        lead = facts["process"]
-        if lead["world"] > len(trained):
-            missing = f"{lead['world'] - len(trained)} of {lead['world']} ranks are not in this receipt"
+        lead = facts.process
+        if lead.world > len(trained):
+            missing = f"{lead.world - len(trained)} of {lead.world} ranks are not in this receipt"
             why = "they run elsewhere, or have left no counts."
             if self._folder is None:
-                one = f"it counts one process, of rank {lead['rank']}."
+                one = f"it counts one process, of rank {lead.rank}."
                 why = f"{one} `ampcompat run --receipt` adds up the ranks of a machine."
             remarks.append(f"{missing}: {why}")
-        return completed(facts, self._provenance(), self._ending(facts["steps"]), rows, remarks)
+        return completed(facts, self._provenance(facts.steps), rows, remarks)
 
-    def _provenance(self) -> Provenance:
-        return {
-            "script": self._argv[0] if self._argv else "",
-            "arguments": self._argv[1:],
-            "date": self._started.isoformat(timespec="seconds"),
-            "seconds": round(time.monotonic() - self._clock, 1),
-            "torch": torch.__version__,
-            "versions": {
+    def _provenance(self, steps: int) -> Provenance:
+        return Provenance(
+            script=self._argv[0] if self._argv else "",
+            arguments=self._argv[1:],
+            date=self._started.isoformat(timespec="seconds"),
+            seconds=round(time.monotonic() - self._clock, 1),
+            torch=str(torch.__version__),
+            versions={
                 "ampcompat": __version__,
-                "torch": torch.__version__,
+                "torch": str(torch.__version__),
                 "python": platform.python_version(),
                 "cuda": torch.version.cuda,
             },
-            "children_counted": self._folder is not None,
-            "error": None if self._error is None else {"type": self._error[0], "message": self._error[1]},
-            "exit": self._exit,
-        }
+            children_counted=self._folder is not None,
+            error=self._error,
+            exit=self._exit,
+            ending=self._ending(steps),
+        )
 
     def _ending(self, steps: int) -> str:
         """How the script ended, where it did not end well."""
         if self._error is None:
             return f"The script ended with {self._exit!r}." if self._exit not in (None, 0) else ""
-        kind, message = self._error
+        kind = self._error.type
         after = f"after {steps} optimizer steps"
         if kind == "KeyboardInterrupt":
             return f"The script was interrupted {after}."
-        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        lines = [line.strip() for line in self._error.message.splitlines() if line.strip()]
         shown = lines[:1] if not lines or not lines[0].endswith(":") else [lines[0], lines[-1]]  # a worker's traceback
         return f"The script crashed {after}: {kind}{': ' if shown else ''}{' '.join(shown)}"
 
     def __str__(self) -> str:
-        return text.render(self.facts())
+        return text.render(self._read())
 
-    def _repr_html_(self) -> str:
-        return html.fragment(self.facts())
+    def _repr_html_(self) -> str | None:
+        try:
+            from ampcompat.tools.report import html
+        except ImportError:
+            return None  # without jinja2 a notebook shows the text
+        return html.fragment(self._read())
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write ``path`` in one piece: a page for ``.html``, data for ``.json``, the table for anything else."""
-        facts, target = self.facts(), Path(path)
+        """Write ``path`` in one piece: a page for ``.html``, data for ``.json``, the table for anything else.
+
+        Raises:
+            ImportError: A page is asked for and jinja2 is missing.
+        """
+        facts, target = self._read(), Path(path)
         if target.suffix == ".json":
-            content = json.dumps(facts, indent=1) + "\n"
+            content = json.dumps(as_data(facts), indent=1) + "\n"
         elif target.suffix in (".html", ".htm"):
-            content = html.render(facts)
+            content = _page(facts, target)
         else:
             content = text.render(facts) + "\n"
         processes.write(target, content)
 
 
+def _page(facts: Facts, target: Path) -> str:
+    try:
+        from ampcompat.tools.report import html
+    except ImportError as problem:
+        raise ImportError(f"{target} - {NEEDS_JINJA}", name=problem.name) from None
+    return html.render(facts)
+
+
 def _row(facts: Own) -> ProcessRow:
     """One process of several."""
-    return {
-        **facts["process"],
-        "half_flops_share": half_share(facts),
-        "traced_steps": facts["traced_steps"],
-        "steps": facts["steps"],
-        "skipped": facts["skipped"],
-    }
+    return ProcessRow(
+        **vars(facts.process),
+        half_flops_share=half_share(facts),
+        traced_steps=facts.traced_steps,
+        steps=facts.steps,
+        skipped=facts.skipped,
+    )

@@ -1,14 +1,18 @@
-"""Type the receipt as plain data, as its JSON file has it."""
+"""The receipt as typed data. Its JSON file has the same names (see :mod:`ampcompat.tools.data`)."""
 
 from __future__ import annotations
 
-from typing import TypeAlias, TypedDict
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ampcompat.tools.data import named
 
 #: Ops or FLOPs by dtype.
 Counts: TypeAlias = dict[str, int]
 
 
-class Setting(TypedDict):
+@dataclass
+class Setting:
     """Tell what the latest ``initialize`` was asked for; ``half`` is "" where nothing is half."""
 
     initialized: bool
@@ -17,17 +21,26 @@ class Setting(TypedDict):
     half: str
 
 
-Cast = TypedDict("Cast", {"from": str, "to": str, "count": int, "bytes": int})
+@dataclass(kw_only=True)
+class Cast:
+    """Count the casts from one dtype to another, and the bytes that they read."""
+
+    source: str = named("from")
+    target: str = named("to")
+    count: int
+    bytes: int
 
 
-class ModuleFlops(TypedDict):
+@dataclass
+class ModuleFlops:
     """Count the FLOPs of one module's forward."""
 
     module: str
     flops: Counts
 
 
-class Parameters(TypedDict):
+@dataclass
+class Parameters:
     """Count the parameters of one module and dtype."""
 
     module: str
@@ -36,28 +49,26 @@ class Parameters(TypedDict):
     count: int
 
 
-class Held(TypedDict):
+@dataclass
+class Held:
     """Count the bytes that the models hold."""
 
-    weights: int
-    weights_in_float32: int
-    masters: int
+    weights: int = 0
+    weights_in_float32: int = 0
+    masters: int = 0
 
 
-class Results(TypedDict):
-    """Count the bytes that the forwards made."""
+@dataclass(kw_only=True)
+class Memory(Held):
+    """Add the bytes that the forwards made, and the most that the accelerator had allocated."""
 
     forward_results: int
     forward_results_in_float32: int
-
-
-class Memory(Held, Results):
-    """Add the most that the accelerator had allocated."""
-
     peak: int | None
 
 
-class Point(TypedDict):
+@dataclass
+class Point:
     """Describe one step, and the loss scales after it."""
 
     step: int
@@ -65,7 +76,8 @@ class Point(TypedDict):
     scales: list[float]
 
 
-class WideProduct(TypedDict):
+@dataclass
+class WideProduct:
     """Describe a forward product that was not half, and why."""
 
     op: str
@@ -76,7 +88,8 @@ class WideProduct(TypedDict):
     flops: int
 
 
-class OddProduct(TypedDict):
+@dataclass
+class OddProduct:
     """Describe a half product, and its dimensions that are no multiple of 8."""
 
     op: str
@@ -86,7 +99,8 @@ class OddProduct(TypedDict):
     flops: int
 
 
-class Reason(TypedDict):
+@dataclass
+class Reason:
     """Tell why forward products were not half, with their share of the forward FLOPs, and their modules."""
 
     reason: str
@@ -94,8 +108,20 @@ class Reason(TypedDict):
     modules: list[str]
 
 
-class Counted(TypedDict):
-    """Hold the counts of one process, by direction of the pass where there are several."""
+@dataclass
+class Process:
+    """Describe one process, and how it ended."""
+
+    pid: int
+    rank: int
+    world: int
+    ended: bool
+    error: str | None
+
+
+@dataclass(kw_only=True)
+class Own:
+    """Hold the facts of one process, or of several added up; by direction of the pass where there are several."""
 
     setting: Setting
     traced_steps: int
@@ -113,25 +139,11 @@ class Counted(TypedDict):
     would_repay: list[WideProduct]
     odd_products: list[OddProduct]
     slow: list[str]
-
-
-class Process(TypedDict):
-    """Describe one process, and how it ended."""
-
-    pid: int
-    rank: int
-    world: int
-    ended: bool
-    error: str | None
-
-
-class Own(Counted):
-    """Hold the facts of one process, or of several added up."""
-
     whole_steps: bool
     process: Process
 
 
+@dataclass(kw_only=True)
 class ProcessRow(Process):
     """Describe one process of several."""
 
@@ -141,15 +153,23 @@ class ProcessRow(Process):
     skipped: int
 
 
-class Crash(TypedDict):
+@dataclass
+class Crash:
     """Name the error that ended the script."""
 
     type: str
     message: str
 
 
-class Provenance(TypedDict):
-    """Tell what was run, when, and with which versions."""
+@dataclass(kw_only=True)
+class Provenance:
+    """Tell what was run, when, with which versions, and how it ended.
+
+    Attributes:
+        children_counted: Whether processes that the script starts are counted, too.
+        exit: The status that it exited with, or the message; None for none.
+        ending: How it ended in a sentence, where it did not end well.
+    """
 
     script: str
     arguments: list[str]
@@ -160,12 +180,13 @@ class Provenance(TypedDict):
     children_counted: bool
     error: Crash | None
     exit: int | str | None
+    ending: str
 
 
-class Facts(Provenance, Own):
+@dataclass(kw_only=True)
+class Facts(Own, Provenance):
     """Hold the whole receipt."""
 
-    ending: str
     processes: list[ProcessRow]
     of_processes: list[str]
     half_flops_share: float | None

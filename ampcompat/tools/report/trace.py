@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
-from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.keep_fp32 import BorderPolicy
 from ampcompat.amp.trees import tensors_in
-from ampcompat.tools.explain.tensors import HALVES, readable
+from ampcompat.tools.dtypes import dtype_name, is_half
+from ampcompat.tools.explain.tensors import readable
 from ampcompat.tools.report.reasons import OUTSIDE, Called, why_not_half
+from ampcompat.tools.running import RunningModules
 
 #: Multiplications of these dimensions run on tensor cores without padding.
 MULTIPLE = 8
@@ -32,11 +32,6 @@ class Product(NamedTuple):
     dtype: str
     shapes: tuple[tuple[int, ...], ...]
     reason: str = ""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype's name, as in "float16"."""
-    return str(dtype).removeprefix("torch.")
 
 
 class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -65,8 +60,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.cast_bytes: Counter[tuple[str, str]] = Counter()
         self.results: Counter[str] = Counter()
         self.cast_results = 0
-        self.handles: list[RemovableHandle] = []
-        self.modules: list[Called] = []
+        self.modules = RunningModules(self._called)
         self.names: dict[int, str] = {}
         self.running = False
 
@@ -79,10 +73,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def start(self) -> None:
         """Count from here on."""
-        self.handles = [
-            hooks.register_module_forward_pre_hook(self._enter_module),
-            hooks.register_module_forward_hook(self._leave_module, always_call=True),
-        ]
+        self.modules.start()
         self.__enter__()  # type: ignore[no-untyped-call]
         self.running = True
 
@@ -90,31 +81,35 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Stop counting, unless a mode that was entered inside of this one is still in force; says whether it did."""
         if self.running and _torch.innermost_dispatch_mode() is self:
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            for handle in self.handles:
-                handle.remove()
+            self.modules.stop()
             self.running = False
         return not self.running
 
-    def _enter_module(self, module: torch.nn.Module, args: object) -> None:
-        if id(module) not in self.names:
-            models = list(state.models.live)
-            for model in models:
-                root = f"{type(model).__name__}" if len(models) > 1 else ""
-                for name, inner in model.named_modules():
-                    self.names[id(inner)] = ".".join(filter(None, (root, name))) or type(model).__name__
-            for name, inner in module.named_modules():  # of a model that initialize was not given
-                self.names.setdefault(id(inner), ".".join(filter(None, (type(module).__name__, name))))
-        around = self.modules[-1] if self.modules else OUTSIDE
+    def _called(self, module: torch.nn.Module, around: Called | None) -> Called:
+        """Describe ``module``, whose forward begins inside of ``around``."""
+        if around is None:
+            around = OUTSIDE
         own_policy = module.__dict__.get("_amp_policy")
         at_border = isinstance(own_policy, BorderPolicy)
         policy = around.policy
         if own_policy is not None and not at_border:
             policy = own_policy
-        self.modules.append(Called(self.names[id(module)], policy, kept=around.kept or at_border))
+        return Called(self._name_of(module), policy, kept=around.kept or at_border)
 
-    def _leave_module(self, module: torch.nn.Module, args: object, output: object) -> None:
-        if self.modules:
-            self.modules.pop()
+    def _name_of(self, module: torch.nn.Module) -> str:
+        if id(module) not in self.names:
+            self._learn_names(module)
+        return self.names[id(module)]
+
+    def _learn_names(self, outermost: torch.nn.Module) -> None:
+        """Name the modules of all initialized models, and those of ``outermost``, which may be in none of them."""
+        models = list(state.models.live)
+        for model in models:
+            root = type(model).__name__ if len(models) > 1 else ""
+            for name, inner in model.named_modules():
+                self.names[id(inner)] = ".".join(filter(None, (root, name))) or type(model).__name__
+        for name, inner in outermost.named_modules():
+            self.names.setdefault(id(inner), ".".join(filter(None, (type(outermost).__name__, name))))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
@@ -173,7 +168,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = formula(*args, **kwargs, out_val=result)
         self.flops[direction, dtype] += flops
         if direction != "backward":
-            called = self.modules[-1] if self.modules else OUTSIDE
+            called = self.modules.innermost or OUTSIDE
             shapes = tuple(tuple(t.shape) for t in inputs if t.dim() > 1)
             reason = ""
             if not is_half(dtype):
@@ -182,11 +177,6 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.products[product] += flops
             self.calls[product] += 1
             self.module_flops[called.name, dtype] += flops
-
-
-def is_half(dtype: str) -> bool:
-    """Whether ``dtype`` names a half dtype."""
-    return dtype in {dtype_name(one) for one in HALVES}
 
 
 def odd_dimensions(product: Product) -> list[int]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from ampcompat import _torch, amp
 from ampcompat._state import state
 from ampcompat.amp.frontend import OptLevel
+from ampcompat.tools.dtypes import dtype_name
 
 #: The half dtype of each level.
 HALVES: dict[OptLevel, torch.dtype] = {
@@ -114,7 +115,7 @@ def check_ops(device: torch.device, level: OptLevel) -> str:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return dtype_name(dtype)
 
 
 # -- a small training --------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from ampcompat import __version__
 from ampcompat.alias import real_apex
+from ampcompat.tools.dtypes import dtype_name
 
 if TYPE_CHECKING:
     import torch
@@ -83,24 +84,26 @@ def describe_device(name: str) -> str:
     import torch
 
     from ampcompat import _torch
+    from ampcompat.amp.properties import HALF_DTYPES
+    from ampcompat.tools.devices import LEAST_CAPABILITY
 
     device = torch.device(name)
     if device.type == "cpu":
         slow = _torch.halves_without_cpu_convolution()
-        halves = _halves((half, half not in slow) for half in (torch.float16, torch.bfloat16))
+        halves = _halves((half, half not in slow) for half in HALF_DTYPES)
         return f"{_processor()}, {torch.get_num_threads()} threads; {halves}"
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         if torch.version.hip:
             return f"{found.name}, {found.total_memory / 2**30:.0f} GiB"
-        least = ((torch.float16, (7, 0)), (torch.bfloat16, (8, 0)))
-        halves = _halves((half, (found.major, found.minor) >= capability) for half, capability in least)
+        capability = found.major, found.minor
+        halves = _halves((half, capability >= least) for half, least in LEAST_CAPABILITY.items())
         return f"{found.name}, {found.total_memory / 2**30:.0f} GiB, capability {found.major}.{found.minor}; {halves}"
     return "which half dtypes are fast here is not known"
 
 
 def _halves(fast: Iterable[tuple[torch.dtype, bool]]) -> str:
-    return ", ".join(f"{str(half).removeprefix('torch.')} {'fast' if is_fast else 'slow'}" for half, is_fast in fast)
+    return ", ".join(f"{dtype_name(half)} {'fast' if is_fast else 'slow'}" for half, is_fast in fast)
 
 
 def _processor() -> str:

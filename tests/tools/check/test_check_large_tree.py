@@ -9,43 +9,69 @@ from pathlib import Path
 
 import pytest
 
-from ampcompat.tools.check import documents, scan, scan_source, source, together
+from ampcompat.tools.check import documents, scan, scan_source, source, together, trees
 from ampcompat.tools.check.traps import setup
 
 TRAP = "import torch\ns = s.masked_fill(mask, -1e9)\n"
 
 
-def test_files_without_apex_are_not_parsed_unless_amp_is_used_somewhere(tmp_path, monkeypatch):
+@pytest.fixture
+def parsed(monkeypatch):
+    """The texts that are parsed."""
+    texts = []
+    real = ast.parse
+    monkeypatch.setattr(ast, "parse", lambda code, *args, **kwargs: texts.append(code) or real(code, *args, **kwargs))
+    return texts
+
+
+def test_files_without_apex_are_parsed_only_beside_amp(tmp_path, parsed):
     for i in range(5):
         (tmp_path / f"m{i}.py").write_text(TRAP)
-    parsed = []
-    real = ast.parse
-    monkeypatch.setattr(ast, "parse", lambda code, *args, **kwargs: parsed.append(code) or real(code, *args, **kwargs))
     report = scan(tmp_path)
     assert (report.files, report.findings, parsed) == (5, [], [])
     (tmp_path / "train.py").write_text("from apex import amp\nm, o = amp.initialize(m, o)\n")
     assert [f.path for f in scan(tmp_path).findings if f.kind == "trap"] == [f"m{i}.py" for i in range(5)]
 
 
+def test_each_file_is_parsed_once(tmp_path, parsed):
+    """Those that name apex, too, which are searched for symbols first, and for traps when all files are known."""
+    for i in range(3):
+        (tmp_path / f"m{i}.py").write_text(TRAP + f"# {i}\n")
+        (tmp_path / f"train{i}.py").write_text(f"# {i}\nfrom apex import amp\nm, o = amp.initialize(m, o)\n{TRAP}")
+    cells = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": "from apex import amp\n" + TRAP}]
+    (tmp_path / "a.ipynb").write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4}, indent=1))
+    scan(tmp_path)  # reads the lists of ampcompat, too
+    parsed.clear()
+    assert len([f for f in scan(tmp_path).findings if f.kind == "trap"]) == 7
+    assert len(parsed) == 7
+    assert gc.isenabled()
+
+
+def test_findings_do_not_depend_on_what_is_kept(tmp_path, monkeypatch):
+    (tmp_path / "m.py").write_text("from apex import amp\n" + TRAP)
+    (tmp_path / "train.py").write_text("from apex import amp\nm, o = amp.initialize(m, o)\n" + BLOCK)
+    kept = scan(tmp_path).findings
+    monkeypatch.setattr(trees.Trees, "keep", lambda self, file, source: None)
+    assert scan(tmp_path).findings == kept
+
+
 def test_trees_do_not_pile_up(tmp_path, monkeypatch):
-    """All of them alive at once take the garbage collector longer than the parser takes."""
+    """What is kept is bounded, and the others are dropped at once: no collector runs meanwhile."""
+    train = "from apex import amp\nm, o = amp.initialize(m, o)\n" + BLOCK
+    monkeypatch.setattr(trees, "MOST_CHARACTERS", 3 * len(train))
     alive, most, real = weakref.WeakSet(), [0], source.Source.__init__
 
-    def counted(self, path, code):
-        real(self, path, code)
+    def counted(self, *args):
+        real(self, *args)
         alive.add(self)
         most[0] = max(most[0], len(alive))
 
     monkeypatch.setattr(source.Source, "__init__", counted)
     for i in range(20):
         (tmp_path / f"m{i}.py").write_text(TRAP)
-        (tmp_path / f"train{i}.py").write_text("from apex import amp\nm, o = amp.initialize(m, o)\n" + BLOCK)
-    gc.disable()  # as in the processes of a large tree
-    try:
-        scan(tmp_path)
-    finally:
-        gc.enable()
-    assert most[0] < 10
+        (tmp_path / f"train{i}.py").write_text(train)
+    scan(tmp_path)
+    assert most[0] < 7
 
 
 HALF = "from apex import amp\nimport torch\nm, o = amp.initialize(m, o)\nx = x.half()\n"
@@ -148,6 +174,7 @@ SHAPES = {
     "one test": in_one("if fp16 and (", "a or ", "b):\n" + "    model.half()\n" * 50),
     "one sum": in_one("x = y", " + mask * 1e9", "\n"),
     "one product": in_one("x = mask", " * 1e9", "\n"),
+    "one chain": in_one("x = y", ".a.b.c.d.e", "\n"),
     "parameters": lambda count: (
         START + f"def f({', '.join(f'a{i}' for i in range(count))}):\n" + "    amp.state_dict()\n" * count + END
     ),

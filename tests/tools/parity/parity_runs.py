@@ -1,7 +1,8 @@
 """Runs made up for tests."""
 
 from ampcompat.tools.parity.levels import Level
-from ampcompat.tools.parity.record import Run, Step
+from ampcompat.tools.parity.record import Run
+from ampcompat.tools.recording.events import Step
 
 
 def step(number, loss, optimizer=0, scale=1.0, skipped=False, seconds=0.5, memory=2**20):

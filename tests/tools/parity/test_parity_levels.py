@@ -2,7 +2,8 @@ import pytest
 
 from ampcompat.amp import properties
 from ampcompat.amp.properties import _DTYPE_NAMES
-from ampcompat.tools.parity.levels import DTYPES, OPT_LEVELS, Level, read_levels
+from ampcompat.tools.dtypes import SPELLINGS
+from ampcompat.tools.parity.levels import OPT_LEVELS, Level, read_levels
 
 
 def test_each_level_runs_in_each_dtype():
@@ -44,4 +45,4 @@ def test_empty_lists_are_refused(levels, dtypes):
 
 def test_the_words_are_those_that_amp_knows():
     assert set(OPT_LEVELS) == set(properties.LEVELS)
-    assert set(DTYPES.values()) <= set(_DTYPE_NAMES)
+    assert set(SPELLINGS.values()) <= set(_DTYPE_NAMES)

@@ -2,40 +2,12 @@ import csv
 import json
 import math
 
-import pytest
 from parity_runs import run, step
 
 from ampcompat.tools.parity.compare import Tolerance, judge
 from ampcompat.tools.parity.progress import Progress
-from ampcompat.tools.parity.record import plain, read_line, read_step, step_line, to_line
 from ampcompat.tools.parity.save import save_csv, save_json
 from ampcompat.tools.parity.table import HEADER, peak_memory, seconds_per_step, skipped, table
-
-
-@pytest.mark.parametrize("loss", [1.5, None, math.inf, -math.inf])
-def test_a_step_survives_its_line(loss):
-    before = step(3, loss, scale=math.inf, seconds=None, memory=None, skipped=True)
-    kind, content = read_line(step_line(before))
-    assert (kind, read_step(content)) == ("step", before)
-
-
-def test_nan_survives_too():
-    after = read_step(read_line(step_line(step(1, math.nan)))[1])
-    assert math.isnan(after.loss)
-    assert math.isnan(after.losses[0])
-
-
-def test_lines_are_json_that_every_reader_takes():
-    def refuse(name):
-        raise ValueError(name)
-
-    line = to_line("step", {"a": math.nan, "b": [math.inf, {"c": -math.inf}], "d": 1})
-    assert json.loads(line, parse_constant=refuse) == {"kind": "step", "a": "nan", "b": ["inf", {"c": "-inf"}], "d": 1}
-    assert line.count("\n") == 1
-
-
-def test_plain_leaves_the_rest_alone():
-    assert plain({"a": None, "b": True, "c": "x", "d": 2.5}) == {"a": None, "b": True, "c": "x", "d": 2.5}
 
 
 def results(window=1):

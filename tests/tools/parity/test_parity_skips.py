@@ -12,9 +12,9 @@ from ampcompat.testing import assert_opt_level_parity
 from ampcompat.tools.parity.compare import Tolerance, judge, skipped_steps
 from ampcompat.tools.parity.levels import Level
 from ampcompat.tools.parity.record import Run
-from ampcompat.tools.parity.recorder import Recorder
-from ampcompat.tools.parity.skips import Skips
 from ampcompat.tools.parity.table import skip_note, table
+from ampcompat.tools.recording.recorder import Recorder
+from ampcompat.tools.recording.skips import Skips
 
 
 # -- skipping what another run skipped -----------------------------------------------------------------------------

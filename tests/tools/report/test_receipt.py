@@ -1,5 +1,6 @@
 """What a receipt says, against what is known to have run."""
 
+import base64
 import html.parser
 import json
 import os
@@ -14,7 +15,9 @@ from torch import nn
 from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.amp.observers import observers
-from ampcompat.tools.report import Receipt, devices
+from ampcompat.tools import devices
+from ampcompat.tools.data import as_data, from_data
+from ampcompat.tools.report import Receipt, schema
 from ampcompat.tools.report.history import MOST_POINTS, History
 from ampcompat.tools.report.trace import Product, odd_dimensions
 
@@ -286,8 +289,6 @@ def test_the_history_is_bounded_and_keeps_skips():
 
 
 class Page(html.parser.HTMLParser):
-    void = {"meta", "br", "line", "rect", "circle", "polyline"}
-
     def __init__(self):
         super().__init__()
         self.open, self.tags, self.attributes, self.text = [], [], [], []
@@ -295,7 +296,7 @@ class Page(html.parser.HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += [(tag, name, value) for name, value in attrs]
-        if tag not in {"meta"}:
+        if tag not in {"meta", "img"}:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -308,6 +309,76 @@ class Page(html.parser.HTMLParser):
         self.text.append(data)
 
 
+def images(page):
+    """The plots of a page, by title: the text of each SVG."""
+    found = {}
+    for tag, name, value in page.attributes:
+        if tag == "img" and name == "alt":
+            title = value
+        if tag == "img" and name == "src":
+            found[title] = base64.b64decode(value.partition("base64,")[2]).decode()
+    return found
+
+
+EVIL = "<script>alert('$x_$')</script>&\"'"
+
+
+def test_names_of_others_are_shown_as_they_are(tmp_path):
+    """Module names, arguments and errors are anybody's: in the page they are text, in the plots too."""
+    receipt = Receipt(1, argv=["train.py", EVIL])
+    receipt.start()
+    model = nn.Sequential()
+    model.add_module(EVIL, nn.Linear(8, 8))
+    model = amp.initialize(model, opt_level="O1", verbosity=0)
+    model(torch.ones(8, 8))
+    receipt.crashed(ValueError(EVIL))
+    receipt.stop()
+    receipt.write(tmp_path / "r.html")
+    source = (tmp_path / "r.html").read_text(encoding="utf-8")
+    for text in (source, receipt._repr_html_()):
+        page = Page()
+        page.feed(text)
+        assert page.open == []
+        assert page.tags.count("script") == (text is source)
+        assert EVIL in page.text
+        drawn = images(page)["Forward FLOPs in all, by module"]
+        assert "<script" not in drawn
+        assert html.unescape(drawn).count(EVIL[-20:]) == 1
+    data = re.search(r'<script type="application/json" id="receipt">(.*)</script>', source, re.S).group(1)
+    assert json.loads(data) == json.loads(json.dumps({**receipt.facts(), "seconds": json.loads(data)["seconds"]}))
+
+
+def test_without_matplotlib_the_page_has_no_plots(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ampcompat.tools.report.plots", None)
+    _, receipt = train("O1")
+    receipt.write(tmp_path / "r.html")
+    source = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "<img" not in source
+    assert "matplotlib is missing - pip install &#39;ampcompat[report]&#39;" in source
+    assert "<td>forward</td><td>float16</td>" in source
+
+
+def test_without_jinja2_there_is_no_page(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ampcompat.tools.report.html", None)
+    monkeypatch.delattr("ampcompat.tools.report.html", raising=False)
+    _, receipt = train("O1")
+    with pytest.raises(ImportError, match=r"r.html - a page needs jinja2 - pip install 'ampcompat\[report\]'"):
+        receipt.write(tmp_path / "r.html")
+    assert receipt._repr_html_() is None
+    assert list(tmp_path.iterdir()) == []
+    receipt.write(tmp_path / "r.txt")
+
+
+def test_facts_of_a_process_survive_its_file():
+    """What a process leaves for the first one is read as what it was."""
+    _, receipt = train("O1", bad=[1])
+    own = receipt._own()
+    assert from_data(schema.Own, json.loads(json.dumps(as_data(own)))) == own
+    assert own.casts
+    assert own.parameters
+    assert own.history
+
+
 def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path):
     model, receipt = train("O1", bad=[1])
     receipt.write(tmp_path / "receipt.html")
@@ -315,10 +386,12 @@ def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path):
     page = Page()
     page.feed(source)
     assert page.open == []
-    assert not [a for a in page.attributes if a[1] in ("src", "href") or (a[2] or "").startswith("http")]
+    assert not [a for a in page.attributes if a[1] == "href" or (a[2] or "").startswith("http")]
+    assert all(value.startswith("data:") for _, name, value in page.attributes if name == "src")
     assert "url(" not in source
-    assert page.tags.count("svg") == 4
-    assert 'class="skip"' in source
+    titles = ["FLOPs a step", "Ops a step", "Forward FLOPs a step, by module", "Loss scale"]
+    assert list(images(page)) == titles
+    assert "skipped step" in images(page)["Loss scale"]
     data = re.search(r'<script type="application/json" id="receipt">(.*)</script>', source, re.S).group(1)
     assert json.loads(data)["steps"] == 4
     assert "Half precision is on: 100.0 % of the FLOPs ran in float16." in "".join(page.text)
@@ -734,8 +807,8 @@ def test_a_forked_copy_begins_anew(tmp_path, monkeypatch):
     step()
     assert seen.facts()["steps"] == 1
     (written,) = processes.left(str(tmp_path))
-    assert (written["process"]["pid"], written["process"]["rank"]) == (4711, 1)
-    assert (written["process"]["ended"], written["traced_steps"]) == (False, 1)
+    assert (written.process.pid, written.process.rank) == (4711, 1)
+    assert (written.process.ended, written.traced_steps) == (False, 1)
 
     def exit_of_a_worker():
         try:
@@ -748,9 +821,9 @@ def test_a_forked_copy_begins_anew(tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         exit_of_a_worker()
     (written,) = processes.left(str(tmp_path))
-    assert written["process"]["ended"]
-    assert written["process"]["error"] == "ValueError: mine"
-    assert written["flops"]["forward"] == {"float16": before["flops"]["forward"]["float16"]}
+    assert written.process.ended
+    assert written.process.error == "ValueError: mine"
+    assert written.flops["forward"] == {"float16": before["flops"]["forward"]["float16"]}
 
 
 def left_behind(tmp_path, pid, **changes):
@@ -760,8 +833,9 @@ def left_behind(tmp_path, pid, **changes):
     _, receipt = train("O1", steps=2, traced=2)
     facts = receipt._own()
     receipt.stop()
-    facts["process"] = {"pid": pid, "rank": pid, "world": 2, "ended": True, "error": None, **changes.pop("process", {})}
-    (tmp_path / f"{pid}.json").write_text(json.dumps({**facts, **changes}))
+    process = {"pid": pid, "rank": pid, "world": 2, "ended": True, "error": None, **changes.pop("process", {})}
+    data = {**as_data(facts), "process": process, **changes}
+    (tmp_path / f"{pid}.json").write_text(json.dumps(data))
     state.reset()
     return processes.left(str(tmp_path))
 
@@ -773,9 +847,9 @@ def test_processes_are_added_up(tmp_path):
     facts = receipt.facts()
     assert facts["steps"] == 4
     assert facts["traced_steps"] == 4
-    assert facts["flops"]["forward"] == {"float16": 2 * one["flops"]["forward"]["float16"]}
-    assert facts["modules"][0]["flops"] == {"float16": 2 * one["modules"][0]["flops"]["float16"]}
-    assert {c["count"] for c in facts["casts"]} == {2 * c["count"] for c in one["casts"]}
+    assert facts["flops"]["forward"] == {"float16": 2 * one.flops["forward"]["float16"]}
+    assert facts["modules"][0]["flops"] == {"float16": 2 * one.modules[0].flops["float16"]}
+    assert {c["count"] for c in facts["casts"]} == {2 * c.count for c in one.casts}
     assert facts["setting"]["opt_level"] == "O1"
     assert facts["sentences"][0] == "Half precision is on: 100.0 % of the FLOPs ran in float16."
     assert facts["sentences"][-1] == "2 processes trained (ranks 0, 1); their counts are added up."

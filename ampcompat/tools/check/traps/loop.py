@@ -214,7 +214,7 @@ def _initialized_models(source: Source) -> set[str]:
     key = "initialized models"
     if key not in source.known:
         given = [argument(call, 0, "models") for call in source.calls_to("apex.amp.initialize")]
-        source.known[key] = {text(node) for one in given if one is not None for node in ast.walk(one)} - {""}
+        source.known[key] = set[str]().union(*(source.names_in(one) for one in given if one is not None))
     names: set[str] = source.known[key]
     return names
 
@@ -225,8 +225,8 @@ def _assignments(source: Source) -> dict[ast.AST, list[tuple[set[str], set[str]]
     if key not in source.known:
         found: dict[ast.AST, list[tuple[set[str], set[str]]]] = {}
         for node in source.kind(ast.Assign):
-            targets = {text(part) for target in node.targets for part in ast.walk(target)} - {""}
-            used = set(map(text, ast.walk(node.value))) - {""}
+            targets = set[str]().union(*map(source.names_in, node.targets))
+            used = source.names_in(node.value)
             found.setdefault(source.scope(node), []).append((targets, used))
         source.known[key] = found
     assignments: dict[ast.AST, list[tuple[set[str], set[str]]]] = source.known[key]

@@ -76,11 +76,11 @@ def banned_cross_entropy(source: Source, repository: Repository) -> Iterator[Fin
     """
     if not repository.may_run_at("O1", "O4") or repository.float_sigmoid or not source.imports("torch"):
         return
-    for call in source.calls:
+    for call in source.calls_named("BCELoss", "binary_cross_entropy"):
         if called(call) == "BCELoss":
             # Which loss is given what is not followed: a sigmoid somewhere makes it likely, no more.
             level = WARNING
-        elif called(call) == "binary_cross_entropy" and call.args and _may_be_half(source, call.args[0]):
+        elif call.args and _may_be_half(source, call.args[0]):
             level = ERROR if repository.runs_at("O1", "O4") and _half_sigmoid(call.args[0]) else WARNING
         else:
             continue

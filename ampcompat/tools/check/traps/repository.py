@@ -87,14 +87,10 @@ class Repository:
 
 
 def _floats_sigmoid(source: Source) -> bool:
-    for call in source.calls:
-        if any(k.arg == "allow_banned" for k in call.keywords):
-            return True
-        constants = [a.value for a in call.args if isinstance(a, ast.Constant)]
-        if source.apex(call.func) == "apex.amp.register_float_function" and set(constants) & {
-            "sigmoid",
-            "Sigmoid",
-            "binary_cross_entropy",
-        }:
+    if any(keyword.arg == "allow_banned" for keyword in source.kind(ast.keyword)):
+        return True
+    for call in source.calls_to("apex.amp.register_float_function"):
+        constants = {argument.value for argument in call.args if isinstance(argument, ast.Constant)}
+        if not constants.isdisjoint({"sigmoid", "Sigmoid", "binary_cross_entropy"}):
             return True
     return False

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from ampcompat.tools.check.findings import ERROR, WARNING, Finding
+from ampcompat.tools.check.halves import HALF_DTYPES
 from ampcompat.tools.check.source import Source, argument, called, number, text
 from ampcompat.tools.check.together import MOST, certain, conditions, evaluates, exclusive, rebound
 from ampcompat.tools.check.traps.repository import Repository
@@ -70,7 +71,7 @@ def _cast_to_half(source: Source, node: ast.AST) -> ast.Call | None:
         if node.func.attr == "half" and not node.args:
             return node
         dtypes = {text(a).rpartition(".")[2] for a in (*node.args, *(k.value for k in node.keywords))}
-        if node.func.attr == "to" and dtypes & {"half", "float16", "bfloat16"}:
+        if node.func.attr == "to" and dtypes & HALF_DTYPES:
             return node
         node = node.func.value
     return None
@@ -218,9 +219,9 @@ def deepcopy_of_optimizer(source: Source, repository: Repository) -> Iterator[Fi
     Build a new optimizer over the model's parameters and load the ``state_dict()`` of the first.
     """
     optimizers = {text(argument(c, 1, "optimizers")) for c in source.calls_to("apex.amp.initialize")} - {""}
-    for call in source.calls:
+    for call in source.calls_named("deepcopy"):
         name = text(call.args[0]) if call.args else ""
-        if called(call) != "deepcopy" or not name:
+        if not name:
             continue
         if name in optimizers or OPTIMIZER.fullmatch(name):
             note = f"the copy of {name} updates parameters of its own; build a new one and load its state_dict()"

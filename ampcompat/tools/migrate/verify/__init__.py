@@ -1,6 +1,6 @@
 """``migrate --verify``: the script before and after its migration, run on this machine and compared step by step.
 
-Nothing here imports torch, but for the two modules that run beside the script: ``before`` and ``after``.
+Nothing here imports torch: both runs are processes of :mod:`ampcompat.tools.recording`.
 """
 
 from ampcompat.tools.migrate.verify.compare import Verdict, verdict

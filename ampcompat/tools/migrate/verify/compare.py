@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from ampcompat.tools.dtypes import HALF_NAMES
 from ampcompat.tools.migrate.verify.launch import Trace
 
-HALVES = frozenset({"float16", "bfloat16"})
 # What is a matrix product and runs in half on each of apex's and of torch's lists, on every device.
 PRODUCTS = ("Linear", "Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Bilinear")
 
@@ -108,7 +108,7 @@ def _dtypes(before: Trace, after: Trace) -> tuple[list[str], list[str]]:
         told = f"{module} in {mode}: {shown[0]} before, {shown[1]} after"
         if was == now:
             continue
-        if module in PRODUCTS and bool(was & HALVES) != bool(now & HALVES):
+        if module in PRODUCTS and bool(was & HALF_NAMES) != bool(now & HALF_NAMES):
             wrong.append(f"{told}: its forward is not under autocast as it was under apex")
         elif was and now:
             notes.append(f"{told} (the lists of native autocast differ there, more so on the CPU: no fault)")

@@ -1,15 +1,19 @@
-"""One run in a process of its own, and what it recorded."""
+"""One run of the script, in a copy of its directory, and what it recorded."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal
+
+from ampcompat.tools.dtypes import dtype_name
+from ampcompat.tools.recording import process
+
+#: Lines of a run's output that are kept.
+LAST_LINES = 12
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,20 @@ class Trace:
     error: str | None = None
     output: str = ""
 
+    def on_line(self, kind: str, content: Any) -> None:
+        """Add what a line of the journal tells."""
+        if kind == "loss":
+            dtype = dtype_name(content["dtype"])
+            self.losses.append((float(content["value"]), float(content["scale"]), dtype, len(self.steps)))
+        elif kind == "step":
+            self.steps.append((content["optimizer"], content["skipped"]))
+            self.places.append(content["place"])
+        elif kind == "dtype":
+            returned = self.dtypes.setdefault((content["module"], content["training"]), set())
+            returned.add(dtype_name(content["dtype"]))
+        elif kind == "end":
+            self.error = content["error"]
+
 
 #: What a run may import: the script as it was, one that was moved to ampcompat, one that needs neither.
 Imports = Literal["apex", "ampcompat", "neither"]
@@ -56,31 +74,29 @@ Imports = Literal["apex", "ampcompat", "neither"]
 
 def run(folder: Path, options: Options, record: Path, imports: Imports) -> Trace:
     """Run the script in ``folder``, where only the packages that ``imports`` names can be imported."""
-    here = Path(__file__).parent
-    numbers = [str(record), str(options.steps), str(options.seed)]
-    if imports == "neither":
-        command = [sys.executable, str(here / "after.py"), *numbers, *options.target]
-    else:
-        command = [sys.executable, "-m", "ampcompat.tools.migrate.verify.before", imports, *numbers, *options.target]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("AMPCOMPAT_")}
-    environment.update(PYTHONHASHSEED=str(options.seed % 2**32), PYTHONDONTWRITEBYTECODE="1")
-    if imports != "neither":
-        package = str(Path(__file__).resolve().parents[4])
-        known = environment.get("PYTHONPATH", "")
-        environment["PYTHONPATH"] = os.pathsep.join([package, known] if known else [package])
-    record.write_text("")
-    timed_out, code = False, 0
-    with (record.with_suffix(".log")).open("wb") as output:
-        try:
-            done = subprocess.run(
-                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                timeout=options.timeout, check=False,
-            )  # fmt: skip
-            code = done.returncode
-        except subprocess.TimeoutExpired:
-            timed_out = True
-    trace = _read(record)
-    trace.output = "\n".join(record.with_suffix(".log").read_text("utf-8", "replace").splitlines()[-12:])
+    trace = Trace()
+    ends_at = time.monotonic() + options.timeout
+    timed_out = False
+
+    def must_end(waited: float) -> bool:
+        nonlocal timed_out
+        if len(trace.steps) >= options.steps and waited > process.GRACE_SECONDS:
+            return True
+        timed_out = time.monotonic() > ends_at
+        return timed_out
+
+    command = process.command(
+        record,
+        options.steps,
+        options.seed,
+        options.target,
+        details=True,
+        no_apex=imports != "apex",
+        native=imports == "neither",
+    )
+    log = record.with_suffix(".log")
+    code = process.follow(command, _environment(options, imports), record, log, trace.on_line, must_end, folder)
+    trace.output = "\n".join(log.read_text("utf-8", "replace").splitlines()[-LAST_LINES:])
     if timed_out:
         trace.error = f"no end after {options.timeout:g} s"
     elif code and trace.error is None:
@@ -88,33 +104,11 @@ def run(folder: Path, options: Options, record: Path, imports: Imports) -> Trace
     return trace
 
 
-class Line(TypedDict):
-    """A line of a record: its kind, and what a line of that kind tells."""
-
-    kind: str
-    value: float | str
-    scale: float | str
-    dtype: str
-    optimizer: int
-    skipped: bool
-    place: str
-    module: str
-    training: bool
-    error: str | None
-
-
-def _read(record: Path) -> Trace:
-    trace = Trace()
-    for line in record.read_text("utf-8").splitlines():
-        content: Line = json.loads(line)
-        kind = content["kind"]
-        if kind == "loss":
-            trace.losses.append((float(content["value"]), float(content["scale"]), content["dtype"], len(trace.steps)))
-        elif kind == "step":
-            trace.steps.append((content["optimizer"], content["skipped"]))
-            trace.places.append(content["place"])
-        elif kind == "dtype":
-            trace.dtypes.setdefault((content["module"], content["training"]), set()).add(content["dtype"])
-        else:
-            trace.error = content["error"]
-    return trace
+def _environment(options: Options, imports: Imports) -> dict[str, str]:
+    variables = process.environment(options.seed, without=lambda name: name.startswith("AMPCOMPAT_"))
+    variables["PYTHONDONTWRITEBYTECODE"] = "1"
+    if imports != "neither":
+        package = str(Path(__file__).resolve().parents[4])
+        paths = [package, *filter(None, [variables.get("PYTHONPATH")])]
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
+    return variables

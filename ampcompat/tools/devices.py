@@ -5,11 +5,15 @@ from __future__ import annotations
 import torch
 
 from ampcompat import _torch
+from ampcompat.tools.dtypes import dtype_name
+
+#: The compute capability from which a CUDA device has tensor cores for a half dtype.
+LEAST_CAPABILITY = {torch.float16: (7, 0), torch.bfloat16: (8, 0)}
 
 
 def slow_halves(device_type: str, half: torch.dtype) -> str:
     """Why ``half`` is not fast on ``device_type``, in one sentence; "" where it is, or where that is not known."""
-    name = str(half).removeprefix("torch.")
+    name = dtype_name(half)
     if device_type == "cpu" and half in _torch.halves_without_cpu_convolution():
         return f"This CPU has no {name} arithmetic: half precision is emulated here and saves memory, not time."
     if device_type == "cuda" and torch.cuda.is_available():
@@ -19,10 +23,10 @@ def slow_halves(device_type: str, half: torch.dtype) -> str:
 
 def slow_capability(capability: tuple[int, int], device: str, half: torch.dtype) -> str:
     """The same for a CUDA device of compute capability ``capability``."""
-    least = (8, 0) if half == torch.bfloat16 else (7, 0)
+    least = LEAST_CAPABILITY[half]
     if capability >= least:
         return ""
-    name = str(half).removeprefix("torch.")
+    name = dtype_name(half)
     return (
         f"{device} has compute capability {capability[0]}.{capability[1]}: no tensor cores for {name}"
         f" ({least[0]}.{least[1]} or more has them), so it saves memory and little time."

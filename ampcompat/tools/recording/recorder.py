@@ -13,8 +13,8 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.casts import CastsOff
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.tools.parity.memory import cuda_in_use, peak_memory
-from ampcompat.tools.parity.record import Step
+from ampcompat.tools.recording.events import Step
+from ampcompat.tools.recording.memory import cuda_in_use, peak_memory
 
 
 @dataclass
@@ -34,10 +34,16 @@ class Recorder:
 
     Args:
         on_record: Called with each step; what it raises goes through to the script.
+        on_loss: Called with value, scale and dtype of each loss when it is scaled.
     """
 
-    def __init__(self, on_record: Callable[[Step], None]) -> None:
+    def __init__(
+        self,
+        on_record: Callable[[Step], None],
+        on_loss: Callable[[float, float, torch.dtype], None] | None = None,
+    ) -> None:
         self._on_record = on_record
+        self._on_loss = on_loss
         self._pending: weakref.WeakKeyDictionary[Optimizer, _Pending] = weakref.WeakKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self.blocks = self.steps = 0
@@ -55,6 +61,8 @@ class Recorder:
             pending = self._pending.setdefault(optimizer, _Pending([]))
             pending.losses.append(value)
             pending.scale = scale if pending.scale is None else min(scale, pending.scale)
+        if self._on_loss is not None:
+            self._on_loss(value, scale, loss.dtype)
         self._own_time += _now() - begin
 
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:

@@ -4,7 +4,7 @@ import torch
 from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.amp.observers import observing
-from ampcompat.tools.parity.recorder import Recorder
+from ampcompat.tools.recording.recorder import Recorder
 
 
 def make(level, kind=torch.optim.SGD, model=None, **kwargs):

@@ -16,7 +16,7 @@ import torch
 from ampcompat._types import Optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.stash import Gradients
-from ampcompat.tools.parity.recorder import Recorder
+from ampcompat.tools.recording.recorder import Recorder
 
 R = TypeVar("R")
 

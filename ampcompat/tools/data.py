@@ -1,0 +1,43 @@
+"""Dataclasses as plain data, for JSON, and back."""
+
+from __future__ import annotations
+
+from dataclasses import field, fields, is_dataclass
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+def named(key: str) -> Any:
+    """A field that is called ``key`` in plain data: one that Python keeps for itself."""
+    return field(metadata={"key": key})
+
+
+def as_data(value: object) -> Any:
+    """``value``, and what is in it, as dicts, lists, strings and numbers."""
+    if is_dataclass(value):
+        return {_key(one): as_data(getattr(value, one.name)) for one in fields(value)}
+    if isinstance(value, dict):
+        return {key: as_data(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_data(item) for item in value]
+    return value
+
+
+def from_data(kind: type[T], data: Any) -> T:
+    """The object of type ``kind`` that :func:`as_data` made ``data`` of."""
+    if is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{one.name: from_data(kinds[one.name], data[_key(one)]) for one in fields(kind)})
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        return [from_data(item, one) for one in data]  # type: ignore[return-value]
+    if get_origin(kind) is dict:
+        _, item = get_args(kind)
+        return {key: from_data(item, one) for key, one in data.items()}  # type: ignore[return-value]
+    return data  # type: ignore[no-any-return]
+
+
+def _key(one: Any) -> str:
+    """The name of a field in plain data."""
+    return str(one.metadata.get("key", one.name))

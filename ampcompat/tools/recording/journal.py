@@ -1,0 +1,180 @@
+"""Write down what a script does, a line of JSON for each event, and end the script after its last step.
+
+Needs the standard library alone, torch only where it is called: :mod:`ampcompat.tools.recording.native` loads this file
+by its path, in a process that cannot import ampcompat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.abc
+import json
+import math
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+#: What a script that was moved off apex must do without.
+APEX = ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
+
+
+class EnoughSteps(SystemExit):
+    """Leaves the script after the last step asked for, as ``sys.exit(0)`` would."""
+
+
+class Missing(importlib.abc.MetaPathFinder):
+    """A finder that has ``packages`` fail to import, as where they are not installed; it leaves others alone."""
+
+    def __init__(self, packages: Collection[str]) -> None:
+        self.packages = frozenset(packages)
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        """Refuse the packages."""
+        if fullname.partition(".")[0] in self.packages:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+
+class Journal:
+    """A file of lines, flushed at once: whatever happens to the process, what it did so far is there to be read.
+
+    Args:
+        path: The file.
+        steps: Optimizer steps after which the script is ended.
+    """
+
+    def __init__(self, path: str, steps: int) -> None:
+        # Open as long as the process runs: the script ends it as it likes.
+        self.file = open(path, "a", encoding="utf-8")  # noqa: SIM115
+        self.steps = steps
+        self.made = 0
+        self.process = os.getpid()
+        self.folder = os.getcwd()
+        self._forked = False
+        self._returned: set[tuple[str, str, bool]] = set()
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether this process was forked from the one that began the journal: its steps are not the script's."""
+        return os.getpid() != self.process
+
+    def write(self, kind: str, **content: object) -> None:
+        """Write one line."""
+        self.file.write(to_line(kind, content))
+        self.file.flush()
+
+    def loss(self, value: float, scale: float, dtype: torch.dtype) -> None:
+        """Write a loss that was scaled for its backward pass."""
+        if not self.is_copy:
+            self.write("loss", value=value, scale=scale, dtype=str(dtype))
+
+    def step(self, **content: object) -> None:
+        """Write a step of an optimizer and the place in the script that made it; end the script after the last."""
+        if self.is_copy:
+            if not self._forked:
+                self.write("forked")
+            self._forked = True
+            return
+        self.made += 1
+        if self.made <= self.steps:
+            self.write("step", place=self._place(), **content)
+        # The exit of another thread would not end the script; whoever waits for this process ends it then.
+        if self.made >= self.steps and threading.current_thread() is threading.main_thread():
+            raise EnoughSteps(0)
+
+    def _place(self) -> str:
+        """The line that is being run of the script or of a module beside it, as in ``train.py:12``; "" for none."""
+        frame = sys._getframe(1)
+        while frame is not None and frame.f_back is not None:
+            name = os.path.relpath(frame.f_code.co_filename, self.folder)
+            if not name.startswith("..") and os.path.exists(frame.f_code.co_filename):
+                return f"{name}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    def watch_modules(self) -> None:
+        """Write the dtype that each kind of module with weights of its own returns, in training and in evaluation."""
+        from torch.nn.modules.module import register_module_forward_hook
+
+        register_module_forward_hook(self._after_forward)
+
+    def _after_forward(self, module: torch.nn.Module, _given: object, result: object) -> None:
+        import torch
+
+        own = list(module.parameters(recurse=False))
+        if not own or not all(param.is_floating_point() for param in own):
+            return
+        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
+            return
+        returned = type(module).__name__, str(result.dtype), bool(module.training)
+        if returned in self._returned or self.is_copy:
+            return
+        self._returned.add(returned)
+        self.write("dtype", module=returned[0], dtype=returned[1], training=returned[2])
+
+    @contextlib.contextmanager
+    def ending(self, seen: Callable[[], Mapping[str, object]] = dict) -> Iterator[None]:
+        """Write how the script ended, whatever it raises, and what ``seen`` then returns."""
+        error: BaseException | None = None
+        try:
+            yield
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            if not self.is_copy:
+                self.write("end", error=error_line(error), **seen())
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What the process was asked to record (see :func:`.process.command`), and the script with its arguments."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--journal", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--skips", type=lambda text: [int(word) for word in text.split(",")], default=[])
+    parser.add_argument("--details", action="store_true")
+    parser.add_argument("--no-apex", action="store_true")
+    words = list(argv)
+    at = words.index("--")  # argparse would take a target's "-m" for an option of its own
+    return parser.parse_args(words[:at]), words[at + 1 :]
+
+
+def error_line(error: BaseException | None) -> str | None:
+    """``error`` in one line, or an exit status that is not zero; None for a good end."""
+    if error is None:
+        return None
+    if isinstance(error, SystemExit):
+        return None if error.code in (None, 0) else f"it exited with {error.code!r}"
+    return f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+
+
+def to_line(kind: str, content: Mapping[str, object]) -> str:
+    """One line of a journal."""
+    return json.dumps(plain({"kind": kind, **content})) + "\n"
+
+
+def plain(value: object) -> object:
+    """``value`` with non-finite floats as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which JSON lacks."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, torch, and numpy where it has been imported."""
+    import torch
+
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
