@@ -109,6 +109,13 @@ def test_a_script_that_does_nothing_is_no_proof():
     assert not verdict(Trace(), Trace()).passed
 
 
+@pytest.mark.parametrize("imports", ["apex", "neither"])
+def test_a_run_that_does_not_end_is_ended(imports, tmp_path):
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(600)\n")
+    done = run(tmp_path, Options(["train.py"], timeout=0.1), tmp_path / "run.jsonl", imports)
+    assert done.error == "no end after 0.1 s"
+
+
 FIRST, *OTHERS = SPREAD
 
 
