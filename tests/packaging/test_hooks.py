@@ -65,4 +65,4 @@ def test_migrate_names_what_it_needs(bare, tmp_path):
 def test_an_old_python_says_what_is_needed(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 9, 18))
     with pytest.raises(SystemExit, match=r"python3 is Python 3\.9 here - 3\.10 or newer is needed"):
-        runpy.run_path(str(ROOT / "hooks" / "ampcompat"))["main"]()
+        runpy.run_path(str(ROOT / ".hooks" / "ampcompat"))["main"]()

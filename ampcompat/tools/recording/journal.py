@@ -85,12 +85,12 @@ class Journal:
         self.made += 1
         if self.made <= self.steps:
             self.write("step", place=self._place(), **content)
-        # The exit of another thread would not end the script; whoever waits for this process ends it then.
+        # The exit of another thread would not end the script; the process that waits for this one ends it then.
         if self.made >= self.steps and threading.current_thread() is threading.main_thread():
             raise EnoughSteps(0)
 
     def _place(self) -> str:
-        """The line that is being run of the script or of a module beside it, as in ``train.py:12``; "" for none."""
+        """The line that is being run of the script or of a module next to it, as in ``train.py:12``; "" for none."""
         frame = sys._getframe(1)
         while frame is not None and frame.f_back is not None:
             name = os.path.relpath(frame.f_code.co_filename, self.folder)
