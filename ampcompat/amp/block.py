@@ -345,13 +345,13 @@ def end(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.Tensor | N
     Returns:
         Whether there were new gradients.
     """
-    delayed: dict[LossScaler, None] = {}  # scalers of earlier blocks whose losses have a part in these gradients
+    pending_scalers: dict[LossScaler, None] = {}  # of earlier blocks whose losses have a part in these gradients
     for optimizer in optimizers:
         pending = optimizer._amp_stash.pending
         if pending is not None:
-            delayed.update(pending.scalers)
+            pending_scalers.update(pending.scalers)
     reached = _unscale_all(optimizers, scaler, scale)
-    overflows = _make_transitions(scaler, scale, delayed, moves_scale)
+    overflows = _make_transitions(scaler, scale, pending_scalers, moves_scale)
     for optimizer in optimizers:
         stash: AmpOptimizerState = optimizer._amp_stash
         reset_pass(optimizer, stash)
@@ -386,7 +386,7 @@ def _unscale_all(optimizers: list[Optimizer], scaler: LossScaler, scale: torch.T
 
 
 def _make_transitions(
-    scaler: LossScaler, scale: torch.Tensor | None, delayed: dict[LossScaler, None], moves_scale: bool
+    scaler: LossScaler, scale: torch.Tensor | None, pending_scalers: dict[LossScaler, None], moves_scale: bool
 ) -> list[Overflow]:
     """Have every scaler of a backward pass count it; return the flags that steps must look at."""
     if scale is None:  # a static scale of one
@@ -398,7 +398,7 @@ def _make_transitions(
     flag = scaler.adjust(found_inf) if moves_scale else scaler.delay(found_inf)
     if flag is not None:
         overflows.append((scaler, flag))
-    for other in delayed:  # the loss of any of them may have overflowed: the pass counts for each
+    for other in pending_scalers:  # the loss of any of them may have overflowed: the pass counts for each
         flag = None if other is scaler else other.adjust(found_inf)
         if flag is not None:
             overflows.append((other, flag))

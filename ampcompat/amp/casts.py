@@ -209,7 +209,16 @@ def mark_switched_off(in_forwards: bool) -> None:
     """Record in autocast's cache flag, which has no effect while casts are off, whether they are off in forwards, too.
 
     Compiled forwards read it (:func:`is_decided`). Of the state of a thread, the compiler sees autocast's alone: it
-    does not compile again when any other changes.
+    does not compile again when any other changes. So a compiled forward at O1 finds one of these:
+
+    ==============================  =======================  ======================  ==================================
+    where it is called              autocast                 cache flag              what it does
+    ==============================  =======================  ======================  ==================================
+    the thread of ``initialize``    on, the ambient casts    as before amp           nothing: its casts are on already
+    another thread                  off                      as before amp           switches its own casts on
+    ``disable_casts``               off                      the other way round     nothing: no casts
+    ``torch.autocast`` of the user  on, another dtype        the user's              nothing: the user's casts
+    ==============================  =======================  ======================  ==================================
     """
     original = state.casts.original
     if original is not None:

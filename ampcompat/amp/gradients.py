@@ -45,7 +45,8 @@ _IS_SPARSE = attrgetter("is_sparse")
 def put_aside(stash: AmpOptimizerState) -> None:
     """Take unscaled gradients out of ``param.grad``; those of half params are in their masters already."""
     if stash.masters:
-        if drop_cleared_gradients(stash.masters):
+        some_were_edited = drop_cleared_gradients(stash.masters)
+        if some_were_edited:
             misuse.warn_of("half gradients edited")
         for master in stash.masters:
             master.added_grad = None

@@ -310,7 +310,8 @@ def _prepare_masters(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     """Have masters, and their gradients, follow what the script has done to the model's."""
     if stash.last_step.skipped is None:  # no step yet
         nested.refuse_lookahead(optimizer)
-    if drop_cleared_gradients(stash.masters):
+    some_were_edited = drop_cleared_gradients(stash.masters)
+    if some_were_edited:
         misuse.warn_of("half gradients edited")
     reconcile(stash.masters, stepping=True)
 
@@ -333,7 +334,9 @@ def _warn_of_missing_gradients(stash: AmpOptimizerState) -> None:
 def _has_overflowed(stash: AmpOptimizerState) -> bool:
     """Read whether gradients overflowed, and say so.
 
-    Host syncs: one; two more to name the scale where they did; two more where an earlier overflow is still noted.
+    Host syncs: one, of the only flag or of several together. Where a loss overflowed, one more for each scale that the
+    message names, and one for its flag if that was the only one. Where an earlier overflow is still noted and no loss
+    overflowed since, one more to see whether its gradients are still there.
     """
     overflows = [*stash.overflows, *stash.earlier_overflows]
     _, first_flag = overflows[0]
@@ -440,9 +443,9 @@ def _step_with_closure(
     closure_step = _ClosureStep(optimizer, closure, outside)
     evaluates_first = _evaluates_first(optimizer)
     has_gradients = stash.gradients is not Gradients.NONE or stash.pending is not None
-    if has_gradients and not evaluates_first and closure_step.gradients_overflowed():
+    if has_gradients and not evaluates_first and closure_step.unscale_and_check():
         loss = closure_step.evaluate()
-        closure_step.gradients_overflowed()  # notes what this evaluation has left; the step is skipped all the same
+        closure_step.unscale_and_check()  # notes what this evaluation has left; the step is skipped all the same
         _end(optimizer, stash, skipped=True)
         return loss
     undo = ExitStack()
@@ -488,7 +491,7 @@ class _ClosureStep:
             if attempt:
                 self._optimizer.zero_grad()  # for a closure that leaves this to its optimizer
             loss = self.evaluate()
-            if not self.gradients_overflowed():
+            if not self.unscale_and_check():
                 return loss
         raise _SkipStep
 
@@ -502,8 +505,8 @@ class _ClosureStep:
         self._evaluations += 1
         return loss
 
-    def gradients_overflowed(self) -> bool:
-        """Have the gradients that there are ready for a step; whether they overflowed."""
+    def unscale_and_check(self) -> bool:
+        """Make the gradients that are there ready for a step; return whether they overflowed."""
         stash = self._stash
         overflowed = _prepare(self._optimizer, stash)
         if overflowed:

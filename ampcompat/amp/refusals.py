@@ -132,7 +132,7 @@ def _called_by_torch() -> bool:
     """Whether torch's own Python code, and no script, has called the caller of this function."""
     if torch.compiler.is_compiling() or _torch.in_fake_mode():  # the frames are the compiler's
         return False
-    caller = sys._getframe(2)
+    caller = sys._getframe(2)  # 0 is this function, and 1 the wrapper of the op
     module = str(caller.f_globals.get("__name__", ""))
     return module.partition(".")[0] == "torch"
 

@@ -331,3 +331,18 @@ def test_replacements_in_inference_mode_are_followed(level):
         torch.equal(value.to(model.mean.dtype).float(), want[name]) for name, value in model.state_dict().items()
     )
     masters_agree(model)
+
+
+def test_a_copy_under_an_optimizer_of_its_own():
+    """An optimizer that ``initialize`` was not given steps half weights, and the masters follow; no block takes it."""
+    model, _ = made(loss_scale=8.0)
+    copied = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(copied.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in copied.parameters()]
+    copied(batch(0)).float().pow(2).mean().backward()
+    optimizer.step()
+    assert not all(torch.equal(old, new) for old, new in zip(before, copied.parameters(), strict=True))
+    copied(batch(1))
+    masters_agree(copied)
+    with pytest.raises(RuntimeError, match=r"amp\.initialize"), amp.scale_loss(torch.ones(()), optimizer):
+        pass
