@@ -24,7 +24,7 @@ from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.autocast import OFF, Casts, cover, is_decided, set_ambient, switched, uncast
-from ampcompat.amp.masters import follow_replacements, masters_of, reconcile
+from ampcompat.amp.masters import follow_replacements, masters_of, own_tensors, reconcile
 from ampcompat.amp.observers import notify
 from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.weights import cast_weights
@@ -160,7 +160,7 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
         notify("on_failure", error)
     for module in model.modules() if isinstance(error, RuntimeError) else ():
         half, _ = module.__dict__.get("_amp_half", (None, None))
-        held = [(name, t) for name, t in module._parameters.items() if t is not None and t.is_floating_point()]
+        held = [(name, t) for name, t in own_tensors(module) if t.is_floating_point() and name in module._parameters]
         name, tensor = next(((name, t) for name, t in held if half not in (None, t.dtype)), ("", None))
         if tensor is not None:  # given by functional_call
             _torch.add_note(

@@ -44,6 +44,9 @@ ends in DDP's ``no_sync``    aside; PENDING           aside; PENDING            
 ``load_state_dict``          stays                    stays                       stays                  stays
 ===========================  =======================  ==========================  =====================  ===============
 
+What FSDP2 holds back (``set_requires_gradient_sync(False)``) is PENDING like gradients of ``no_sync``, though it is not
+in ``p.grad``; ``zero_grad`` drops it too.
+
 Overflows are found in the new gradients alone, and the next ``step`` is skipped. A step is skipped as well while a
 gradient is not finite that an earlier overflow has left: after a skipped step, or after a block of another optimizer in
 a tensor that both hold. ``GradScaler`` skips then too; apex stepped. LOST gradients are cleared, and the next step is
@@ -67,7 +70,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp import misuse
+from ampcompat.amp import misuse, sharded
 from ampcompat.amp.autocast import assert_ambience
 from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.masters import Master, drop_cleared_gradients
@@ -242,7 +245,8 @@ class Block:
                 optimizer._amp_stash.gradients = Gradients.UNSCALED
         else:
             try:
-                if self.delay or (state.models.ddp and self._is_held_back()):
+                models = state.models
+                if self.delay or ((models.ddp or models.sharded) and self._is_held_back()):
                     self._leave_pending()
                     return
                 reached = end(self.optimizers, self.scaler, self.scale, self.check)
@@ -255,8 +259,12 @@ class Block:
             notify("on_gradients", self.scaler, self.optimizers)
 
     def _is_held_back(self) -> bool:
-        """Whether a DDP in ``no_sync`` keeps some of these gradients on their rank."""
-        return any(holds_back(optimizer._amp_stash.leaves()) for optimizer in self.optimizers)
+        """Whether DDP or FSDP2 keeps some of these gradients on their rank, for a later backward pass to reduce."""
+        for optimizer in self.optimizers:
+            stash: AmpOptimizerState = optimizer._amp_stash
+            if holds_back(stash.leaves()) or sharded.holds_back(stash.direct):
+                return True
+        return False
 
     def _leave_pending(self) -> None:
         """Leave the gradients as they are, scaled, to a later block or to the step."""
@@ -411,11 +419,13 @@ def _rescale_pending(stash: AmpOptimizerState, scaler: LossScaler) -> None:
     """Bring pending gradients to the scale of a block that adds to them: exact where the ratio is a power of two."""
     pending: Pending = stash.pending  # type: ignore[assignment] # the caller has looked
     unmoved = pending.scale is scaler._scale or (scaler.is_one and pending.scalers.keys() == {scaler})
+    held = sharded.waiting_gradients(stash.direct) if state.models.sharded and not unmoved else []
     with torch.no_grad():
         for param in () if unmoved else stash.leaves():
             if param.grad is not None:
-                held = param.grad._values() if param.grad.is_sparse else param.grad
-                held.mul_(scaler.scale_on(held.device) / pending.scale.to(held.device, non_blocking=True))
+                held.append(param.grad._values() if param.grad.is_sparse else _torch.local_part(param.grad))
+        for grad in held:
+            grad.mul_(scaler.scale_on(grad.device) / pending.scale.to(grad.device, non_blocking=True))
     stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
 
 
@@ -439,6 +449,8 @@ def abandon(optimizers: Sequence[Optimizer], scale: torch.Tensor | None) -> None
         for param, old in stash.aside:
             param.grad = old
         if stash.pending is not None:
+            if state.models.sharded:
+                sharded.drop_waiting_gradients(stash.direct)
             misuse.warn_of("pending gradients lost")
         settle(optimizer, stash)
 
@@ -521,6 +533,8 @@ def _unscale_new(
     """Unscale new gradients of ``masters`` and ``direct``, and add them to older ones; whether there were any."""
     halves = {master: grad for master in masters if (grad := master.half.grad) is not None}
     reached = unscale(halves, direct, scaler, scale)
+    if state.models.sharded and scale is not None:
+        sharded.share_overflow(scaler, direct)
     if len(halves) < len(masters):
         _show(masters, scale)
     if stash.aside:
@@ -546,6 +560,8 @@ def unscale(halves: Halves, direct: list[torch.Tensor], scaler: LossScaler, scal
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = _torch.coalesced(param.grad)
         fresh = [g._values() if g.is_sparse else g for param in direct if (g := param.grad) is not None]
+    if state.models.sharded:
+        fresh = list(map(_torch.local_part, fresh))
     if not halves:
         if fresh and scale is not None:
             scaler.unscale_grads(fresh, scale)

@@ -18,7 +18,7 @@ from ampcompat import _torch
 from ampcompat._log import say, say_once
 from ampcompat._state import state
 from ampcompat._types import Optimizer, Options, OptLevel
-from ampcompat.amp import amp_model, checkpoint, nested, optimizer, properties
+from ampcompat.amp import amp_model, checkpoint, named_masters, nested, optimizer, properties, sharded
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.autocast import OFF, set_ambient
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
@@ -129,6 +129,7 @@ def initialize(
     properties.refuse_other_level(enabled, opt_level)
     kept: Modules = []
     scripted: Modules = []
+    changes: list[sharded.Change] = []
     if enabled:
         overrides = {
             "cast_model_type": cast_model_type,
@@ -140,6 +141,7 @@ def initialize(
         }
         options, half = properties.read_properties(opt_level, overrides)
         properties.check_keywords(num_losses, min_loss_scale, max_loss_scale, cast_model_outputs, verbosity)
+        units = _torch.sharded_units(models)
         found = properties.as_models(models, options.options)
         scripted = [model for model in found if isinstance(model, torch.jit.ScriptModule)]
         modules = [model for model in found if not isinstance(model, torch.jit.ScriptModule)]
@@ -148,6 +150,8 @@ def initialize(
             nested.check(optimizer_list, options)
         if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
             kept = select(found, keep_fp32)
+        if _torch.has_shards(modules):
+            changes = sharded.plan(units, modules, options.options, kept)
         make = functools.partial(LossScaler, min_loss_scale=min_loss_scale, max_loss_scale=max_loss_scale)
         scalers = [make(options.options["loss_scale"], loss_id=loss_id) for loss_id in range(num_losses)]
         session = Session(options, half, cast_model_outputs, scalers)
@@ -155,6 +159,9 @@ def initialize(
         modules = _models_under_amp(models)
         optimizer_list = properties.as_optimizers(optimizers)
         session = Session(Properties())
+        units = _torch.sharded_units(modules)
+        if units:
+            changes = sharded.plan(units, modules, session.properties.options)
     if state.optimizers.live:
         _refuse_to_leave(modules, optimizer_list, session.policy)
     if isinstance(enabled, str):
@@ -163,9 +170,10 @@ def initialize(
         _print_options(session.properties)
     if scripted:
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
-    _take_over(session, modules, optimizer_list, kept)
+    _take_over(session, modules, optimizer_list, kept, changes)
     if enabled:
         _tell_the_environment()
+        named_masters.install()
         state.view["verbosity"] = int(verbosity)
         if state.observers:
             notify("on_initialize")
@@ -219,7 +227,13 @@ def _print_options(options: Properties) -> None:
         say(f"{name:22} : {value}")
 
 
-def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], kept: Modules) -> None:
+def _take_over(
+    session: Session,
+    modules: Modules,
+    optimizers: list[Optimizer],
+    kept: Modules,
+    changes: list[sharded.Change],
+) -> None:
     """Change everything that a call changes, or nothing: each change puts its own undo on a stack.
 
     A session that is not enabled takes models and optimizers out of amp, and leaves alone what is not under it.
@@ -236,6 +250,8 @@ def _take_over(session: Session, modules: Modules, optimizers: list[Optimizer], 
         for one in optimizers:
             if "optim" in vars(one):
                 nested.gather(one)
+        if changes:
+            sharded.apply(changes, undo)
         parts = dict.fromkeys(itertools.chain.from_iterable(map(torch.nn.Module.modules, modules)))
         # What this rank steps gets its masters now.
         trained = {id(p) for one in map(stepper, optimizers) for group in one.param_groups for p in group["params"]}

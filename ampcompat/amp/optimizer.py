@@ -23,7 +23,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp import block, misuse, nested
+from ampcompat.amp import block, misuse, nested, sharded
 from ampcompat.amp.autocast import Saved, restored, save, uncast
 from ampcompat.amp.masters import drop_cleared_gradients, follow_replacements, give_up_half, master_of, push, reconcile
 from ampcompat.amp.observers import notify
@@ -161,7 +161,7 @@ def _flags_to_lend(stash: AmpOptimizerState) -> list[tuple[LossScaler | None, to
         gradients = stash.gradients_in_use()
         if gradients:
             overflowed = _torch.any_of([flag for _, flag in stash.earlier_overflows])
-            still_there = _torch.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
+            still_there = sharded.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
             flags.append((None, overflowed * still_there))
     return flags
 
@@ -274,7 +274,7 @@ def _has_overflowed(stash: AmpOptimizerState) -> bool:
     if not any(values[count:]):
         return False
     gradients = stash.gradients_in_use()
-    if not gradients or not _torch.any_non_finite(gradients).item():
+    if not gradients or not sharded.any_non_finite(gradients).item():
         return False
     announce([(None, 0.0)])
     return True
@@ -422,6 +422,8 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
     for master in stash.masters:
         master.folded = master.half.grad = None
     stash.earlier_overflows = []
+    if stash.pending is not None and state.models.sharded:
+        sharded.drop_waiting_gradients(stash.direct)
     if stash.aside or stash.pending is not None:
         stash.aside, stash.pending = [], None
         state.optimizers.pending.discard(optimizer)

@@ -42,7 +42,7 @@ def cast_weights(
             hook_new(module, *module.__dict__["_amp_half"])
     unshared = torch.empty(1, device="cpu")  # made here, so that no other thread holds it
     for module in modules:
-        target = _target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
+        target = target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
         if target is None:
             continue
         before = _ModuleBefore(module)
@@ -70,7 +70,7 @@ def cast_weights(
         hook(module, half, trained is not None)
 
 
-def _target_dtype(
+def target_dtype(
     module: torch.nn.Module,
     dtype: torch.dtype | None,
     keep_fp32: Collection[torch.nn.Module],
