@@ -44,6 +44,7 @@ from ampcompat._torch.autograd import (
     patch_engine,
     patch_function_bodies,
 )
+from ampcompat._torch.checkpoints import patch_distributed_checkpoint
 from ampcompat._torch.compiler import (
     COMPILER_SEES_CACHE_FLAG,
     compile_backward_without_autocast,
@@ -79,12 +80,22 @@ from ampcompat._torch.dispatcher import (
     register_kernels,
 )
 from ampcompat._torch.errors import add_note
+from ampcompat._torch.fsdp import (
+    ShardedUnit,
+    any_on_meshes,
+    has_shards,
+    is_fully_sharded,
+    local_part,
+    meshes_of,
+    sharded_units,
+)
 from ampcompat._torch.host_memory import keep_freed_memory
 from ampcompat._torch.modules import (
     AnyDeviceDDP,
     bits,
     broadcast_elements,
     buffers_keyword,
+    feeds_errors_back,
     fingerprint,
     has_storage,
     have_bits,
@@ -98,7 +109,9 @@ from ampcompat._torch.modules import (
     owns_memory_alone,
     parallel_wrapper,
     params_by_rank,
+    patch_comm_hooks,
     patch_ddp_constructor,
+    patch_ddp_join,
     put_back,
     register_state_dict_hooks,
     separate_inner_groups,

@@ -163,7 +163,7 @@ def found_inf_and_scale(
 
 def is_window(grad: torch.Tensor) -> bool:
     """Whether ``grad`` is a part of another tensor's memory, as in DDP's buckets."""
-    if grad.layout != torch.strided:
+    if grad.layout != torch.strided or type(grad).__name__ == "DTensor":  # FSDP2 reduces into new memory
         return False
     return grad._is_view() or grad.untyped_storage().nbytes() != grad.numel() * grad.element_size()
 

@@ -193,12 +193,13 @@ def _note_wide_weight(model: torch.nn.Module, error: RuntimeError) -> None:
         record = half_weights(module)
         if record is None:
             continue
-        for name, param in module._parameters.items():
-            if param is None or not param.is_floating_point() or param.dtype == record.dtype:
+        for name, tensor in own_tensors(module):
+            is_param = name in module._parameters
+            if not is_param or not tensor.is_floating_point() or tensor.dtype == record.dtype:
                 continue
             _torch.add_note(  # functional_call has given it
                 error,
-                f"ampcompat: {name!r} of a {type(module).__name__} is {param.dtype} in this forward, in a model that"
+                f"ampcompat: {name!r} of a {type(module).__name__} is {tensor.dtype} in this forward, in a model that"
                 f" amp.initialize cast to {record.dtype} - the forward of a half model needs half weights - pass"
                 f" functional_call values cast to {record.dtype}, leave out model.float(), or use opt_level='O1'"
                 " (D33).",

@@ -46,6 +46,9 @@ ends in DDP's ``no_sync``    aside; PENDING        aside; PENDING              a
 ``load_state_dict``          stays                 stays                       stays                stays
 ===========================  ====================  ==========================  ===================  ===============
 
+What FSDP2 holds back (``set_requires_gradient_sync(False)``) is PENDING like gradients of ``no_sync``, though it is not
+in ``p.grad``; ``zero_grad`` drops it too.
+
 Overflows are found in the new gradients alone, and the next ``step`` is skipped. A step is skipped as well while a
 gradient is not finite that an earlier overflow has left: after a skipped step, or after a block of another optimizer in
 a tensor that both hold. ``GradScaler`` skips then too; apex stepped. LOST gradients are cleared, and the next step is
@@ -67,7 +70,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp import misuse
+from ampcompat.amp import misuse, sharded
 from ampcompat.amp.autocast import assert_ambience
 from ampcompat.amp.cures import note_cure
 from ampcompat.amp.ddp import holds_back
@@ -281,12 +284,16 @@ class Block:
             notify("on_gradients", self.scaler, self.optimizers)
 
     def _leaves_gradients_scaled(self) -> bool:
-        """Whether a later block unscales: after ``delay_unscale``, or while a DDP in ``no_sync`` keeps gradients."""
+        """Whether a later block unscales: after ``delay_unscale``, or while DDP or FSDP2 keeps gradients on a rank."""
         if self.delay:
             return True
-        if not state.models.ddp:
+        if not state.models.ddp and not state.models.sharded:
             return False
-        return any(holds_back(optimizer._amp_stash.leaves()) for optimizer in self.optimizers)
+        for optimizer in self.optimizers:
+            stash: AmpOptimizerState = optimizer._amp_stash
+            if holds_back(stash.leaves()) or sharded.holds_back(stash.direct):
+                return True
+        return False
 
     def _leave_pending(self) -> None:
         """Leave the gradients as they are, scaled, to a later block or to the step."""
@@ -484,6 +491,8 @@ def restore_gradients(optimizers: Sequence[Optimizer], scale: torch.Tensor | Non
         for param, old in stash.aside:
             param.grad = old
         if stash.pending is not None:
+            if state.models.sharded:
+                sharded.drop_waiting_gradients(stash.direct)
             misuse.warn_of("pending gradients lost")
         reset_pass(optimizer, stash)
 

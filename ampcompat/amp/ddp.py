@@ -33,24 +33,26 @@ def install() -> None:
             broadcast_masters(wrapper.module, wrapper.process_group, set(wrapper.parameters_to_ignore))
 
     _torch.patch_ddp_constructor(made, state.undo)
+    _torch.patch_ddp_join(_joined, state.undo)
+    _torch.patch_comm_hooks(_refuse_error_feedback, state.undo)
 
 
-def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) -> None:
-    """Give every rank rank 0's master of every half parameter in ``module`` that has one there.
+def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], rank: int = 0) -> None:
+    """Give every rank the master that ``rank`` of ``group`` has of every half parameter in ``module``.
 
     Ranks need not have the same masters: rank 0 alone saves checkpoints, and ``ZeroRedundancyOptimizer`` shards them. A
-    master that rank 0 lacks keeps its low bits where it rounds to rank 0's half weight, as after any write to that.
-    One host sync, for which rank 0 has.
+    master that ``rank`` lacks keeps its low bits where it rounds to that rank's half weight, as after any write to it.
+    One host sync, for which of them there are.
     """
-    source = dist.get_global_rank(group, 0)
+    source = dist.get_global_rank(group, rank)
     halves = [p for name, p in module.named_parameters() if p.dtype in HALF_DTYPES and name not in ignored]
     if not halves:
         return
     masters = [master_of(param) for param in halves]
-    on_rank_0 = torch.tensor([master is not None for master in masters], device=halves[0].device, dtype=torch.uint8)
-    dist.broadcast(on_rank_0, source, group=group)
-    for param, master, has_master_on_rank_0 in zip(halves, masters, on_rank_0.tolist(), strict=True):
-        if not has_master_on_rank_0:
+    has_master = torch.tensor([master is not None for master in masters], device=halves[0].device, dtype=torch.uint8)
+    dist.broadcast(has_master, source, group=group)
+    for param, master, source_has_master in zip(halves, masters, has_master.tolist(), strict=True):
+        if not source_has_master:
             if master is not None:
                 master.reconcile(compare=True)  # also what the constructor has written past the version counter
         elif master is None:  # every rank takes part in a broadcast
@@ -58,6 +60,41 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str]) ->
         else:
             _torch.broadcast_elements(master.value.detach(), source, group)
             master.push()
+
+
+def _joined(wrapper: Any, rank: int) -> None:
+    """Give every rank what ``rank`` has beside its weights: masters, loss scales and counts of clean passes.
+
+    Ranks that had fewer inputs took no part in the last steps of ``join()``. Left to themselves they would scale by
+    another factor than the others, and DDP averages scaled gradients.
+    """
+    broadcast_masters(wrapper.module, wrapper.process_group, set(wrapper.parameters_to_ignore), rank)
+    source = dist.get_global_rank(wrapper.process_group, rank)
+    for scaler in _scalers_of(wrapper.module):
+        numbers = torch.tensor([scaler.loss_scale(), scaler._unskipped], dtype=torch.float64, device=wrapper.device)
+        dist.broadcast(numbers, source, group=wrapper.process_group)
+        scale, unskipped = numbers.tolist()
+        scaler._loss_scale = scale
+        scaler._unskipped = int(unskipped)
+
+
+def _scalers_of(module: torch.nn.Module) -> list[Any]:
+    """The scalers of every optimizer under amp that holds a parameter of ``module``, or its master."""
+    held = {id(param) for param in module.parameters()}
+    found: dict[Any, None] = {}
+    for optimizer in state.optimizers.listed():
+        if any(id(leaf) in held for leaf in optimizer._amp_stash.leaves()):
+            found.update(dict.fromkeys(optimizer._amp_stash.session.scalers))
+    return list(found)
+
+
+def _refuse_error_feedback(wrapper: Any, hook_state: object) -> None:
+    if _torch.feeds_errors_back(hook_state) and any(scaler.dynamic for scaler in _scalers_of(wrapper.module)):
+        raise RuntimeError(
+            "register_comm_hook got PowerSGD for a model with a dynamic loss scale - it adds to every gradient what it"
+            " cut off earlier ones, and after the first overflow that stays NaN - call amp.initialize with a"
+            " number as loss_scale (loss_scale=128.0), or use opt_level='O4' or 'O5'."
+        )
 
 
 def holds_back(params: Iterable[torch.Tensor]) -> bool:

@@ -16,7 +16,7 @@ from ampcompat import _torch
 from ampcompat._log import say, say_once
 from ampcompat._state import state
 from ampcompat._types import Optimizer, Options, OptLevel
-from ampcompat.amp import amp_model, checkpoint, nested, properties
+from ampcompat.amp import amp_model, checkpoint, named_masters, nested, properties, sharded
 from ampcompat.amp import optimizer as amp_optimizer
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.autocast import set_ambient
@@ -149,8 +149,10 @@ def initialize(
         ]
         session = Session(options, half_dtype, cast_model_outputs, scalers)
     else:
-        objects = _Objects(_models_under_amp(models), properties.as_optimizers(optimizers))
         session = Session(Properties())
+        objects = _Objects(_models_under_amp(models), properties.as_optimizers(optimizers))
+        units = _torch.sharded_units(objects.models)
+        objects.changes = sharded.plan(units, objects.models, session.properties.options)
     if state.optimizers.live:
         _refuse_to_leave(objects.models, objects.optimizers, session.policy)
     if isinstance(enabled, str):
@@ -162,6 +164,7 @@ def initialize(
     _take_over(session, objects)
     if enabled:
         _tell_the_environment()
+        named_masters.install()
         state.view["verbosity"] = int(verbosity)
         if state.observers:
             notify("on_initialize")
@@ -177,17 +180,20 @@ class _Objects:
         models: Those that amp can change: no ScriptModules.
         optimizers: As given, in a list.
         kept: Modules in ``models`` that stay float32.
+        changes: What becomes of units of ``fully_shard`` in ``models``.
         has_scripted: Whether there were ScriptModules among the models.
     """
 
     models: Modules
     optimizers: list[Optimizer]
     kept: Modules = field(default_factory=list)
+    changes: list[sharded.Change] = field(default_factory=list)
     has_scripted: bool = False
 
 
 def _check_objects(models: object, optimizers: object, keep_fp32: object, options: Properties) -> _Objects:
     """Check what an enabled call is given against ``options``; raises before anything is changed."""
+    units = _torch.sharded_units(models)  # first: checks see the shards
     given = properties.as_models(models, options.options)
     modules = [model for model in given if not isinstance(model, torch.jit.ScriptModule)]
     optimizer_list = properties.as_optimizers(optimizers)
@@ -196,7 +202,10 @@ def _check_objects(models: object, optimizers: object, keep_fp32: object, option
     kept: Modules = []
     if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
         kept = select(given, keep_fp32)
-    return _Objects(modules, optimizer_list, kept, has_scripted=len(modules) < len(given))
+    changes: list[sharded.Change] = []
+    if _torch.has_shards(modules):
+        changes = sharded.plan(units, modules, options.options, kept)
+    return _Objects(modules, optimizer_list, kept, changes, has_scripted=len(modules) < len(given))
 
 
 def _models_under_amp(models: object) -> Modules:
@@ -312,6 +321,8 @@ def _take_over(session: Session, objects: _Objects) -> None:
         for optimizer in objects.optimizers:
             if "optim" in vars(optimizer):
                 nested.gather(optimizer)
+        if objects.changes:
+            sharded.apply(objects.changes, undo)
         _cast_models(session, objects, undo)
         for model in objects.models:
             amp_model.set_policy(model, policy if session.enabled else None)

@@ -25,7 +25,8 @@ from operator import attrgetter
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp import misuse
+from ampcompat._state import state
+from ampcompat.amp import misuse, sharded
 from ampcompat.amp.masters import Master, drop_cleared_gradients
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.stash import AmpOptimizerState, Pending
@@ -70,12 +71,14 @@ def rescale_pending(stash: AmpOptimizerState, pending: Pending, scaler: LossScal
     is_current = pending.scale is scaler._scale
     is_one = scaler.is_one and pending.scalers.keys() == {scaler}
     if not is_current and not is_one:
+        grads = [_entries(param.grad) for param in stash.leaves() if param.grad is not None]
+        if state.models.sharded:
+            grads = list(map(_torch.local_part, grads))
+            grads += sharded.waiting_gradients(stash.direct)
         with torch.no_grad():
-            for param in stash.leaves():
-                if param.grad is not None:
-                    entries = _entries(param.grad)
-                    was = pending.scale.to(entries.device, non_blocking=True)
-                    entries.mul_(scaler.scale_on(entries.device) / was)
+            for grad in grads:
+                was = pending.scale.to(grad.device, non_blocking=True)
+                grad.mul_(scaler.scale_on(grad.device) / was)
     stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
 
 
@@ -98,6 +101,8 @@ def unscale_new(
     """
     half_gradients = {master: grad for master in masters if (grad := master.half.grad) is not None}
     direct_grads = _direct_grads(direct)
+    if state.models.sharded:
+        direct_grads = list(map(_torch.local_part, direct_grads))
     if half_gradients:
         for chunk in _in_chunks(half_gradients, scale):
             _add_to_masters(chunk, direct_grads, scaler, scale)
@@ -105,6 +110,8 @@ def unscale_new(
     elif direct_grads and scale is not None:
         scaler.unscale_grads(direct_grads, scale)
     reached = bool(half_gradients or direct_grads)
+    if state.models.sharded and scale is not None:
+        sharded.share_overflow(scaler, direct)
     if len(half_gradients) < len(masters):
         show(masters, scale)
     if stash.aside:

@@ -418,9 +418,10 @@ def masters_in(modules: Iterable[torch.nn.Module]) -> list[Master]:
 
 
 def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Names and tensors of ``module``'s own parameters and buffers."""
+    """Names and tensors of ``module``'s own parameters and buffers, but for parameters that ``fully_shard`` holds."""
     held = (*module._parameters.items(), *module._buffers.items())
-    return [(name, tensor) for name, tensor in held if tensor is not None]
+    sharded: frozenset[str] = module.__dict__.get("_amp_sharded", frozenset())
+    return [(name, tensor) for name, tensor in held if tensor is not None and name not in sharded]
 
 
 # -- own ---------------------------------------------------------------------------------------------------------------
@@ -556,7 +557,8 @@ def _refuse_replacement(now: torch.Tensor, where: str, other: Master | None) -> 
     if _torch.is_sharded(now):
         raise RuntimeError(
             f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
-            " not sharded - use opt_level='O1', calling fully_shard before the optimizer and amp.initialize."
+            " not sharded, FSDP2's own shards are - call fully_shard before the optimizer is made and before"
+            " amp.initialize."
         )
     if other is not None and other.value is now:
         raise RuntimeError(

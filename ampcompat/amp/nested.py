@@ -192,6 +192,26 @@ def attach_zero(optimizer: Any) -> None:
         consolidate(to)
 
     optimizer.consolidate_state_dict = types.MethodType(consolidate_state_dict, optimizer)
+    join_hook: Callable[..., Any] = optimizer.join_hook
+
+    @functools.wraps(join_hook.__func__)  # type: ignore[attr-defined] # a bound method
+    def checked_join_hook(_: Any, **kwargs: Any) -> Any:
+        _refuse_join(optimizer)
+        return join_hook(**kwargs)
+
+    optimizer.join_hook = types.MethodType(checked_join_hook, optimizer)
+
+
+def _refuse_join(optimizer: Any) -> None:
+    """Raise a RuntimeError where a rank without inputs would step scaled gradients, or none."""
+    stash = vars(optimizer).get("_amp_stash")
+    if stash is None or (not _has_masters(optimizer) and all(scaler.is_one for scaler in stash.session.scalers)):
+        return
+    raise RuntimeError(
+        f"A ZeroRedundancyOptimizer in join(), at opt_level={stash.session.properties.opt_level!r} - ranks that have no"
+        " inputs left step in join, outside of any scale_loss block, with gradients that are still scaled - give all"
+        " ranks equally many inputs, or use an optimizer that is not sharded, with DDP's own join()."
+    )
 
 
 @torch.no_grad()

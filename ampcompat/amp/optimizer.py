@@ -23,7 +23,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp import block, misuse, nested
+from ampcompat.amp import block, misuse, nested, sharded
 from ampcompat.amp.casts import CastsOff, Saved, restored, save
 from ampcompat.amp.masters import (
     Master,
@@ -210,7 +210,7 @@ def _flags_to_lend(stash: AmpOptimizerState) -> list[LentFlag]:
     gradients = stash.gradients_for_step()
     if gradients:
         overflowed = _torch.any_of([flag for _, flag in stash.earlier_overflows])
-        still_there = _torch.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
+        still_there = sharded.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
         flags.append((None, overflowed * still_there))
     return flags
 
@@ -352,7 +352,7 @@ def _has_overflowed(stash: AmpOptimizerState) -> bool:
     if not any(is_set[count:]):
         return False
     gradients = stash.gradients_for_step()
-    if not gradients or not _torch.any_non_finite(gradients).item():
+    if not gradients or not sharded.any_non_finite(gradients).item():
         return False
     announce([(None, 0.0)])
     return True
@@ -543,6 +543,8 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
     stash.earlier_overflows = []
     stash.aside = []
     if stash.pending is not None:
+        if state.models.sharded:
+            sharded.drop_waiting_gradients(stash.direct)
         stash.pending = None
         state.optimizers.pending.discard(optimizer)
     if stash.gradients is not Gradients.LOST:

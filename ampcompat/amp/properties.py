@@ -330,7 +330,7 @@ def as_models(models: object, options: Mapping[str, Any]) -> list[torch.nn.Modul
         for path, module in model.named_modules():
             if casts_weights and not isinstance(model, torch.jit.ScriptModule):
                 _refuse_scripted(path, module, options["opt_level"])
-            _refuse_unfit_weights(module, casts_weights)
+            _refuse_unfit_weights(module)
     return uncompiled
 
 
@@ -351,7 +351,7 @@ def _refuse_scripted(path: str, module: torch.nn.Module, level: str) -> None:
         )
 
 
-def _refuse_unfit_weights(module: torch.nn.Module, casts_weights: bool) -> None:
+def _refuse_unfit_weights(module: torch.nn.Module) -> None:
     """Raise a RuntimeError if a parameter of ``module`` itself has no float32 values that amp could cast or train."""
     allows_half: bool = state.view["allow_incoming_model_not_fp32"]
     refused_dtypes = () if allows_half else HALF_DTYPES
@@ -365,12 +365,12 @@ def _refuse_unfit_weights(module: torch.nn.Module, casts_weights: bool) -> None:
         record = half_weights(module)
         cast_by_earlier_call = record is not None and record.dtype == param.dtype
         is_half_already = param.dtype in refused_dtypes and not cast_by_earlier_call
-        trouble = _trouble_with(param, shown, casts_weights, is_half_already)
+        trouble = _trouble_with(param, shown, is_half_already)
         if trouble is not None:
             raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble}")
 
 
-def _trouble_with(param: torch.nn.Parameter, shown: str, casts_weights: bool, is_half_already: bool) -> str | None:
+def _trouble_with(param: torch.nn.Parameter, shown: str, is_half_already: bool) -> str | None:
     """Say what makes ``param``, called ``shown``, unfit, and what to do about it; None if it is fit."""
     if _torch.is_uninitialized(param):
         return f"uninitialized {shown} - its shape must be known - run one forward pass first."
@@ -381,11 +381,6 @@ def _trouble_with(param: torch.nn.Parameter, shown: str, casts_weights: bool, is
         )
     if param.is_inference():
         return f"{shown} made under torch.inference_mode - it cannot be trained - make the model outside of it."
-    if casts_weights and type(param) is not torch.nn.Parameter and _torch.is_sharded(param):
-        return (
-            f"{shown} is sharded by fully_shard - amp keeps no float32 masters of shards - use"
-            " opt_level='O1' (O4 for bfloat16), or fully_shard's MixedPrecisionPolicy without amp."
-        )
     if is_half_already:
         return (
             f"{shown} is {param.dtype} already - amp casts the model itself and needs its float32 weights -"

@@ -246,6 +246,10 @@ class LossScaler(torch.amp.GradScaler):
         self._overflows.found_inf = {}
         return _torch.any_of(list(by_device.values()))
 
+    def add_found_inf(self, flag: torch.Tensor) -> None:
+        """Count ``flag``, a 0-dim float32 tensor, among those of gradients unscaled since the last transition."""
+        self._overflows.add(flag)
+
     def forget_found_inf(self) -> None:
         """Forget overflows of a backward pass that is given up."""
         self._overflows.found_inf = {}

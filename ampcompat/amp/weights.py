@@ -61,7 +61,7 @@ def cast_weights(
             hook_added_modules(module, record)
     unshared = torch.empty(1, device="cpu")  # made here, so that no other thread holds it
     for module in modules:
-        target = _target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
+        target = target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
         if target is None:
             continue
         before = _ModuleBefore(module)
@@ -74,7 +74,7 @@ def cast_weights(
             _cast_own_tensors(module, target, before, trained, unshared)
 
 
-def _target_dtype(
+def target_dtype(
     module: torch.nn.Module,
     dtype: torch.dtype | None,
     keep_fp32: Collection[torch.nn.Module],

@@ -95,6 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """Attributes that a copy or a pickle carries beyond ``torch.optim.Optimizer``'s own."""
     _counts_steps: ClassVar[bool] = True
     _rule_unscales: ClassVar[bool] = False
+    _reads_whole_params: ClassVar[bool] = False
 
     def __init__(self, params: Any, set_grad_none: bool, amsgrad: bool = False, **defaults: object) -> None:
         if amsgrad:
@@ -174,6 +175,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 continue
             if grad.is_sparse:
                 raise sparse_gradient(name, param, "please consider torch.optim.SparseAdam for it, or ")
+            if self._reads_whole_params and _torch.is_sharded(param):
+                raise RuntimeError(
+                    f"{name} got a param of shape {tuple(param.shape)} that fully_shard has sharded - its rule reads"
+                    " the norms of whole layers, of which each rank has a part - use FusedAdam, FusedSGD, FusedAdagrad"
+                    " or an optimizer of torch.optim."
+                )
             if not param.is_floating_point():
                 raise RuntimeError(
                     f"{name} only supports floating-point params, and one of shape {tuple(param.shape)} is "
@@ -192,7 +199,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _buckets(self, group: ParamGroup, scaling: Scaling) -> Iterator[tuple[Bucket, WorkingCopies]]:
         names = self._names(group)
-        held = [param for param in group["params"] if param.grad is not None and param.numel()]
+        held = [param for param in group["params"] if param.grad is not None and _torch.local_part(param).numel()]
         kinds = [(param.device, math_dtype(param.dtype)) for param in held]
         for kind in dict.fromkeys(kinds):
             owners, device = [param for param, its in zip(held, kinds, strict=True) if its == kind], kind[0]
@@ -204,6 +211,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     values[index] = states[index][name] = self._new_state(name, owners[index], group)
                     is_new[index] = True
             copies = WorkingCopies()
+            # Of a shard the rule sees what lies on this rank.
+            kept = {name: list(map(_torch.local_part, values)) for name, values in kept.items()}
             params = self._working_params(owners, copies)
             scaled = scaling.on(device)
             hyper = Hyper.of(
@@ -211,7 +220,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
             bucket = Bucket(
                 params=params,
-                grads=copies.lend([param.grad for param in owners if param.grad is not None], like=params),
+                grads=copies.lend([_torch.local_part(p.grad) for p in owners if p.grad is not None], like=params),
                 hyper=hyper,
                 dtypes=[param.dtype for param in owners],
                 is_new=is_new,
@@ -225,7 +234,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             yield bucket, copies
 
     def _working_params(self, owners: list[Tensor], copies: WorkingCopies) -> list[Tensor]:
-        working = copies.params(owners)
+        working = copies.params(list(map(_torch.local_part, owners)))
         old: list[Tensor] = []
         values: list[Tensor] = []
         for param, copy in zip(owners, working, strict=True):

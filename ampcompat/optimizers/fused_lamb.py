@@ -35,6 +35,7 @@ class FusedLAMB(FusedOptimizer):
     """
 
     _kept = (*FusedOptimizer._kept, "adam_w_mode", "use_nvlamb")
+    _reads_whole_params = True
     _state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(

@@ -35,6 +35,7 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     _kept = (*FusedOptimizer._kept, "moment_mode")
+    _reads_whole_params = True
     _state_names = ("exp_avg", "exp_avg_sq")
     _state_of_layers = frozenset({"exp_avg_sq"})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import compiled, footprint, growth, hardware, own_cost, paper, report, rules, steps
+from . import compiled, footprint, growth, hardware, own_cost, paper, report, rules, steps, two_processes
 from .workers import KEEP_MEMORY
 
 #: name -> function of (device, quick) that returns a Section, in the page's order
@@ -22,6 +22,7 @@ SECTIONS = {
     "once": footprint.section,
     "ops": rules.section,
     "compiled": compiled.section,
+    "ddp": two_processes.section,
     "paper": paper.section,
 }
 #: Counts for docs/benchmarks/gpu_on_paper.md; they change with the code and not with the hardware.

@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 
 def rank_main(directory: str) -> int:
-    import checks
-    import zero_checks
+    from all_checks import CHECKS
+    from checks import run_all
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    failed = checks.run_all([*checks.CHECKS, *zero_checks.CHECKS])
+    failed = run_all(CHECKS)
     Path(directory).mkdir(parents=True, exist_ok=True)
     Path(directory, f"{dist.get_rank()}.json").write_text(json.dumps(failed))
     dist.barrier()  # torchrun ends the others as soon as one has failed
@@ -55,9 +55,10 @@ def fork_rank(rank: int, directory: str) -> int:
 def main() -> int:
     if "RANK" in os.environ:
         run_rank(sys.argv[1])
-    import checks  # noqa: F401 - imported once, before the ranks fork
+    import all_checks  # noqa: F401 - imported once, before the ranks fork
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
     import torch.distributed.optim  # noqa: F401
-    import zero_checks  # noqa: F401
 
     world, directory = int(sys.argv[1]), sys.argv[2]
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"], WORLD_SIZE=str(world))

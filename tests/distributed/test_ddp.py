@@ -1,4 +1,4 @@
-"""Data parallelism over gloo: ``checks.py`` and ``zero_checks.py`` on two ranks, and slowly by torchrun and on four."""
+"""Several processes over gloo: ``all_checks.py`` on two ranks; slowly by torchrun, on four, and for more steps."""
 
 import json
 import os
@@ -6,11 +6,10 @@ import socket
 from pathlib import Path
 
 import pytest
-import zero_checks
-from checks import CHECKS
+from all_checks import CHECKS
 
 HERE = Path(__file__).parent
-NAMES = [f"{check.__name__}-{level}" for check, levels in [*CHECKS, *zero_checks.CHECKS] for level in levels]
+NAMES = [f"{check.__name__}-{level}" for check, levels in CHECKS for level in levels]
 
 
 def free_port() -> str:
@@ -19,24 +18,27 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
+#: Ranks, how they are started, and the steps of runs that are compared.
 LAUNCHES = [
-    pytest.param((2, "fork"), id="2 ranks"),
-    pytest.param((2, "torchrun"), id="2 ranks by torchrun", marks=pytest.mark.slow),
-    pytest.param((4, "fork"), id="4 ranks", marks=pytest.mark.slow),
+    pytest.param((2, "fork", 20), id="2 ranks"),
+    pytest.param((2, "torchrun", 200), id="2 ranks by torchrun", marks=pytest.mark.slow),
+    pytest.param((4, "fork", 200), id="4 ranks", marks=pytest.mark.slow),
 ]
 
 
 @pytest.fixture(scope="module", params=LAUNCHES)
 def failures(request, tmp_path_factory, warm_python):
     """What failed, by check and rank: one launch serves every test."""
-    (world, how), directory, port = request.param, tmp_path_factory.mktemp("ranks"), free_port()
+    world, how, steps = request.param
+    directory, port = tmp_path_factory.mktemp("ranks"), free_port()
     launch = str(HERE / "launch.py")
     command = [launch, str(world), str(directory)]
     if how == "torchrun":
         command = ["-m", "torch.distributed.run", f"--nproc_per_node={world}", f"--master_port={port}"]
         command += [launch, str(directory)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TEST_PORT": port, "OMP_NUM_THREADS": "1"}
-    run = warm_python.run(command, env=environment, timeout=300)
+    environment["TEST_STEPS"] = str(steps)
+    run = warm_python.run(command, env=environment, timeout=600)
     found: dict[str, dict[int, str]] = {}
     for rank in range(world):
         path = directory / f"{rank}.json"

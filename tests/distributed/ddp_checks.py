@@ -1,0 +1,129 @@
+"""Checks of what DDP offers beyond a plain wrap; each function is one check, run on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks import LEVELS, Net, batch, everything_is_equal, made, step
+from torch.nn.parallel import DistributedDataParallel
+
+from ampcompat import amp
+
+INF = float("inf")
+#: float16 products have 11 bits, bfloat16's have 8; a hook may round once more.
+LOOSE = {"O0": 2.0**-9, "O1": 2.0**-8, "O2": 2.0**-8, "O3": 2.0**-7, "O4": 2.0**-4, "O5": 2.0**-4}
+
+
+def hooked(level: str, hook: Any, hook_state: Any = None) -> list[torch.Tensor]:
+    """The weights after some steps, of which one overflows on one rank where the scale is dynamic."""
+    model, optimizer, run = made(level, seed=3)
+    if hook is not None:
+        run.register_comm_hook(hook_state, hook)
+    dynamic = level in ("O1", "O2")
+    for at in range(8):
+        bad = dynamic and at == 4
+        step(run, optimizer, at, factor=INF if bad and dist.get_rank() == 1 else 1 / 64)
+        assert amp.step_was_skipped(optimizer) == bad, at
+        everything_is_equal(model, optimizer)
+    return [p.detach().float().clone() for p in amp.master_params(optimizer)]
+
+
+def compression_hooks(level: str) -> None:
+    """``fp16_compress_hook``: the steps of plain DDP, within what it rounds off. (torch has no bfloat16's on gloo.)"""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    want = hooked(level, None)
+    torch.manual_seed(3)
+    start = [p.detach() for p in Net().parameters()]
+    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
+        for got, exact, first in zip(hooked(level, hook), want, start, strict=True):
+            assert (got - exact).abs().max() <= LOOSE[level] * (exact - first).abs().max()
+
+
+def power_sgd(level: str) -> None:
+    """It keeps what it cut off, so that one overflow poisons it: refused where the scale is dynamic."""
+
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    def hook_state() -> Any:
+        return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+
+    if level in ("O1", "O2"):
+        plain = DistributedDataParallel(Net())
+        plain.register_comm_hook(hook_state(), powerSGD_hook.powerSGD_hook)
+        finite = []
+        for at in range(6):
+            plain.zero_grad()
+            (plain(batch(at)).pow(2).mean() * (INF if at == 3 else 1.0)).backward()
+            finite.append(bool(plain.module.a.weight.grad.isfinite().all()))
+        assert finite == [True] * 3 + [False] * 3  # so it is in plain torch
+        _, _, run = made(level, seed=3)
+        with pytest.raises(RuntimeError, match="PowerSGD for a model with a dynamic loss scale"):
+            run.register_comm_hook(hook_state(), powerSGD_hook.powerSGD_hook)
+        torch.manual_seed(3)
+        model: Any = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+        run = DistributedDataParallel(model)
+    else:
+        model, optimizer, run = made(level, seed=3)
+    run.register_comm_hook(hook_state(), powerSGD_hook.powerSGD_hook)
+    losses = []
+    for at in range(12):
+        losses.append(run(batch(0)).float().pow(2).mean().item())
+        step(run, optimizer, 0)
+        everything_is_equal(model, optimizer)
+    assert min(losses) < losses[0] / 2, losses  # momentum swings
+
+
+def uneven_inputs(level: str) -> None:
+    """``join()``: afterwards all ranks have the weights, masters and scales of one that had the most inputs."""
+    torch.manual_seed(3)
+    model: Any = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    run = DistributedDataParallel(model)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with run.join():
+        for at in range(6 if last else 3):
+            # The others have no inputs left when this one overflows.
+            step(run, optimizer, at, factor=INF if at == 4 and level in ("O1", "O2") else 1 / 64)
+    everything_is_equal(model, optimizer)
+    if level in ("O1", "O2"):
+        assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 2.0**15, "unskipped": 1}
+    for at in range(6, 9):
+        step(run, optimizer, at, factor=1 / 64)
+        assert not amp.step_was_skipped(optimizer)
+    everything_is_equal(model, optimizer)
+
+
+def uneven_inputs_with_zero(level: str) -> None:
+    """Ranks without inputs step in ``ZeroRedundancyOptimizer``'s own hook, past any block: refused if it matters."""
+    from torch.distributed.algorithms.join import Join
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.manual_seed(3)
+    model: Any = Net()
+    optimizer: Any = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.05)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    run = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if level not in ("O0", "O3", "O4"):
+        with pytest.raises(RuntimeError, match="ZeroRedundancyOptimizer in join"), Join([run, optimizer]):
+            pass
+        return
+    with Join([run, optimizer]):
+        for at in range(3 + dist.get_rank()):
+            step(run, optimizer, at, factor=1 / 64)
+    everything_is_equal(model, optimizer)
+
+
+CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
+    (compression_hooks, LEVELS),
+    (power_sgd, LEVELS),
+    (uneven_inputs, LEVELS),
+    (uneven_inputs_with_zero, LEVELS),
+]

@@ -1,0 +1,95 @@
+"""``torch.distributed.checkpoint`` in one process, imported before ``amp.initialize`` or after it."""
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ampcompat import amp
+from ampcompat._state import state
+
+LATE = """
+import sys
+import torch
+from ampcompat import amp
+from ampcompat._state import state
+
+home = "torch.distributed.checkpoint.state_dict"
+assert home not in sys.modules
+finders = list(sys.meta_path)
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+if sys.argv[1] == "reset":
+    state.reset()
+    assert sys.meta_path == finders
+from torch.distributed.checkpoint.state_dict import get_state_dict
+assert sys.meta_path == finders
+try:
+    print(list(get_state_dict(model, optimizer)[1]["state"]))
+except KeyError as error:
+    print("KeyError", error)
+"""
+
+
+@pytest.mark.parametrize(("case", "printed"), [("train", "['weight', 'bias']"), ("reset", "KeyError 0")])
+def test_the_module_may_be_imported_later(tmp_path, warm_python, case, printed):
+    """The finder that waits for it leaves, and does nothing after ``reset``."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    run = warm_python.run([script, case])
+    assert run.stdout.strip().splitlines()[-1:] == [printed], run.stderr
+
+
+def test_one_process_saves_and_loads_by_name():
+    """Without a process group, of an optimizer that has not stepped; batch norm and masters have their names."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def made(seed):
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.BatchNorm1d(4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+
+    model, optimizer = made(0)
+    with amp.scale_loss(model(torch.randn(4, 2)).square().mean() / 64, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    saved = get_state_dict(model, optimizer)
+    assert list(saved[1]["state"]) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert "named_parameters" not in vars(model)
+    other, its_optimizer = made(1)
+    set_state_dict(other, its_optimizer, model_state_dict=saved[0], optim_state_dict=saved[1])
+    for got, want in zip(amp.master_params(its_optimizer), amp.master_params(optimizer), strict=True):
+        assert torch.equal(got, want)
+        assert torch.equal(its_optimizer.state[got]["exp_avg"], optimizer.state[want]["exp_avg"])
+
+
+def test_an_error_in_between_leaves_model_and_optimizer():
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with pytest.raises((KeyError, RuntimeError)):
+        set_optimizer_state_dict(model, optimizer, {"state": {"other": {}}, "param_groups": []})
+    assert "named_parameters" not in vars(model)
+    assert "_amp_stash" in vars(optimizer)
+
+
+def test_reset_takes_the_patches_back():
+    import torch.distributed.checkpoint.state_dict as home
+
+    patched = [
+        *[(home, name) for name in ("_get_optim_state_dict", "_load_optim_state_dict")],
+        *[(DistributedDataParallel, name) for name in ("__init__", "_sync_final_model", "register_comm_hook")],
+    ]
+
+    def now():
+        return [getattr(owner, name) for owner, name in patched]
+
+    before = now()
+    model = torch.nn.Linear(2, 2)
+    amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    assert all(new is not old for new, old in zip(now(), before, strict=True))
+    state.reset()
+    assert now() == before
