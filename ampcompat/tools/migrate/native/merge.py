@@ -55,9 +55,14 @@ class _Merge(Pruned):
         return cst.FlattenSentinel(statements)
 
     def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.BaseExpression:
-        """``amp.master_params(optimizer) if fp16 else model.parameters()``."""
+        """``amp.master_params(optimizer) if fp16 else model.parameters()``, and ``nullcontext(loss)`` for a block."""
         body = original_node.body
         other = original_node.orelse
+        scales = isinstance(body, cst.Call) and self.facts.symbol(body.func) in SCALE_LOSS and bool(body.args)
+        if scales and isinstance(other, cst.Call) and last_name(other.func) == "nullcontext" and len(other.args) == 1:
+            if code_of(other.args[0].value) == code_of(body.args[0].value):
+                self.changed = True
+                return updated_node.body.with_changes(lpar=[], rpar=[])
         is_master = isinstance(body, cst.Call) and self.facts.symbol(body.func) in MASTER_PARAMS
         is_plain = isinstance(other, cst.Call) and last_name(other.func) == "parameters"
         if is_master and is_plain:

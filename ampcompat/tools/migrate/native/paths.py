@@ -212,7 +212,7 @@ class Walk:
                 callee = self.facts.flows.callee(node)
                 if callee is not None:
                     calls[callee[0]].add(function)
-            if function is not None and self._is_event(node):
+            if function is not None and self._is_event(node) and not self.facts.in_optimizer(function):
                 found.add(function)
         waiting = list(found)
         while waiting:
@@ -535,7 +535,9 @@ class Walk:
         return frozenset()
 
     def _scale(self, call: cst.Call, state: State, node: cst.CSTNode) -> State:
-        ids = self._ids(argument(call, 1, "optimizers"))
+        ids = self._ids(self.facts.optimizer_of(call))
+        if not ids:
+            self._problem(node, NO_OPTIMIZER)
         loss = self.facts.loss_id(call)
         state = dict(state)
         for one in self.facts.ordered(ids):
@@ -544,7 +546,7 @@ class Walk:
             phases = set()
             for phase in state.get(one, ()):
                 if phase.kind in ("unscaled", "spent"):
-                    self.refused |= phase.places
+                    self.refused |= {place for place in phase.places if not self._is_updated(one, place)}
                 self._convert(phase.plain, one)
                 stale = phase.stale | {node} if phase.kind == "stepped" else phase.stale
                 over = phase.over if phase.kind == "scaled" else frozenset()
@@ -553,8 +555,16 @@ class Walk:
             state[one] = frozenset(phases)
         return state
 
+    def _is_updated(self, one: Variable, place: cst.CSTNode) -> bool:
+        """Whether the step may be left out after ``unscale_``, and an update follows all the same."""
+        if place not in self.unscales:
+            return False
+        unscaled = self.unscales[place].path
+        return any(one in step.ids and is_beside(unscaled, step.path, self.file) for step in self.steps.values())
+
     def _backward(self, call: cst.Call, base: cst.BaseExpression, state: State) -> State:
-        if any(code_of(base) in names for names in self.blocks):
+        loss = call.args[0].value if is_autograd(base) and call.args else base
+        if any(code_of(loss) in names for names in self.blocks):
             self.backward_of_scaled.add(call)
             return state
         state = dict(state)
@@ -732,6 +742,8 @@ class Walk:
         for node in [*self.uses.get(frame.function, ()), *self._visible(frame.function)]:
             if self.file.variable(node) in self.facts.containers and not isinstance(node, cst.Subscript):
                 continue
+            if self.file.variable(node) not in self.facts.used_as_optimizers:
+                continue
             loops = self.facts.loops.get(self.file.variable(node), [])
             if loops and not around.intersection(loops):
                 continue
@@ -803,19 +815,29 @@ class Walk:
         self.problems[self.file.statement(node), message] = None
 
 
+NO_OPTIMIZER = (
+    "which optimizer steps with this loss is not seen: call __scaler__.step(optimizer) in the place of its step(), then "
+    "__scaler__.update()"
+)
 NOT_CLEARED = (
     "the gradients of the step before may still be here, unscaled, and scaled ones are added to them: "
     "call zero_grad() after each step"
 )
 ACCUMULATED = (
-    "gradients are read here, and more are accumulated afterwards without a step: they stay scaled. Read them only "
-    "where the step follows, after __scaler__.unscale_({name})"
+    "these gradients are scaled, and on some path more are added without a step between: call "
+    "__scaler__.unscale_({name}) before this line only where the step follows, and __scaler__.update() where it is "
+    "left out"
 )
 BOTH = (
     "this gets scaled and unscaled losses, and their gradients are stepped together: hand __scaler__.scale(loss) to it "
     "everywhere"
 )
 UNNAMED = "gradients are scaled here; call __scaler__.unscale_(optimizer) before they are read, once before each step"
+
+
+def is_autograd(base: cst.BaseExpression) -> bool:
+    """Whether ``base.backward`` is torch's function, which is given the loss."""
+    return code_of(base) in ("torch.autograd", "autograd")
 
 
 def _assigned_names(node: cst.CSTNode) -> Iterator[cst.Name]:
@@ -844,6 +866,16 @@ def meeting(file: File, one: Path, other: Path) -> int:
         return common - 1
     blocks = [file.parents.get(file.line_of(path[common].statement)) for path in (one, other)]
     return common if blocks[0] is blocks[1] else common - 1
+
+
+def is_beside(place: Path, step: Path, file: File) -> bool:
+    """Whether a step may be left out after ``unscale_``: the update then stands beside that call, for both cases."""
+    index = meeting(file, place, step)
+    same_block = index == len(place) - 1 and index < len(step)
+    if not same_block:
+        return False
+    blocks = [file.parents.get(file.line_of(path[index].statement)) for path in (place, step)]
+    return blocks[0] is blocks[1]
 
 
 def _innermost_loop(path: Path) -> int:
