@@ -148,6 +148,30 @@ def test_a_text_that_says_install_apex_gets_a_note():
     assert "install apex" in result.notes[0]
 
 
+def test_the_note_about_apex_comes_to_native_too():
+    code = LOOP.format(arguments="", more="", backward="", step="") + "print('Please install apex first')\n"
+    result = migrate_source(code, "native")
+    assert [note for note in result.notes if "install apex" in note]
+    assert result.todos == []
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "try: from apex import amp\nexcept ImportError: amp = None\n",
+        "try: from apex import amp\nexcept ImportError: raise ImportError('Please install apex')\n",
+        "import sys\nif sys.argv: import apex.amp as amp\n",
+        "import torch; from apex import amp\n",
+    ],
+)
+def test_imports_on_one_line_go(imports):
+    code = LOOP.format(arguments="", more="", backward="", step="").replace("from apex import amp\n", imports)
+    result = migrate_source(code, "native")
+    assert "apex" not in result.code
+    assert result.todos == []
+    assert migrate_source(result.code, "native").code == result.code
+
+
 def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match="ampcompat, native"):
         migrate_source("", "jax")
@@ -164,3 +188,72 @@ def test_a_look_into_the_state_is_marked_since_scalers_keep_other_keys():
     assert [note for _, note in result.todos] == [
         "apex.amp.state_dict: a GradScaler's state has other keys; use scaler.get_scale()"
     ]
+
+
+def test_gradients_that_are_read_and_accumulated_are_not_unscaled():
+    """After unscale_ more scaled gradients would be added to unscaled ones, and these would be divided again."""
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    code = code.replace("    optimizer.zero_grad()\n", "")
+    code = code.replace("    optimizer.step()\n", "    clip_grad_norm_(amp.master_params(optimizer), 1.0)\n")
+    code += "    if last:\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    result = migrate_source(code, "native")
+    assert "    scaler.unscale_" not in result.code
+    assert any("these gradients are scaled" in message for _, message in result.todos)
+
+
+def test_a_step_that_is_left_out_has_its_update():
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    code = code.replace("    optimizer.step()\n", "    norm = clip_grad_norm_(amp.master_params(optimizer), 1.0)\n")
+    result = migrate_source(code + "    if norm < 9:\n        optimizer.step()\n", "native")
+    assert result.todos == []
+    assert result.code.endswith("    if norm < 9:\n        scaler.step(optimizer)\n    scaler.update()\n")
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        (
+            "with amp.scale_loss(loss, optimizer) if fp16 else nullcontext(loss) as s:\n        s.backward()\n",
+            "scaler.scale(loss).backward()",
+        ),
+        (
+            "with amp.scale_loss(loss, optimizer) as s:\n        s.backward()\n    torch.autograd.backward(other)\n",
+            "torch.autograd.backward(scaler.scale(other))",
+        ),
+    ],
+)
+def test_other_forms_of_backward(block, line):
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    start, _, rest = code.partition("with amp.scale_loss")
+    rest = rest[rest.index("    optimizer.step") :]
+    result = migrate_source(start + block + rest, "native")
+    assert result.todos == []
+    assert f"    {line}\n" in result.code
+
+
+def test_a_loss_whose_optimizer_is_not_seen_is_marked():
+    code = LOOP.format(arguments="", more="", backward="", step="").replace("(loss, optimizer)", "(loss, get())")
+    result = migrate_source(code.replace("    optimizer.step()", "    get().step()"), "native")
+    assert any("which optimizer steps with this loss" in message for _, message in result.todos)
+
+
+OWN_OPTIMIZER = """\
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.clamp_(-1, 1)
+        return super().step(closure)
+
+
+"""
+
+
+def test_an_optimizer_of_the_file_is_stepped_by_the_scaler():
+    """Its own step reads gradients that the scaler has unscaled by then."""
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    code = code.replace("model, optimizer =", OWN_OPTIMIZER + "optimizer = Own(parameters)\nmodel, optimizer =", 1)
+    result = migrate_source(code, "native")
+    assert result.todos == []
+    assert OWN_OPTIMIZER in result.code
+    assert "    scaler.step(optimizer)\n    scaler.update()\n" in result.code

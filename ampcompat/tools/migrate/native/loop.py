@@ -12,7 +12,7 @@ from ampcompat.tools.migrate.native.file import File, Function, argument, descen
 from ampcompat.tools.migrate.native.home import Home
 from ampcompat.tools.migrate.native.initialize import never_scales
 from ampcompat.tools.migrate.native.merge import one_line, scaled_loss
-from ampcompat.tools.migrate.native.paths import Path, Step, Walk, is_autograd, is_beside, meeting
+from ampcompat.tools.migrate.native.paths import Step, Walk, is_autograd, is_beside, meeting
 from ampcompat.tools.migrate.text import code_of
 
 CLOSURE = (

@@ -545,7 +545,9 @@ class Walk:
             self.scaled_at.setdefault(one, node)
             phases = set()
             for phase in state.get(one, ()):
-                if phase.kind in ("unscaled", "spent"):
+                if phase.kind == "unscaled":
+                    self.refused |= phase.places
+                elif phase.kind == "spent":
                     self.refused |= {place for place in phase.places if not self._is_updated(one, place)}
                 self._convert(phase.plain, one)
                 stale = phase.stale | {node} if phase.kind == "stepped" else phase.stale
@@ -816,8 +818,8 @@ class Walk:
 
 
 NO_OPTIMIZER = (
-    "which optimizer steps with this loss is not seen: call __scaler__.step(optimizer) in the place of its step(), then "
-    "__scaler__.update()"
+    "which optimizer steps with this loss is not seen: call __scaler__.step(optimizer) in the place of its step(), "
+    "then __scaler__.update()"
 )
 NOT_CLEARED = (
     "the gradients of the step before may still be here, unscaled, and scaled ones are added to them: "
