@@ -257,3 +257,11 @@ def test_an_optimizer_of_the_file_is_stepped_by_the_scaler():
     assert result.todos == []
     assert OWN_OPTIMIZER in result.code
     assert "    scaler.step(optimizer)\n    scaler.update()\n" in result.code
+
+
+@pytest.mark.parametrize("name", ["env_opt", "warmup_optimizer", "ema_opt"])
+def test_an_optimizer_may_have_any_name(name):
+    code = LOOP.format(arguments="", more="", backward="", step="").replace("optimizer", name)
+    result = migrate_source(code, "native")
+    assert result.todos == []
+    assert f"    scaler.step({name})\n    scaler.update()\n" in result.code

@@ -63,6 +63,8 @@ class Facts:
         self._named = self.flows.targets(self.aliases)
         self.initialized = [made for call in file.of_type(cst.Call) for made in self._initialize(call)]
         self.scaled = [call for call in file.of_type(cst.Call) if self.symbol(call.func) in SCALE_LOSS]
+        #: Variables that amp is given as optimizers.
+        self.given: set[Variable] = set()
         self.optimizers = self._managed([o for i in self.initialized for o in (i.optimizers, _second(i))], "optimizer")
         self.used_as_optimizers = self._used_as_optimizers()
         self.models = self._managed([m for i in self.initialized for m in (i.models, _first(i))], "model")
@@ -178,6 +180,7 @@ class Facts:
         if what == "optimizer":
             for call in self.scaled:
                 seeds += self._variables(self.optimizer_of(call))
+            self.given = set(seeds)
         return self.flows.targets(self.flows.sources(seeds))
 
     def _variables(self, node: cst.BaseExpression | None) -> list[Variable]:
@@ -193,9 +196,11 @@ class Facts:
 
     def is_optimizer(self, node: cst.CSTNode) -> bool:
         """Whether an expression may be an optimizer that is under amp."""
-        if OTHER_STEPS.search(last_name(node)) or self.in_optimizer(node):
+        variable = self.file.variable(node)
+        if variable not in self.optimizers or self.in_optimizer(node):
             return False
-        return self.file.variable(node) in self.optimizers
+        # A scheduler may get the values of an optimizer where both are in one list.
+        return variable in self.given or not OTHER_STEPS.search(last_name(node))
 
     def in_optimizer(self, node: cst.CSTNode) -> bool:
         """Whether a node stands in a class that is an optimizer."""
