@@ -265,3 +265,21 @@ def test_an_optimizer_may_have_any_name(name):
     result = migrate_source(code, "native")
     assert result.todos == []
     assert f"    scaler.step({name})\n    scaler.update()\n" in result.code
+
+
+@pytest.mark.parametrize(
+    ("definition", "call"),
+    [
+        ("from torch.nn.utils import clip_grad_norm_ as limit\n", "limit(model.parameters(), 1.0)"),
+        ("limit = functools.partial(clip_grad_norm_, max_norm=1.0)\n", "limit(model.parameters())"),
+        ("limit = lambda: clip_grad_norm_(model.parameters(), 1.0)\n", "limit()"),
+        ("limit = torch.nn.utils.clip_grad_norm_\n", "limit(model.parameters(), 1.0)"),
+        ("def limit(f=clip_grad_norm_):\n    f(model.parameters(), 1.0)\n", "limit()"),
+    ],
+)
+def test_clipping_by_another_name_reads_gradients(definition, call):
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    code = code.replace("model, optimizer = amp", definition + "model, optimizer = amp")
+    result = migrate_source(code.replace("    optimizer.step()", f"    {call}\n    optimizer.step()"), "native")
+    assert result.todos == []
+    assert result.code.count("scaler.unscale_(optimizer)\n") == 1

@@ -162,7 +162,9 @@ except ImportError:
 @pytest.mark.parametrize("module", ["apex", "ampcompat"])
 def test_the_message_names_the_step_and_what_was_rewritten(module, tmp_path, capsys):
     """The script learns at another rate where it cannot import the module: it could in the first run alone."""
-    code = SIMPLE.replace("lr=0.1", "lr=RATE").replace("def train", BLOCKED.format(first=module[:2], rest=module[2:]) + "def train")
+    code = SIMPLE.replace("lr=0.1", "lr=RATE").replace(
+        "def train", BLOCKED.format(first=module[:2], rest=module[2:]) + "def train"
+    )
     (tmp_path / "train.py").write_text(code)
     status = main(["migrate", "--verify", "--to", "native", "--steps", "3", str(tmp_path), "--", "train.py"])
     shown = capsys.readouterr()

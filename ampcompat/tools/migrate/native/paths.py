@@ -168,6 +168,13 @@ class Walk:
         self.problems: dict[tuple[cst.CSTNode, str], None] = {}
         self.steady: dict[cst.CSTNode, list[str]] = {}
         self.decided: dict[str, bool] = {}
+        #: What variables are assigned, the last in the text.
+        self.assigned = {
+            self.file.variable(target.target): node.value
+            for node in self.file.of_type(cst.Assign)
+            for target in node.targets
+        }
+        self._meant: dict[Variable, list[str | cst.Lambda]] = {}
         self.interesting = self._interesting()
         self.uses = self._uses()
         self.all_ids = facts.ordered(self._all_ids())
@@ -227,9 +234,10 @@ class Walk:
         if isinstance(node, cst.Attribute):
             return node.attr.value in ("grad", "step", "backward", "zero_grad", "initialize", "scale_loss")
         if isinstance(node, cst.Call):
-            name = last_name(node.func)
             symbol = self.facts.symbol(node.func) or ""
-            return bool(READS.search(name)) or symbol.startswith("apex.amp.")
+            meant = self._functions_meant(node.func)
+            reads = any(isinstance(one, cst.Lambda) or READS.search(one) for one in meant)
+            return reads or symbol.startswith("apex.amp.")
         return False
 
     def _run(self) -> None:
@@ -489,9 +497,37 @@ class Walk:
             return self._clear(base if name == "zero_grad" else None, state)
         if name == "backward" and base is not None and not self.facts.is_model(base):
             return self._backward(call, base, state)
-        if READS.search(name) and not READS_NOT.search(name):
-            return self._read(None, state, call)
+        for meant in self._functions_meant(call.func):
+            if isinstance(meant, cst.Lambda):
+                state = self._events(meant.body, state)
+            elif READS.search(meant) and not READS_NOT.search(meant):
+                return self._read(None, state, call)
         return state
+
+    def _functions_meant(self, func: cst.BaseExpression) -> list[str | cst.Lambda]:
+        """The names of what a call may run, and lambdas: through imports, ``partial``, variables and parameters."""
+        found: list[str | cst.Lambda] = [last_name(func), self.file.qualified_name(func).rpartition(".")[2]]
+        variable = self.file.variable(func)
+        # A method of some object is meant by its name alone.
+        on_self = isinstance(func, cst.Attribute) and code_of(func.value) == "self"
+        if variable is None or not (isinstance(func, cst.Name) or on_self):
+            return found
+        if variable not in self._meant:
+            self._meant[variable] = [
+                meant
+                for source in self.facts.ordered(self.facts.flows.sources([variable]))
+                for meant in self._functions_in(source)
+            ]
+        return found + self._meant[variable]
+
+    def _functions_in(self, variable: Variable) -> list[str | cst.Lambda]:
+        """What a variable is called or assigned: a function's name, a lambda, the function of a ``partial``."""
+        value = self.assigned.get(variable)
+        if isinstance(value, cst.Lambda):
+            return [value]
+        if isinstance(value, cst.Call) and last_name(value.func) == "partial" and value.args:
+            return [last_name(value.args[0].value)]
+        return [variable[1]]
 
     def _enter(self, call: cst.Call, function: Function, skip_first: bool, state: State) -> State:
         self.calls += 1
