@@ -45,7 +45,8 @@ def test_imports_without_a_counterpart_stay_and_are_marked():
     first, mark, second = result.code.splitlines()
     assert (first, second) == ("from ampcompat import amp", "from apex import RNN")
     assert mark.startswith("# TODO(ampcompat): apex.RNN is not provided: use torch.nn.LSTM")
-    assert [line for line, _ in result.todos] == [2]
+    ((line, _),) = result.todos
+    assert result.code.splitlines()[line].startswith("if fp16: ")
     assert migrate_source(result.code).code == result.code
 
 
@@ -283,3 +284,31 @@ def test_clipping_by_another_name_reads_gradients(definition, call):
     result = migrate_source(code.replace("    optimizer.step()", f"    {call}\n    optimizer.step()"), "native")
     assert result.todos == []
     assert result.code.count("scaler.unscale_(optimizer)\n") == 1
+
+
+def test_a_mark_on_a_one_line_suite_stands_above_it():
+    code = "from apex import amp\nif fp16: model, optimizer = amp.initialize(model, optimizer, opt_level='01')\n"
+    result = migrate_source(code, "native")
+    ((line, _),) = result.todos
+    assert result.code.splitlines()[line].startswith("if fp16: ")
+    assert migrate_source(result.code, "native").code == result.code
+
+
+def test_a_step_in_a_context_manager_is_marked():
+    """It is made after the block, where the walk over the calls does not go."""
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    manager = "@contextmanager\ndef updating():\n    yield\n    optimizer.step()\n\n\n"
+    code = code.replace("model, optimizer = amp", manager + "model, optimizer = amp")
+    block = code[code.index("    with amp.scale_loss") :]
+    scaled = "        with amp.scale_loss(loss, optimizer) as scaled_loss:\n            scaled_loss.backward()\n"
+    result = migrate_source(code.replace(block, "    with updating():\n" + scaled), "native")
+    assert any("no step of this optimizer is seen" in message for _, message in result.todos)
+
+
+def test_parameters_by_another_name_are_unscaled():
+    code = "def train(net, opt):\n    opt.zero_grad()\n    loss = net(x)\n"
+    code += "    with amp.scale_loss(loss, opt) as s:\n        s.backward()\n"
+    code += "    clip_grad_norm_(net.parameters(), 1.0)\n    opt.step()\n\n\n"
+    head = "from apex import amp\nnet = Net()\nopt = SGD(net.parameters())\n"
+    result = migrate_source(head + code + "pair = amp.initialize(net, opt)\ntrain(*pair)\n", "native")
+    assert "    scaler.unscale_(opt)\n    clip_grad_norm_" in result.code

@@ -692,7 +692,9 @@ class Walk:
         """Gradients are read or edited: by then they must be unscaled."""
         if self.blocks:
             return state
-        wanted = set(ids) if ids else self._named_in(call)
+        named = set(ids) if ids else self._named_in(call)
+        # A name that leads to no scaled gradients may mean another optimizer than it seems to.
+        wanted = {one for one in named if any(p.kind in PENDING for p in state.get(one, ()))}
         if not wanted:
             wanted = {one for one, phases in state.items() if any(p.kind == "scaled" for p in phases)}
         if not wanted:
@@ -743,7 +745,7 @@ class Walk:
 
     def unstepped(self) -> list[cst.CSTNode]:
         """The scaled losses of optimizers whose step is not seen."""
-        stepped = {one for step in self.steps.values() for one in step.ids}
+        stepped = {one for step in self.steps.values() if step.scaled for one in step.ids}
         return [node for one, node in self.scaled_at.items() if one not in stepped]
 
     def _place(self, one: Variable, forced: cst.CSTNode | None) -> Unscale | None:
