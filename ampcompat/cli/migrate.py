@@ -13,8 +13,9 @@ from pathlib import Path
 from ampcompat.cli._emit import emit, painted, painted_diff
 from ampcompat.tools.check.table import plain
 from ampcompat.tools.migrate import MissingLibcst
+from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.source import TARGETS
-from ampcompat.tools.migrate.tree import Change, migrate_paths
+from ampcompat.tools.migrate.tree import migrate_paths
 
 EPILOG = """with --verify the script comes after two dashes: ampcompat migrate --verify --to native -- train.py
 exit status: 0 everything translated, 1 something is left to do (listed, and marked in the code) or the migrated

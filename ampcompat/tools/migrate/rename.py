@@ -5,7 +5,6 @@ Nothing else changes; what is used and not provided is marked, at the import and
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 import libcst as cst
@@ -17,13 +16,9 @@ from ampcompat.tools.migrate.native.edits import Edits, Statement
 from ampcompat.tools.migrate.native.file import File, last_name
 from ampcompat.tools.migrate.native.leftovers import apex_mentions
 from ampcompat.tools.migrate.result import MARK, Result
-from ampcompat.tools.migrate.text import code_of
+from ampcompat.tools.migrate.text import INSTALL_APEX, code_of
 
 PROBES = ("find_spec", "import_module", "__import__")
-#: Texts that tell a user to install apex.
-INSTALL_APEX = re.compile(
-    r"install[^.]{0,60}\bapex\b|\bapex\b[^.]{0,60}\b(not|isn't)\b[^.]{0,20}\binstalled", re.IGNORECASE
-)
 
 
 def rewrite_imports(code: str) -> Result:

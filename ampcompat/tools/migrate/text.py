@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import libcst as cst
 
+#: Texts that tell a user to install apex.
+INSTALL_APEX = re.compile(
+    r"install[^.]{0,60}\bapex\b|\bapex\b[^.]{0,60}\b(not|isn't)\b[^.]{0,20}\binstalled", re.IGNORECASE
+)
 EMPTY = cst.Module([])
 
 

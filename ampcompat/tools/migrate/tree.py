@@ -1,101 +1,25 @@
-"""Migrating a directory: read, rewrite, show the difference, and write inside the directory only."""
+"""Migrating a directory: which files are read, and what one file tells of another."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
-import os
 import re
-import stat
-import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
-from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
+from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
 from ampcompat.tools.check.lines import lines_of
 from ampcompat.tools.check.workers import workers
+from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.elsewhere import USES, connected, imported_names, mark_uses
 from ampcompat.tools.migrate.notebook import as_source, written
 from ampcompat.tools.migrate.result import MARK, Result
+from ampcompat.tools.migrate.shared import with_one_helper
 from ampcompat.tools.migrate.source import migrate_source
 
-
-@dataclass(frozen=True)
-class Change:
-    """Describe what becomes of one file.
-
-    Attributes:
-        path: The file.
-        name: Its path relative to the migrated directory.
-        old: The text as read; None where nothing was translated.
-        new: The text after the migration.
-        todos: What was left to the reader, ``(line in the new text, message)``.
-        problem: Why the file was left alone, or ``""``.
-        notes: What differs, and needs no action.
-        makes: The line on which it calls ``amp.initialize``, 0 for none.
-        needs: Whether it uses a scaler that another file makes.
-        optimizers: The last parts of the names of optimizers whose gradients its scaler scales.
-    """
-
-    path: Path
-    name: str
-    old: Text | None = None
-    new: str = ""
-    todos: list[tuple[int, str]] = field(default_factory=list)
-    problem: str = ""
-    notes: list[str] = field(default_factory=list)
-    makes: int = 0
-    needs: bool = False
-    optimizers: tuple[str, ...] = ()
-
-    def source(self) -> str | None:
-        """The text of a Python file as it was; None for others and for what cannot be read."""
-        if self.path.suffix != ".py" or self.problem:
-            return None
-        if self.old is not None:
-            return self.old.code
-        try:
-            return decode(read(self.path)).code
-        except Unreadable:
-            return None
-
-    @property
-    def changed(self) -> bool:
-        """Whether there is something to write."""
-        return self.old is not None and self.new != self.old.code
-
-    def diff(self) -> str:
-        """Unified diff, as ``patch -p1`` takes it; empty where nothing changed."""
-        if self.old is None or not self.changed:
-            return ""
-        # patch knows one end of a line.
-        old, new = (re.findall(r"[^\n]*\n|[^\n]+", text) for text in (self.old.code, self.new))
-        lines = difflib.unified_diff(old, new, f"a/{self.name}", f"b/{self.name}")
-        return "".join(line if line.endswith("\n") else line + "\n\\ No newline at end of file\n" for line in lines)
-
-    def write(self) -> None:
-        """Replace the file in one move: it is never half written, and a link put in its place is not followed.
-
-        Raises:
-            OSError: the directory or the disk refuses it, or the path leads elsewhere by now; the file is as before.
-        """
-        if self.old is None:
-            return
-        if self.path.parent.resolve() != self.path.parent:
-            raise OSError(f"{self.path.parent} became a link since it was read; nothing is written through it")
-        mode = stat.S_IMODE(os.lstat(self.path).st_mode)
-        descriptor, temporary = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name[:40]}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(self.old.encode(self.new))
-            os.chmod(temporary, mode)
-            os.replace(temporary, self.path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+#: Below this many files a process costs more to start than it saves: one file takes some 0.3 s.
+FEW = 8
 
 
 def migrate_tree(path: str | Path, to: str = "ampcompat") -> Iterator[Change]:
@@ -126,12 +50,16 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterato
             file = Path(path)
             jobs.setdefault(file, (file, name, to))
     wanted = list(jobs.values())
-    with workers(len(wanted)) as apply:
+    with workers(len(wanted), FEW) as apply:
         changes: list[Change] = []
         for change in apply(_job, wanted):
             changes.append(change)
             yield len(changes), len(wanted), None
-    for change in _told_of_each_other(changes, to):
+
+    def import_helper(change: Change, helper: str) -> Change:
+        return migrate_file(change.path, change.name, to, helper=helper)
+
+    for change in with_one_helper(_told_of_each_other(changes, to), import_helper):
         yield len(wanted), len(wanted), change
 
 
@@ -169,7 +97,7 @@ def _with_uses_marked(change: Change, maker: Change, code: str) -> Change:
         return change  # said of the file already
 
 
-def migrate_file(file: Path, name: str, to: str, made_in: str = "") -> Change:
+def migrate_file(file: Path, name: str, to: str, made_in: str = "", helper: str = "") -> Change:
     """Describe what becomes of one file.
 
     Args:
@@ -177,6 +105,7 @@ def migrate_file(file: Path, name: str, to: str, made_in: str = "") -> Change:
         name: Its path relative to the migrated directory.
         to: The target.
         made_in: Where ``amp.initialize`` stands if another file calls it.
+        helper: The module that ``mixed_precision`` is imported from; ``""`` pastes it.
 
     Raises:
         MissingLibcst: libcst is not installed.
@@ -187,7 +116,7 @@ def migrate_file(file: Path, name: str, to: str, made_in: str = "") -> Change:
             return Change(file, name, old, *_installs(old.code, to))
         if is_notebook(file.name):
             return Change(file, name, old, *_notebook(old.code, to))
-        result = migrate_source(old.code, to, made_in)
+        result = migrate_source(old.code, to, made_in, helper)
         if result.code == old.code and not result.todos:
             return Change(file, name, makes=result.makes, needs=result.needs)
         old.encode(result.code)

@@ -148,6 +148,30 @@ def test_a_text_that_says_install_apex_gets_a_note():
     assert "install apex" in result.notes[0]
 
 
+def test_the_note_about_apex_comes_to_native_too():
+    code = LOOP.format(arguments="", more="", backward="", step="") + "print('Please install apex first')\n"
+    result = migrate_source(code, "native")
+    assert [note for note in result.notes if "install apex" in note]
+    assert result.todos == []
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "try: from apex import amp\nexcept ImportError: amp = None\n",
+        "try: from apex import amp\nexcept ImportError: raise ImportError('Please install apex')\n",
+        "import sys\nif sys.argv: import apex.amp as amp\n",
+        "import torch; from apex import amp\n",
+    ],
+)
+def test_imports_on_one_line_go(imports):
+    code = LOOP.format(arguments="", more="", backward="", step="").replace("from apex import amp\n", imports)
+    result = migrate_source(code, "native")
+    assert "apex" not in result.code
+    assert result.todos == []
+    assert migrate_source(result.code, "native").code == result.code
+
+
 def test_an_unknown_target_is_refused():
     with pytest.raises(ValueError, match="ampcompat, native"):
         migrate_source("", "jax")
@@ -165,3 +189,127 @@ def test_reading_keys_of_the_state_is_marked():
     assert [note for _, note in result.todos] == [
         "apex.amp.state_dict: a GradScaler's state has other keys; use scaler.get_scale()"
     ]
+
+
+def test_gradients_that_are_read_and_accumulated_are_not_unscaled():
+    """After unscale_ more scaled gradients would be added to unscaled ones, and these would be divided again."""
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    code = code.replace("    optimizer.zero_grad()\n", "")
+    code = code.replace("    optimizer.step()\n", "    clip_grad_norm_(amp.master_params(optimizer), 1.0)\n")
+    code += "    if last:\n        optimizer.step()\n        optimizer.zero_grad()\n"
+    result = migrate_source(code, "native")
+    assert "    scaler.unscale_" not in result.code
+    assert any("these gradients are scaled" in message for _, message in result.todos)
+
+
+def test_a_step_that_is_left_out_has_its_update():
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    code = code.replace("    optimizer.step()\n", "    norm = clip_grad_norm_(amp.master_params(optimizer), 1.0)\n")
+    result = migrate_source(code + "    if norm < 9:\n        optimizer.step()\n", "native")
+    assert result.todos == []
+    assert result.code.endswith("    if norm < 9:\n        scaler.step(optimizer)\n    scaler.update()\n")
+
+
+@pytest.mark.parametrize(
+    ("block", "line"),
+    [
+        (
+            "with amp.scale_loss(loss, optimizer) if fp16 else nullcontext(loss) as s:\n        s.backward()\n",
+            "scaler.scale(loss).backward()",
+        ),
+        (
+            "with amp.scale_loss(loss, optimizer) as s:\n        s.backward()\n    torch.autograd.backward(other)\n",
+            "torch.autograd.backward(scaler.scale(other))",
+        ),
+    ],
+)
+def test_other_forms_of_backward(block, line):
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    start, _, rest = code.partition("with amp.scale_loss")
+    rest = rest[rest.index("    optimizer.step") :]
+    result = migrate_source(start + block + rest, "native")
+    assert result.todos == []
+    assert f"    {line}\n" in result.code
+
+
+def test_a_loss_whose_optimizer_is_not_seen_is_marked():
+    code = LOOP.format(arguments="", more="", backward="", step="").replace("(loss, optimizer)", "(loss, get())")
+    result = migrate_source(code.replace("    optimizer.step()", "    get().step()"), "native")
+    assert any("which optimizer steps with this loss" in message for _, message in result.todos)
+
+
+OWN_OPTIMIZER = """\
+class Own(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.clamp_(-1, 1)
+        return super().step(closure)
+
+
+"""
+
+
+def test_an_optimizer_of_the_file_is_stepped_by_the_scaler():
+    """Its own step reads gradients that the scaler has unscaled by then."""
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    code = code.replace("model, optimizer =", OWN_OPTIMIZER + "optimizer = Own(parameters)\nmodel, optimizer =", 1)
+    result = migrate_source(code, "native")
+    assert result.todos == []
+    assert OWN_OPTIMIZER in result.code
+    assert "    scaler.step(optimizer)\n    scaler.update()\n" in result.code
+
+
+@pytest.mark.parametrize("name", ["env_opt", "warmup_optimizer", "ema_opt"])
+def test_an_optimizer_may_have_any_name(name):
+    code = LOOP.format(arguments="", more="", backward="", step="").replace("optimizer", name)
+    result = migrate_source(code, "native")
+    assert result.todos == []
+    assert f"    scaler.step({name})\n    scaler.update()\n" in result.code
+
+
+@pytest.mark.parametrize(
+    ("definition", "call"),
+    [
+        ("from torch.nn.utils import clip_grad_norm_ as limit\n", "limit(model.parameters(), 1.0)"),
+        ("limit = functools.partial(clip_grad_norm_, max_norm=1.0)\n", "limit(model.parameters())"),
+        ("limit = lambda: clip_grad_norm_(model.parameters(), 1.0)\n", "limit()"),
+        ("limit = torch.nn.utils.clip_grad_norm_\n", "limit(model.parameters(), 1.0)"),
+        ("def limit(f=clip_grad_norm_):\n    f(model.parameters(), 1.0)\n", "limit()"),
+    ],
+)
+def test_clipping_by_another_name_reads_gradients(definition, call):
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    code = code.replace("model, optimizer = amp", definition + "model, optimizer = amp")
+    result = migrate_source(code.replace("    optimizer.step()", f"    {call}\n    optimizer.step()"), "native")
+    assert result.todos == []
+    assert result.code.count("scaler.unscale_(optimizer)\n") == 1
+
+
+def test_a_mark_on_a_one_line_suite_stands_above_it():
+    code = "from apex import amp\nif fp16: model, optimizer = amp.initialize(model, optimizer, opt_level='01')\n"
+    result = migrate_source(code, "native")
+    lines = result.code.splitlines()
+    assert any("no opt_level" in message and message in lines[line - 1] for line, message in result.todos)
+    assert any(lines[line].startswith("if fp16: ") for line, _ in result.todos)
+    assert migrate_source(result.code, "native").code == result.code
+
+
+def test_a_step_in_a_context_manager_is_marked():
+    """It is made after the block, where the walk over the calls does not go."""
+    code = LOOP.format(arguments="", more="", backward="", step="")
+    manager = "@contextmanager\ndef updating():\n    yield\n    optimizer.step()\n\n\n"
+    code = code.replace("model, optimizer = amp", manager + "model, optimizer = amp")
+    block = code[code.index("    with amp.scale_loss") :]
+    scaled = "        with amp.scale_loss(loss, optimizer) as scaled_loss:\n            scaled_loss.backward()\n"
+    result = migrate_source(code.replace(block, "    with updating():\n" + scaled), "native")
+    assert any("no step of this optimizer is seen" in message for _, message in result.todos)
+
+
+def test_parameters_by_another_name_are_unscaled():
+    code = "def train(net, opt):\n    opt.zero_grad()\n    loss = net(x)\n"
+    code += "    with amp.scale_loss(loss, opt) as s:\n        s.backward()\n"
+    code += "    clip_grad_norm_(net.parameters(), 1.0)\n    opt.step()\n\n\n"
+    head = "from apex import amp\nnet = Net()\nopt = SGD(net.parameters())\n"
+    result = migrate_source(head + code + "pair = amp.initialize(net, opt)\ntrain(*pair)\n", "native")
+    assert "    scaler.unscale_(opt)\n    clip_grad_norm_" in result.code

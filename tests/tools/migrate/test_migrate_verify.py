@@ -1,6 +1,7 @@
 """``migrate --verify``: every fixture before and after, in processes of their own, and runs that must fail."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from spread_shapes import RIGHT as SPREAD
 from ampcompat.cli import main
 from ampcompat.cli import migrate as command
 from ampcompat.tools.migrate.tree import migrate_tree
-from ampcompat.tools.migrate.verify import Options, Trace, copies, run, verdict
+from ampcompat.tools.migrate.verify import Options, Trace, copies, rewritten_near, run, verdict
 
 FIXTURES = Path(__file__).parent / "fixtures"
 NAMES = sorted(path.name.removesuffix("_before.py") for path in FIXTURES.glob("*_before.py"))
@@ -152,3 +153,43 @@ def test_bad_usage(words, tmp_path, capsys):
 def test_the_parser_knows_the_command():
     subparsers = argparse.ArgumentParser().add_subparsers()
     assert command.add_parser(subparsers).parse_args([]).paths == ["."]
+
+
+BLOCKED = """\
+try:
+    __import__("{first}" + "{rest}")  # nothing that migrate knows
+    RATE = 0.1
+except ImportError:
+    RATE = 1e4
+
+"""
+
+
+@pytest.mark.slow  # test_the_lines_that_were_rewritten_near_a_place has the message
+@pytest.mark.parametrize("module", ["apex", "ampcompat"])
+def test_the_message_names_the_step_and_what_was_rewritten(module, tmp_path, capsys):
+    """The script learns at another rate where it cannot import the module: it could in the first run alone."""
+    code = SIMPLE.replace("lr=0.1", "lr=RATE").replace(
+        "def train", BLOCKED.format(first=module[:2], rest=module[2:]) + "def train"
+    )
+    (tmp_path / "train.py").write_text(code)
+    status = main(["migrate", "--verify", "--to", "native", "--steps", "3", str(tmp_path), "--", "train.py"])
+    shown = capsys.readouterr()
+    assert status == 1, shown
+    place = re.search(r"^step 2 strays first; it is made at train\.py:(\d+)$", shown.out, re.MULTILINE)
+    assert place is not None, shown
+    assert "  | +        scaler.step(optimizer)" in shown.out
+    assert "NOT the same training" in shown.out
+
+
+def test_the_lines_that_were_rewritten_near_a_place(tmp_path):
+    (tmp_path / "train.py").write_text(SIMPLE)
+    (change,) = migrate_tree(tmp_path, "native")
+    lines = change.new.splitlines()
+    step = next(number for number, line in enumerate(lines, 1) if "scaler.step(optimizer)" in line)
+    near = rewritten_near([change], f"train.py:{step}")
+    assert near[0].startswith("@@")
+    assert any("scaler.step(optimizer)" in line for line in near)
+    assert not any("under_autocast(plain" in line for line in near)
+    assert rewritten_near([change], "other.py:1") == []
+    assert rewritten_near([change], "") == []

@@ -39,8 +39,10 @@ from ampcompat.tools.migrate.native.tidy import (
     drop_imports,
     has_helper,
     helper_names,
+    import_helper,
 )
 from ampcompat.tools.migrate.result import Result
+from ampcompat.tools.migrate.text import INSTALL_APEX
 
 NO_LOOP = (
     "this file has no amp.scale_loss: hand {scaler} to the loop that trains, and write there "
@@ -55,12 +57,13 @@ NEEDED = (*SCALE_LOSS, *MASTER_PARAMS, "apex.amp.state_dict", "apex.amp.load_sta
 NAMES_APEX = re.compile(rf"\b({'|'.join(('apex', *EXTENSIONS))})\b|(import|from) ampcompat\b")
 
 
-def rewrite_native(code: str, made_in: str = "") -> Result:
+def rewrite_native(code: str, made_in: str = "", helper: str = "") -> Result:
     """Rewrite one source.
 
     Args:
         code: The source.
         made_in: Where ``amp.initialize`` stands, ``train.py:12``, for a file that does not call it.
+        helper: The module that the helper is imported from; it is pasted where this is ``""``.
     """
     module = cst.parse_module(code)
     facts = Facts(File(module))
@@ -86,9 +89,16 @@ def rewrite_native(code: str, made_in: str = "") -> Result:
     if NAMES_APEX.search(new.code):
         new = _marked(new)
     shared = f"{home.name} = {switched_off(home)}  # until {names[HELPER]}() is called" if home.kind == "global" else ""
-    needs_helper = names[HELPER] in new.code and not has_helper(facts.file)
-    new = add_helper(new, names, shared) if needs_helper else add_torch(new)
+    if names[HELPER] not in new.code or has_helper(facts.file):
+        new = add_torch(new)
+    elif helper:
+        new = import_helper(new, names, helper, shared)
+    else:
+        new = add_helper(new, names, shared)
     result = Result.of(new.code)
+    for text in facts.file.of_type(cst.SimpleString):
+        if INSTALL_APEX.search(text.value) and text.value in new.code:
+            edits.note(f"{text.value} tells users to install apex, which nothing needs any more")
     result.notes = edits.notes
     result.makes = makes
     result.optimizers = facts.optimizer_names()

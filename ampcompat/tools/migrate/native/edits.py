@@ -58,6 +58,11 @@ class Edits:
 
     def apply(self, file: File) -> cst.Module:
         """The tree of the file with the edits made."""
+        for node in list(self.marks):
+            # A comment above ``if x: statement`` is one above the ``if``.
+            if isinstance(file.parents.get(node), cst.SimpleStatementSuite):
+                for message in self.marks.pop(node):
+                    self.mark(file.line_of(node), message)
         known = [node for node in self.marks if is_marked(file.line_of(node), file)]
         for node in known:
             del self.marks[node]

@@ -63,7 +63,10 @@ class Facts:
         self._named = self.flows.targets(self.aliases)
         self.initialized = [made for call in file.of_type(cst.Call) for made in self._initialize(call)]
         self.scaled = [call for call in file.of_type(cst.Call) if self.symbol(call.func) in SCALE_LOSS]
+        #: Variables that amp is given as optimizers.
+        self.given: set[Variable] = set()
         self.optimizers = self._managed([o for i in self.initialized for o in (i.optimizers, _second(i))], "optimizer")
+        self.used_as_optimizers = self._used_as_optimizers()
         self.models = self._managed([m for i in self.initialized for m in (i.models, _first(i))], "model")
         self.results = self._results()
         self.containers = self._containers()
@@ -136,22 +139,22 @@ class Facts:
                 return self.aliases[source]
         return None
 
-    def _full_call(self, call: cst.Call) -> cst.Call:
+    def full_call(self, call: cst.Call) -> cst.Call:
         """A call with the arguments of the ``partial`` that it goes through."""
         for source in self.flows.sources(filter(None, [self.file.variable(call.func)])):
             if source in self.partials:
                 partial = self.partials[source]
                 given = {arg.keyword.value for arg in call.args if arg.keyword is not None}
                 extra = [a for a in partial.args[1:] if a.keyword is None or a.keyword.value not in given]
-                places = [a for a in extra if a.keyword is None]
-                words = [a for a in extra if a.keyword is not None]
+                places = [a for a in extra if a.keyword is None and a.star != "**"]
+                words = [a for a in extra if a not in places]
                 return call.with_changes(args=[*places, *call.args, *words])
         return call
 
     def _initialize(self, call: cst.Call) -> Iterable[Initialize]:
         if self.symbol(call.func) != INITIALIZE:
             return
-        full = self._full_call(call)
+        full = self.full_call(call)
         models = argument(full, 0, "models")
         optimizers = argument(full, 1, "optimizers")
         if isinstance(optimizers, cst.Name) and optimizers.value == "None":
@@ -161,9 +164,13 @@ class Facts:
         if models is not None:
             yield Initialize(full, call, models, optimizers, target)
 
+    def optimizer_of(self, call: cst.Call) -> cst.BaseExpression | None:
+        """The optimizers that a ``scale_loss`` is given."""
+        return argument(self.full_call(call), 1, "optimizers")
+
     def loss_id(self, call: cst.Call) -> str:
         """The ``loss_id`` of a ``scale_loss``, as text."""
-        given = argument(call, 2, "loss_id")
+        given = argument(self.full_call(call), 2, "loss_id")
         return code_of(given) if given is not None else "0"
 
     # Objects.
@@ -172,7 +179,8 @@ class Facts:
         seeds = [v for node in given for v in self._variables(node)]
         if what == "optimizer":
             for call in self.scaled:
-                seeds += self._variables(argument(call, 1, "optimizers"))
+                seeds += self._variables(self.optimizer_of(call))
+            self.given = set(seeds)
         return self.flows.targets(self.flows.sources(seeds))
 
     def _variables(self, node: cst.BaseExpression | None) -> list[Variable]:
@@ -188,9 +196,31 @@ class Facts:
 
     def is_optimizer(self, node: cst.CSTNode) -> bool:
         """Whether an expression may be an optimizer that is under amp."""
-        if OTHER_STEPS.search(last_name(node)):
+        variable = self.file.variable(node)
+        if variable not in self.optimizers or self.in_optimizer(node):
             return False
-        return self.file.variable(node) in self.optimizers
+        # A scheduler may get the values of an optimizer where both are in one list.
+        return variable in self.given or not OTHER_STEPS.search(last_name(node))
+
+    def in_optimizer(self, node: cst.CSTNode) -> bool:
+        """Whether a node stands in a class that is an optimizer."""
+        return any(parent in self.flows.optimizer_classes for parent in self.file.ancestors(node))
+
+    def _used_as_optimizers(self) -> set[Variable]:
+        """Variables that are stepped, cleared, or given to amp as an optimizer: models that share a list are not."""
+        found: list[Variable] = []
+        for node in self.file.of_type(cst.Attribute):
+            if node.attr.value in ("step", "zero_grad", "param_groups"):
+                found += self._variables(node.value)
+        for call in self.file.of_type(cst.Call):
+            symbol = self.symbol(call.func)
+            if symbol in SCALE_LOSS:
+                found += self._variables(self.optimizer_of(call))
+            elif symbol in MASTER_PARAMS:
+                found += self._variables(argument(call, 0, "optimizer"))
+        for made in self.initialized:
+            found += self._variables(made.optimizers) + self._variables(_second(made))
+        return {variable for variable in found if variable in self.optimizers}
 
     def optimizer_names(self) -> tuple[str, ...]:
         """The last parts of the names of optimizers under amp."""

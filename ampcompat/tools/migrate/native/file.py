@@ -155,6 +155,12 @@ class File:
             return self.stars[node.value]
         return None
 
+    def qualified_name(self, node: cst.CSTNode) -> str:
+        """The name of an expression by the imports of the file, ``torch.optim.SGD``; ``""`` where there is none."""
+        scope = self.scope(node)
+        names = sorted(q.name for q in scope.get_qualified_names_for(node)) if scope is not None else []
+        return names[0] if names else ""
+
     @staticmethod
     def _is_imported(scope: Scope, name: str) -> bool:
         return any(hasattr(a, "node") and isinstance(a.node, cst.Import | cst.ImportFrom) for a in scope[name])

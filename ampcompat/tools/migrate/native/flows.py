@@ -15,6 +15,8 @@ COMMON = (
     "update", "scale", "to", "cuda", "float", "half", "item", "append", "items", "values", "keys", "get", "pop",
     "copy", "add", "format", "join", "write", "close", "log",
 )  # fmt: skip
+#: Places of a tuple that are told apart.
+MOST_ELEMENTS = 4
 PASSES_ON = ("list", "tuple", "reversed", "iter", "sorted", "cycle", "deepcopy")
 
 
@@ -34,6 +36,7 @@ class Flows:
         self.classes: dict[Variable, cst.ClassDef] = {}
         self.methods: defaultdict[str, list[tuple[cst.ClassDef, Function]]] = defaultdict(list)
         self.instances: dict[Variable, cst.ClassDef] = {}
+        self.optimizer_classes: set[cst.ClassDef] = set()
         self._definitions()
         self._objects()
         self._edges()
@@ -45,14 +48,27 @@ class Flows:
             variable = self.file.variable(node.name)
             if variable is not None:
                 self.classes[variable] = node
+            if self._is_optimizer_class(node):
+                self.optimizer_classes.add(node)
+                continue
             for statement in node.body.body:
                 if isinstance(statement, Function):
                     self.methods[statement.name.value].append((node, statement))
         methods = {id(method) for found in self.methods.values() for _, method in found}
+        methods |= {id(method) for owner in self.optimizer_classes for method in owner.body.body}
         for function in self.file.of_type(Function):
             variable = self.file.variable(function.name)
             if variable is not None and id(function) not in methods:
                 self.functions[variable] = function
+
+    def _is_optimizer_class(self, node: cst.ClassDef) -> bool:
+        """Whether a class is an optimizer: the scaler calls its ``step``, with gradients that are unscaled by then."""
+        for base in node.bases:
+            if self.classes.get(self.file.variable(base.value) or (None, "")) in self.optimizer_classes:
+                return True
+            if self.file.qualified_name(base.value).startswith("torch.optim."):
+                return True
+        return False
 
     def _objects(self) -> None:
         for node in self.file.of_type(cst.Assign):
@@ -219,7 +235,7 @@ class Flows:
         if found is not None:
             returned: Variable = (found[0], "return")
             self._edge(returned, target)
-            for index in range(4):
+            for index in range(MOST_ELEMENTS):
                 self._edge(_position(returned, index), _position(target, index))
         elif last_name(call.func) in PASSES_ON and call.args:
             self._assign(target, call.args[0].value)

@@ -124,7 +124,8 @@ class _Replacement:
         others = len(self.home.groups) - 1
         if others < 1:
             return [f"{scaler} = {call}"]
-        return [f"{scaler} = [{call}]", f"{scaler} += [copy.deepcopy({scaler}[0]) for _ in range({others})]"]
+        copies = ", ".join([f"copy.deepcopy({scaler}[0])"] * others)
+        return [f"{scaler} = [{call}]", f"{scaler} += [{copies}]"]
 
     # Its arguments.
 

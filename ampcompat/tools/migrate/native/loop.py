@@ -12,7 +12,7 @@ from ampcompat.tools.migrate.native.file import File, Function, argument, descen
 from ampcompat.tools.migrate.native.home import Home
 from ampcompat.tools.migrate.native.initialize import never_scales
 from ampcompat.tools.migrate.native.merge import one_line, scaled_loss
-from ampcompat.tools.migrate.native.paths import Path, Step, Walk, meeting
+from ampcompat.tools.migrate.native.paths import Step, Walk, is_autograd, is_beside, meeting
 from ampcompat.tools.migrate.text import code_of
 
 CLOSURE = (
@@ -132,6 +132,9 @@ def replace_backward(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None
         def scaled(new: cst.CSTNode, scaler: str = scaler) -> cst.CSTNode:
             if not isinstance(new, cst.Call) or not isinstance(new.func, cst.Attribute):
                 return new
+            if is_autograd(new.func.value) and new.args:
+                given = cst.parse_expression(f"{scaler}.scale({code_of(new.args[0].value)})")
+                return new.with_changes(args=[new.args[0].with_changes(value=given), *new.args[1:]])
             loss = cst.parse_expression(f"{scaler}.scale({code_of(new.func.value)})")
             return new.with_changes(func=new.func.with_changes(value=loss))
 
@@ -190,7 +193,7 @@ def _update(group: list[Step], facts: Facts, walk: Walk, home: Home, edits: Edit
             index = min(index, meeting(facts.file, last.path, step.path))
     index = min(index, _loop_over(last, facts, index))
     for place in walk.unscales.values():
-        if place.ids & last.ids and _is_beside(place.path, last.path, facts.file):
+        if place.ids & last.ids and is_beside(place.path, last.path, facts.file):
             index = min(index, len(place.path) - 1)
     statement = last.path[index].statement
     function = facts.file.function(statement)
@@ -209,16 +212,6 @@ def _loop_over(step: Step, facts: Facts, index: int) -> int:
         if code_of(base) in names and not scales:
             return number
     return index
-
-
-def _is_beside(place: Path, step: Path, file: File) -> bool:
-    """Whether a step may be left out after ``unscale_``: the update then stands beside that call, for both cases."""
-    index = meeting(file, place, step)
-    same_block = index == len(place) - 1 and index < len(step)
-    if not same_block:
-        return False
-    blocks = [file.parents.get(file.line_of(path[index].statement)) for path in (place, step)]
-    return blocks[0] is blocks[1]
 
 
 def insert_unscale(walk: Walk, home: Home, edits: Edits) -> None:

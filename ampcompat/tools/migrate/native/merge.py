@@ -55,9 +55,13 @@ class _Merge(Pruned):
         return cst.FlattenSentinel(statements)
 
     def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.BaseExpression:
-        """``amp.master_params(optimizer) if fp16 else model.parameters()``."""
+        """``amp.master_params(optimizer) if fp16 else model.parameters()``, and ``nullcontext(loss)`` for a block."""
         body = original_node.body
         other = original_node.orelse
+        scaled = _scaled_by(body, self.facts)
+        if scaled is not None and code_of(other) in _without_amp(scaled):
+            self.changed = True
+            return updated_node.body.with_changes(lpar=[], rpar=[])
         is_master = isinstance(body, cst.Call) and self.facts.symbol(body.func) in MASTER_PARAMS
         is_plain = isinstance(other, cst.Call) and last_name(other.func) == "parameters"
         if is_master and is_plain:
@@ -67,6 +71,18 @@ class _Merge(Pruned):
 
     def _is_elif(self, node: cst.If) -> bool:
         return isinstance(self.facts.file.parents.get(node), cst.If)
+
+
+def _scaled_by(node: cst.BaseExpression, facts: Facts) -> cst.BaseExpression | None:
+    """The loss that a call of ``scale_loss`` gets; None for other expressions."""
+    if isinstance(node, cst.Call) and facts.symbol(node.func) in SCALE_LOSS and node.args:
+        return node.args[0].value
+    return None
+
+
+def _without_amp(loss: cst.BaseExpression) -> tuple[str, ...]:
+    """What stands for ``amp.scale_loss(loss, ...)`` in a ``with`` where amp is off."""
+    return f"nullcontext({code_of(loss)})", f"contextlib.nullcontext({code_of(loss)})"
 
 
 class _Plain(cst.CSTTransformer):

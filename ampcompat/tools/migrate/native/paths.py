@@ -168,6 +168,13 @@ class Walk:
         self.problems: dict[tuple[cst.CSTNode, str], None] = {}
         self.steady: dict[cst.CSTNode, list[str]] = {}
         self.decided: dict[str, bool] = {}
+        #: What variables are assigned, the last in the text.
+        self.assigned = {
+            self.file.variable(target.target): node.value
+            for node in self.file.of_type(cst.Assign)
+            for target in node.targets
+        }
+        self._meant: dict[Variable, list[str | cst.Lambda]] = {}
         self.interesting = self._interesting()
         self.uses = self._uses()
         self.all_ids = facts.ordered(self._all_ids())
@@ -212,7 +219,7 @@ class Walk:
                 callee = self.facts.flows.callee(node)
                 if callee is not None:
                     calls[callee[0]].add(function)
-            if function is not None and self._is_event(node):
+            if function is not None and self._is_event(node) and not self.facts.in_optimizer(function):
                 found.add(function)
         waiting = list(found)
         while waiting:
@@ -227,9 +234,10 @@ class Walk:
         if isinstance(node, cst.Attribute):
             return node.attr.value in ("grad", "step", "backward", "zero_grad", "initialize", "scale_loss")
         if isinstance(node, cst.Call):
-            name = last_name(node.func)
             symbol = self.facts.symbol(node.func) or ""
-            return bool(READS.search(name)) or symbol.startswith("apex.amp.")
+            meant = self._functions_meant(node.func)
+            reads = any(isinstance(one, cst.Lambda) or READS.search(one) for one in meant)
+            return reads or symbol.startswith("apex.amp.")
         return False
 
     def _run(self) -> None:
@@ -489,9 +497,37 @@ class Walk:
             return self._clear(base if name == "zero_grad" else None, state)
         if name == "backward" and base is not None and not self.facts.is_model(base):
             return self._backward(call, base, state)
-        if READS.search(name) and not READS_NOT.search(name):
-            return self._read(None, state, call)
+        for meant in self._functions_meant(call.func):
+            if isinstance(meant, cst.Lambda):
+                state = self._events(meant.body, state)
+            elif READS.search(meant) and not READS_NOT.search(meant):
+                return self._read(None, state, call)
         return state
+
+    def _functions_meant(self, func: cst.BaseExpression) -> list[str | cst.Lambda]:
+        """The names of what a call may run, and lambdas: through imports, ``partial``, variables and parameters."""
+        found: list[str | cst.Lambda] = [last_name(func), self.file.qualified_name(func).rpartition(".")[2]]
+        variable = self.file.variable(func)
+        # A method of some object is meant by its name alone.
+        on_self = isinstance(func, cst.Attribute) and code_of(func.value) == "self"
+        if variable is None or not (isinstance(func, cst.Name) or on_self):
+            return found
+        if variable not in self._meant:
+            self._meant[variable] = [
+                meant
+                for source in self.facts.ordered(self.facts.flows.sources([variable]))
+                for meant in self._functions_in(source)
+            ]
+        return found + self._meant[variable]
+
+    def _functions_in(self, variable: Variable) -> list[str | cst.Lambda]:
+        """What a variable is called or assigned: a function's name, a lambda, the function of a ``partial``."""
+        value = self.assigned.get(variable)
+        if isinstance(value, cst.Lambda):
+            return [value]
+        if isinstance(value, cst.Call) and last_name(value.func) == "partial" and value.args:
+            return [last_name(value.args[0].value)]
+        return [variable[1]]
 
     def _enter(self, call: cst.Call, function: Function, skip_first: bool, state: State) -> State:
         self.calls += 1
@@ -535,7 +571,9 @@ class Walk:
         return frozenset()
 
     def _scale(self, call: cst.Call, state: State, node: cst.CSTNode) -> State:
-        ids = self._ids(argument(call, 1, "optimizers"))
+        ids = self._ids(self.facts.optimizer_of(call))
+        if not ids:
+            self._problem(node, NO_OPTIMIZER)
         loss = self.facts.loss_id(call)
         state = dict(state)
         for one in self.facts.ordered(ids):
@@ -543,8 +581,10 @@ class Walk:
             self.scaled_at.setdefault(one, node)
             phases = set()
             for phase in state.get(one, ()):
-                if phase.kind in ("unscaled", "spent"):
+                if phase.kind == "unscaled":
                     self.refused |= phase.places
+                elif phase.kind == "spent":
+                    self.refused |= {place for place in phase.places if not self._is_updated(one, place)}
                 self._convert(phase.plain, one)
                 stale = phase.stale | {node} if phase.kind == "stepped" else phase.stale
                 over = phase.over if phase.kind == "scaled" else frozenset()
@@ -553,8 +593,16 @@ class Walk:
             state[one] = frozenset(phases)
         return state
 
+    def _is_updated(self, one: Variable, place: cst.CSTNode) -> bool:
+        """Whether the step may be left out after ``unscale_``, and an update follows all the same."""
+        if place not in self.unscales:
+            return False
+        unscaled = self.unscales[place].path
+        return any(one in step.ids and is_beside(unscaled, step.path, self.file) for step in self.steps.values())
+
     def _backward(self, call: cst.Call, base: cst.BaseExpression, state: State) -> State:
-        if any(code_of(base) in names for names in self.blocks):
+        loss = call.args[0].value if is_autograd(base) and call.args else base
+        if any(code_of(loss) in names for names in self.blocks):
             self.backward_of_scaled.add(call)
             return state
         state = dict(state)
@@ -644,7 +692,9 @@ class Walk:
         """Gradients are read or edited: by then they must be unscaled."""
         if self.blocks:
             return state
-        wanted = set(ids) if ids else self._named_in(call)
+        named = set(ids) if ids else self._named_in(call)
+        # A name that leads to no scaled gradients may mean another optimizer than it seems to.
+        wanted = {one for one in named if any(p.kind in PENDING for p in state.get(one, ()))}
         if not wanted:
             wanted = {one for one, phases in state.items() if any(p.kind == "scaled" for p in phases)}
         if not wanted:
@@ -695,7 +745,7 @@ class Walk:
 
     def unstepped(self) -> list[cst.CSTNode]:
         """The scaled losses of optimizers whose step is not seen."""
-        stepped = {one for step in self.steps.values() for one in step.ids}
+        stepped = {one for step in self.steps.values() if step.scaled for one in step.ids}
         return [node for one, node in self.scaled_at.items() if one not in stepped]
 
     def _place(self, one: Variable, forced: cst.CSTNode | None) -> Unscale | None:
@@ -731,6 +781,8 @@ class Walk:
         found = None
         for node in [*self.uses.get(frame.function, ()), *self._visible(frame.function)]:
             if self.file.variable(node) in self.facts.containers and not isinstance(node, cst.Subscript):
+                continue
+            if self.file.variable(node) not in self.facts.used_as_optimizers:
                 continue
             loops = self.facts.loops.get(self.file.variable(node), [])
             if loops and not around.intersection(loops):
@@ -803,19 +855,29 @@ class Walk:
         self.problems[self.file.statement(node), message] = None
 
 
+NO_OPTIMIZER = (
+    "which optimizer steps with this loss is not seen: call __scaler__.step(optimizer) in the place of its step(), "
+    "then __scaler__.update()"
+)
 NOT_CLEARED = (
     "the gradients of the step before may still be here, unscaled, and scaled ones are added to them: "
     "call zero_grad() after each step"
 )
 ACCUMULATED = (
-    "gradients are read here, and more are accumulated afterwards without a step: they stay scaled. Read them only "
-    "where the step follows, after __scaler__.unscale_({name})"
+    "these gradients are scaled, and on some path more are added without a step between: call "
+    "__scaler__.unscale_({name}) before this line only where the step follows, and __scaler__.update() where it is "
+    "left out"
 )
 BOTH = (
     "this gets scaled and unscaled losses, and their gradients are stepped together: hand __scaler__.scale(loss) to it "
     "everywhere"
 )
 UNNAMED = "gradients are scaled here; call __scaler__.unscale_(optimizer) before they are read, once before each step"
+
+
+def is_autograd(base: cst.BaseExpression) -> bool:
+    """Whether ``base.backward`` is torch's function, which is given the loss."""
+    return code_of(base) in ("torch.autograd", "autograd")
 
 
 def _assigned_names(node: cst.CSTNode) -> Iterator[cst.Name]:
@@ -844,6 +906,16 @@ def meeting(file: File, one: Path, other: Path) -> int:
         return common - 1
     blocks = [file.parents.get(file.line_of(path[common].statement)) for path in (one, other)]
     return common if blocks[0] is blocks[1] else common - 1
+
+
+def is_beside(place: Path, step: Path, file: File) -> bool:
+    """Whether a step may be left out after ``unscale_``: the update then stands beside that call, for both cases."""
+    index = meeting(file, place, step)
+    same_block = index == len(place) - 1 and index < len(step)
+    if not same_block:
+        return False
+    blocks = [file.parents.get(file.line_of(path[index].statement)) for path in (place, step)]
+    return blocks[0] is blocks[1]
 
 
 def _innermost_loop(path: Path) -> int:

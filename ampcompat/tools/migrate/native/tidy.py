@@ -17,13 +17,22 @@ from ampcompat.tools.migrate.text import code_of
 
 HELPER_FILE = Path(__file__).with_name("helper.py")
 FUNCTIONS = ("mixed_precision", "under_autocast", "to_float32")
-MODULES = ("copy", "dataclasses", "torch")
+MODULES = ("copy", "torch")
 
 
 def drop_imports(module: cst.Module) -> cst.Module:
     """Remove imports of apex whose names nothing reads, and what only said that apex is missing."""
     file = File(module)
-    return module.visit(_Drop(file))
+    dropped = module.visit(_Drop(file))
+    if len(dropped.body) < 2 or len(module.body) < 2 or not _is_docstring(module.body[0]):
+        return dropped
+    # The blank line below the docstring stays, whatever import stood there.
+    first = dropped.body[1]
+    if any(line.comment is None for line in getattr(first, "leading_lines", ())[:1]):
+        return dropped
+    blank = [line for line in getattr(module.body[1], "leading_lines", ())[:1] if line.comment is None]
+    first = first.with_changes(leading_lines=[*blank, *getattr(first, "leading_lines", ())])
+    return dropped.with_changes(body=[dropped.body[0], first, *dropped.body[2:]])
 
 
 class _Drop(Pruned):
@@ -207,13 +216,11 @@ def _cannot_fail(statement: cst.CSTNode) -> bool:
 
 def add_torch(module: cst.Module) -> cst.Module:
     """The module with ``import torch`` where it names torch and does not import it."""
-    file = File(module)
-    for node in file.of_type(cst.Name):
-        if node.value == "torch" and not _in_import(node, file):
-            scope = file.scope(node)
-            if scope is not None and not scope["torch"]:
-                return _with_imports(module, ["torch"])
-    return module
+    names_torch = any(
+        isinstance(node, cst.Attribute) and isinstance(node.value, cst.Name) and node.value.value == "torch"
+        for node in File(module).nodes
+    )
+    return _with_imports(module, ["torch"]) if names_torch and "torch" not in _bound_at_top(module) else module
 
 
 def _with_imports(module: cst.Module, names: Sequence[str]) -> cst.Module:
@@ -222,8 +229,16 @@ def _with_imports(module: cst.Module, names: Sequence[str]) -> cst.Module:
 
 
 def has_helper(file: File) -> bool:
-    """Whether the helper was pasted into a file already."""
+    """Whether the helper was pasted into a file already, or is imported."""
+    for node in file.of_type(cst.ImportFrom):
+        if not isinstance(node.names, cst.ImportStar) and FUNCTIONS[0] in {code_of(one.name) for one in node.names}:
+            return True
     return {node.name.value for node in file.of_type(cst.FunctionDef)}.issuperset(FUNCTIONS)
+
+
+def holds_helper(code: str) -> bool:
+    """Whether the helper was pasted into a source."""
+    return HELPER_FILE.read_text("utf-8").partition("def under_autocast")[2] in code
 
 
 def helper_names(file: File) -> dict[str, str]:
@@ -232,6 +247,30 @@ def helper_names(file: File) -> dict[str, str]:
         return {name: name for name in FUNCTIONS}
     taken = {node.value for node in file.of_type(cst.Name)}
     return {name: f"amp_{name}" if name in taken else name for name in FUNCTIONS}
+
+
+def import_helper(module: cst.Module, names: dict[str, str], source: str, scaler: str) -> cst.Module:
+    """The module with the helper imported from another file.
+
+    Args:
+        module: The migrated module.
+        names: What the helper's functions are called here.
+        source: The module that has the helper, ``.mixed_precision`` for one of the same package.
+        scaler: The statement that defines a scaler for the module, or ``""``.
+    """
+    name = source.lstrip(".")
+    chosen = names["mixed_precision"]
+    alias = None if chosen == "mixed_precision" else chosen
+    item = ImportItem(name, "mixed_precision", alias, relative=len(source) - len(name))
+    module = AddImportsVisitor(CodemodContext(), [item]).transform_module(module)
+    if "copy.deepcopy(scaler" in module.code and "copy" not in _bound_at_top(module):
+        module = _import_copy(module)
+    if scaler:
+        index = _place(module)
+        line = cst.ensure_type(cst.parse_statement(f"{scaler}\n"), cst.SimpleStatementLine)
+        line = line.with_changes(leading_lines=[cst.EmptyLine(indent=False)])
+        module = module.with_changes(body=[*module.body[:index], line, *module.body[index:]])
+    return add_torch(module)
 
 
 def add_helper(module: cst.Module, names: dict[str, str], scaler: str) -> cst.Module:
@@ -268,10 +307,37 @@ def add_helper(module: cst.Module, names: dict[str, str], scaler: str) -> cst.Mo
         rest[0] = rest[0].with_changes(leading_lines=[*blank, *comments])
     # The imports are added to what stands above alone: libcst goes through the whole of what it is given.
     above = module.with_changes(body=module.body[:index])
+    if ("copy", None) in missing:
+        missing.remove(("copy", None))
+        above = _import_copy(above)
     items = [ImportItem(name, alias=alias) for name, alias in missing]
     if items:
         above = AddImportsVisitor(CodemodContext(), items).transform_module(above)
     return above.with_changes(body=[*above.body, *helper, *rest], footer=module.footer)
+
+
+def _import_copy(module: cst.Module) -> cst.Module:
+    """The module with ``import copy`` in the place that the alphabet gives it among its imports."""
+    body = list(module.body)
+    plain = [index for index, line in enumerate(body) if _plain_import(line)]
+    if not plain:
+        return _with_imports(module, ["copy"])
+    earlier = [index for index in plain if _plain_import(body[index]) < "copy"]
+    new = cst.ensure_type(cst.parse_statement("import copy\n"), cst.SimpleStatementLine)
+    if earlier:
+        index = earlier[-1] + 1
+        return module.with_changes(body=[*body[:index], new, *body[index:]])
+    first = cst.ensure_type(body[plain[0]], cst.SimpleStatementLine)
+    if not any(line.comment is not None for line in first.leading_lines):
+        new = new.with_changes(leading_lines=first.leading_lines)
+        first = first.with_changes(leading_lines=())
+    return module.with_changes(body=[*body[: plain[0]], new, first, *body[plain[0] + 1 :]])
+
+
+def _plain_import(statement: cst.CSTNode) -> str:
+    """What ``import x`` imports; ``""`` for other statements."""
+    part = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
+    return code_of(part.names[0].name) if isinstance(part, cst.Import) else ""
 
 
 def _bound_at_top(module: cst.Module) -> dict[str, str]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ampcompat.tools.check.files import SKIPPED_DIRECTORIES
-from ampcompat.tools.migrate.tree import Change
+from ampcompat.tools.migrate.change import Change
 
 #: Larger files are data: both copies link to the original.
 LARGEST_COPY = 16 * 2**20
