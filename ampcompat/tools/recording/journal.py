@@ -58,6 +58,7 @@ class Journal:
         self.process = os.getpid()
         self.folder = os.getcwd()
         self._forked = False
+        self._forwards = threading.local()  # how many run in each other
         self._returned: set[tuple[str, str, bool]] = set()
 
     @property
@@ -100,14 +101,25 @@ class Journal:
         return ""
 
     def watch_modules(self) -> None:
-        """Write the dtype that each kind of module with weights of its own returns, in training and in evaluation."""
-        from torch.nn.modules.module import register_module_forward_hook
+        """Write the dtype that each kind of module with weights of its own returns, in training and in evaluation.
 
-        register_module_forward_hook(self._after_forward)
+        Of modules inside of others only: what a whole model returns is float32 after a migration, as it was at O2.
+        """
+        from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+        register_module_forward_pre_hook(self._before_forward)
+        register_module_forward_hook(self._after_forward, always_call=True)
+
+    def _before_forward(self, _module: torch.nn.Module, _given: object) -> None:
+        self._forwards.depth = getattr(self._forwards, "depth", 0) + 1
 
     def _after_forward(self, module: torch.nn.Module, _given: object, result: object) -> None:
         import torch
 
+        self._forwards.depth -= 1
+        is_whole_model = self._forwards.depth == 0
+        if is_whole_model:
+            return
         own = list(module.parameters(recurse=False))
         if not own or not all(param.is_floating_point() for param in own):
             return

@@ -35,7 +35,9 @@ def verified(tmp_path, code, to="native", edit=lambda text: text, steps=40):
 @pytest.mark.slow  # test_the_command verifies one by default
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_fixture_does_the_same_without_apex_and_ampcompat(name, tmp_path):
-    one, other, result = verified(tmp_path, (FIXTURES / f"{name}_before.py").read_text())
+    code = (FIXTURES / f"{name}_before.py").read_text()
+    # The fixture "switch" trains once without amp: steps of a scaler that is off are recorded, and plain ones are not.
+    one, other, result = verified(tmp_path, code.replace("WITHOUT = main([])\n", ""))
     assert result.passed, "\n".join([*result.lines, other.output])
     assert len(one.steps) == len(other.steps) > 5
     assert one.losses

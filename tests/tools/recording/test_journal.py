@@ -135,15 +135,30 @@ def test_missing_packages_cannot_be_imported(monkeypatch):
 def test_modules_are_written_once(journal):
     """One line for each kind of module with weights, dtype of its result, and mode."""
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Embedding(3, 2))
+
+    def returned(module, result):
+        for each in (model, module):
+            journal._before_forward(each, None)
+        journal._after_forward(module, None, result)
+        journal._after_forward(model, None, result)
+
     for module in model[:3]:
-        journal._after_forward(module, None, module(torch.ones(1, 2)))
+        returned(module, module(torch.ones(1, 2)))
     model.eval()
-    journal._after_forward(model[0], None, torch.ones(1, dtype=torch.bfloat16))
-    journal._after_forward(model[3], None, torch.ones(1, dtype=torch.int64))
+    returned(model[0], torch.ones(1, dtype=torch.bfloat16))
+    returned(model[3], torch.ones(1, dtype=torch.int64))
     assert lines(journal) == [
         ("dtype", {"module": "Linear", "dtype": "torch.float32", "training": True}),
         ("dtype", {"module": "Linear", "dtype": "torch.bfloat16", "training": False}),
     ]
+
+
+def test_a_whole_model_is_not_written(journal):
+    """What it returns is float32 after a migration, whatever it computes in."""
+    model = torch.nn.Linear(2, 2)
+    journal._before_forward(model, None)
+    journal._after_forward(model, None, model(torch.ones(1, 2)))
+    assert lines(journal) == []
 
 
 @pytest.mark.parametrize("target", [["train.py", "--steps", "3"], ["-m", "train"], ["-c", "pass", "--", "x"]])
