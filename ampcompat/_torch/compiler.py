@@ -19,6 +19,8 @@ R = TypeVar("R")
 
 #: Whether compiled code is compiled again when autocast's cache flag or dtype changes, not only its being on.
 COMPILER_SEES_CACHE_FLAG: Final = Version("2.5") <= TORCH
+#: Whether making the compiler's tables of torch's functions imports what compiles: seconds in every process.
+MAKING_TABLES_IMPORTS_THE_COMPILER: Final = Version("2.5") > TORCH
 
 
 def in_fake_mode() -> bool:
@@ -116,8 +118,10 @@ def keep_torch_functions_traceable(undo: ExitStack) -> None:
         undo: Its callbacks must run after those that put the functions back, so pass it before they are on it.
     """
     tables = _function_tables()
-    if not tables:  # the compiler may be imported later, and make its tables of replacements
+    is_imported = bool(tables)
+    if not is_imported or MAKING_TABLES_IMPORTS_THE_COMPILER:  # then they may be made later, of replacements
         undo.callback(_drop_function_tables)
+        return
     for table in tables:
         table()
 
