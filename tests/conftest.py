@@ -6,18 +6,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 from covering import mark_the_rest_slow
-from forkserver import ForkServer, WarmPython
 from packaging.specifiers import SpecifierSet
 
-if TYPE_CHECKING:
-    from xdist.workermanage import WorkerController
-
-#: The address of the fork server.
-SERVER = pytest.StashKey[str]()
 # Imports and collection create objects that are kept: looking for garbage among them would cost seconds.
 # ``pytest_collection_finish`` switches the collector on again.
 gc.disable()
@@ -32,25 +25,13 @@ DIVERGENCES = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start one fork server for all workers, and import torch in the processes that run tests."""
+    """Import torch in the processes that run tests."""
     is_worker = hasattr(config, "workerinput")
-    if is_worker:
-        config.stash[SERVER] = config.workerinput["warm_python"]
-    else:
-        server = ForkServer()
-        config.stash[SERVER] = server.__enter__().address
-        config.add_cleanup(lambda: server.__exit__(None))
     has_no_workers = config.getoption("dist", "no") == "no"
     if is_worker or has_no_workers:
         config.pluginmanager.import_plugin("torch_left_as_found")
     else:
         gc.enable()
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: "WorkerController") -> None:
-    """Pass the address of the server to a worker."""
-    node.workerinput["warm_python"] = node.config.stash[SERVER]
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` deselects the slow tests
@@ -78,15 +59,3 @@ def pytest_collection_finish() -> None:
     gc.enable()
     if "triton" in sys.modules:  # at the end of a process its bindings print objects that outlive them
         atexit.register(gc.unfreeze)
-
-
-@pytest.fixture(scope="session")
-def warm_python(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> WarmPython:
-    """Return what starts Python processes that have torch imported already; see ``forkserver.py``."""
-    return WarmPython(pytestconfig.stash[SERVER], tmp_path_factory.mktemp("warm_python"))
-
-
-@pytest.fixture
-def warm_executable(warm_python: WarmPython, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ``sys.executable`` a program that starts Python with torch imported already."""
-    monkeypatch.setattr(sys, "executable", warm_python.executable)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from python_process import run_python
 
 import ampcompat
 from ampcompat._state import state
@@ -96,7 +97,7 @@ def test_no_import_order_hides_the_state_object(alias, first):
         ("from apex import testing", ["apex.testing"]),
     ],
 )
-def test_what_is_imported_is_in_sys_modules_by_apex_s_name(statement, names, warm_python):
+def test_what_is_imported_is_in_sys_modules_by_apex_s_name(statement, names):
     program = f"""
 import sys, ampcompat
 ampcompat.install_as_apex()
@@ -107,7 +108,7 @@ import ampcompat.mlp
 ampcompat.mlp, ampcompat.parallel
 print([name for name in sys.modules if name.partition(".")[0] == "apex"])
 """
-    done = warm_python.run(["-c", program])
+    done = run_python(["-c", program])
     assert (done.stdout, done.stderr) == ("[]\n[]\n", "")
 
 

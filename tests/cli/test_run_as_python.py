@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_process import run_python
 
 ROOT = Path(__file__).parents[2]
 OURS = [sys.executable, "-m", "ampcompat", "run"]
@@ -160,11 +161,10 @@ def test_same_as_python(scripts, arguments):
 
 
 @pytest.mark.parametrize("arguments", [["patches_torch.py", "O1"], ["takes_torch_away.py"]], ids=" ".join)
-def test_same_as_python_with_torch(scripts, arguments, warm_python):
+def test_same_as_python_with_torch(scripts, arguments):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     plain, ours = (
-        warm_python.run([*words, *arguments], cwd=scripts, env=environment)
-        for words in ([], ["-m", "ampcompat", "run"])
+        run_python([*words, *arguments], cwd=scripts, env=environment) for words in ([], ["-m", "ampcompat", "run"])
     )
     assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout)
     assert without_addresses(ours.stderr) == without_addresses(plain.stderr)

@@ -1,9 +1,11 @@
 """Processes that a script starts see the alias too, and the runner's settings."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from python_process import run_python
 
 import ampcompat
 from ampcompat._distribution import SHIM
@@ -40,11 +42,11 @@ if __name__ == "__main__":
 """
 
 
-def test_children_see_the_alias(tmp_path, warm_python):
+def test_children_see_the_alias(tmp_path):
     (tmp_path / "spawns.py").write_text(SPAWNS)
     command = ["-m", "ampcompat", "run", "--opt-level", "O2", "--dtype=bf16", "spawns.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": warm_python.executable}
-    done = warm_python.run(command, cwd=tmp_path, env=environment)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable}
+    done = run_python(command, cwd=tmp_path, env=environment)
     assert done.stderr == ""
     assert done.stdout.splitlines() == [
         "[(0, 'O2bfloat16'), (1, 'O2bfloat16')]",

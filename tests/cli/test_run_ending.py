@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_process import run_python
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -26,11 +27,11 @@ ended.set()
     ("end", "status"),
     [("", 0), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("sys.exit(3)", 3), ("raise ValueError", 1)])],
 )
-def test_threads_of_gloo_get_the_interpreter_once_more(tmp_path, warm_python, end, status):
+def test_threads_of_gloo_get_the_interpreter_once_more(tmp_path, end, status):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + end)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = warm_python.run(["-m", "ampcompat", "run", script], cwd=tmp_path, env=environment)
+    done = run_python(["-m", "ampcompat", "run", script], cwd=tmp_path, env=environment)
     assert (done.returncode, done.stdout) == (status, "dropped its last tensor\n"), done.stderr
 
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from python_process import run_python
 
 from ampcompat import cli
 
@@ -27,12 +29,12 @@ sys.exit(int(sys.argv[1]))
 
 
 @pytest.fixture
-def ampcompat_run(tmp_path, warm_python):
+def ampcompat_run(tmp_path):
     """Run ``ampcompat run`` with the given words, in ``tmp_path``."""
 
     def start(*words, **environment):
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
-        return warm_python.run(["-m", "ampcompat", "run", *words], cwd=tmp_path, env=environment)
+        return run_python(["-m", "ampcompat", "run", *words], cwd=tmp_path, env=environment)
 
     return start
 
@@ -117,9 +119,9 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def watch_children(tmp_path, ampcompat_run, warm_python):
+def watch_children(tmp_path, ampcompat_run):
     (tmp_path / "spawns.py").write_text(SPAWNS)
-    return lambda how: ampcompat_run("--explain", "--receipt", "spawns.py", how, PYTHON=warm_python.executable)
+    return lambda how: ampcompat_run("--explain", "--receipt", "spawns.py", how, PYTHON=sys.executable)
 
 
 @pytest.mark.parametrize(

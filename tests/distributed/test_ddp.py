@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from all_checks import CHECKS
+from python_process import run_python
 
 HERE = Path(__file__).parent
 NAMES = [f"{check.__name__}-{level}" for check, levels in CHECKS for level in levels]
@@ -27,7 +28,7 @@ LAUNCHES = [
 
 
 @pytest.fixture(scope="module", params=LAUNCHES)
-def failures(request, tmp_path_factory, warm_python):
+def failures(request, tmp_path_factory):
     """What failed, by check and rank: one launch serves every test."""
     world, how, steps = request.param
     directory, port = tmp_path_factory.mktemp("ranks"), free_port()
@@ -38,7 +39,7 @@ def failures(request, tmp_path_factory, warm_python):
         command += [launch, str(directory)]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TEST_PORT": port, "OMP_NUM_THREADS": "1"}
     environment["TEST_STEPS"] = str(steps)
-    run = warm_python.run(command, env=environment, timeout=600)
+    run = run_python(command, env=environment, timeout=600)
     found: dict[str, dict[int, str]] = {}
     for rank in range(world):
         path = directory / f"{rank}.json"
@@ -49,10 +50,10 @@ def failures(request, tmp_path_factory, warm_python):
     return found
 
 
-def test_a_rank_that_dies_is_told_of(tmp_path, warm_python):
+def test_a_rank_that_dies_is_told_of(tmp_path):
     command = [HERE / "launch.py", "1", tmp_path / "not" / "there"]
     environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TEST_PORT": "no port"}
-    run = warm_python.run(command, env=environment)
+    run = run_python(command, env=environment)
     assert run.returncode == 1
     assert "Traceback" in run.stderr
 

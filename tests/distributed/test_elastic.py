@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from python_process import run_python
 from test_ddp import free_port
 
 HERE = Path(__file__).parent
@@ -12,14 +13,14 @@ HERE = Path(__file__).parent
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_lost_rank_and_other_numbers_of_ranks(tmp_path, warm_python, level):
+def test_a_lost_rank_and_other_numbers_of_ranks(tmp_path, level):
     """The restarted run is bitwise the one that lost nothing; one and three ranks go on from its checkpoint."""
 
     def launch(folder, ranks, steps, fail_at=""):
         command = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}"]
         command += ["--max-restarts=1", str(HERE / "elastic.py"), level, str(folder), str(steps)]
         environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1", "FAIL_AT": fail_at}
-        run = warm_python.run(command, env=environment, timeout=300)
+        run = run_python(command, env=environment, timeout=300)
         assert run.returncode == 0, run.stderr[-4000:]
         starts = {path.read_text() for path in folder.glob("finished.*")}
         for path in folder.glob("finished.*"):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from python_process import run_python
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
@@ -32,11 +33,11 @@ except KeyError as error:
 
 
 @pytest.mark.parametrize(("case", "printed"), [("train", "['weight', 'bias']"), ("reset", "KeyError 0")])
-def test_the_module_may_be_imported_later(tmp_path, warm_python, case, printed):
+def test_the_module_may_be_imported_later(tmp_path, case, printed):
     """The finder that waits for it leaves, and does nothing after ``reset``."""
     script = tmp_path / "late.py"
     script.write_text(LATE)
-    run = warm_python.run([script, case])
+    run = run_python([script, case])
     assert run.stdout.strip().splitlines()[-1:] == [printed], run.stderr
 
 

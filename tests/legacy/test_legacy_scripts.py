@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from python_process import run_python
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
@@ -77,11 +78,11 @@ def assert_falls(seen, steps):
 
 
 @pytest.fixture(scope="module")
-def outputs(levels, tmp_path_factory, warm_python):
+def outputs(levels, tmp_path_factory):
     """The folder of what each script printed."""
     folder = tmp_path_factory.mktemp("outputs")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = warm_python.run(["-c", DRIVER, folder, levels, *SCRIPTS], cwd=ROOT, env=environment, timeout=240)
+    done = run_python(["-c", DRIVER, folder, levels, *SCRIPTS], cwd=ROOT, env=environment, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder
 

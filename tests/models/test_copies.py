@@ -24,6 +24,7 @@ from nets import (
     batch,
     masters_agree,
 )
+from python_process import run_python
 from torch import nn
 
 from ampcompat import amp
@@ -176,7 +177,7 @@ torch.save(dict(out=model(batch()), state=model.state_dict(), softmax=model.head
 """
 
 
-def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path, warm_python):
+def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path):
     paths, scripts, wanted = [], [], []
     for level in LEVELS:
         model, optimizer = made(level=level)
@@ -188,7 +189,7 @@ def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path, warm_python):
         paths.append(out)
         scripts.append(SCRIPT.format(here=str(Path(__file__).parent), path=str(path), out=str(out)))
     root = Path(__file__).parents[2]
-    run = warm_python.run(["-c", "\n".join(scripts)], cwd=root)
+    run = run_python(["-c", "\n".join(scripts)], cwd=root)
     assert run.returncode == 0, run.stderr
     for (level, out, state), path in zip(wanted, paths, strict=True):
         got = torch.load(path, weights_only=True)

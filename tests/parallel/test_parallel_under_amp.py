@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from python_process import run_python
 from torch import nn
 from two_processes import run_on_two_processes
 
@@ -231,7 +232,7 @@ def test_larc_outside_and_inside_train_alike():
         assert torch.equal(ends[0][key], ends[1][key])
 
 
-def test_multiproc_starts_the_processes(tmp_path, warm_python):
+def test_multiproc_starts_the_processes(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys\n"
@@ -240,6 +241,6 @@ def test_multiproc_starts_the_processes(tmp_path, warm_python):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["-m", "ampcompat.parallel.multiproc", script, "--world-size", "2"]
-    done = warm_python.run(command, cwd=ROOT, env=environment)
+    done = run_python(command, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert sorted(p.name for p in tmp_path.glob("rank*")) == ["rank0", "rank1"]

@@ -4,7 +4,6 @@ import importlib
 import json
 import re
 import runpy
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,10 +18,8 @@ PAGE = runpy.run_path(str(HERE.parents[1] / "docs" / "architecture.py"))
 
 
 @pytest.fixture(scope="module")
-def measured(warm_python):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "executable", warm_python.executable)
-        return PAGE["figures"]()
+def measured():
+    return PAGE["figures"]()
 
 
 @pytest.mark.parametrize("path", CALL_PATHS)

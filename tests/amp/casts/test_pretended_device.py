@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pretended_checks
 import pytest
+from python_process import run_python
 from torch.utils import backend_registration
 
 pytestmark = pytest.mark.skipif(
@@ -15,13 +16,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def outcomes(request, warm_python):
+def outcomes(request):
     """What became of the checks that are to run, by name: one process serves them all."""
     program = Path(pretended_checks.__file__)
     root = program.parents[3]
     path = os.pathsep.join([str(root), str(root / "tests" / "parity")])
     names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
-    done = warm_python.run([program, *names], cwd=root, env={**os.environ, "PYTHONPATH": path}, timeout=300)
+    done = run_python([program, *names], cwd=root, env={**os.environ, "PYTHONPATH": path}, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -5,17 +5,18 @@ import os
 from pathlib import Path
 
 import pytest
+from python_process import run_python
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "docs" / "examples" / "t5.py"
 
 
 @pytest.fixture
-def run(warm_python):
+def run():
     def start(*options, **environment):
         command = ["-m", "ampcompat", "run", *options, SCRIPT, "--steps", "40", "--device", "cpu"]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
-        done = warm_python.run(command, cwd=ROOT, env=environment)
+        done = run_python(command, cwd=ROOT, env=environment)
         assert done.returncode == 0, done.stderr
         return done.stderr + done.stdout, json.loads(done.stdout.splitlines()[-1])
 

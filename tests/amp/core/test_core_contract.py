@@ -7,6 +7,7 @@ import inspect
 import pytest
 import torch
 from core_kit import backward, loss_of, masters, net, same, sgd, start, train
+from python_process import run_python
 
 from ampcompat import amp
 
@@ -243,7 +244,7 @@ def test_amp_state_by_every_import(code):
     assert [s.loss_scale() for s in space["state"].loss_scalers] == [2.0**16]
 
 
-def test_amp_state_by_every_import_first_in_a_process(warm_python):
+def test_amp_state_by_every_import_first_in_a_process():
     # Each form must work when it is the first import of all, too.
     tests = "\n".join(f"run({code!r})" for code in IMPORTS)
     program = f"""
@@ -260,7 +261,7 @@ import torch
 assert not torch.cuda.is_initialized()
 print("fine")
 """
-    done = warm_python.run(["-c", program])
+    done = run_python(["-c", program])
     assert done.stdout == "fine\n", done.stderr
 
 

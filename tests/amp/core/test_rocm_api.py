@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from core_kit import net, sgd, start, train
+from python_process import run_python
 
 from ampcompat import amp
 from ampcompat._state import state
@@ -288,15 +289,15 @@ def test_decorators_skip_where_their_variable_is_set(flag, decorator, monkeypatc
         getattr(common_utils, decorator)(sum)([1])
 
 
-def test_flags_are_read_from_the_environment(warm_python):
+def test_flags_are_read_from_the_environment():
     code = "from ampcompat.testing.common_utils import *; print(TEST_WITH_ROCM, SKIP_FLAKY_TEST)"
     for one, other in (("1", "0"), ("0", "1"), ("", "yes")):
         environment = {**os.environ, "APEX_TEST_WITH_ROCM": one, "APEX_SKIP_FLAKY_TEST": other}
-        assert warm_python.run(["-c", code], env=environment).stdout == f"{one == '1'} {other == '1'}\n"
+        assert run_python(["-c", code], env=environment).stdout == f"{one == '1'} {other == '1'}\n"
 
 
-def test_common_utils_by_apex_s_name(warm_python):
+def test_common_utils_by_apex_s_name():
     code = "import ampcompat; ampcompat.install_as_apex(); from apex.testing.common_utils import skipIfRocm;"
     code += "import apex.testing, sys; print(skipIfRocm.__module__, 'torch' in sys.modules)"
-    done = warm_python.run(["-c", code])
+    done = run_python(["-c", code])
     assert done.stdout.split()[0] == "ampcompat.testing.common_utils", done.stderr

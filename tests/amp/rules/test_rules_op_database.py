@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from python_process import run_python
 
 PROGRAM = Path(__file__).with_name("op_database.py")
 PARTS = 8
@@ -30,10 +31,10 @@ AUTOCAST_TOO = {
 
 
 @pytest.fixture(scope="module")
-def sweep(warm_python):
+def sweep():
     def run(level, part):
         path = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])}
-        done = warm_python.run([PROGRAM, level, part, PARTS], env=path, timeout=900)
+        done = run_python([PROGRAM, level, part, PARTS], env=path, timeout=900)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 

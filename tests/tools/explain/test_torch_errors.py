@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from python_process import run_python
 from torch import nn
 
 from ampcompat import amp
@@ -231,12 +232,12 @@ Outer()(torch.ones(4, 4))
 """
 
 
-def test_an_error_outside_models_has_its_cure(tmp_path, warm_python):
+def test_an_error_outside_models_has_its_cure(tmp_path):
     """The script runs under ``run``, and its traceback has no frame of ampcompat."""
     (tmp_path / "script.py").write_text(SCRIPT)
     command = ["-m", "ampcompat", "run", "--explain", "--receipt=r.txt", "script.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = warm_python.run(command, cwd=tmp_path, env=environment)
+    done = run_python(command, cwd=tmp_path, env=environment)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[-1].startswith("ampcompat: values of one dtype are written into a tensor of another")

@@ -122,7 +122,6 @@ def test_a_run_that_does_not_end_is_ended(imports, tmp_path):
 FIRST, *OTHERS = SPREAD
 
 
-@pytest.mark.usefixtures("warm_executable")
 @pytest.mark.parametrize(
     "files",
     [

@@ -21,7 +21,6 @@ def one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.mark.usefixtures("warm_executable")
 def test_a_comparison_from_end_to_end(tmp_path, capsys):
     out = tmp_path / "new" / "folder"
     line = [

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -46,17 +45,16 @@ def start(kind, folder, on_step=None):
 QUICK = ("crashes", "runs for ever")
 
 
-def start_all(kinds, folder, executable=sys.executable):
+def start_all(kinds, folder):
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
-        patch.setattr(sys, "executable", executable)
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("AMPCOMPAT_DTYPE", "bfloat16")  # the level's settings win over the shell's
         return dict(zip(kinds, pool.map(lambda kind: start(kind, folder), kinds), strict=True))
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, warm_python):
-    return start_all(QUICK, tmp_path_factory.mktemp("runs"), warm_python.executable)
+def runs(tmp_path_factory):
+    return start_all(QUICK, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +120,6 @@ def alive(pid):
         return not Path("/proc").is_dir()
 
 
-@pytest.mark.usefixtures("warm_executable")
 def test_an_interrupt_keeps_the_recorded_steps(tmp_path, monkeypatch):
     """The script's process ends."""
 
@@ -136,7 +133,6 @@ def test_an_interrupt_keeps_the_recorded_steps(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("word", ["-m", pytest.param("-c", marks=pytest.mark.slow)])
-@pytest.mark.usefixtures("warm_executable")
 def test_a_module_or_code_in_the_place_of_a_script(tmp_path, monkeypatch, word):
     source = """
 import sys, torch

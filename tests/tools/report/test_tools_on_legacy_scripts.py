@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from python_process import run_python
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "tests" / "legacy" / "scripts"
@@ -19,11 +20,11 @@ SCRIPTS = ROOT / "tests" / "legacy" / "scripts"
         pytest.param("hf_trainer", "O1", 0.9, marks=pytest.mark.slow),
     ],
 )
-def test_run_with_both(script, level, half_share, tmp_path, warm_python):
+def test_run_with_both(script, level, half_share, tmp_path):
     receipt = tmp_path / "receipt.json"
     command = ["-m", "ampcompat", "run", "--explain", f"--receipt={receipt}", "--opt-level", level]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = warm_python.run([*command, SCRIPTS / f"{script}.py"], cwd=tmp_path, env=environment)
+    done = run_python([*command, SCRIPTS / f"{script}.py"], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "wrote the precision receipt" in done.stdout + done.stderr
     found = json.loads(receipt.read_text())
