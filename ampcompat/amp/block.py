@@ -199,9 +199,12 @@ class Block:
             notify("on_scale_loss", self.loss, self.scaler, self.optimizers)
         if self.is_plain:
             return self.loss.float()
+        others_may_share = len(state.optimizers.live) > 1
+        if others_may_share:
+            refuse_open_blocks(self.optimizers)
         if len(state.optimizers.pending) or (self.delay and len(self.optimizers) > 1):
             refuse_pending(self.optimizers, self.delay)
-        if len(state.optimizers.live) > 1:
+        if others_may_share:
             _drop_cleared_of_all()
         try:
             for optimizer in self.optimizers:
@@ -235,8 +238,6 @@ class Block:
             if stash.session.policy.master_weights:
                 has_masters = True
         self.is_plain = is_one and not has_masters
-        if not self.is_plain and len(state.optimizers.live) > 1:
-            refuse_open_blocks(self.optimizers)
         if any_dropped:
             _undo_dropped_blocks()
         return not is_one

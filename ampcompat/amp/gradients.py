@@ -101,7 +101,8 @@ def unscale_new(
     """
     half_gradients = {master: grad for master in masters if (grad := master.half.grad) is not None}
     direct_grads = _direct_grads(direct)
-    if state.models.sharded:
+    is_sharded = bool(state.models.sharded)
+    if is_sharded:
         direct_grads = list(map(_torch.local_part, direct_grads))
     if half_gradients:
         for chunk in _in_chunks(half_gradients, scale):
@@ -110,7 +111,7 @@ def unscale_new(
     elif direct_grads and scale is not None:
         scaler.unscale_grads(direct_grads, scale)
     reached = bool(half_gradients or direct_grads)
-    if state.models.sharded and scale is not None:
+    if is_sharded and scale is not None:
         sharded.share_overflow(scaler, direct)
     if len(half_gradients) < len(masters):
         show(masters, scale)

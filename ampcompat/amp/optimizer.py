@@ -42,7 +42,6 @@ from ampcompat.amp.sharing import refuse_pending, waited_for
 from ampcompat.amp.stash import (
     AmpOptimizerState,
     Gradients,
-    LastStep,
     announce,
     give_back_params,
     holder_of_masters,
@@ -338,7 +337,9 @@ def _has_overflowed(stash: AmpOptimizerState) -> bool:
     message names, and one for its flag if that was the only one. Where an earlier overflow is still noted and no loss
     overflowed since, one more to see whether its gradients are still there.
     """
-    overflows = [*stash.overflows, *stash.earlier_overflows]
+    overflows = stash.overflows
+    if stash.earlier_overflows:
+        overflows = [*overflows, *stash.earlier_overflows]
     _, first_flag = overflows[0]
     if len(overflows) == 1 and not first_flag.item():
         return False
@@ -376,8 +377,8 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None) -
     stash.overflows = []
     stash.gradients = Gradients.NONE
     gradient = stash.first_gradient()
-    left_before = stash.last_step.left_to_others
-    stash.last_step = LastStep(skipped, None if gradient is None else weakref.ref(gradient), left_before)
+    stash.last_step.skipped = skipped
+    stash.last_step.first_gradient = None if gradient is None else weakref.ref(gradient)
     if skipped:
         optimizer._opt_called = True  # LR schedulers warn when the first step they see never happened
     stash.session.steps += 1
