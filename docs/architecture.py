@@ -1,8 +1,8 @@
 """Writes the generated parts of docs/architecture.md: ``python docs/architecture.py [--measure]``.
 
 They stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``: the picture of the modules, from their imports;
-the tables of states, from tests/state_tables.py, which are written into docstrings too; and the figures of a step, from
-tests/structure/figures.json. ``--measure`` records these anew.
+the table of changes, from tests/state_tables.py; and the figures of a step, from tests/structure/figures.json.
+``--measure`` records these anew. The other tables of tests/state_tables.py are written into docstrings.
 """
 
 from __future__ import annotations
@@ -96,20 +96,22 @@ def figures() -> dict[str, dict[str, int]]:
 
 def _figures_table() -> str:
     recorded: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
-    before = recorded["before"]
-    after = recorded["after"]
     rows = [["", "calls", "functions", "files", "moves between files"]]
-    for name in before:
+    for name, figures_of_path in recorded["after"].items():
         title = f"`initialize` at {name[:2]}" if name.endswith("initialize") else f"one step at {name[:2]}"
-        rows.append([title, *(f"{before[name][unit]} → {after[name][unit]}" for unit in before[name])])
+        rows.append([title, *map(str, figures_of_path.values())])
     return markdown(rows)
 
 
 def page() -> str:
     """The page with its generated parts as they should be."""
     text = PAGE.read_text(encoding="utf-8")
-    parts = {name: markdown([table.head, *table.rows]) for name, table in TABLES.items()}
-    parts |= {"picture": picture(), "figures": _figures_table()}
+    changes = TABLES["changes"]
+    parts = {
+        "picture": picture(),
+        "changes": markdown([changes.head, *changes.rows]),
+        "figures": _figures_table(),
+    }
     for name, part in parts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
         head, _, rest = text.partition(begin)

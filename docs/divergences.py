@@ -10,8 +10,7 @@ HERE = Path(__file__).parent
 HEAD = """<!-- Generated from divergences.json by divergences.py: change that file. -->
 # Differences from apex
 
-Every difference from apex, numbered so that you can cite it, with its reason. A row that names torch versions holds
-only there: its test is expected to fail on those versions, and the suite fails if it passes.
+Every difference from apex, numbered so that you can cite it. A row that names torch versions holds only there.
 """
 
 

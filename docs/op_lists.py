@@ -68,10 +68,11 @@ _SECTIONS: Final = (
 )
 
 _HEAD: Final = """\
+<!-- Generated from ampcompat/amp/lists by op_lists.py. -->
 # Op lists
 
-This page lists how O1 and O4 cast each operation. `python docs/op_lists.py` writes it from the lists in
-`ampcompat/amp/lists`.
+How O1 and O4 cast each operation. Search the page for its name: `softmax` stands for `torch.softmax`,
+`Tensor.softmax`, `torch.nn.functional.softmax` and what `nn.Softmax` calls.
 
 | term | meaning |
 |---|---|
@@ -82,28 +83,28 @@ This page lists how O1 and O4 cast each operation. `python docs/op_lists.py` wri
 | whole function | ampcompat casts the arguments of a function that torch wrote in Python over other operations |
 | by name | ampcompat refuses what a script calls (`x.exp_()`, `x **= 2`), not what torch calls itself for `square_` |
 
-A name means the operation, however you call it: `softmax` is `torch.softmax`, `Tensor.softmax`,
-`torch.nn.functional.softmax` and what `nn.Softmax` calls. Casts apply to float16, bfloat16 and float32 tensors on the
-device whose casts are on. float64 and integers are not cast (apex cast float64 too). In-place forms that are not
-listed keep the dtype of their left side. Operations on no list follow native autocast: `einsum` and
-`scaled_dot_product_attention` run in half. Under `torch.func.vmap`, a batch of `dot` is a matrix product, in half. A
-0-dim tensor does not widen the result of `add`, `div`, `mul`, `sub` and the comparisons, as in torch; in apex it did.
+Operations on no list follow native autocast: `einsum` and `scaled_dot_product_attention` run in half. In-place forms
+that are not listed keep the dtype of their left side. float64 and integers are not cast. A 0-dim tensor does not widen
+the result of `add`, `div`, `mul`, `sub` and the comparisons. Under `torch.func.vmap`, a batch of `dot` is a matrix
+product, in half.
 
 ## Edit the lists
 
-The lists have apex's names: `FP16_FUNCS` (and `BFLOAT16_FUNCS`, of ROCm's fork), `FP32_FUNCS`, `CASTS`,
-`SEQUENCE_CASTS` and `BANNED_FUNCS` of `amp.lists.functional_overrides`, `torch_overrides` and `tensor_overrides`. Edit
-them before `amp.initialize`:
+Edit them before `amp.initialize`. They have apex's names:
 
 ```python
 amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
 amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
 ```
 
-`FP16_FUNCS` and `BFLOAT16_FUNCS` count together, at O1 and at O4: a name on either is cast to the half dtype in force,
-and a name that you remove from either is not. A name that you add leaves the list that it was on. If you add it to
-several, half beats float32, and float32 beats the widest dtype. A name that you remove and add nowhere runs as given.
-A name that is no function of torch gives a warning.
+The modules `functional_overrides`, `torch_overrides` and `tensor_overrides` of `amp.lists` hold `FP16_FUNCS`,
+`BFLOAT16_FUNCS`, `FP32_FUNCS`, `CASTS`, `SEQUENCE_CASTS` and `BANNED_FUNCS`.
+
+- `FP16_FUNCS` and `BFLOAT16_FUNCS` count together, at O1 and O4: a name on either is cast to the half dtype in force; a
+  name that you remove from either is not.
+- A name that you add leaves the list that it was on. On several lists, half beats float32, and float32 beats the widest
+  dtype.
+- A name that you remove and add nowhere runs as given. A name that is no function of torch gives a warning.
 """
 
 
@@ -150,16 +151,24 @@ def enforced_by(name: str) -> str:
     return "rule on " + ", ".join(d.upper() for d in differs)
 
 
+def _row(name: str) -> str:
+    """What the page says of the listed ``name``, as cells of a row."""
+    rule = _WORDS[RULES[name]]
+    apex = "not listed" if RULES[name] is Rule.LEFT or name in SINCE_APEX else rule
+    native = " | ".join(native_rule(name, device_type) for device_type in ("cuda", "cpu"))
+    return f"{rule} ({enforced_by(name)}) | {apex} | {native}"
+
+
 def page() -> str:
-    """The page as Markdown."""
+    """The page as Markdown. Operations of which it says the same are on one row."""
     parts = [_HEAD]
     for title, names in _SECTIONS:
-        parts.append(f"\n## {title}\n\n| op | apex | native CUDA | native CPU | ampcompat |\n|---|---|---|---|---|\n")
+        parts.append(f"\n## {title}\n\n| ops | ampcompat | apex | native CUDA | native CPU |\n|---|---|---|---|---|\n")
+        names_by_row: dict[str, list[str]] = {}
         for name in names:
-            rule = _WORDS[RULES[name]]
-            apex = "not listed" if RULES[name] is Rule.LEFT or name in SINCE_APEX else rule
-            native = " | ".join(native_rule(name, d) for d in ("cuda", "cpu"))
-            parts.append(f"| `{name}` | {apex} | {native} | {rule} ({enforced_by(name)}) |\n")
+            names_by_row.setdefault(_row(name), []).append(f"`{name}`")
+        for row, alike in names_by_row.items():
+            parts.append(f"| {', '.join(alike)} | {row} |\n")
     return "".join(parts)
 
 

@@ -38,16 +38,19 @@ def summary() -> str:
 
 
 def linked(run: dict[str, str]) -> str:
-    """The repository, with a link to the commit where there is one."""
+    """The repository, as a link to the commit where there is one."""
     if run["commit"] == "pip":
         return f"{run['repository']} (PyPI)"
-    return f"{run['repository']} [{run['commit']}](https://github.com/{run['repository']}/tree/{run['commit']})"
+    return f"[{run['repository']}](https://github.com/{run['repository']}/tree/{run['commit']})"
 
 
 def table() -> str:
     """The summary, a row for each run, and how they were run."""
     how: str = json.loads((HERE / "repositories.json").read_text(encoding="utf-8"))["how"]
-    lines = ["| repository, commit | run | apex | ampcompat | difference | note |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| repository, at the commit of the link | run | apex | ampcompat | difference | note |",
+        "|---|---|---|---|---|---|",
+    ]
     for run in runs():
         number = difference(run)
         apart = "" if number is None else "0" if number == 0 else f"{number:.1e}"

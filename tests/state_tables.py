@@ -1,7 +1,7 @@
 """What each event does to gradients, masters and casts: the state tables, as data.
 
-Each table has three readers. Tests compare its rows with the events that they try; ``python docs/architecture.py``
-writes it into docs/architecture.md; and into the docstring of the module that implements it (:data:`SHOWN_IN`).
+Each table has two readers. Tests compare its rows with the events that they try; and ``python docs/architecture.py``
+writes it into the docstring of the module that implements it (:data:`SHOWN_IN`), or else into docs/architecture.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The troubleshooting page and the FAQ quote messages word for word: of this package, of torch and of numpy."""
+"""Troubleshooting and the FAQ quote messages word for word.
+
+They are those of torch and numpy, and those of this package that do not say how to fix what they report.
+"""
 
 import argparse
 import io
@@ -50,13 +53,24 @@ def test_messages_are_found_in_the_source():
     assert any("the optimizer holds the master of the old one" in text for text in found)
 
 
-def test_every_message_of_the_package_is_on_the_page():
+def says_its_fix(text: str) -> bool:
+    """Whether the message reads: what was passed - what is allowed - how to fix it."""
+    return text.count(" - ") >= 2
+
+
+def test_messages_that_do_not_say_their_fix_are_on_the_page():
     missing = [
         f"{place}: {text}"
         for text, place in of_the_package()
-        if not NOT_QUOTED.search(text) and not any(matches(entry, text) for entry in ENTRIES)
+        if not says_its_fix(text) and not NOT_QUOTED.search(text) and not any(matches(entry, text) for entry in ENTRIES)
     ]
     assert missing == [], "quote the beginning of each in docs/troubleshooting.md"
+
+
+def test_most_messages_say_their_fix():
+    found = [says_its_fix(text) for text, _ in of_the_package()]
+    assert sum(found) > 80
+    assert len(found) - sum(found) > 40
 
 
 def test_mistakes_that_are_warned_of_are_on_the_page():

@@ -62,7 +62,7 @@ def test_the_tables_in_docstrings_are_those_of_the_data():
 def test_the_page_names_functions_and_fields_that_there_are():
     text = PAGE["PAGE"].read_text(encoding="utf-8")
     story = "\n".join(
-        re.findall("^  .*", text[text.index("## Calls of one step") : text.index("## One optimizer's gradients")], re.M)
+        re.findall("^  .*", text[text.index("## One step at O2") : text.index("### Which state changes when")], re.M)
     )
     modules = "|".join(path.stem for path in PAGE["AMP"].glob("*.py"))
     names = re.findall(rf"\b({modules})\.([A-Za-z_]\w*)(?:\.(\w+))?", story)

@@ -30,7 +30,8 @@ def test_apex_is_said_to_cast_only_what_it_was_recorded_to_cast(op_lists):
     recorded = (Path(__file__).parents[2] / "parity" / "o1_op_dtypes.json").read_text()
     unseen = {name for name in op_lists.names(Rule.FLOAT) if not re.search(rf"\b{name}\b", recorded)}
     assert unseen - {"cpu"} == op_lists.SINCE_APEX
-    assert "| `huber_loss` | not listed |" in op_lists.page()
+    (row,) = [line for line in op_lists.page().splitlines() if "`huber_loss`" in line]
+    assert "| not listed |" in row
 
 
 def test_no_name_ships_with_two_rules():
