@@ -643,7 +643,9 @@ def _own_master(param: torch.Tensor, dtype: torch.dtype) -> Master:
 def _move_slots(master: Master, slots: list[Slot], other: Master) -> None:
     """Make ``slots`` of ``master`` slots of ``other``."""
     for slot in slots:
-        module: Any = slot.module()
+        module = slot.module()
+        if module is None:
+            continue
         record = half_weights(module) or ensure_half_weights(module, other.dtype, has_masters=True)
         record.masters[slot.name] = other
         other.add_slot(module, slot.name)
