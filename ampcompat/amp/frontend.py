@@ -410,7 +410,7 @@ def _unscale_what_others_left(optimizers: list[Optimizer]) -> None:
     the one before, as in plain torch. Under DDP and FSDP2 they may be those of one rank, which a later backward pass is
     to average: there they stay pending, and blocks of the new optimizer are refused.
     """
-    if state.models.ddp or state.models.sharded:
+    if not len(state.optimizers.pending) or state.models.ddp or state.models.sharded:
         return
     for other in sharers_outside(optimizers):
         if other._amp_stash.pending is not None:

@@ -38,7 +38,7 @@ from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
-from ampcompat.amp.sharing import refuse_pending, waited_for
+from ampcompat.amp.sharing import refuse_pending, sharers, waited_for
 from ampcompat.amp.stash import (
     AmpOptimizerState,
     Gradients,
@@ -570,6 +570,20 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     for model in state.models.live:  # the new group may hold what was put into them since their last forward
         follow_replacements(model.modules())
     stash.look_up(optimizer)
+    if _may_be_scaled(optimizer, stash, added):
+        misuse.warn_of("scaled gradients joined")
+
+
+def _may_be_scaled(optimizer: Optimizer, stash: AmpOptimizerState, added: list[torch.Tensor]) -> bool:
+    """Whether params without masters that ``optimizer`` has just got have gradients which no block has unscaled.
+
+    Blocks give gradients to every parameter of the model, and unscale those of their optimizers.
+    """
+    if stash.pending is not None or all(scaler.is_one for scaler in stash.session.scalers):
+        return False
+    unscaled = {id(leaf) for other in sharers(optimizer) for leaf in other._amp_stash.leaves()}
+    direct = set(map(id, stash.direct))
+    return any(param.grad is not None and id(param) in direct and id(param) not in unscaled for param in added)
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------
