@@ -712,11 +712,13 @@ def give_up_half(master: Master) -> None:
 
 
 def sync_masters(model: torch.nn.Module) -> int:
-    """Take what the model's half weights hold into their float32 masters, comparing by value.
+    """Take what was written to the model's half weights into their float32 masters, or the other way round.
 
-    Needed only after a write that moves neither a version counter nor the data pointer: ``p.data.copy_()``,
-    ``dist.broadcast(p.data)``. Elements that were not written keep their master's low bits. apex had no such
-    call: its masters kept their own values, and the write was lost at the next step.
+    Compares by value, and follows replaced parameters. Elements that were not written keep their master's low bits.
+    Needed only after a write that moves neither a version counter nor the data pointer (``p.data.copy_()``,
+    ``dist.broadcast(p.data)``), and before a compiled forward, which does not look, where masters were written or
+    parameters replaced since the last step. apex had no such call: its masters kept their own values, and a write to
+    half weights was lost at the next step.
 
     Args:
         model: A model given to ``amp.initialize``, or any module in one.
@@ -726,6 +728,7 @@ def sync_masters(model: torch.nn.Module) -> int:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
+    follow_replacements(model.modules())
     return sum([master.reconcile(compare=True) for master in masters_of(model)])
 
 
