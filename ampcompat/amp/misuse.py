@@ -25,9 +25,6 @@ _MISTAKES = {
     " weights with it has yet to step with the gradients of earlier blocks - a step uses up the gradients of master"
     " weights (O2, O5), and those of shared ones make place for the new - step with both optimizers before the next"
     " block, or call zero_grad() of the one that is not to step (D39).",
-    "scaled gradients joined": "Parameters that have gradients already were added to an optimizer - gradients of"
-    " parameters that no optimizer held were not unscaled: those of earlier scale_loss blocks are still multiplied by"
-    " the loss scale, and the next step uses them - call optimizer.zero_grad() after add_param_group.",
     "half gradients edited": "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the"
     " optimizer steps with the float32 gradients of the masters, which did not change - clip"
     " amp.master_params(optimizer) instead of model.parameters().",

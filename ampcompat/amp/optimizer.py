@@ -570,20 +570,22 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     for model in state.models.live:  # the new group may hold what was put into them since their last forward
         follow_replacements(model.modules())
     stash.look_up(optimizer)
-    if _may_be_scaled(optimizer, stash, added):
-        misuse.warn_of("scaled gradients joined")
+    scales = any(scaler.dynamic or scaler.loss_scale() != 1.0 for scaler in stash.session.scalers)
+    if scales and stash.pending is None:
+        _drop_scaled_gradients(optimizer, stash, added)
 
 
-def _may_be_scaled(optimizer: Optimizer, stash: AmpOptimizerState, added: list[torch.Tensor]) -> bool:
-    """Whether params without masters that ``optimizer`` has just got have gradients which no block has unscaled.
+def _drop_scaled_gradients(optimizer: Optimizer, stash: AmpOptimizerState, added: list[torch.Tensor]) -> None:
+    """Clear ``p.grad`` of params without masters that ``optimizer`` has just got, and no other optimizer holds.
 
-    Blocks give gradients to every parameter of the model, and unscale those of their optimizers.
+    Blocks give gradients to every parameter of a model, and unscale those of their optimizers: what the others have
+    accumulated is still multiplied by the scales of that time. (The next block drops that of half params with masters.)
     """
-    if stash.pending is not None or all(scaler.is_one for scaler in stash.session.scalers):
-        return False
     unscaled = {id(leaf) for other in sharers(optimizer) for leaf in other._amp_stash.leaves()}
     direct = set(map(id, stash.direct))
-    return any(param.grad is not None and id(param) in direct and id(param) not in unscaled for param in added)
+    for param in added:
+        if id(param) in direct and id(param) not in unscaled:
+            param.grad = None
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from core_kit import backward, loss_of, sgd, start, train
+from core_kit import backward, loss_of, start, train
 
 from ampcompat import amp
 from ampcompat.amp import misuse
@@ -89,62 +89,6 @@ def test_the_warning_points_at_the_script(act, scheduled):
 def test_where_nothing_is_scaled_nothing_is_a_mistake(level, act):
     model, optimizer = start(level)
     assert warned(lambda: act(model, optimizer)) == []
-
-
-def part_trained(level):
-    """The model, and an optimizer that lacks its batch norm, which blocks give gradients."""
-    model, optimizer = start(level, lambda model: sgd(model.b))
-    backward(model, optimizer)
-    return model, optimizer
-
-
-JOINED = "Parameters that have gradients already were added to an optimizer - "
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_scaled_gradients_that_join_an_optimizer(level):
-    """A script unfreezes layers by ``add_param_group`` alone; those of half weights are dropped by the next block."""
-    model, optimizer = part_trained(level)
-    assert model.bn.weight.grad.abs().max() > 100  # still multiplied by 65536
-    (message,) = warned(lambda: optimizer.add_param_group({"params": [model.bn.weight]}))
-    assert message.startswith(JOINED)
-    assert message.endswith("call optimizer.zero_grad() after add_param_group.")
-
-
-def after_clearing(level):
-    model, optimizer = part_trained(level)
-    model.zero_grad()
-    return model, optimizer
-
-
-def from_another_optimizer(level):
-    """Whose block has unscaled them."""
-    model, optimizer = part_trained(level)
-    other = sgd(model.bn)
-    amp.initialize(model, [optimizer, other], opt_level=level, verbosity=0)
-    model.zero_grad()
-    backward(model, [optimizer, other])
-    return model, optimizer, other
-
-
-def while_others_are_pending(level):
-    """They are scaled alike, and are unscaled with these."""
-    model, optimizer = start(level, lambda model: sgd(model.b))
-    backward(model, optimizer, delay_unscale=True)
-    return model, optimizer
-
-
-def at_a_scale_of_one(level):
-    model, optimizer = start(level, lambda model: sgd(model.b), loss_scale=1.0)
-    backward(model, optimizer)
-    return model, optimizer
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("way", [after_clearing, from_another_optimizer, while_others_are_pending, at_a_scale_of_one])
-def test_parameters_may_join_an_optimizer(level, way):
-    model, optimizer, *_others = way(level)
-    assert warned(lambda: optimizer.add_param_group({"params": [model.bn.weight]})) == []
 
 
 UNUSED = MISTAKES[backward_of_the_loss_in_the_block][1]
