@@ -106,6 +106,9 @@ def _cast_own_tensors(
     for name, tensor in own_tensors(module):
         if tensor.dtype not in _CASTABLE:
             continue
+        is_wide_already = tensor.dtype == torch.float32 and master_of(tensor) is None
+        if target == torch.float32 and is_wide_already:  # a tied tensor, too, that was cast back as another module's
+            continue
         master = before.masters.get(name) or master_of(tensor)
         if master is not None:
             master.register()
