@@ -253,17 +253,18 @@ class Master:
 
         ``half_then`` is half at that time. Returns whether either side had been written.
         """
-        is_traced = _is_traced()
-        counted = half_moved or value_moved
         unmoved = _torch.bits(self.half.detach()) == _torch.bits(half_then)
-        if not counted and not stepping and not is_traced and not bool(unmoved.all()):
-            half_moved = True  # past the version counters
+        is_counted = half_moved or value_moved
+        can_read = not _is_traced()
+        # A step need not know of a write past the version counters: it takes the elements that moved all the same.
+        if can_read and not is_counted and not stepping and not bool(unmoved.all()):
+            half_moved = True
             self._always_compare()
-        written = counted or (half_moved and self.is_param)
-        if compare and self.is_param and not written and not is_traced:
+        written = is_counted or (half_moved and self.is_param)
+        if can_read and not written and compare and self.is_param:
             written = self._sides_differ()  # the master that was handed out, perhaps
         self._take(self.half, kept=unmoved, remember=half_moved and not stepping)
-        self._round_into(self.half if counted else self.half.data)
+        self._round_into(self.half if is_counted else self.half.data)
         return written
 
     def _take(self, exact: torch.Tensor, kept: torch.Tensor, remember: bool = False) -> None:

@@ -109,7 +109,7 @@ def _cast_own_tensors(
         is_wide_already = tensor.dtype == torch.float32 and master_of(tensor) is None
         if target == torch.float32 and is_wide_already:  # a tied tensor, too, that was cast back as another module's
             continue
-        master = before.masters.get(name) or master_of(tensor)
+        master = before.masters.get(name) or master_of(tensor)  # the index may have been reset since
         if master is not None:
             master.register()
             master.reconcile(compare=True)
