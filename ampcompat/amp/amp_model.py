@@ -25,7 +25,7 @@ from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.autocast import cover, set_ambient
 from ampcompat.amp.casts import OFF, Casts, CastsOff, ForwardCasts, is_decided
-from ampcompat.amp.cures import note_cure, raised_in
+from ampcompat.amp.cures import note_cure
 from ampcompat.amp.half_weights import half_weights
 from ampcompat.amp.masters import follow_replacements, masters_of, own_tensors, reconcile
 from ampcompat.amp.observers import notify
@@ -184,7 +184,7 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
         notify("on_failure", error)
     if isinstance(error, RuntimeError):
         _note_wide_weight(model, error)
-    note_cure(error, raised_in(error, model))
+    note_cure(error, model)
 
 
 def _note_wide_weight(model: torch.nn.Module, error: RuntimeError) -> None:

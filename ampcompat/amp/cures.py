@@ -83,6 +83,8 @@ _CURES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
 )
 
 
+#: Kinds of errors that torch raises with these texts. Texts of others are never read: ``__str__`` may be anything.
+_KINDS: Final = (RuntimeError, ValueError, TypeError)
 #: Those that a module computing in float32 does not meet.
 _OF_MODULES: Final = (_TOO_LARGE, _WRITE, _MIXED, _NO_KERNEL, _FFT)
 
@@ -94,7 +96,7 @@ def cure_of(error: BaseException, module: str = "") -> str | None:
         error: Of any kind.
         module: Qualified name of the module it was raised in; "" where that is not known.
     """
-    if not isinstance(error, (RuntimeError, ValueError, TypeError)):
+    if not isinstance(error, _KINDS):
         return None
     text = str(error)
     cure = next((cure for pattern, cure in _CURES if pattern.search(text)), None)
@@ -103,23 +105,24 @@ def cure_of(error: BaseException, module: str = "") -> str | None:
     return cure
 
 
-def note_cure(error: BaseException, module: str = "") -> None:
+def note_cure(error: BaseException, model: torch.nn.Module | None = None) -> None:
     """Append to an error of torch's own that mixed precision provokes what cures it, once.
 
     Args:
         error: An exception; it stays the same object.
-        module: Qualified name of the module it was raised in, if known.
+        model: The model in whose forward it was raised, if known.
     """
+    if cure_of(error) is None:
+        return
     notes = getattr(error, "__notes__", "")
     has_note_of_ours = "ampcompat: " in f"{error}{notes}"
     if has_note_of_ours:
         return
-    cure = cure_of(error, module)
-    if cure is not None:
-        _torch.add_note(error, f"ampcompat: {cure}.")
+    module = "" if model is None else _raised_in(error, model)
+    _torch.add_note(error, f"ampcompat: {cure_of(error, module)}.")
 
 
-def raised_in(error: BaseException, model: torch.nn.Module) -> str:
+def _raised_in(error: BaseException, model: torch.nn.Module) -> str:
     """Name the innermost module of ``model`` in whose method ``error`` was raised; "" where it was in none."""
     names = {id(module): name for name, module in model.named_modules()}
     innermost = ""

@@ -16,7 +16,7 @@ from ampcompat import _torch
 from ampcompat._log import say, say_once
 from ampcompat._state import state
 from ampcompat._types import Optimizer, Options, OptLevel
-from ampcompat.amp import amp_model, checkpoint, named_masters, nested, properties, sharded
+from ampcompat.amp import amp_model, block, checkpoint, named_masters, nested, properties, sharded
 from ampcompat.amp import optimizer as amp_optimizer
 from ampcompat.amp.amp_model import ModelPolicy
 from ampcompat.amp.autocast import set_ambient
@@ -29,6 +29,7 @@ from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
+from ampcompat.amp.sharing import sharers_outside
 from ampcompat.amp.stash import holder_of_masters
 from ampcompat.amp.weights import cast_weights
 
@@ -338,6 +339,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
         undo.pop_all()
     state.view = view
     state.session = session
+    _unscale_what_others_left(objects.optimizers)
     if objects.models and not session.enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
 
@@ -399,6 +401,20 @@ def _release_optimizer(optimizer: Optimizer) -> None:
     if "_amp_stash" in vars(optimizer):
         amp_optimizer.detach(optimizer)
     state.optimizers.disabled[optimizer] = None
+
+
+def _unscale_what_others_left(optimizers: list[Optimizer]) -> None:
+    """Unscale what blocks of other optimizers have left scaled (pending) in tensors that ``optimizers`` hold too.
+
+    A script may leave an accumulation unfinished, and go on with an optimizer made anew. That one has the gradients of
+    the one before, as in plain torch. Under DDP and FSDP2 they may be those of one rank, which a later backward pass is
+    to average: there they stay pending, and blocks of the new optimizer are refused.
+    """
+    if not len(state.optimizers.pending) or state.models.ddp or state.models.sharded:
+        return
+    for other in sharers_outside(optimizers):
+        if other._amp_stash.pending is not None:
+            block.unscale_pending(other)
 
 
 def _apply_loaded_scalers(session: Session) -> None:

@@ -253,17 +253,18 @@ class Master:
 
         ``half_then`` is half at that time. Returns whether either side had been written.
         """
-        is_traced = _is_traced()
-        counted = half_moved or value_moved
         unmoved = _torch.bits(self.half.detach()) == _torch.bits(half_then)
-        if not counted and not stepping and not is_traced and not bool(unmoved.all()):
-            half_moved = True  # past the version counters
+        is_counted = half_moved or value_moved
+        can_read = not _is_traced()
+        # A step need not know of a write past the version counters: it takes the elements that moved all the same.
+        if can_read and not is_counted and not stepping and not bool(unmoved.all()):
+            half_moved = True
             self._always_compare()
-        written = counted or (half_moved and self.is_param)
-        if compare and self.is_param and not written and not is_traced:
+        written = is_counted or (half_moved and self.is_param)
+        if can_read and not written and compare and self.is_param:
             written = self._sides_differ()  # the master that was handed out, perhaps
         self._take(self.half, kept=unmoved, remember=half_moved and not stepping)
-        self._round_into(self.half if counted else self.half.data)
+        self._round_into(self.half if is_counted else self.half.data)
         return written
 
     def _take(self, exact: torch.Tensor, kept: torch.Tensor, remember: bool = False) -> None:
@@ -643,7 +644,9 @@ def _own_master(param: torch.Tensor, dtype: torch.dtype) -> Master:
 def _move_slots(master: Master, slots: list[Slot], other: Master) -> None:
     """Make ``slots`` of ``master`` slots of ``other``."""
     for slot in slots:
-        module: Any = slot.module()
+        module = slot.module()
+        if module is None:
+            continue
         record = half_weights(module) or ensure_half_weights(module, other.dtype, has_masters=True)
         record.masters[slot.name] = other
         other.add_slot(module, slot.name)
@@ -710,11 +713,13 @@ def give_up_half(master: Master) -> None:
 
 
 def sync_masters(model: torch.nn.Module) -> int:
-    """Take what the model's half weights hold into their float32 masters, comparing by value.
+    """Take what was written to the model's half weights into their float32 masters, or the other way round.
 
-    Needed only after a write that moves neither a version counter nor the data pointer: ``p.data.copy_()``,
-    ``dist.broadcast(p.data)``. Elements that were not written keep their master's low bits. apex had no such
-    call: its masters kept their own values, and the write was lost at the next step.
+    Compares by value, and follows replaced parameters. Elements that were not written keep their master's low bits.
+    Needed only after a write that moves neither a version counter nor the data pointer (``p.data.copy_()``,
+    ``dist.broadcast(p.data)``), and before a compiled forward, which does not look, where masters were written or
+    parameters replaced since the last step. apex had no such call: its masters kept their own values, and a write to
+    half weights was lost at the next step.
 
     Args:
         model: A model given to ``amp.initialize``, or any module in one.
@@ -724,6 +729,7 @@ def sync_masters(model: torch.nn.Module) -> int:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
+    follow_replacements(model.modules())
     return sum([master.reconcile(compare=True) for master in masters_of(model)])
 
 

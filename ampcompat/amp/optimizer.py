@@ -38,7 +38,7 @@ from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
-from ampcompat.amp.sharing import refuse_pending, waited_for
+from ampcompat.amp.sharing import refuse_pending, sharers, waited_for
 from ampcompat.amp.stash import (
     AmpOptimizerState,
     Gradients,
@@ -571,6 +571,22 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     for model in state.models.live:  # the new group may hold what was put into them since their last forward
         follow_replacements(model.modules())
     stash.look_up(optimizer)
+    scales = any(scaler.dynamic or scaler.loss_scale() != 1.0 for scaler in stash.session.scalers)
+    if scales and stash.pending is None:
+        _drop_scaled_gradients(optimizer, stash, added)
+
+
+def _drop_scaled_gradients(optimizer: Optimizer, stash: AmpOptimizerState, added: list[torch.Tensor]) -> None:
+    """Clear ``p.grad`` of params without masters that ``optimizer`` has just got, and no other optimizer holds.
+
+    Blocks give gradients to every parameter of a model, and unscale those of their optimizers: what the others have
+    accumulated is still multiplied by the scales of that time. (The next block drops that of half params with masters.)
+    """
+    unscaled = {id(leaf) for other in sharers(optimizer) for leaf in other._amp_stash.leaves()}
+    direct = set(map(id, stash.direct))
+    for param in added:
+        if id(param) in direct and id(param) not in unscaled:
+            param.grad = None
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------

@@ -81,22 +81,22 @@ def refuse_pending(optimizers: Sequence[Optimizer], delay: bool = False) -> None
     ``delay``: those of ``optimizers`` are about to be pending.
     """
     inside = set(map(id, optimizers))
-    holders: dict[int, Optimizer] = {}
     others = [other for other in state.optimizers.pending if id(other) not in inside]
+    holders: dict[int, Optimizer] = {}
     for optimizer in (*others, *optimizers):
         for leaf in optimizer._amp_stash.leaves():
-            holder = holders.setdefault(id(leaf), optimizer)
-            if holder is optimizer:
-                continue
-            either_pending = holder._amp_stash.pending is not None or optimizer._amp_stash.pending is not None
-            if not delay and not either_pending:
-                continue
-            raise RuntimeError(
-                f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"
-                f" {type(holder).__name__} and {type(optimizer).__name__} share - one of them would step with gradients"
-                " still multiplied by the loss scale - leave out delay_unscale (gradients accumulate without it), or"
-                " give each optimizer its own parameters (D30)."
-            )
+            first = holders.setdefault(id(leaf), optimizer)
+            if first is not optimizer and (delay or _is_pending(first) or _is_pending(optimizer)):
+                raise RuntimeError(
+                    f"scaled gradients are pending (delay_unscale, or DDP's no_sync) in a parameter that"
+                    f" {type(first).__name__} and {type(optimizer).__name__} share - one of them would step with"
+                    " gradients still multiplied by the loss scale - leave out delay_unscale (gradients accumulate"
+                    " without it), or give each optimizer its own parameters (D30)."
+                )
+
+
+def _is_pending(optimizer: Optimizer) -> bool:
+    return optimizer._amp_stash.pending is not None
 
 
 def refuse_open_blocks(optimizers: Sequence[Optimizer]) -> None:

@@ -106,7 +106,10 @@ def _cast_own_tensors(
     for name, tensor in own_tensors(module):
         if tensor.dtype not in _CASTABLE:
             continue
-        master = before.masters.get(name) or master_of(tensor)
+        is_wide_already = tensor.dtype == torch.float32 and master_of(tensor) is None
+        if target == torch.float32 and is_wide_already:  # a tied tensor, too, that was cast back as another module's
+            continue
+        master = before.masters.get(name) or master_of(tensor)  # the index may have been reset since
         if master is not None:
             master.register()
             master.reconcile(compare=True)

@@ -361,6 +361,10 @@ class Reference:
         programs.join(self.config, [one.torch for one in self.optimizers], [w.value for w in self.weights])
         self.list_weights()
         self.joined = True
+        if any(scaler.dynamic or scaler.scale != 1.0 for scaler in self.scalers):
+            for weight in late:  # what blocks have left to weights of no optimizer is scaled, by whatever scales
+                if not weight.has_master and self.owner(weight).pending is None:
+                    weight.leaf.grad = None
         return True
 
     def plain(self, step):

@@ -210,6 +210,21 @@ def test_what_is_added_twice_is_refused(level):
     assert len({id(param) for param in held(optimizer)}) == 3
 
 
+@REPLACED
+@LEVEL
+def test_a_replacement_is_added_after_one_of_its_modules_is_gone(level):
+    model, optimizer = started(level)
+    new, value = new_parameter(level, wide=True)
+    model.encoder.weight = model.decoder.weight = new
+    forward(model)
+    model.decoder = nn.Identity()
+    optimizer.add_param_group({"params": [new], "lr": NEW_RATE})
+    gradient = torch.full((4, 4), 2.0**-6)
+    step(model, optimizer, encoder=gradient)
+    assert torch.equal(model.state_dict()["encoder.weight"], value - NEW_RATE * gradient)
+    masters_agree(model, optimizer)
+
+
 @LEVEL
 def test_a_replacement_of_another_shape_can_be_added(level):
     model, optimizer = started(level, One)

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from nets import LEVELS, Child, Net, Routed, batch
+from nets import LEVELS, Child, Net, Routed, Tied, batch
 from torch import nn
 
 from ampcompat import amp
@@ -25,7 +25,7 @@ def trained(level, kind=Net):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("kind", [Net, Child, Routed])
+@pytest.mark.parametrize("kind", [Net, Child, Routed, Tied])
 def test_plain_class_float32_and_the_weights_of_the_state_dict(level, kind):
     model, _ = trained(level, kind)
     plain = amp.unwrap(model)

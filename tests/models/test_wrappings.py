@@ -99,6 +99,32 @@ def test_compile(level, backend, when):
         torch.testing.assert_close(eager.float(), compiled.float(), rtol=4e-3, atol=4e-3)
 
 
+def write_values(model):
+    """As an average of weights does."""
+    for value in model.state_dict().values():
+        value.fill_(0.5)
+
+
+def replace_parameter(model):
+    model.weight = nn.Parameter(torch.full((4, 4), 0.5))
+
+
+@pytest.mark.filterwarnings("ignore:Parameter 'weight' of a Linear was replaced after amp.initialize")
+@pytest.mark.parametrize("write", [write_values, replace_parameter])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_compiled_forward_after_sync_masters(level, write):
+    """It does not look itself whether masters were written, or weights replaced by float32 ones."""
+    torch._dynamo.reset()
+    model, _optimizer = initialized(nn.Linear(4, 4, bias=False), level)
+    run = torch.compile(model, backend="eager", fullgraph=True)
+    run(torch.ones(1, 4))
+    write(model)
+    amp.sync_masters(model)
+    assert torch.equal(run(torch.ones(1, 4)), torch.full((1, 4), 2.0))
+    masters_agree(model)
+    torch._dynamo.reset()
+
+
 class Doubled(nn.Module):
     def forward(self, weight):
         return weight * 2

@@ -296,6 +296,18 @@ def test_pending_gradients_lock_a_shared_parameter(level):
     )
 
 
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_an_optimizer_made_anew_has_the_pending_gradients(level):
+    """A script leaves an accumulation unfinished, and goes on with another optimizer and another scale."""
+    model, before = start(level, loss_scale=2.0**12)
+    backward(model, before, 1, delay_unscale=True)
+    optimizer = sgd(model)
+    amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=2.0**10)
+    backward(model, optimizer, 2)
+    assert_close(level, grads(optimizer), summed(level, 1, 2))
+    optimizer.step()
+
+
 def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():
     model, optimizer = start("O2")
     backward(model, optimizer, 1)

@@ -345,6 +345,62 @@ def test_params_added_later_are_trained(level):
         optimizer.add_param_group({"params": [next(iter(amp.master_params(optimizer)))]})
 
 
+def a_head(model):
+    """An optimizer of the last layer alone; blocks give gradients to the batch norm, too."""
+    return sgd(model.b)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_gradients_of_a_later_param_begin_with_it(level):
+    """Blocks have left it gradients that are still scaled; the script unfreezes it by ``add_param_group`` alone."""
+    model, optimizer = start(level, a_head, loss_scale=2.0**10)
+    for seed in range(3):
+        backward(model, optimizer, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.bn.weight.grad.any()
+    optimizer.add_param_group({"params": [model.bn.weight]})
+    before = model.bn.weight.detach().clone()
+    backward(model, optimizer, 3)
+    grad = model.bn.weight.grad.clone()
+    wanted = torch.autograd.grad(loss_of(model, 3), model.bn.weight)[0]
+    torch.testing.assert_close(grad, wanted, rtol=5e-2, atol=1e-3)
+    optimizer.step()
+    torch.testing.assert_close(model.bn.weight.detach(), before - 0.1 * grad)
+
+
+def unscaled_by_another_optimizer(level):
+    model, optimizer = start(level, a_head, loss_scale=2.0**10)
+    other = sgd(model.bn)
+    amp.initialize(model, [optimizer, other], opt_level=level, verbosity=0, loss_scale=2.0**10)
+    backward(model, [optimizer, other])
+    return model, optimizer, other
+
+
+def pending_like_those_of_the_optimizer(level):
+    model, optimizer = start(level, a_head, loss_scale=2.0**10)
+    backward(model, optimizer, delay_unscale=True)
+    return model, optimizer
+
+
+def never_scaled(level):
+    model, optimizer = start(level, a_head, loss_scale=1.0)
+    backward(model, optimizer)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "way", [unscaled_by_another_optimizer, pending_like_those_of_the_optimizer, never_scaled], ids=lambda f: f.__name__
+)
+def test_a_later_param_may_bring_gradients(level, way):
+    model, optimizer, *_others = way(level)
+    grad = model.bn.weight.grad
+    optimizer.add_param_group({"params": [model.bn.weight]})
+    assert grad is not None
+    assert model.bn.weight.grad is grad
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("listed_anew", [False, True])
 def test_a_param_put_in_the_place_of_another_is_trained(level, listed_anew):

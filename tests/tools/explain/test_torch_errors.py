@@ -134,6 +134,27 @@ def test_an_error_of_a_forward_gets_one_more_line():
     assert last[1].endswith("or keep the module in float32: amp.initialize(..., keep_fp32=['1']).")
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_errors_without_a_text_pass_as_they_are(level):
+    """Scripts leave forwards by exceptions of their own; the text of one may not even be readable."""
+
+    class Found(Exception):
+        def __str__(self):
+            raise NotImplementedError
+
+    class Leaving(nn.Linear):
+        def forward(self, x):
+            raise Found
+
+    model = Leaving(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with pytest.raises(Found):
+        model(torch.ones(1, 2))
+    with pytest.raises(Found), amp.scale_loss(torch.ones((), requires_grad=True), optimizer):
+        raise Found
+
+
 def test_on_an_older_python_the_line_is_part_of_the_text(monkeypatch):
     class Old:
         version_info = (3, 10)
