@@ -571,8 +571,8 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     for model in state.models.live:  # the new group may hold what was put into them since their last forward
         follow_replacements(model.modules())
     stash.look_up(optimizer)
-    scales = any(scaler.dynamic or scaler.loss_scale() != 1.0 for scaler in stash.session.scalers)
-    if scales and stash.pending is None:
+    are_losses_scaled = not all(scaler.is_one for scaler in stash.session.scalers)
+    if are_losses_scaled and stash.pending is None:
         _drop_scaled_gradients(optimizer, stash, added)
 
 
