@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from ampcompat._state import state
+from tests.internals import reset
 
 from . import counting, hardware, loops, models
 
@@ -85,7 +85,7 @@ def serve(pipe, variant):
             if what == "stop":
                 return
             if what == "case":
-                state.reset()
+                reset()
                 case = given
                 make = partial(_make_step, variant, case)
                 step = make()
@@ -103,7 +103,7 @@ def serve(pipe, variant):
                     found = counting.counted(step)
                     if given:
                         found["page faults"] = counting.page_faults(step)
-                        step = state.reset()
+                        step = reset()
                         found["peak bytes"] = counting.peak_of_a_step(make)
                     pipe.send(found)
         except Exception:

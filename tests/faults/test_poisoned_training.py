@@ -4,11 +4,11 @@ import threading
 
 import pytest
 import torch
+from internals import masters_of
 
 from ampcompat import _torch, amp
 from ampcompat.amp import gradients
 from ampcompat.amp.casts import save
-from ampcompat.amp.masters import masters_of
 from ampcompat.optimizers import FusedAdam, FusedSGD
 
 OPTIMIZERS = {

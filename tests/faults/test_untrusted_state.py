@@ -11,9 +11,9 @@ import torch
 from fault_kit import whole_picture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from internals import reset
 
 from ampcompat import amp
-from ampcompat._state import state
 
 quietly = settings(
     max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -21,7 +21,7 @@ quietly = settings(
 
 
 def start(opt_level="O2", **kwargs):
-    state.reset()
+    reset()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -200,7 +200,7 @@ KNOWN = ["O0", "O1", "O2", "O3", "O4", "O5", "float16", "fp16", "half", "bfloat1
 @quietly
 @given(name=st.sampled_from(["AMPCOMPAT_OPT_LEVEL", "AMPCOMPAT_DTYPE"]), value=VALUES.filter(lambda v: v not in KNOWN))
 def test_environment(name, value):
-    state.reset()
+    reset()
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = whole_picture([model], [optimizer])
@@ -215,7 +215,7 @@ def test_environment(name, value):
 @given(st.one_of(VALUES, st.sampled_from(["*", "**", "[", "[!", "[z-a]", "*a" * 40, ",,,", " , ", "0", "?", "Linear"])))
 def test_patterns_from_the_environment(patterns):
     """What matches is kept in float32; what does not is said; a refusal changes nothing."""
-    state.reset()
+    reset()
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.MultiheadAttention(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = whole_picture([model], [optimizer])

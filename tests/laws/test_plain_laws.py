@@ -6,9 +6,9 @@ import law_profiles  # noqa: F401 - loads the profile
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from internals import reset
 
 from ampcompat import amp
-from ampcompat._state import state
 from ampcompat.amp.trees import cast_tree
 
 OPTIMIZERS = {
@@ -70,7 +70,7 @@ def same(left, right):
 @given(recipe=recipes(), keywords=st.sampled_from([{"enabled": False}, {"opt_level": "O0"}]))
 def test_disabled_and_o0_are_plain_pytorch(recipe, keywords):
     plain = train(recipe, *build(recipe), torch.Tensor.backward)
-    state.reset()
+    reset()
     model, optimizer = amp.initialize(*build(recipe), verbosity=0, **keywords)
 
     def backward(loss):
@@ -85,7 +85,7 @@ def test_disabled_and_o0_are_plain_pytorch(recipe, keywords):
 def test_after_a_reset_torch_is_plain_again(recipe, opt_level):
     plain = train(recipe, *build(recipe), torch.Tensor.backward)
     amp.initialize(*build(recipe), opt_level=opt_level, verbosity=0)
-    state.reset()
+    reset()
     assert same(train(recipe, *build(recipe), torch.Tensor.backward), plain)
 
 

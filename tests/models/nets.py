@@ -137,7 +137,7 @@ def batch(seed: int = 0, rows: int = 8) -> torch.Tensor:
 
 def masters_agree(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """The invariant, bitwise: every half tensor is its master rounded."""
-    from ampcompat.amp.masters import masters_of
+    from internals import masters_of
 
     masters = masters_of(model)
     for master in masters:

@@ -5,11 +5,11 @@ import warnings
 
 import pytest
 import torch
+from internals import masters_by_name
 from nets import MASTER_LEVELS, Net, Tied, batch, masters_agree
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.amp.half_weights import masters_by_name
 
 
 def initialized(level="O2", kind=Net, lr=0.01, make=torch.optim.SGD):

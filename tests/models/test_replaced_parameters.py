@@ -10,12 +10,11 @@ import warnings
 
 import pytest
 import torch
+from internals import masters_by_name, masters_of
 from nets import MASTER_LEVELS, Tied, masters_agree
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.amp.half_weights import masters_by_name
-from ampcompat.amp.masters import masters_of
 
 LEVEL = pytest.mark.parametrize("level", MASTER_LEVELS)
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn as nn
 from core_kit import Net, net, sgd, train
+from internals import is_anything_initialized, view, warnings_given
 
 from ampcompat import amp
-from ampcompat._state import state
 
 
 class Scene:
@@ -38,7 +38,7 @@ class Scene:
 
     def snapshot(self, torch_state):
         """Everything that a refused call must leave alone."""
-        seen = {"torch": torch_state(), "warned": set(state.warned)}
+        seen = {"torch": torch_state(), "warned": warnings_given()}
         for name in ("model", "half", "model2"):
             model = getattr(self, name)
             seen[name] = (type(model), sorted(model.__dict__), [sorted(m.__dict__) for m in model.modules()])
@@ -54,7 +54,7 @@ class Scene:
             params = list(amp.master_params(optimizer))
             seen[f"{name} masters"] = [(p.dtype, p.tolist()) for p in params]
             seen[f"{name} gradients"] = [None if p.grad is None else p.grad.tolist() for p in params]
-        seen["amp state"] = dict(state.view)
+        seen["amp state"] = view()
         seen["scalers"] = amp.state_dict()
         return seen
 
@@ -550,7 +550,7 @@ def check(call, error, message, scene, capsys, torch_state):
 @pytest.mark.parametrize("name", BEFORE)
 def test_refused_before_anything_was_initialized(name, capsys, torch_state):
     check(*BEFORE[name], Scene(), capsys, torch_state)
-    assert state.session is None
+    assert not is_anything_initialized()
 
 
 @pytest.mark.parametrize("name", [name for name in (*BEFORE, *AFTER) if name != "block before initialize"])
@@ -582,7 +582,7 @@ def test_another_level_in_the_place_of_enabled(enabled, level, meant, capsys):
     with pytest.raises(error[0], match=error[1]):
         amp.initialize(model, sgd(model), enabled, level)
     assert type(model) is Net
-    assert state.session is None
+    assert not is_anything_initialized()
     assert capsys.readouterr() == ("", "")
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from core_kit import Net, assert_tied, backward, loss_of, masters, net, same, sgd, start, train
+from internals import float32_masters, has_scaled_gradients
 
 from ampcompat import amp
 
@@ -18,12 +19,6 @@ def single(level, seed, times=1.0):
     model, optimizer = start(level)
     backward(model, optimizer, seed, times)
     return grads(optimizer)
-
-
-def reset():
-    from ampcompat._state import state
-
-    state.reset()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -42,10 +37,10 @@ def test_delayed_blocks_are_unscaled_together(level):
     model, optimizer = start(level)
     scale = amp._amp_state.loss_scalers[0]
     backward(model, optimizer, 1, delay_unscale=True)
-    assert optimizer._amp_stash.params_have_scaled_gradients
+    assert has_scaled_gradients(optimizer)
     assert scale._unskipped == 0
     backward(model, optimizer, 2)
-    assert not optimizer._amp_stash.params_have_scaled_gradients
+    assert not has_scaled_gradients(optimizer)
     assert scale._unskipped == 1
     for got, a, b in zip(grads(optimizer), single(level, 1), single(level, 2), strict=True):
         # The half sum rounds once more than the float32 one.
@@ -112,7 +107,7 @@ def test_non_finite_gradients_stay_visible_until_the_step(level):
     assert not torch.isfinite(norm)
     optimizer.step()
     if level == "O2":
-        half = [p for g in optimizer._amp_stash.fp32_from_fp16_groups for p in g]
+        half = float32_masters(optimizer)
         assert half
         assert all(p.grad is None for p in half)
 

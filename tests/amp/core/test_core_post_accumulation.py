@@ -7,6 +7,7 @@ overflow buffer, which it has filled from the reduced gradients, and asks ``upda
 import pytest
 import torch
 from core_kit import assert_tied, backward, masters, same, sgd, start
+from internals import float32_masters
 
 from ampcompat import amp, amp_C, apex_C
 from ampcompat.amp.scaler import LossScaler
@@ -35,7 +36,7 @@ def reduce(optimizer, buffer, other_rank=0.0, blocks=1):
 
 
 def give_up(model, optimizer):
-    for param in (*optimizer._amp_stash.all_fp32_from_fp16_params, *model.parameters()):
+    for param in (*float32_masters(optimizer), *model.parameters()):
         param.grad = None
 
 

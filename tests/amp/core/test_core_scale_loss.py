@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from core_kit import backward, batch, loss_of, masters, net, same, sgd, start, train
+from internals import scaler_of
 
 from ampcompat import amp
 
@@ -241,7 +242,7 @@ def test_each_call_of_initialize_owns_its_scalers():
     second, second_optimizer = start("O1", model=net(1), loss_scale=4.0)
     backward(first, first_optimizer, times=INF)
     assert scales() == [4.0]
-    assert first_optimizer._amp_stash.session.scalers[0].loss_scale() == 2.0**15
+    assert scaler_of(first_optimizer).loss_scale() == 2.0**15
     with amp.scale_loss(loss_of(second), second_optimizer) as scaled:
         assert float(scaled.detach()) == 4.0 * float(loss_of(second).detach())
         scaled.backward()

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from core_kit import assert_tied, backward, batch, masters, net, same, sgd, start, train
+from internals import float32_masters, skipped_as_far_as_known
 from torch.optim import lr_scheduler
 
 from ampcompat import amp
@@ -98,7 +99,7 @@ def test_asking_whether_a_step_was_skipped_reads_the_device(kind, capsys):
     optimizer.zero_grad()
     backward(model, optimizer, times=INF)
     optimizer.step()
-    assert optimizer._amp_stash.last_step.skipped is None
+    assert skipped_as_far_as_known(optimizer) is None
     assert amp.step_was_skipped(optimizer)
     assert amp.step_was_skipped(optimizer)
     assert capsys.readouterr().out == SAID
@@ -272,7 +273,7 @@ def test_only_the_models_gradients_outlive_the_step(level):
     optimizer.step()
     assert same(norms, [p.grad.float().norm() for p in model.parameters()])
     if level in ("O2", "O5"):
-        assert all(p.grad is None for p in optimizer._amp_stash.all_fp32_from_fp16_params)
+        assert all(p.grad is None for p in float32_masters(optimizer))
 
 
 @pytest.mark.parametrize("clear", ["nothing", "model", "each", "zeros"])
@@ -282,14 +283,14 @@ def test_a_second_step_without_a_block_moves_nothing(level, clear):
     train(model, optimizer, 2)
     backward(model, optimizer)
     optimizer.step()
-    before = [p.detach().clone() for p in optimizer._amp_stash.all_fp32_from_fp16_params]
+    before = [p.detach().clone() for p in float32_masters(optimizer)]
     if clear == "each":
         for param in model.parameters():
             param.grad = None
     elif clear != "nothing":
         model.zero_grad(set_to_none=clear == "model")
     optimizer.step()
-    assert same(before, optimizer._amp_stash.all_fp32_from_fp16_params)
+    assert same(before, float32_masters(optimizer))
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
@@ -306,7 +307,7 @@ def test_a_block_leaves_other_optimizers_masters_alone(level):
     first.step()
     with pytest.warns(UserWarning, match="no scale_loss block of this optimizer since its last step"):
         second.step()
-    halves = {id(p) for p in second._amp_stash.all_fp32_from_fp16_params}
+    halves = {id(p) for p in float32_masters(second)}
     for old, new in zip(before, amp.master_params(second), strict=True):
         assert torch.equal(old, new) or id(new) not in halves
 
