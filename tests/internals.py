@@ -8,6 +8,8 @@ these names are in ``tests/amp/core``.
 float32 one.
 """
 
+from dataclasses import fields
+
 from ampcompat._state import state
 from ampcompat.amp.half_weights import masters_by_name as masters_by_name
 from ampcompat.amp.masters import master_of as master_of
@@ -38,6 +40,11 @@ def warnings_given():
 def undos():
     """How many changes to torch ``reset`` would undo."""
     return len(state.undo._exit_callbacks)
+
+
+def fields_of_state():
+    """The names of the parts of the state of the process."""
+    return [field.name for field in fields(state)]
 
 
 def sizes_of_state():

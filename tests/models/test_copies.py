@@ -294,6 +294,14 @@ class Affine(nn.Module):
         return self.layer(x - self.mean)
 
 
+def test_masters_made_under_inference_mode_can_be_trained():
+    model = amp.initialize(nn.Linear(4, 4), opt_level="O2", verbosity=0)
+    with torch.inference_mode():
+        model.state_dict()
+    model(torch.randn(2, 4)).sum().backward()
+    assert model.weight.grad is not None
+
+
 @WAYS
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_copy_made_under_inference_mode_is_one_with_masters(level, way):

@@ -108,14 +108,6 @@ def test_ranks_that_overflow_and_ranks_that_do_not_stay_alike(level):
     assert ends[0][2] == ends[1][2] == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 3}}
 
 
-def test_each_step_counts_once():
-    model, optimizer = start("O2")
-    buffer = torch.zeros(1, dtype=torch.int)
-    for steps in (1, 2, 3):
-        step(model, optimizer, buffer)
-        assert amp.state_dict()["loss_scaler0"]["unskipped"] == steps
-
-
 @pytest.mark.parametrize("blocks", [1, 100])  # many: flags are joined
 def test_update_scale_alone_takes_the_decision_over(blocks):
     model, optimizer = start("O2")

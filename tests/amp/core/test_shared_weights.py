@@ -278,21 +278,6 @@ def test_it_skips_one_that_had_used_the_gradients_before():
     assert moved(before, model) == []
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_without_shared_tensors_the_other_optimizer_steps(level):
-    torch.manual_seed(0)
-    model = Net()
-    optimizers = [torch.optim.SGD(head.parameters(), lr=0.1) for head in model.heads]
-    model, (a, b) = amp.initialize(model, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
-    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**10
-    before = values(model)
-    block(model, 0, a, INF)
-    block(model, 1, b)
-    a.step()
-    b.step()
-    assert moved(before, model) == ["heads.1"]
-
-
 def test_the_script_that_decides_by_itself_decides_for_all():
     """``delay_overflow_check``, and ``update_scale`` by hand."""
     model, a, b = start()
@@ -347,34 +332,6 @@ def test_a_step_beside_pending_gradients_is_refused(level, loss_scale):
     assert moved(before, model) == []
     a.step()
     assert is_finite(model)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("together", [True, False])
-def test_nested_blocks_that_share_nothing(level, together):
-    """They train as two blocks, one after the other, do."""
-    found = []
-    for nested in (True, False):
-        torch.manual_seed(0)
-        models = [nn.Linear(4, 1), nn.Linear(4, 1)]
-        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-        kwargs = {"opt_level": level, "loss_scale": 8.0, "verbosity": 0}
-        models, (a, b) = amp.initialize(models, optimizers, **kwargs)
-        x = torch.randn(4, 4)
-        first, second = (model(x).float().square().mean() for model in models)
-        if nested:
-            with amp.scale_loss(first, a) as s, amp.scale_loss(second, b) as t:
-                if together:
-                    (s + t).backward()
-                else:
-                    s.backward()
-                    t.backward()
-        else:
-            for loss, optimizer in ((first, a), (second, b)):
-                with amp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-        found.append([p.grad.clone() for one in (a, b) for p in amp.master_params(one)])
-    assert same(*found)
 
 
 def test_a_dropped_block_is_not_open():
