@@ -63,19 +63,14 @@ def device_types_with_rules():
     return set(state.rules.plans)
 
 
-def allow_banned_functions(allowed):
-    """Run banned functions in float32, as after ``amp.init(allow_banned=True)``, or refuse them."""
-    state.rules.allow_banned = allowed
-
-
-def are_banned_functions_allowed():
-    """Whether banned functions run in float32."""
-    return state.rules.allow_banned
-
-
 def observers():
     """The tools that are called with losses, gradients and steps."""
     return list(state.observers)
+
+
+def has_policy(module):
+    """Whether amp decides what the forward of ``module`` computes in."""
+    return "_amp_policy" in vars(module)
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from ampcompat import amp
+from tests.counting import peak_bytes
 from tests.internals import reset
 
 from . import optimizers, report
-from .counting import peak_bytes
 from .loops import OPTIMIZERS
 from .report import Section
 from .workers import KEEP_MEMORY

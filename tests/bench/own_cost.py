@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from ampcompat import amp
+from tests.counting import counted
 from tests.internals import reset
 
 from . import hardware, report
-from .counting import counted
 from .report import Section
 from .workers import Ratio
 

@@ -16,10 +16,10 @@ from torch.utils.flop_counter import flop_registry
 
 from ampcompat import _torch
 from ampcompat.amp import cpu_convolution, gradients
+from tests.counting import SYNCS
 from tests.internals import reset
 
 from . import report
-from .counting import SYNCS
 from .loops import Case, make_step
 from .models import MODELS
 from .report import Section

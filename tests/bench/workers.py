@@ -11,9 +11,10 @@ from functools import partial
 
 import torch
 
+from tests import counting
 from tests.internals import reset
 
-from . import counting, hardware, loops, models
+from . import hardware, loops, models
 
 TURN = 0.02  # seconds of work per turn
 #: glibc keeps what is freed, as torch's allocator does on a GPU. Else a third of a step may be page faults, more in one

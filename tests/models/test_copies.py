@@ -270,8 +270,6 @@ def test_new_objects_of_the_models_class_are_plain():
     model, _ = made()
     other = type(model)()
     assert other(batch()).dtype == other.head.weight.dtype == torch.float32
-    replica = other._replicate_for_data_parallel()
-    assert "_amp_stamp" not in vars(replica)
 
 
 def test_a_bound_forward_works_after_amp_is_left():

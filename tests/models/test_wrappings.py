@@ -238,18 +238,6 @@ def test_nested_models_in_one_list(level):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_tied_weights_stay_tied_and_have_one_master(level):
-    torch.manual_seed(0)
-    model, optimizer = initialized(Tied(), level)
-    train(model, optimizer)
-    assert model.encoder.weight is model.decoder.weight
-    assert len(list(amp.master_params(optimizer))) == 1
-    state = model.state_dict()
-    assert torch.equal(state["encoder.weight"], state["decoder.weight"])
-    masters_agree(model, optimizer)
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_script_modules_are_passed_through_with_a_message(level, capsys):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit")  # deprecated, by a category that changes with the version

@@ -155,14 +155,6 @@ def test_the_option_shows_what_is_in_force(monkeypatch, capsys):
     assert "patch_torch_functions_type=torch.bfloat16 is not for this level and is dropped" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_levels_fill_properties(level):
-    made = amp.frontend.opt_levels[level](amp.frontend.Properties())
-    assert type(amp.frontend.opt_levels[level]) is getattr(amp.frontend, level)
-    assert (made.opt_level, made.loss_scale) == (level, 1.0)
-    assert made.patch_torch_functions_type == (BF16 if level == "O4" else None)
-
-
 # -- bfloat16 functions ------------------------------------------------------------------------------------------------
 @amp.bfloat16_function
 def in_bfloat16(x, *rest, **kwargs):

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from internals import observers
+from internals import has_policy, observers
 from torch import nn
 
 from ampcompat import amp
@@ -296,7 +296,7 @@ def test_a_failed_call_takes_its_borders_back(monkeypatch):
     with pytest.raises(OSError):
         amp.initialize(model, torch.optim.SGD(model.parameters(), lr=1), opt_level="O2", keep_fp32="wide", verbosity=0)
     assert type(model.wide) is Probe
-    assert "_amp_policy" not in model.wide.__dict__
+    assert not has_policy(model.wide)
 
 
 def test_a_whole_encoder_layer_in_eval():

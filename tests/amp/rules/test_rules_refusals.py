@@ -6,7 +6,6 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from internals import allow_banned_functions, are_banned_functions_allowed, reset
 from o1_casts import casts_on
 from packaging.version import Version
 from python_process import PATH_WITH_TESTS, run_python
@@ -48,21 +47,6 @@ def test_binary_cross_entropy_runs_in_float32():
 def test_binary_cross_entropy_runs_in_half_where_casts_are_off():
     with casts_on(), torch.autocast("cpu", enabled=False):
         assert F.binary_cross_entropy(P.half(), T.half()).dtype is torch.float16
-
-
-def test_allowed_banned_ops_run_in_float32():
-    allow_banned_functions(True)
-    with casts_on():
-        assert F.binary_cross_entropy(P.half(), T.half()).dtype is torch.float32
-        allow_banned_functions(False)
-        with pytest.raises(NotImplementedError):
-            F.binary_cross_entropy(P.half(), T)
-
-
-def test_reset_bans_again():
-    allow_banned_functions(True)
-    reset()
-    assert not are_banned_functions_allowed()
 
 
 @pytest.mark.parametrize("function", [F.silu, F.mish, F.elu])
