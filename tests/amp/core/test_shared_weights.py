@@ -100,6 +100,17 @@ def test_cleared_gradients_are_not_added_to_the_next_block(how):
     assert same(found, [p.grad for p in amp.master_params(a) if p.grad is not None and p.grad.any()])
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_gradients_of_both_are_unscaled_and_added_once(level):
+    found = []
+    for both in (True, False):
+        model, a, b = start(level)
+        for _ in range(2):
+            block(model, 0, [a, b] if both else a)
+        found.append([p.grad.clone() for p in amp.master_params(a)])
+    assert same(*found)
+
+
 def test_the_second_optimizer_uses_the_same_gradients():
     """Two optimizers of one block share a weight: the second one steps with the gradients the first one used."""
     model, a, b = start()
