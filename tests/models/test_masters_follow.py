@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from internals import masters_by_name
-from nets import MASTER_LEVELS, Net, Tied, batch, masters_agree
+from nets import MASTER_LEVELS, Net, Tied, batch, masters_agree, train
 from torch import nn
 
 from ampcompat import amp
@@ -16,14 +16,6 @@ def initialized(level="O2", kind=Net, lr=0.01, make=torch.optim.SGD):
     model = kind()
     optimizer = make(model.parameters(), lr=lr)
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-
-
-def train(model, optimizer, steps=1, seed=0):
-    for step in range(steps):
-        optimizer.zero_grad()
-        with amp.scale_loss(model(batch(seed + step)).float().pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
 
 
 def head_master(model):

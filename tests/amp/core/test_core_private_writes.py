@@ -113,13 +113,19 @@ def test_is_active_of_a_handle_from_before_a_reset():
 
 
 # -- optimizer._amp_stash ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_scaled_gradients_that_a_script_has_unscaled_itself(level):
-    """``params_have_scaled_gradients = False``: what is in ``p.grad`` is not divided again."""
+def started_with_gradients(level):
+    """A model and its optimizer, and the gradients that amp makes of batch 1."""
     model, optimizer = start(level, loss_scale=128.0)
     backward(model, optimizer, 1)
     by_amp = [p.grad.clone() for p in amp.master_params(optimizer)]
     optimizer.zero_grad()
+    return model, optimizer, by_amp
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_scaled_gradients_that_a_script_has_unscaled_itself(level):
+    """``params_have_scaled_gradients = False``: what is in ``p.grad`` is not divided again."""
+    model, optimizer, by_amp = started_with_gradients(level)
     backward(model, optimizer, 1, delay_unscale=True)
     optimizer._amp_stash.params_have_scaled_gradients = False
     assert optimizer._amp_stash.params_have_scaled_gradients is False
@@ -168,10 +174,7 @@ def test_dropping_pending_gradients_keeps_earlier_ones():
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_scaled_gradients_that_a_script_made_itself(level):
     """``params_have_scaled_gradients = True``: a backward pass outside of a block, of a scaled loss."""
-    model, optimizer = start(level, loss_scale=128.0)
-    backward(model, optimizer, 1)
-    by_amp = [p.grad.clone() for p in amp.master_params(optimizer)]
-    optimizer.zero_grad()
+    model, optimizer, by_amp = started_with_gradients(level)
     (loss_of(model, 1).float() * 128.0).backward()
     optimizer._amp_stash.params_have_scaled_gradients = True
     assert optimizer._amp_stash.params_have_scaled_gradients is True

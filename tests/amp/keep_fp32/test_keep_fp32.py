@@ -299,19 +299,14 @@ def test_a_failed_call_takes_its_borders_back(monkeypatch):
     assert not has_policy(model.wide)
 
 
-def test_a_whole_encoder_layer_in_eval():
+@pytest.mark.parametrize(
+    "kept", ["1", pytest.param("1.linear2", marks=pytest.mark.divergence("kept-part-of-encoder-layer-torch24"))]
+)
+def test_an_encoder_layer_in_eval(kept):
+    """The whole layer is kept, or a part of it."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     model = nn.Sequential(nn.Linear(8, 8), layer)
-    model = amp.initialize(model, opt_level="O2", keep_fp32="1", verbosity=0).eval()
-    with torch.no_grad():
-        assert model(torch.randn(2, 3, 8)).isfinite().all()
-
-
-@pytest.mark.divergence("kept-part-of-encoder-layer-torch24")
-def test_a_part_of_an_encoder_layer_in_eval():
-    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    model = nn.Sequential(nn.Linear(8, 8), layer)
-    model = amp.initialize(model, opt_level="O2", keep_fp32="1.linear2", verbosity=0).eval()
+    model = amp.initialize(model, opt_level="O2", keep_fp32=kept, verbosity=0).eval()
     with torch.no_grad():
         assert model(torch.randn(2, 3, 8)).isfinite().all()
 
