@@ -7,6 +7,7 @@ import argparse
 import importlib
 import inspect
 import json
+import pkgutil
 import re
 from pathlib import Path
 
@@ -76,7 +77,7 @@ def command_line():
     """The options of each command."""
     commands = argparse.ArgumentParser().add_subparsers()
     found = {}
-    for name in ("check", "env", "migrate", "parity", "run", "test"):
+    for name in [name for _, name, _ in pkgutil.iter_modules(cli.__path__) if not name.startswith("_")]:
         parser = importlib.import_module(f"{cli.__name__}.{name}").add_parser(commands)
         found[name] = sorted("/".join(action.option_strings) or action.dest for action in parser._actions)
     return found
