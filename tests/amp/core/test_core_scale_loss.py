@@ -186,6 +186,16 @@ def test_each_call_of_initialize_owns_its_scalers():
     assert not amp.step_was_skipped(second_optimizer)
 
 
+def test_initialize_with_the_cap_and_the_floor():
+    model, optimizer = start("O2", min_loss_scale=256.0, max_loss_scale=512.0)
+    assert scales() == [512.0]
+    for _ in range(3):
+        backward(model, optimizer, times=INF)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert scales() == [256.0]
+
+
 @pytest.mark.parametrize("optimizers", [None, "an engine", 3, [object()]])
 def test_disabled_everything_passes(optimizers):
     model, optimizer = net(), None
