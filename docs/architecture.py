@@ -1,20 +1,16 @@
-"""Writes the generated parts of docs/architecture.md: ``python docs/architecture.py [--measure]``.
+"""Writes the generated parts of docs/architecture.md: ``python docs/architecture.py``.
 
-They stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``: the picture of the modules, from their imports;
-the table of changes, from tests/state_tables.py; and the figures of a step, from tests/structure/figures.json.
-``--measure`` records these anew. The other tables of tests/state_tables.py are written into docstrings.
+They stand between ``<!-- begin NAME -->`` and ``<!-- end NAME -->``: the picture of the modules, from their imports,
+and the table of changes, from tests/state_tables.py. Its other tables are written into docstrings.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "structure")]
@@ -23,7 +19,6 @@ from layers import LAYERS, LEGACY, SHARED, imports_by_module, without_implied  #
 from state_tables import SHOWN_IN, TABLES, Table  # noqa: E402
 
 PAGE: Final = Path(__file__).with_suffix(".md")
-FIGURES: Final = ROOT / "tests" / "structure" / "figures.json"
 AMP: Final = ROOT / "ampcompat" / "amp"
 
 
@@ -79,30 +74,6 @@ def picture() -> str:
     return "\n".join([*lines, "```"])
 
 
-def figures() -> dict[str, dict[str, int]]:
-    """The figures of a step and of ``initialize``, measured now, each level in a process of its own."""
-    measured_by_path: dict[str, dict[str, int]] = {}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    levels = ("O0", "O1", "O2")
-    command = [sys.executable, str(ROOT / "tests" / "structure" / "call_path.py"), *levels]
-    lines = subprocess.run(command, env=environment, capture_output=True, check=True).stdout.splitlines()
-    for level, line in zip(levels, lines, strict=True):
-        measured = json.loads(line)
-        measured_by_path[f"{level} step"] = measured["step"]
-        if level == "O2":
-            measured_by_path["O2 initialize"] = measured["initialize"]
-    return measured_by_path
-
-
-def _figures_table() -> str:
-    recorded: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
-    rows = [["", "calls", "functions", "files", "moves between files"]]
-    for name, figures_of_path in recorded["after"].items():
-        title = f"`initialize` at {name[:2]}" if name.endswith("initialize") else f"one step at {name[:2]}"
-        rows.append([title, *map(str, figures_of_path.values())])
-    return markdown(rows)
-
-
 def page() -> str:
     """The page with its generated parts as they should be."""
     text = PAGE.read_text(encoding="utf-8")
@@ -110,7 +81,6 @@ def page() -> str:
     parts = {
         "picture": picture(),
         "changes": markdown([changes.head, *changes.rows]),
-        "figures": _figures_table(),
     }
     for name, part in parts.items():
         begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
@@ -119,18 +89,7 @@ def page() -> str:
     return text
 
 
-def record_figures() -> None:
-    """Measure a step and ``initialize``, and write the figures, each path on a line."""
-    recorded = {**json.loads(FIGURES.read_text(encoding="utf-8")), "after": figures()}
-    text = json.dumps(recorded, indent=2)
-    innermost = r"\{\n {6}([^{}]*?)\n {4}\}"
-    text = re.sub(innermost, lambda match: "{" + re.sub(r"\n\s*", " ", match[1]) + "}", text)
-    FIGURES.write_text(text + "\n", encoding="utf-8")
-
-
 if __name__ == "__main__":
-    if "--measure" in sys.argv:
-        record_figures()
     PAGE.write_text(page(), encoding="utf-8")
     for path, source in modules_with_tables().items():
         path.write_text(source, encoding="utf-8")

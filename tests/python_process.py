@@ -6,6 +6,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+TESTS = Path(__file__).parent
+#: ``PYTHONPATH`` of processes that import what the tests share, such as ``internals``.
+PATH_WITH_TESTS = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+
 
 def run_python(
     arguments: Sequence[object],

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from ampcompat._state import state
+from internals import reset
 
 # CPU tests are small. With one thread they are bitwise repeatable, and the workers do not compete for the cores.
 torch.set_num_threads(1)
@@ -92,7 +91,7 @@ def torch_left_as_found() -> Iterator[None]:
     """Reset ampcompat after a test, and fail the test if torch or the environment is not as it was before."""
     environment_before = environment()
     yield
-    state.reset()
+    reset()
     # torch 2.4 links compiled code with -ffast-math: once loaded, it flushes denormals in the whole process.
     torch.set_flush_denormal(False)
     before = LAST_STATE[0]

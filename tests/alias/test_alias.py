@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from internals import reset
 from python_process import run_python
 
 import ampcompat
-from ampcompat._state import state
 from ampcompat.alias import ROOTS, install_as_apex, uninstall_as_apex
 
 ROOT = Path(__file__).parents[2]
@@ -250,7 +250,7 @@ def test_installing_twice_and_undoing():
     assert install_as_apex()
     assert len(sys.meta_path) == len(before[0]) + 1
     importlib.import_module("apex.amp")
-    state.reset()
+    reset()
     assert (list(sys.meta_path), aliased_names()) == before
     uninstall_as_apex()
     with pytest.raises(importlib.metadata.PackageNotFoundError):

@@ -12,10 +12,10 @@ from pathlib import Path
 import torch
 
 from ampcompat import amp
-from ampcompat._state import state
+from tests.counting import peak_bytes
+from tests.internals import reset
 
 from . import optimizers, report
-from .counting import peak_bytes
 from .loops import OPTIMIZERS
 from .report import Section
 from .workers import KEEP_MEMORY
@@ -33,7 +33,7 @@ def bytes_per_parameter(make_optimizer, accumulated=False, layers=LAYERS):
 
     Counted with what is held anyway: half weights (2), masters (4) and Adam's moments (8).
     """
-    state.reset()
+    reset()
     model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level="O2", verbosity=0)
     x = torch.randn(4, WIDTH)
@@ -54,7 +54,7 @@ def bytes_per_parameter(make_optimizer, accumulated=False, layers=LAYERS):
     held = 14
     own_step = f"Optimizer.step#{type(optimizer).__name__}.step"  # torch's own name of the region
     peaks = peak_bytes(step, {"leaving the block", own_step})
-    state.reset()
+    reset()
     return {
         "leaving the block": held + peaks["leaving the block"] / count,
         "optimizer": held + peaks[own_step] / count,
@@ -113,7 +113,7 @@ def initialize_turns(times, width, sides):
     found = [], []
     for turn in range(4 * times):
         side = (turn + turn // 2) % 2  # who goes first changes, too
-        state.reset()
+        reset()
         gc.collect()  # what a turn leaves in cycles would otherwise be freed in some later turn, of the other side
         if turn == 2:  # both sides ran, and imported what they need
             gc.freeze()  # from here on collecting does not look at all of torch
@@ -123,7 +123,7 @@ def initialize_turns(times, width, sides):
         made = ONCE[sides[side]](model, optimizer)
         found[side].append(time.process_time() - start)
         del model, optimizer, made
-    state.reset()
+    reset()
     return list(map(statistics.median, found))
 
 
@@ -142,7 +142,7 @@ ONCE = {"initialize": _initialize, "by hand": _by_hand}
 
 def state_dict_ratio(times):
     """Best seconds of ``state_dict()`` at O2 after a step, over plain torch's plus one copy of the values."""
-    state.reset()
+    reset()
     plain = _model()
     model = copy.deepcopy(plain)
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
@@ -156,7 +156,7 @@ def state_dict_ratio(times):
         if turn >= 4:
             mine.append(_best(model.state_dict, 1))
             theirs.append(_best(lambda: {k: v.clone() for k, v in plain.state_dict().items()}, 1))
-    state.reset()
+    reset()
     return min(mine), min(theirs)
 
 

@@ -4,7 +4,7 @@ import gc
 import time
 
 from ampcompat import amp
-from ampcompat._state import state
+from tests.internals import reset
 
 from . import own_cost, report
 from .report import Section
@@ -20,7 +20,7 @@ NAMES = [*STEPS, "initialize at O1", "initialize at O2"]
 
 def _best_step(make, model, device):
     """Best seconds of a step, in at least three and for at least 0.4 seconds."""
-    state.reset()
+    reset()
     step = make(model)
     for _ in range(8):  # the first steps compare masters by value
         step()
@@ -33,7 +33,7 @@ def _best_step(make, model, device):
 
 def _initialize(level, model):
     """Seconds of one ``initialize``."""
-    state.reset()
+    reset()
     optimizer = own_cost.Idle(model.parameters())
     gc.collect()
     start = time.process_time()
@@ -45,7 +45,7 @@ def _seconds(make_model, device):
     """Seconds of each of ``NAMES`` with the model of ``make_model()``."""
     found = [_best_step(own_cost.VARIANTS[name], make_model(), device) for name in STEPS]
     found += [_initialize(level, make_model()) for level in ("O1", "O2")]
-    state.reset()
+    reset()
     return found
 
 

@@ -3,8 +3,8 @@
 import torch
 
 from ampcompat import amp
-from ampcompat._state import state
 from ampcompat.optimizers import FusedAdam
+from tests.internals import reset
 
 from . import hardware
 from .workers import Ratio
@@ -71,10 +71,10 @@ def _under_amp(device):
 
 def fused_adam_ratio(turns, device):
     """From half gradients to half weights: seconds with FusedAdam at O2 over those by hand."""
-    state.reset()
+    reset()
     ours, theirs = _under_amp(device), _by_hand(device)
     for _ in range(8):  # the first steps compare masters by value
         ours(), theirs()
     pairs = [(ours(), theirs()) for _ in range(turns)]
-    state.reset()
+    reset()
     return Ratio.of(*zip(*pairs, strict=True))

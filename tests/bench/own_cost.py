@@ -8,10 +8,10 @@ from functools import partial
 import torch
 
 from ampcompat import amp
-from ampcompat._state import state
+from tests.counting import counted
+from tests.internals import reset
 
 from . import hardware, report
-from .counting import counted
 from .report import Section
 from .workers import Ratio
 
@@ -155,7 +155,7 @@ def measure(size, calls, turns, device, flush=None):
     """
     own, ops = {}, {}
     for pair in PAIRS:
-        state.reset()
+        reset()
         steps = {name: VARIANTS[name](Tensors(size).to(device)) for name in ("bare", *pair)}
         times = {name: [] for name in steps}
         for step in steps.values():
@@ -172,7 +172,7 @@ def measure(size, calls, turns, device, flush=None):
         floor = min(times["bare"])
         own |= {name: [max(t - floor, 1e-9) for t in times[name]] for name in pair}
         ops |= {name: counted(step)["ops"] for name, step in steps.items()} if size <= 1000 else {}
-    state.reset()
+    reset()
     return {name: own[name] for name in VARIANTS if name in own}, [ops.get(name) for name in VARIANTS]
 
 

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat.amp import cpu_convolution, gradients
+from tests.counting import SYNCS
+from tests.internals import reset
 
 from . import report
-from .counting import SYNCS
 from .loops import Case, make_step
 from .models import MODELS
 from .report import Section
@@ -116,7 +116,7 @@ def _attention(name, args):
 
 def count(model, variant, optimizer="AdamW(fused)"):
     """The ops of a step at a GPU's batch, and its host waits."""
-    state.reset()
+    reset()
     torch.manual_seed(0)
     build, shape = MODELS[model][1]
     cpu_convolution.acquire()  # for plain torch too: the ops that are counted are the same
@@ -131,7 +131,7 @@ def count(model, variant, optimizer="AdamW(fused)"):
         with Tally() as tally:
             step()
         tallies.append(tally)
-    state.reset()
+    reset()
     few, more = (tally.ops for tally in tallies)
     ops = [_extrapolated(a, b, (shape[0] - 2) / 2) for a, b in zip(few, more, strict=True)]
     return ops, tallies[0].waits

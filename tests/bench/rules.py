@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from ampcompat import amp
-from ampcompat._state import state
+from tests.internals import reset
 
 from . import report
 from .report import Section
@@ -51,7 +51,7 @@ def per_op(quick=False):
             amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
             for name, call in _ops().items():
                 ours.setdefault(name, []).append(_best(call, calls))
-            state.reset()
+            reset()
     return [(name, min(native[name]) * 1e6, min(ours[name]) * 1e6) for name in native]
 
 
@@ -74,7 +74,7 @@ def convolution(quick=False):
         return step
 
     def turn(level):
-        state.reset()
+        reset()
         step = step_of(level)
         for _ in range(4):
             step()
@@ -84,7 +84,7 @@ def convolution(quick=False):
     for _ in range(turns):
         for level in (None, "O1", "O2", "O3"):
             times.setdefault(level, []).append(turn(level))
-    state.reset()
+    reset()
     native = statistics.median(_native_convolution() for _ in range(2))
     rows = [(level, Ratio.of(times[level], times[None])) for level in ("O1", "O2", "O3")]
     return [*rows, ("plain torch in float16", native / statistics.median(times[None]))]

@@ -11,9 +11,10 @@ from functools import partial
 
 import torch
 
-from ampcompat._state import state
+from tests import counting
+from tests.internals import reset
 
-from . import counting, hardware, loops, models
+from . import hardware, loops, models
 
 TURN = 0.02  # seconds of work per turn
 #: glibc keeps what is freed, as torch's allocator does on a GPU. Else a third of a step may be page faults, more in one
@@ -85,7 +86,7 @@ def serve(pipe, variant):
             if what == "stop":
                 return
             if what == "case":
-                state.reset()
+                reset()
                 case = given
                 make = partial(_make_step, variant, case)
                 step = make()
@@ -103,7 +104,7 @@ def serve(pipe, variant):
                     found = counting.counted(step)
                     if given:
                         found["page faults"] = counting.page_faults(step)
-                        step = state.reset()
+                        step = reset()
                         found["peak bytes"] = counting.peak_of_a_step(make)
                     pipe.send(found)
         except Exception:

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from internals import float32_masters, masters_of, reset
 from packaging.version import Version
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp, amp_C, apex_C, parallel
-from ampcompat._state import state
 from ampcompat._torch import TORCH
-from ampcompat.amp.masters import masters_of
 
 SHARDS_ON_CPU = Version("2.6") <= TORCH
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
@@ -446,7 +445,7 @@ def reduced_after_accumulation(level: str) -> None:
         if not skips[-1]:
             optimizer.step()
             assert not amp.step_was_skipped(optimizer)
-        for param in (*optimizer._amp_stash.all_fp32_from_fp16_params, *model.parameters()):
+        for param in (*float32_masters(optimizer), *model.parameters()):
             param.grad = None
         everything_is_equal(model, optimizer)
     assert skips == [False, False, True, False, False, False]
@@ -490,6 +489,6 @@ def run_all(checks: list[tuple[Callable[[str], None], list[str]]]) -> dict[str, 
             except BaseException:
                 failed[f"{check.__name__}-{level}"] = traceback.format_exc()
             finally:
-                state.reset()
+                reset()
             dist.barrier()
     return failed

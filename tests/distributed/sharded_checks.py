@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import SHARDS_ON_CPU, batch
+from internals import has_scaled_gradients, is_under_amp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -210,7 +211,7 @@ def accumulated(level: str, how: str) -> list[torch.Tensor]:
         with amp.scale_loss(loss, optimizer, loss_id=min(micro, 1), delay_unscale=delay) as scaled:
             scaled.backward()
         if how == "set_requires_gradient_sync" and not last:
-            assert optimizer._amp_stash.pending is not None
+            assert has_scaled_gradients(optimizer)
     return gradients_of(optimizer)
 
 
@@ -375,7 +376,7 @@ def what_is_refused(level: str) -> None:
         with pytest.raises(RuntimeError, match=match):
             amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
         assert dtypes == {name: value.dtype for name, value in (*model.named_parameters(), *model.named_buffers())}
-        assert "_amp_stash" not in vars(optimizer)
+        assert not is_under_amp(optimizer)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_torch.fsdp, "_RUNS_ON_CPU", False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from all_checks import CHECKS
-from python_process import run_python
+from python_process import PATH_WITH_TESTS, run_python
 
 HERE = Path(__file__).parent
 NAMES = [f"{check.__name__}-{level}" for check, levels in CHECKS for level in levels]
@@ -37,7 +37,7 @@ def failures(request, tmp_path_factory):
     if how == "torchrun":
         command = ["-m", "torch.distributed.run", f"--nproc_per_node={world}", f"--master_port={port}"]
         command += [launch, str(directory)]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TEST_PORT": port, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "TEST_PORT": port, "OMP_NUM_THREADS": "1"}
     environment["TEST_STEPS"] = str(steps)
     run = run_python(command, env=environment, timeout=600)
     found: dict[str, dict[int, str]] = {}
@@ -52,7 +52,7 @@ def failures(request, tmp_path_factory):
 
 def test_a_rank_that_dies_is_told_of(tmp_path):
     command = [HERE / "launch.py", "1", tmp_path / "not" / "there"]
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parents[1]), "TEST_PORT": "no port"}
+    environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "TEST_PORT": "no port"}
     run = run_python(command, env=environment)
     assert run.returncode == 1
     assert "Traceback" in run.stderr

@@ -1,18 +1,20 @@
 """``torch.distributed.checkpoint`` in one process, imported before ``amp.initialize`` or after it."""
 
+import os
+
 import pytest
 import torch
-from python_process import run_python
+from internals import is_under_amp, reset
+from python_process import PATH_WITH_TESTS, run_python
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
-from ampcompat._state import state
 
 LATE = """
 import sys
 import torch
 from ampcompat import amp
-from ampcompat._state import state
+from internals import reset
 
 home = "torch.distributed.checkpoint.state_dict"
 assert home not in sys.modules
@@ -21,7 +23,7 @@ model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
 if sys.argv[1] == "reset":
-    state.reset()
+    reset()
     assert sys.meta_path == finders
 from torch.distributed.checkpoint.state_dict import get_state_dict
 assert sys.meta_path == finders
@@ -37,7 +39,7 @@ def test_the_module_may_be_imported_later(tmp_path, case, printed):
     """The finder that waits for it leaves, and does nothing after ``reset``."""
     script = tmp_path / "late.py"
     script.write_text(LATE)
-    run = run_python([script, case])
+    run = run_python([script, case], env={**os.environ, "PYTHONPATH": PATH_WITH_TESTS})
     assert run.stdout.strip().splitlines()[-1:] == [printed], run.stderr
 
 
@@ -74,7 +76,7 @@ def test_an_error_in_between_leaves_model_and_optimizer():
     with pytest.raises((KeyError, RuntimeError)):
         set_optimizer_state_dict(model, optimizer, {"state": {"other": {}}, "param_groups": []})
     assert "named_parameters" not in vars(model)
-    assert "_amp_stash" in vars(optimizer)
+    assert is_under_amp(optimizer)
 
 
 def test_reset_takes_the_patches_back():
@@ -92,5 +94,5 @@ def test_reset_takes_the_patches_back():
     model = torch.nn.Linear(2, 2)
     amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
     assert all(new is not old for new, old in zip(now(), before, strict=True))
-    state.reset()
+    reset()
     assert now() == before

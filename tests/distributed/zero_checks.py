@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks import LEVELS, MASTERS, Net, batch, equal_on_ranks, step
+from internals import masters_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ampcompat import amp
-from ampcompat.amp.masters import masters_of
 
 ADAM = {"lr": 0.02, "weight_decay": 0.01, "eps": 1e-4}  # 1e-8 is zero in half, at O3
 

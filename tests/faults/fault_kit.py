@@ -1,9 +1,9 @@
 """A picture of all that a call of amp may change, as plain values: what a failed call must leave as it was."""
 
 import torch
+from internals import view
 
 import ampcompat
-from ampcompat._state import state
 
 
 def plain(value):
@@ -21,7 +21,7 @@ def whole_picture(models, optimizers):
         "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
         "cache": torch.is_autocast_cache_enabled(),
         "engine": torch.autograd._engine_run_backward,
-        "amp": {name: plain(value) for name, value in state.view.items()},
+        "amp": {name: plain(value) for name, value in view().items()},
         "scalers": ampcompat.amp.state_dict(),
     }
     names = {}

@@ -4,11 +4,10 @@ import threading
 
 import pytest
 import torch
+from internals import masters_of
 
 from ampcompat import _torch, amp
 from ampcompat.amp import gradients
-from ampcompat.amp.casts import save
-from ampcompat.amp.masters import masters_of
 from ampcompat.optimizers import FusedAdam, FusedSGD
 
 OPTIMIZERS = {
@@ -96,46 +95,6 @@ def skips_one_step(kind, name, opt_level, value, capsys):
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-class NoMemory(torch.autograd.Function):
-    """Its backward finds no memory left."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise torch.OutOfMemoryError("out of memory") if hasattr(torch, "OutOfMemoryError") else MemoryError
-
-
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-def test_out_of_memory_inside_backward(opt_level):
-    """The block is undone: a script that catches it and goes on with less data trains as one that never saw it."""
-
-    def run(fails):
-        torch.manual_seed(0)
-        model = Net("weight")
-        optimizer = OPTIMIZERS["sgd"](model.parameters())
-        amp.initialize(model, optimizer, opt_level=opt_level, loss_scale="dynamic")
-        with amp.scale_loss(model(torch.arange(5)).float().square().mean() * 0.01, optimizer) as scaled:
-            scaled.backward()  # accumulated, and must survive
-        if fails:
-            flags = save(["cpu"])
-            statistics = [b.clone() for b in model.buffers()]
-            h = model.second(model.norm(NoMemory.apply(model.first(model.embedding(torch.arange(5))))))
-            with pytest.raises((MemoryError, RuntimeError)), amp.scale_loss(h.float().sum(), optimizer) as scaled:
-                scaled.backward()
-            for buffer, value in zip(model.buffers(), statistics, strict=True):
-                buffer.copy_(value)
-            assert save(["cpu"]) == flags
-        train(model, optimizer)
-        return [*amp.master_params(optimizer)], amp.state_dict()
-
-    (failed, scalers), (smooth, expected) = run(True), run(False)
-    assert scalers == expected
-    assert all(torch.equal(a, b) for a, b in zip(failed, smooth, strict=True))
-
-
 @pytest.mark.parametrize(("accumulated", "at"), [(False, 1), (True, 1), (True, 3)])  # a first pass makes all at once
 def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, capsys):
     """Where float32 gradients are made: all of them are cleared, the next step is skipped, and training goes on."""
@@ -183,27 +142,6 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
         its.step()
     for ours, its in zip(amp.master_params(optimizer), amp.master_params(twin_optimizer), strict=True):
         assert torch.equal(ours, its)
-
-
-class Worker(torch.utils.data.Dataset):
-    """Reports the casts that it finds where it runs, and what a matmul gives there."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
-        return index, torch.is_autocast_enabled("cpu"), product.dtype == torch.float32
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
-def test_forked_workers_do_not_cast(opt_level):
-    model = Net("weight")
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
-    loader = torch.utils.data.DataLoader(Worker(), num_workers=2, multiprocessing_context="fork")
-    assert [(bool(on), bool(plain)) for _, on, plain in loader] == [(False, True)] * 4
-    train(model, optimizer)
 
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])

@@ -2,18 +2,16 @@
 
 import copy
 import fnmatch
-import io
 import math
-import pickle
 
 import pytest
 import torch
 from fault_kit import whole_picture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from internals import reset
 
 from ampcompat import amp
-from ampcompat._state import state
 
 quietly = settings(
     max_examples=100, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
@@ -21,7 +19,7 @@ quietly = settings(
 
 
 def start(opt_level="O2", **kwargs):
-    state.reset()
+    reset()
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -173,23 +171,6 @@ def test_optimizer_load_state_dict(data):
     assert whole_picture([model], [optimizer]) == before
 
 
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3", "O4", "O5"])
-def test_checkpoints_load_with_weights_only(opt_level):
-    model, optimizer = start(opt_level)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}, file)
-    whole = file.getvalue()
-    loaded = torch.load(io.BytesIO(whole), weights_only=True)
-    model.load_state_dict(loaded["model"])
-    optimizer.load_state_dict(loaded["optimizer"])
-    amp.load_state_dict(loaded["amp"])
-    before = whole_picture([model], [optimizer])
-    for length in (0, 1, len(whole) // 2, len(whole) - 1):
-        with pytest.raises((RuntimeError, EOFError, OSError, ValueError, pickle.UnpicklingError)):
-            torch.load(io.BytesIO(whole[:length]), weights_only=True)
-    assert whole_picture([model], [optimizer]) == before
-
-
 VALUES = st.one_of(
     st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), min_size=1, max_size=8),
     st.sampled_from(["O1 ", "o1", "01", "O6", "O" * 10_000, "None", "fp16,bf16", "BF16", "\udcff", "O1\n", "\x1b[31m"]),
@@ -200,7 +181,7 @@ KNOWN = ["O0", "O1", "O2", "O3", "O4", "O5", "float16", "fp16", "half", "bfloat1
 @quietly
 @given(name=st.sampled_from(["AMPCOMPAT_OPT_LEVEL", "AMPCOMPAT_DTYPE"]), value=VALUES.filter(lambda v: v not in KNOWN))
 def test_environment(name, value):
-    state.reset()
+    reset()
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = whole_picture([model], [optimizer])
@@ -215,7 +196,7 @@ def test_environment(name, value):
 @given(st.one_of(VALUES, st.sampled_from(["*", "**", "[", "[!", "[z-a]", "*a" * 40, ",,,", " , ", "0", "?", "Linear"])))
 def test_patterns_from_the_environment(patterns):
     """What matches is kept in float32; what does not is said; a refusal changes nothing."""
-    state.reset()
+    reset()
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.MultiheadAttention(2, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = whole_picture([model], [optimizer])

@@ -1,15 +1,12 @@
 """Where amp must do nothing it does nothing, bit for bit; and undo leaves torch as it was."""
 
-from collections import OrderedDict, namedtuple
-
 import law_profiles  # noqa: F401 - loads the profile
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from internals import reset
 
 from ampcompat import amp
-from ampcompat._state import state
-from ampcompat.amp.trees import cast_tree
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -70,7 +67,7 @@ def same(left, right):
 @given(recipe=recipes(), keywords=st.sampled_from([{"enabled": False}, {"opt_level": "O0"}]))
 def test_disabled_and_o0_are_plain_pytorch(recipe, keywords):
     plain = train(recipe, *build(recipe), torch.Tensor.backward)
-    state.reset()
+    reset()
     model, optimizer = amp.initialize(*build(recipe), verbosity=0, **keywords)
 
     def backward(loss):
@@ -85,51 +82,5 @@ def test_disabled_and_o0_are_plain_pytorch(recipe, keywords):
 def test_after_a_reset_torch_is_plain_again(recipe, opt_level):
     plain = train(recipe, *build(recipe), torch.Tensor.backward)
     amp.initialize(*build(recipe), opt_level=opt_level, verbosity=0)
-    state.reset()
+    reset()
     assert same(train(recipe, *build(recipe), torch.Tensor.backward), plain)
-
-
-Pair = namedtuple("Pair", "left right")
-LEAVES = st.one_of(
-    st.sampled_from([torch.float32, torch.float64, torch.float16, torch.int64, torch.bool]).map(
-        lambda dtype: torch.ones(2, dtype=dtype)
-    ),
-    st.none(),
-    st.integers(),
-    st.text(max_size=3),
-    st.floats(allow_nan=False),
-)
-TREES = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.lists(inner, max_size=3).map(tuple),
-        st.tuples(inner, inner).map(lambda both: Pair(*both)),
-        st.dictionaries(st.text(max_size=2), inner, max_size=3),
-        st.dictionaries(st.text(max_size=2), inner, max_size=3).map(OrderedDict),
-    ),
-    max_leaves=12,
-)
-
-
-def flat(tree):
-    """Type and leaves of ``tree``, in order, each with where it is."""
-    if isinstance(tree, (list, tuple)):
-        return [(type(tree), len(tree)), *[x for item in tree for x in flat(item)]]
-    if isinstance(tree, dict):
-        return [(type(tree), list(tree)), *[x for item in tree.values() for x in flat(item)]]
-    return [tree]
-
-
-@given(tree=TREES, dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]))
-def test_cast_tree_keeps_the_structure(tree, dtype):
-    before, after = flat(tree), flat(cast_tree(tree, dtype))
-    assert len(before) == len(after)
-    for old, new in zip(before, after, strict=True):
-        if isinstance(old, torch.Tensor) and old.is_floating_point():
-            assert new.dtype == dtype
-            assert torch.equal(new, old.to(dtype))
-        elif isinstance(old, torch.Tensor):
-            assert new is old
-        else:
-            assert new == old

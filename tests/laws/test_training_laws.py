@@ -13,10 +13,10 @@ import programs
 import pytest
 import torch
 from hypothesis import settings
+from internals import reset
 from reference_amp import Raised, Reference, Untold
 
 from ampcompat import amp
-from ampcompat._state import state
 
 # Programs make every mistake that there is a warning for.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -32,7 +32,7 @@ class Real:
 
     def make(self, seed):
         config = self.config
-        state.reset()
+        reset()
         self.models, self.weights = programs.build(config, seed)
         self.optimizers = programs.make_optimizers(config, self.weights)
         amp.initialize(
@@ -275,7 +275,7 @@ def refuses(real, step):
 
 def run(program):
     """Run the reference, alone with torch; then amp, and compare what is seen after every step."""
-    state.reset()
+    reset()
     reference = Reference(program["config"])
     expected = [("taken", reference.seen())]
     with contextlib.suppress(Untold):
@@ -298,7 +298,7 @@ def error_of(program):
     except Exception as error:
         return error
     finally:
-        state.reset()
+        reset()
     return None
 
 

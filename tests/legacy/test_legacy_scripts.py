@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from python_process import run_python
+from python_process import PATH_WITH_TESTS, run_python
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
@@ -28,8 +28,9 @@ else:
 log = os.open(os.path.join(folder, os.path.basename(script)), os.O_CREAT | os.O_WRONLY)
 os.dup2(log, 1)
 os.dup2(log, 2)
-from ampcompat._state import state
+
 from ampcompat.cli import main
+from internals import reset
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 layers, stepped = set(), set()
@@ -48,7 +49,7 @@ for at in levels.split():
     assert main(["run", "--opt-level", at, script]) == 0
     print("seen", json.dumps([sorted(layers), sorted(stepped)]), flush=True)
     layers.clear(); stepped.clear()
-    state.reset()
+    reset()
 print("== end")
 """
 FLOAT, HALF = "torch.float32", "torch.float16"
@@ -81,7 +82,7 @@ def assert_falls(seen, steps):
 def outputs(levels, tmp_path_factory):
     """The folder of what each script printed."""
     folder = tmp_path_factory.mktemp("outputs")
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "OMP_NUM_THREADS": "1"}
     done = run_python(["-c", DRIVER, folder, levels, *SCRIPTS], cwd=ROOT, env=environment, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return folder

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from internals import reset
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ampcompat
@@ -111,7 +112,7 @@ def test_ten_thousand_parameters(opt_level):
     """Work per parameter is the same for many as for few, at every step."""
 
     def make(count):
-        ampcompat._state.state.reset()
+        reset()
         model = Many(count)
         optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-10)
         amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ampcompat import amp
+
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 CAST_LEVELS = ["O2", "O3", "O5"]
 MASTER_LEVELS = ["O2", "O5"]
@@ -135,9 +137,18 @@ def batch(seed: int = 0, rows: int = 8) -> torch.Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, seed: int = 0) -> None:
+    """Train for ``steps``, the first with the batch of ``seed``; the gradients of the last stay."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(batch(seed + step)).float().pow(2).mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+
 def masters_agree(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
     """The invariant, bitwise: every half tensor is its master rounded."""
-    from ampcompat.amp.masters import masters_of
+    from internals import masters_of
 
     masters = masters_of(model)
     for master in masters:

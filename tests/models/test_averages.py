@@ -173,30 +173,6 @@ def test_over_parameters_the_masters_of_the_copy_follow(level, update, look):
 
 
 # -- no copy is warned of ----------------------------------------------------------------------------------------------
-def test_no_warning_for_a_teacher_loaded_repeatedly():
-    """It is loaded twenty times before training."""
-    model, optimizer = initialized("O2")
-    teacher = copy.deepcopy(model)
-    for _ in range(20):
-        teacher.load_state_dict(model.state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(3):
-            train(model, optimizer, step)
-
-
-@pytest.mark.parametrize("lr", [0.0, 0.02])
-def test_no_warning_for_a_copy_that_keeps_up(lr):
-    """The steps are small, or none: warm-up from a learning rate of zero."""
-    model, optimizer = initialized("O2", lr)
-    ema = copy.deepcopy(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for step in range(20):
-            train(model, optimizer, step)
-            with torch.no_grad():
-                for average, value in zip(ema.parameters(), model.parameters(), strict=True):
-                    average.copy_(value)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

@@ -23,6 +23,7 @@ from nets import (
     WithMeta,
     batch,
     masters_agree,
+    train,
 )
 from python_process import run_python
 from torch import nn
@@ -35,14 +36,6 @@ def made(kind=Net, level="O2", seed=0, **kwargs):
     model = kind()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
-
-
-def train(model, optimizer, steps=2, seed=5):
-    for step in range(steps):
-        optimizer.zero_grad()
-        with amp.scale_loss(model(batch(seed + step)).float().pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
 
 
 def by_pickle(model):
@@ -63,7 +56,7 @@ WAYS = pytest.mark.parametrize("way", [copy.deepcopy, by_pickle, by_torch], ids=
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_copy_computes_the_same_and_with_its_own_weights(level, way):
     model, optimizer = made(level=level)
-    train(model, optimizer)
+    train(model, optimizer, 2)
     model.eval()
     clone = way(model)
     assert type(clone).__name__ == "Net"
@@ -81,7 +74,7 @@ def test_a_copy_computes_the_same_and_with_its_own_weights(level, way):
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_copy_takes_the_masters_along(level, way):
     model, optimizer = made(level=level)
-    train(model, optimizer)
+    train(model, optimizer, 2)
     clone = way(model)
     for (name, value), (_, other) in zip(model.state_dict().items(), clone.state_dict().items(), strict=True):
         assert torch.equal(value, other), name
@@ -92,7 +85,7 @@ def test_a_copy_takes_the_masters_along(level, way):
 @pytest.mark.parametrize("kind", [Child, Routed, OwnState, Tied, WithMeta, OwnDeepcopy, OwnReduce])
 def test_unusual_classes_survive(kind, way):
     model, optimizer = made(kind)
-    train(model, optimizer)
+    train(model, optimizer, 2)
     model.eval()
     clone = way(model)
     assert isinstance(clone, kind)
@@ -119,7 +112,7 @@ def test_proxies_that_define_getattr():
     model = Proxy(Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
-    train(model, optimizer)
+    train(model, optimizer, 2)
     assert model.head is model.module.head
     clone = copy.deepcopy(model)
     clone.eval(), model.eval()
@@ -128,7 +121,7 @@ def test_proxies_that_define_getattr():
 
 def test_slots_keep_their_values():
     model, optimizer = made(Slotted)
-    train(model, optimizer)
+    train(model, optimizer, 2)
     model.gain = 0.0
     assert torch.equal(model(batch()), torch.zeros(8, 2))
 
@@ -138,9 +131,9 @@ def test_registries_do_not_see_the_subclass():
 
     known, made_before = list(Registered.registry), list(Meta.made)
     model, optimizer = made(RegisteredChild)
-    train(model, optimizer)
+    train(model, optimizer, 2)
     other, optimizer = made(WithMeta)
-    train(other, optimizer)
+    train(other, optimizer, 2)
     assert Registered.registry == known
     assert Meta.made == made_before
     assert isinstance(copy.deepcopy(model), RegisteredChild)
@@ -148,7 +141,7 @@ def test_registries_do_not_see_the_subclass():
 
 def test_a_deepcopy_of_a_submodule_is_half_with_masters():
     model, optimizer = made()
-    train(model, optimizer)
+    train(model, optimizer, 2)
     part = copy.deepcopy(model.head)
     assert part.weight.dtype == torch.float16
     assert torch.equal(part.state_dict()["weight"], model.state_dict()["head.weight"])
@@ -157,12 +150,12 @@ def test_a_deepcopy_of_a_submodule_is_half_with_masters():
 def test_a_deepcopy_trains_like_the_original():
     """Model and optimizer are copied together and the copies are initialized."""
     model, optimizer = made()
-    train(model, optimizer)
+    train(model, optimizer, 2)
     # torch's optimizers copy groups and state, no instance attributes: the copy must be initialized.
     model2, optimizer2 = copy.deepcopy((model, optimizer))
     model2, optimizer2 = amp.initialize(model2, optimizer2, opt_level="O2", verbosity=0)
-    train(model, optimizer, seed=50)
-    train(model2, optimizer2, seed=50)
+    train(model, optimizer, 2, seed=50)
+    train(model2, optimizer2, 2, seed=50)
     for (name, a), (_, b) in zip(model.state_dict().items(), model2.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
 
@@ -181,7 +174,7 @@ def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path):
     paths, scripts, wanted = [], [], []
     for level in LEVELS:
         model, optimizer = made(level=level)
-        train(model, optimizer)
+        train(model, optimizer, 2)
         model.eval()
         path, out = tmp_path / f"{level}.pt", tmp_path / f"{level}.out.pt"
         torch.save(model, path)
@@ -202,7 +195,7 @@ def test_data_parallel_replicas_compute_the_same(level):
     import threading
 
     model, optimizer = made(level=level)
-    train(model, optimizer)
+    train(model, optimizer, 2)
     model.eval()
     expected = model(batch())
     replica = model._replicate_for_data_parallel()
@@ -229,7 +222,7 @@ def test_a_model_saved_with_its_optimizer_trains_on(level):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
-    def train(model, optimizer):
+    def train_on(model, optimizer):
         for seed in range(3):
             x = torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))
             with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
@@ -237,14 +230,14 @@ def test_a_model_saved_with_its_optimizer_trains_on(level):
             optimizer.step()
             optimizer.zero_grad()
 
-    train(model, optimizer)
+    train_on(model, optimizer)
     file = io.BytesIO()
     torch.save({"model": model, "optimizer": optimizer}, file)
     file.seek(0)
     saved = torch.load(file, weights_only=False)
-    train(model, optimizer)
+    train_on(model, optimizer)
     again, again_optimizer = amp.initialize(saved["model"], saved["optimizer"], opt_level=level, verbosity=0)
-    train(again, again_optimizer)
+    train_on(again, again_optimizer)
     for one, other in zip(amp.master_params(again_optimizer), amp.master_params(optimizer), strict=True):
         assert torch.equal(one, other)
     for one, other in zip(again.parameters(), model.parameters(), strict=True):
@@ -270,8 +263,6 @@ def test_new_objects_of_the_models_class_are_plain():
     model, _ = made()
     other = type(model)()
     assert other(batch()).dtype == other.head.weight.dtype == torch.float32
-    replica = other._replicate_for_data_parallel()
-    assert "_amp_stamp" not in vars(replica)
 
 
 def test_a_bound_forward_works_after_amp_is_left():
@@ -294,12 +285,20 @@ class Affine(nn.Module):
         return self.layer(x - self.mean)
 
 
+def test_masters_made_under_inference_mode_can_be_trained():
+    model = amp.initialize(nn.Linear(4, 4), opt_level="O2", verbosity=0)
+    with torch.inference_mode():
+        model.state_dict()
+    model(torch.randn(2, 4)).sum().backward()
+    assert model.weight.grad is not None
+
+
 @WAYS
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_copy_made_under_inference_mode_is_one_with_masters(level, way):
     """In plain torch its tensors could not be trained; those with masters can."""
     model, optimizer = made(Affine, level)
-    train(model, optimizer)
+    train(model, optimizer, 2)
     want = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.inference_mode():
         clone = way(model)
@@ -311,7 +310,7 @@ def test_a_copy_made_under_inference_mode_is_one_with_masters(level, way):
     if level in MASTER_LEVELS:
         optimizer = torch.optim.SGD(clone.parameters(), lr=0.1)
         clone, optimizer = amp.initialize(clone, optimizer, opt_level=level, verbosity=0)
-        train(clone, optimizer)
+        train(clone, optimizer, 2)
         masters_agree(clone, optimizer)
     for name, value in model.state_dict().items():
         assert torch.equal(value, want[name]), name

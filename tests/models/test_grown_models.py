@@ -4,11 +4,10 @@ import copy
 
 import pytest
 import torch
+from internals import masters_by_name, masters_of
 from nets import Net, Tied, batch, masters_agree
 
 from ampcompat import amp
-from ampcompat.amp.half_weights import masters_by_name
-from ampcompat.amp.masters import masters_of
 
 HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
 

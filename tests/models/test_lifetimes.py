@@ -8,10 +8,10 @@ import weakref
 
 import pytest
 import torch
+from internals import reset, sizes_of_state, undos
 from nets import LEVELS, Net, Routed, batch
 
 from ampcompat import amp
-from ampcompat._state import state
 
 
 def initialized(level, kind=Net):
@@ -79,26 +79,15 @@ def live_tensors():
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-def sizes():
-    """How many things every container in ampcompat's state holds."""
-    found = {}
-    for name, held in vars(state).items():
-        if hasattr(held, "__len__"):
-            found[name] = len(held)
-        elif hasattr(held, "__dict__"):
-            found.update({f"{name}.{k}": len(v) for k, v in vars(held).items() if hasattr(v, "__len__")})
-    return found
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_steps_do_not_grow_memory(level):
     model, optimizer = initialized(level)
     train(model, optimizer, 10)
-    tensors, held, blocks = live_tensors(), sizes(), [sys.getallocatedblocks()]
+    tensors, held, blocks = live_tensors(), sizes_of_state(), [sys.getallocatedblocks()]
     for _ in range(3):
         train(model, optimizer, 200)
         assert live_tensors() == tensors
-        assert sizes() == held
+        assert sizes_of_state() == held
         gc.collect()
         blocks.append(sys.getallocatedblocks())
     # A leak of one small object a step would show as 200 each time; the interpreter's own caches fill up.
@@ -119,10 +108,10 @@ def test_evaluation_checkpoints_and_averages_do_not_grow_memory():
             model.load_state_dict(model.state_dict())
 
     rounds(5)
-    tensors, held = live_tensors(), sizes()
+    tensors, held = live_tensors(), sizes_of_state()
     rounds(50)
     assert live_tensors() == tensors
-    assert sizes() == held
+    assert sizes_of_state() == held
 
 
 class Calls:
@@ -155,12 +144,12 @@ def work_of_one(level):
 def test_a_hundred_initializes_do_not_slow_the_next(level):
     work_of_one(level)
     second = work_of_one(level)
-    undos = len(state.undo._exit_callbacks)
+    before = undos()
     for _ in range(98):
         initialized(level)
     gc.collect()
     assert work_of_one(level) == second
-    assert len(state.undo._exit_callbacks) == undos
+    assert undos() == before
 
 
 @pytest.mark.parametrize("end", ["disabled", "deactivated"])
@@ -175,12 +164,12 @@ def test_a_cycle_of_casts_leaves_no_undo_behind(end, torch_state):
 
     before = torch_state()
     cycle()
-    undos = len(state.undo._exit_callbacks)
+    count = undos()
     for _ in range(3):
         cycle()
-    assert len(state.undo._exit_callbacks) == undos
+    assert undos() == count
     initialized("O1")
-    state.reset()
+    reset()
     assert torch_state() == before
 
 

@@ -10,12 +10,11 @@ import warnings
 
 import pytest
 import torch
+from internals import masters_by_name, masters_of
 from nets import MASTER_LEVELS, Tied, masters_agree
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.amp.half_weights import masters_by_name
-from ampcompat.amp.masters import masters_of
 
 LEVEL = pytest.mark.parametrize("level", MASTER_LEVELS)
 HALF = {"O2": torch.float16, "O5": torch.bfloat16}
@@ -302,32 +301,6 @@ def test_untying_stays_and_says_that_nothing_trains_the_new_one(level, name, wid
     masters_agree(model, optimizer)
 
 
-@pytest.mark.parametrize("add", ["before a forward", "after a forward", "before the module holds it"])
-@pytest.mark.parametrize("wide", [False, True], ids=["half", "float32"])
-@LEVEL
-def test_an_untied_parameter_trains_beside_the_old_one(level, wide, add):
-    """It replaces one of two tied names and is added to the optimizer before or after amp sees it."""
-    model, optimizer = started(level)
-    exact = model.state_dict()["encoder.weight"].clone()
-    new, value = new_parameter(level, wide)
-    if add == "before the module holds it":
-        optimizer.add_param_group({"params": [new], "lr": NEW_RATE})
-    model.decoder.weight = new
-    if add == "after a forward":
-        with pytest.warns(UserWarning, match="no optimizer trains the new parameter"):
-            forward(model)
-    if add != "before the module holds it":
-        optimizer.add_param_group({"params": [new], "lr": NEW_RATE})
-    encoder, decoder = torch.full((4, 4), 2.0**-6), torch.full((4, 4), 2.0**-5)
-    for _ in range(2):
-        step(model, optimizer, encoder=encoder, decoder=decoder)
-    saved = model.state_dict()
-    assert torch.equal(saved["encoder.weight"], exact - 2 * OLD_RATE * encoder)
-    assert torch.equal(saved["decoder.weight"], value - 2 * NEW_RATE * decoder)
-    assert len(held(optimizer)) == 2
-    masters_agree(model, optimizer)
-
-
 @UNTIED
 @pytest.mark.parametrize("way", [copied, pickled])
 @LEVEL
@@ -415,45 +388,6 @@ class Apart(Tied):
     def __init__(self):
         super().__init__()
         self.decoder.weight = nn.Parameter(values(3))
-
-
-@LEVEL
-def test_weights_tied_after_initialize_train_as_one(level):
-    model, optimizer = started(level, Apart, momentum=0.5)
-    gradient = torch.full((4, 4), 2.0**-6)
-    step(model, optimizer, encoder=gradient, decoder=gradient)
-    exact = model.state_dict()["encoder.weight"].clone()
-    shared, dead = model.encoder.weight, held(optimizer)[1].detach().clone()
-    reference = nn.Parameter(exact.clone())
-    plain = torch.optim.SGD([reference], lr=OLD_RATE, momentum=0.5)
-    plain.state[reference]["momentum_buffer"] = optimizer.state[held(optimizer)[0]]["momentum_buffer"].clone()
-    model.decoder.weight = model.encoder.weight
-    for _ in range(3):
-        step(model, optimizer, encoder=gradient, decoder=gradient)
-        reference.grad = 2 * gradient
-        plain.step()
-    assert model.encoder.weight is model.decoder.weight is shared
-    saved = model.state_dict()
-    assert torch.equal(saved["encoder.weight"], reference)
-    assert torch.equal(saved["decoder.weight"], reference)
-    assert torch.equal(held(optimizer)[1], dead)
-    masters_agree(model, optimizer)
-
-
-@UNTIED
-@LEVEL
-def test_untied_and_tied_again(level):
-    model, optimizer = started(level)
-    exact = model.state_dict()["encoder.weight"].clone()
-    model.decoder.weight = nn.Parameter(values(1))
-    forward(model)
-    model.decoder.weight = model.encoder.weight
-    gradient = torch.full((4, 4), 2.0**-6)
-    step(model, optimizer, encoder=gradient, decoder=gradient)
-    assert model.encoder.weight is model.decoder.weight
-    assert torch.equal(model.state_dict()["decoder.weight"], exact - 2 * OLD_RATE * gradient)
-    assert len(masters_of(model)) == 1
-    masters_agree(model, optimizer)
 
 
 @LEVEL

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 import torch
+from internals import reset
 
 from ampcompat import install_as_apex
-from ampcompat._state import state
 
 PACKAGES = ["contrib", "RNN", "mlp", "transformer", "fused_dense", "reparameterization", "pyprof"]
 
@@ -66,7 +66,7 @@ def test_reset_takes_the_finder_away():
     importlib.import_module("ampcompat.contrib")
     importlib.import_module("ampcompat.RNN")
     assert len(sys.meta_path) == len(before) + 1
-    state.reset()
+    reset()
     assert sys.meta_path == before
 
 

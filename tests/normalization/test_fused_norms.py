@@ -1,9 +1,9 @@
 import pytest
 import torch
+from internals import reset
 from torch import nn
 
 from ampcompat import amp
-from ampcompat._state import state
 from ampcompat.normalization import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 from ampcompat.normalization.fused_layer_norm import fused_layer_norm, fused_rms_norm, manual_rms_norm
 
@@ -90,7 +90,7 @@ def trained(make, level):
         losses.append(loss.item())
     half = level in ("O2", "O3")
     assert model[1].weight.dtype == (torch.float16 if half else torch.float32)
-    state.reset()
+    reset()
     return losses
 
 

@@ -243,27 +243,20 @@ def test_larc_agrees_with_the_scalar_rule(larc, dtype):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.02]
 
 
-def test_adam_and_adamw_are_bitwise_torchs_fused_ones():
-    for mode, twin in ((True, torch.optim.AdamW), (False, torch.optim.Adam)):
-        ours, theirs = make_params(torch.float32), make_params(torch.float32)
-        for p, q in zip(ours, theirs):
-            p.data, q.data = p.data.contiguous(), q.data.contiguous()
-        a = FusedAdam(ours, lr=0.05, weight_decay=0.1, adam_w_mode=mode)
-        b = twin(theirs, lr=0.05, weight_decay=0.1, fused=True)
-        for step in range(4):
-            make_grads(ours, step, skip_some=False)
-            make_grads(theirs, step, skip_some=False)
-            a.step()
-            b.step()
-        assert all(torch.equal(p, q) for p, q in zip(ours, theirs))
+FUSED = {
+    "AdamW": (FusedAdam, {"weight_decay": 0.1}, torch.optim.AdamW),
+    "Adam": (FusedAdam, {"weight_decay": 0.1, "adam_w_mode": False}, torch.optim.Adam),
+    "SGD": (FusedSGD, {"momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}, torch.optim.SGD),
+}
 
 
-def test_sgd_is_bitwise_torchs_fused_one():
+@pytest.mark.parametrize(("cls", "options", "twin"), FUSED.values(), ids=FUSED)
+def test_they_are_bitwise_torchs_fused_ones(cls, options, twin):
     ours, theirs = make_params(torch.float32), make_params(torch.float32)
     for p, q in zip(ours, theirs):
         p.data, q.data = p.data.contiguous(), q.data.contiguous()
-    options = {"lr": 0.05, "momentum": 0.9, "dampening": 0.2, "weight_decay": 0.1}
-    a, b = FusedSGD(ours, **options), torch.optim.SGD(theirs, fused=True, **options)
+    of_torch = {name: value for name, value in options.items() if name != "adam_w_mode"}
+    a, b = cls(ours, lr=0.05, **options), twin(theirs, lr=0.05, fused=True, **of_torch)
     for step in range(4):
         make_grads(ours, step, skip_some=False)
         make_grads(theirs, step, skip_some=False)

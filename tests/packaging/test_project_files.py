@@ -143,7 +143,7 @@ def slugs(page):
 
 def test_links_of_the_readme_lead_to_files_of_the_repository():
     links = re.findall(r"\]\(([^)]+)\)", (ROOT / "README.md").read_text())
-    assert len(links) > 10
+    assert links
     for link in links:
         page, _, anchor = link.partition("#")
         if page.startswith("https://creativecommons.org/"):
@@ -155,7 +155,7 @@ def test_links_of_the_readme_lead_to_files_of_the_repository():
 def test_pages_that_moved_lead_to_pages():
     """Sphinx does not look at the targets of additional pages."""
     moved = runpy.run_path(str(ROOT / "docs" / "conf.py"))["MOVED"]
-    assert len(moved) > 10
+    assert moved
     for old, new in moved.items():
         page, _, anchor = new.partition("#")
         assert not (ROOT / "docs" / f"{old}.md").exists(), old

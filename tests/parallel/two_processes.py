@@ -5,8 +5,7 @@ import time
 
 import torch
 import torch.distributed as dist
-
-from ampcompat._state import state
+from internals import reset
 
 
 def run_on_two_processes(checks):
@@ -23,7 +22,7 @@ def _run(rank, port, checks):
     try:
         for check in checks:
             check(rank)
-            state.reset()
+            reset()
     finally:
         # torch joins gloo's threads with the GIL held, which they need for the last Python objects that they drop.
         time.sleep(0.2)

@@ -37,7 +37,7 @@ class Run:
     """A model in training, on the device or on the CPU."""
 
     def __init__(self, level, make, there, **options):
-        state.reset()
+        reset()
         self.there, self.at = there, 0
         model = net(there)
         self.model, self.optimizer = amp.initialize(
@@ -176,7 +176,7 @@ def casts_follow_the_lists(level, half):
 
 
 def the_api_of_before_2019_casts_there():
-    state.reset()
+    reset()
     with Ops():
         handle = amp.init()
         wide = Shell(torch.ones(2, 2))
@@ -282,12 +282,12 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     library = set_up()
 
+    from internals import reset
     from o1_casts import casts_on
     from op_calls import PAIRS, probe
     from op_rows import ROWS
 
     from ampcompat import amp, optimizers
-    from ampcompat._state import state
     from ampcompat.amp import gradients
 
     outcomes = {}

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 import torch.nn.functional as F
+from internals import reset
 from torch import nn
 
-from ampcompat._state import state
 from ampcompat.amp import disable_casts, initialize, register_float_function, scale_loss
 
 #: torch's compiler trips over deprecations of its own.
@@ -172,7 +172,7 @@ class Gelu(nn.Linear):
 def unpickled_where_nobody_initialized():
     model = initialize(Gelu(4, 4), opt_level="O1", verbosity=0)
     want, data = model(X), pickle.dumps(model)
-    state.reset()
+    reset()
     return pickle.loads(data), want
 
 
@@ -350,7 +350,7 @@ def test_a_compiled_model_called_by_an_uncast_one_or_by_a_hook(latest):
 def without_cache():
     torch.set_autocast_cache_enabled(False)
     yield
-    state.reset()
+    reset()
     was_left_off = not torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(True)
     assert was_left_off

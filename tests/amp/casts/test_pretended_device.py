@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pretended_checks
 import pytest
-from python_process import run_python
+from python_process import PATH_WITH_TESTS, run_python
 from torch.utils import backend_registration
 
 pytestmark = pytest.mark.skipif(
@@ -20,7 +20,7 @@ def outcomes(request):
     """What became of the checks that are to run, by name: one process serves them all."""
     program = Path(pretended_checks.__file__)
     root = program.parents[3]
-    path = os.pathsep.join([str(root), str(root / "tests" / "parity")])
+    path = os.pathsep.join([PATH_WITH_TESTS, str(root / "tests" / "parity")])
     names = [item.callspec.params["name"] for item in request.session.items if item.path == request.path]
     done = run_python([program, *names], cwd=root, env={**os.environ, "PYTHONPATH": path}, timeout=300)
     assert done.returncode == 0, done.stderr

@@ -7,10 +7,10 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from internals import reset
 from torch import nn
 
 from ampcompat import amp
-from ampcompat._state import state
 
 HALF, FLOAT, DOUBLE = torch.float16, torch.float32, torch.float64
 Pair = collections.namedtuple("Pair", "left right")
@@ -240,7 +240,7 @@ def test_a_registered_function_is_put_back():
     assert module.op is original
     begin()
     assert module.op(ones()) == HALF
-    state.reset()
+    reset()
     assert module.op is original
 
 

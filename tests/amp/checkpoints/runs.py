@@ -8,10 +8,10 @@ import itertools
 from typing import Any
 
 import torch
+from internals import reset
 from torch import nn
 
 from ampcompat import amp
-from ampcompat._state import state
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]
 OPTIMIZERS = {
@@ -95,7 +95,7 @@ class Run:
 
 def resumed(saved: bytes, level: str, optimizer: str, order: tuple[str, ...] = LOADS) -> Run:
     """A run in what stands for a fresh process, brought to where ``saved`` was made."""
-    state.reset()
+    reset()
     checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
     run = Run(level, optimizer, seed=99, initialize=False)
     todo = {

@@ -3,9 +3,9 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from internals import masters_of
 
 from ampcompat import amp
-from ampcompat.amp.masters import masters_of
 
 
 class Net(nn.Module):

@@ -3,12 +3,10 @@
 import pytest
 import torch
 from core_kit import backward, net, same
+from internals import master_of, masters_by_name, view
 
 from ampcompat import amp
-from ampcompat._state import state
 from ampcompat.amp import amp_model, optimizer
-from ampcompat.amp.half_weights import masters_by_name
-from ampcompat.amp.masters import master_of
 from ampcompat.amp.session import Session
 
 PLACES = {
@@ -45,7 +43,7 @@ def everything(model, optimizer, torch_state):
         "groups": [(id(g["params"]), [id(p) for p in g["params"]]) for g in optimizer.param_groups],
         "methods": sorted(optimizer.__dict__),
         "state": {id(p): sorted(s) for p, s in optimizer.state.items()},
-        "amp": {k: v for k, v in state.view.items() if k != "verbosity"},
+        "amp": {k: v for k, v in view().items() if k != "verbosity"},
         "scalers": amp.state_dict(),
     }
 

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from core_kit import Net, assert_tied, backward, batch, loss_of, masters, net, same, start
+from internals import float32_masters, keep_few_flags, overflow_flags, skipped_as_far_as_known
 
 from ampcompat import amp
 
@@ -193,7 +194,7 @@ def test_a_fused_step_with_closure_is_decided():
     """Fused Adam takes ``found_inf`` and skips by itself; with a closure, amp knows at once that it skipped."""
     model, optimizer = start("O2", MAKERS["Adam fused"], model=Net())
     optimizer.step(Calls(model, optimizer, bad=[0]))
-    assert optimizer._amp_stash.last_step.skipped is True
+    assert skipped_as_far_as_known(optimizer) is True
 
 
 class SAM(torch.optim.Optimizer):
@@ -350,14 +351,14 @@ def test_a_skipped_step_restores_counts_in_groups():
 
 
 def test_blocks_before_a_step_keep_few_flags_and_lose_none(capsys, monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", 50)
+    keep_few_flags(monkeypatch, 50)
     model, optimizer = start("O1", lambda m: torch.optim.SGD(m.parameters(), lr=0.1), num_losses=2)
     before = masters(optimizer)
     for block in range(200):
         loss = model.b.weight.sum() * (INF if block == 3 else 0.0)
         with amp.scale_loss(loss, optimizer, loss_id=block % 2) as scaled:
             scaled.backward()
-    assert len(optimizer._amp_stash.overflows) <= 50
+    assert overflow_flags(optimizer) <= 50
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert same(before, masters(optimizer))
@@ -368,7 +369,7 @@ def test_blocks_before_a_step_keep_few_flags_and_lose_none(capsys, monkeypatch):
 
 def test_a_plain_backward_in_a_closure_is_named():
     model, optimizer = start("O2", MAKERS["SGD"])
-    held = optimizer._amp_stash.all_fp32_from_fp16_params
+    held = float32_masters(optimizer)
     before = [p.detach().clone() for p in held]
     with pytest.warns(UserWarning, match="with gradients, but no scale_loss block"):
         optimizer.step(Calls(model, optimizer, scaled=False))

@@ -152,13 +152,6 @@ def test_positional_and_keyword_calls():
     o.step()
 
 
-def test_values_as_strings():
-    m, o = make()
-    amp.initialize(m, o, opt_level="O2", keep_batchnorm_fp32="False", loss_scale="128.0", verbosity=0)
-    assert m.bn.weight.dtype == torch.float16
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 128.0
-
-
 def test_what_initialize_prints(capsys):
     m, o = make()
     amp.initialize(m, o, opt_level="O2", loss_scale=128.0)
@@ -427,24 +420,6 @@ def test_load_state_dict_where_there_is_nothing_to_restore(capsys):
     with pytest.warns(UserWarning, match=r"after amp.initialize\(enabled=False\): nothing to restore"):
         amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 0}})
     assert amp.state_dict() == {}
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O3"])
-def test_a_step_at_scale_one_was_not_skipped(level):
-    model, optimizer = start(level, loss_scale=1.0)
-    train(model, optimizer, 1)
-    assert amp.step_was_skipped(optimizer) is False
-
-
-def test_gradients_unscaled_by_hand():
-    scaler = amp.scaler.LossScaler(8.0)
-    grads = [torch.full((2,), 16.0), torch.full((3,), 4.0)]
-    scaler.unscale_grads(grads)
-    assert [g.tolist() for g in grads] == [[2.0, 2.0], [0.5, 0.5, 0.5]]
-    dynamic = amp.scaler.LossScaler()
-    dynamic.unscale_grads([torch.tensor([float("inf")])])
-    assert dynamic.update_scale()
-    assert dynamic.loss_scale() == 2.0**15
 
 
 def test_version_stays_a_string_when_its_module_is_imported():

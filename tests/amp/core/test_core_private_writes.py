@@ -3,9 +3,9 @@
 import pytest
 import torch
 from core_kit import backward, loss_of, masters, net, same, start, train
+from internals import reset
 
 from ampcompat import amp
-from ampcompat._state import state
 
 
 def mm():
@@ -106,24 +106,29 @@ def test_is_active_does_nothing_where_nothing_is_cast():
 def test_is_active_of_a_handle_from_before_a_reset():
     start("O1")
     handle = amp._amp_state.handle
-    state.reset()
+    reset()
     for written in (False, True, False):
         handle._is_active = written
         assert mm() == torch.float32
 
 
 # -- optimizer._amp_stash ----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_scaled_gradients_that_a_script_has_unscaled_itself(level):
-    """``params_have_scaled_gradients = False``: what is in ``p.grad`` is not divided again."""
+def started_with_gradients(level):
+    """A model and its optimizer, and the gradients that amp makes of batch 1."""
     model, optimizer = start(level, loss_scale=128.0)
     backward(model, optimizer, 1)
     by_amp = [p.grad.clone() for p in amp.master_params(optimizer)]
     optimizer.zero_grad()
+    return model, optimizer, by_amp
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_scaled_gradients_that_a_script_has_unscaled_itself(level):
+    """``params_have_scaled_gradients = False``: what is in ``p.grad`` is not divided again."""
+    model, optimizer, by_amp = started_with_gradients(level)
     backward(model, optimizer, 1, delay_unscale=True)
     optimizer._amp_stash.params_have_scaled_gradients = False
     assert optimizer._amp_stash.params_have_scaled_gradients is False
-    assert not len(state.optimizers.pending)
     for param in model.parameters():
         param.grad.div_(128.0)
     if level == "O1":
@@ -169,10 +174,7 @@ def test_dropping_pending_gradients_keeps_earlier_ones():
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_scaled_gradients_that_a_script_made_itself(level):
     """``params_have_scaled_gradients = True``: a backward pass outside of a block, of a scaled loss."""
-    model, optimizer = start(level, loss_scale=128.0)
-    backward(model, optimizer, 1)
-    by_amp = [p.grad.clone() for p in amp.master_params(optimizer)]
-    optimizer.zero_grad()
+    model, optimizer, by_amp = started_with_gradients(level)
     (loss_of(model, 1).float() * 128.0).backward()
     optimizer._amp_stash.params_have_scaled_gradients = True
     assert optimizer._amp_stash.params_have_scaled_gradients is True

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from core_kit import Net, backward, start, train
+from internals import delayed_overflow_flags, keep_few_flags, overflow_flags
 
 from ampcompat import amp
 from ampcompat.amp.scaler import FLOOR, LossScaler
@@ -256,7 +257,7 @@ def test_scalers_written_before_initialize_do_no_harm():
 
 
 def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last(monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.scaler.MAX_FLAGS", 8)
+    keep_few_flags(monkeypatch, 8)
     model, optimizer = start("O1")
     for seed in range(30):
         backward(model, optimizer, seed, times=float("inf") if seed == 0 else 1.0, delay_overflow_check=True)
@@ -264,31 +265,29 @@ def test_an_overflow_that_is_put_off_for_ever_is_counted_at_last(monkeypatch):
         optimizer.zero_grad()
     (scaler,) = amp._amp_state.loss_scalers
     assert scaler.loss_scale() == 2.0**16
-    assert len(scaler._overflows.delayed) <= 8
+    assert delayed_overflow_flags(scaler) <= 8
     backward(model, optimizer)
     assert scaler.loss_scale() == 2.0**15
 
 
 def test_overflows_put_off_by_blocks_without_a_step_stay_few(monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.scaler.MAX_FLAGS", 8)
-    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", 3)
+    keep_few_flags(monkeypatch, 3)
     model, optimizer = start("O1")
     (scaler,) = amp._amp_state.loss_scalers
     for seed in range(40):
         backward(model, optimizer, seed % 3, delay_overflow_check=True)
-        assert len(scaler._overflows.delayed) <= 9
-        assert len(optimizer._amp_stash.overflows) <= 4
+        assert delayed_overflow_flags(scaler) <= 4
+        assert overflow_flags(optimizer) <= 4
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_early_overflow_that_many_blocks_put_off_skips_the_step(level, monkeypatch):
-    monkeypatch.setattr("ampcompat.amp.scaler.MAX_FLAGS", 16)
-    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", 16)
+    keep_few_flags(monkeypatch, 16)
     model, optimizer = start(level)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     for seed in range(40):
         backward(model, optimizer, seed % 3, times=float("inf") if seed == 0 else 1.0, delay_overflow_check=True)
-    assert len(optimizer._amp_stash.overflows) <= 16
+    assert overflow_flags(optimizer) <= 16
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(before, amp.master_params(optimizer), strict=True))

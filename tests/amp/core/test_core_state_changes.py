@@ -5,11 +5,11 @@ import re
 
 import pytest
 import torch
+from internals import masters_of, stash_of
 from state_tables import STATE_CHANGES
 
 from ampcompat import amp
 from ampcompat.amp import misuse
-from ampcompat.amp.masters import masters_of
 
 WARM = 12  # steps after which masters are compared by value no more
 BLOCK_ATTRIBUTES = ("entered", "is_plain", "scale", "backward_calls", "loss")
@@ -56,7 +56,7 @@ class Watched:
 
     def __init__(self, model, optimizer):
         self.scaler = amp._amp_state.loss_scalers[0]
-        self.stash = optimizer._amp_stash
+        self.stash = stash_of(optimizer)
         self.block = None
         self.master = masters_of(model)[0]
 

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from internals import has_scaled_gradients
 from state_tables import FLOAT32_GRADIENTS, MASTER_GRADIENTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -60,7 +61,7 @@ class Run:
 
     @property
     def is_pending(self):
-        return self.optimizer._amp_stash.params_have_scaled_gradients
+        return has_scaled_gradients(self.optimizer)
 
     @property
     def scale(self):

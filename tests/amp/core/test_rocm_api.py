@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from core_kit import net, sgd, start, train
+from internals import is_anything_initialized, reset
 from python_process import run_python
 
 from ampcompat import amp
-from ampcompat._state import state
 from ampcompat.amp import lists, utils
 from ampcompat.testing import common_utils
 
@@ -69,7 +69,7 @@ def test_another_patch_type_is_refused(wrong):
     if isinstance(wrong, torch.dtype):
         with pytest.raises(RuntimeError, match=rule):
             amp.init(True, "dynamic", wrong)
-    assert state.session is None
+    assert not is_anything_initialized()
     assert mm() == FLOAT
 
 
@@ -130,7 +130,7 @@ def test_another_type_of_patches_is_refused(level, dtype, fix):
     model = net()
     with pytest.raises(RuntimeError, match=f"patch_torch_functions_type={dtype} {fix}"):
         amp.initialize(model, sgd(model), opt_level=level, patch_torch_functions_type=dtype, verbosity=0)
-    assert state.session is None
+    assert not is_anything_initialized()
 
 
 @pytest.mark.parametrize("wrong", ["float16", True, torch.float32])
@@ -153,14 +153,6 @@ def test_the_option_shows_what_is_in_force(monkeypatch, capsys):
         amp.initialize(model, sgd(model), opt_level="O4", patch_torch_functions_type=BF16, verbosity=0)
         assert amp._amp_state.opt_properties.patch_torch_functions_type is None
     assert "patch_torch_functions_type=torch.bfloat16 is not for this level and is dropped" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("level", ["O4", "O5"])
-def test_levels_fill_properties(level):
-    made = amp.frontend.opt_levels[level](amp.frontend.Properties())
-    assert type(amp.frontend.opt_levels[level]) is getattr(amp.frontend, level)
-    assert (made.opt_level, made.loss_scale) == (level, 1.0)
-    assert made.patch_torch_functions_type == (BF16 if level == "O4" else None)
 
 
 # -- bfloat16 functions ------------------------------------------------------------------------------------------------
@@ -187,7 +179,7 @@ def test_register_bfloat16_function_beats_the_lists(level):
     start(level)
     assert torch.softmax(torch.ones(2), 0).dtype == BF16
     assert mm() == BF16
-    state.reset()
+    reset()
     assert torch.softmax(torch.ones(2), 0).dtype == FLOAT
 
 
@@ -267,7 +259,7 @@ def test_initialize_sets_the_variable_and_reset_puts_it_back(before, monkeypatch
         for level in ("O0", "O2"):
             start(level)
             assert os.environ["APEX_AMP_ENABLED"] == "1"
-        state.reset()
+        reset()
         assert os.environ.get("APEX_AMP_ENABLED") == before
 
 

@@ -1,8 +1,8 @@
 import pytest
 import torch
+from internals import reset
 
 from ampcompat import amp
-from ampcompat._state import state
 from ampcompat.amp.observers import notify, observers, observing
 
 
@@ -100,7 +100,7 @@ def test_a_delayed_block_notifies_of_its_loss_only():
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_watching_changes_no_bit(level):
     unwatched = train(level)
-    state.reset()
+    reset()
     with observing(Watcher()):
         watched = train(level)
     assert all(torch.equal(a, b) for a, b in zip(unwatched, watched, strict=True))
@@ -115,7 +115,7 @@ def test_observers_may_lack_methods():
 
 def test_a_reset_forgets_observers():
     observers().append(Watcher())
-    state.reset()
+    reset()
     assert observers() == []
 
 

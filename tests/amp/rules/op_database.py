@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from internals import reset
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ampcompat import amp
-from ampcompat._state import state
 
 HALF = {"O1": torch.float16, "O4": torch.bfloat16}
 SAMPLES = 6  # of each op and dtype: the first ones
@@ -154,7 +154,7 @@ def sweep(level: str, ops: list[Any]) -> list[tuple[str, str, str, str, bool]]:
         autocast = [error_of(call, half, lambda: torch.autocast("cpu", dtype=half)) for call in calls]
         amp.initialize(torch.nn.Linear(2, 2), opt_level=level, verbosity=0)
         ours = [error_of(call, half, nullcontext) for call in calls]
-        state.reset()
+        reset()
         for call, error, *others in zip(calls, ours, eager, autocast, strict=True):
             if error is not None and None in others:
                 found.append((name_of(op), call.form, call.inputs, error, others[1] is not None))

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from internals import reset
 
 from ampcompat import _torch, amp
-from ampcompat._state import state
 from ampcompat.amp import cpu_convolution
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -150,5 +150,5 @@ def test_release_and_reset_give_torchs_own_back():
     cpu_convolution.release()
     assert [torch._C._dispatch_dump(name) for name in names] == before
     cpu_convolution.acquire()
-    state.reset()
+    reset()
     assert [torch._C._dispatch_dump(name) for name in names] == before

@@ -101,41 +101,6 @@ def test_wrapped_functions_compile_without_a_graph_break():
     assert torch.equal(fast, eager)
 
 
-def test_tensor_cpu_is_not_wrapped_in_compiled_code():
-    """A divergence: dynamo takes ``Tensor.cpu`` for its own and ignores the wrapper."""
-    x = torch.ones(3).half()
-    with casts_on():
-        assert torch.compile(lambda t: t.cpu() * 2, backend="aot_eager")(x).dtype is torch.float16
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit")  # from inside inductor
-def test_inductor_equals_eager_in_dtypes_and_closely_in_values():
-    # inductor of torch 2.4 fails in the backward of a float32 region, with native autocast alone as well
-    net, x = (MLP if CAN_COMPILE_BACKWARD_WITHOUT_CASTS else Attention)(), torch.randn(4, 8)
-    eager = trained(net, net, x)
-    fast = trained(net, torch.compile(net, fullgraph=True), x)
-    largest = max(want.abs().max().item() for want in eager)
-    for got, want in zip(fast, eager, strict=True):
-        assert got.dtype is want.dtype
-        # inductor keeps intermediate results in float32 where eager rounds them to half
-        torch.testing.assert_close(got, want, rtol=5e-2, atol=1e-2 * largest)
-
-
-def test_new_data_does_not_compile_again():
-    net, compilations = MLP(), []
-
-    def backend(graph, inputs):
-        compilations.append(graph)
-        return graph.forward
-
-    run = torch.compile(net, backend=backend, fullgraph=True)
-    with casts_on():
-        for _ in range(4):
-            run(torch.randn(4, 8))
-    assert len(compilations) == 1
-
-
 def test_refusals_are_errors_in_compiled_code_too():
     def loss(p, t):
         return F.binary_cross_entropy(p, t) * 2

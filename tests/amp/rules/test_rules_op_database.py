@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from python_process import run_python
+from python_process import PATH_WITH_TESTS, run_python
 
 PROGRAM = Path(__file__).with_name("op_database.py")
 PARTS = 8
@@ -33,7 +33,7 @@ AUTOCAST_TOO = {
 @pytest.fixture(scope="module")
 def sweep():
     def run(level, part):
-        path = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2])}
+        path = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS}
         done = run_python([PROGRAM, level, part, PARTS], env=path, timeout=900)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])

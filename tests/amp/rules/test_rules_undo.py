@@ -5,9 +5,9 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+from internals import device_types_with_rules, reset
 
 from ampcompat import _torch
-from ampcompat._state import state
 from ampcompat.amp import rules
 
 
@@ -48,9 +48,9 @@ def test_release_leaves_nothing_behind():
 def test_reset_releases():
     before = registrations()
     rules.acquire(["cpu", "cuda"])
-    state.reset()
+    reset()
     assert registrations() == before
-    assert not state.rules.plans
+    assert not device_types_with_rules()
 
 
 def test_acquire_is_idempotent_and_grows():
@@ -59,15 +59,15 @@ def test_acquire_is_idempotent_and_grows():
     rules.acquire(["cpu", "cpu"])
     assert registrations() == once
     rules.acquire(["cuda", "cpu"])
-    assert set(state.rules.plans) == {"cpu", "cuda"}
+    assert device_types_with_rules() == {"cpu", "cuda"}
     rules.release()
     rules.release()
-    assert not state.rules.plans
+    assert not device_types_with_rules()
 
 
 def test_a_device_type_without_autocast_is_passed_over():
     rules.acquire(["meta", "no such device"])
-    assert not state.rules.plans
+    assert not device_types_with_rules()
     assert "cpu" not in torch.Tensor.__dict__
 
 
@@ -86,7 +86,7 @@ def test_a_failing_registration_leaves_torch_as_it_was(monkeypatch):
     with pytest.raises(RuntimeError, match="no more"):
         rules.acquire(["cpu", "cuda"])
     assert (registrations(), functions()) == before
-    assert not state.rules.plans
+    assert not device_types_with_rules()
 
 
 def test_only_what_native_autocast_lacks_is_registered():

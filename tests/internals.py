@@ -1,0 +1,126 @@
+"""What the tests need to know of ampcompat's insides: no other file of theirs reads private state.
+
+What a public name tells, tests ask by that name: ``amp.master_params``, ``amp.state_dict``, ``amp.step_was_skipped``.
+``amp._amp_state`` and what apex kept in ``optimizer._amp_stash`` are public too, since scripts use them; the tests of
+these names are in ``tests/amp/core``.
+
+``masters_of(model)`` and ``masters_by_name(module)`` give masters: ``half`` is the model's tensor, ``value`` the
+float32 one.
+"""
+
+from dataclasses import fields
+
+from ampcompat._state import state
+from ampcompat.amp.half_weights import masters_by_name as masters_by_name
+from ampcompat.amp.masters import master_of as master_of
+from ampcompat.amp.masters import masters_of as masters_of
+
+
+def reset():
+    """Undo every change to torch, and forget every call of ``initialize``."""
+    state.reset()
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+def is_anything_initialized():
+    """Whether a call of ``initialize`` or ``init`` has succeeded."""
+    return state.session is not None
+
+
+def view():
+    """What ``amp._amp_state`` shows, by name."""
+    return dict(state.view)
+
+
+def warnings_given():
+    """Keys of the warnings that are not given again."""
+    return set(state.warned)
+
+
+def undos():
+    """How many changes to torch ``reset`` would undo."""
+    return len(state.undo._exit_callbacks)
+
+
+def fields_of_state():
+    """The names of the parts of the state of the process."""
+    return [field.name for field in fields(state)]
+
+
+def sizes_of_state():
+    """How many things each container in the state of the process holds."""
+    found = {}
+    for name, held in vars(state).items():
+        if hasattr(held, "__len__"):
+            found[name] = len(held)
+        elif hasattr(held, "__dict__"):
+            found.update({f"{name}.{k}": len(v) for k, v in vars(held).items() if hasattr(v, "__len__")})
+    return found
+
+
+def device_types_with_rules():
+    """The device types that apex's op lists are registered for."""
+    return set(state.rules.plans)
+
+
+def observers():
+    """The tools that are called with losses, gradients and steps."""
+    return list(state.observers)
+
+
+def has_policy(module):
+    """Whether amp decides what the forward of ``module`` computes in."""
+    return "_amp_policy" in vars(module)
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+def stash_of(optimizer):
+    """What amp keeps beside ``optimizer``: for the test of the table of its attributes only."""
+    return optimizer._amp_stash
+
+
+def is_under_amp(optimizer):
+    """Whether ``initialize`` has taken ``optimizer``."""
+    return "_amp_stash" in vars(optimizer)
+
+
+def scaler_of(optimizer):
+    """The loss scaler of the first loss of the call that owns ``optimizer``, which may not be the latest call."""
+    return optimizer._amp_stash.session.scalers[0]
+
+
+def float32_masters(optimizer):
+    """The float32 masters that ``optimizer`` steps. Unlike ``amp.master_params``, this does not update them first."""
+    return optimizer._amp_stash.all_fp32_from_fp16_params
+
+
+def has_scaled_gradients(optimizer):
+    """Whether a block has left gradients scaled in ``p.grad``."""
+    return optimizer._amp_stash.params_have_scaled_gradients
+
+
+def is_in_block(optimizer):
+    """Whether a ``scale_loss`` block of ``optimizer`` is open."""
+    return optimizer._amp_stash.in_block
+
+
+def skipped_as_far_as_known(optimizer):
+    """Whether the last step was skipped; None while only the device knows. Reads nothing from the device."""
+    return optimizer._amp_stash.last_step.skipped
+
+
+def delayed_overflow_flags(scaler):
+    """How many flags of overflows wait for a block that does not delay its check."""
+    return len(scaler._overflows.delayed)
+
+
+def overflow_flags(optimizer):
+    """How many flags of overflows are kept for the next step and for later ones."""
+    stash = optimizer._amp_stash
+    return len(stash.overflows) + len(stash.earlier_overflows)
+
+
+def keep_few_flags(monkeypatch, count):
+    """Have amp keep ``count`` flags of overflows at the most, for a scaler and for an optimizer."""
+    monkeypatch.setattr("ampcompat.amp.scaler.MAX_FLAGS", count)
+    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", count)

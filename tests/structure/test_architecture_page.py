@@ -1,0 +1,35 @@
+"""The page docs/architecture.md says what is in the code: its tables, functions, fields."""
+
+import importlib
+import re
+import runpy
+from pathlib import Path
+
+from internals import fields_of_state
+
+HERE = Path(__file__).parent
+PAGE = runpy.run_path(str(HERE.parents[1] / "docs" / "architecture.py"))
+
+
+def test_generated_parts_of_the_page_are_up_to_date():
+    assert PAGE["PAGE"].read_text(encoding="utf-8") == PAGE["page"](), "python docs/architecture.py writes them"
+
+
+def test_the_tables_in_docstrings_are_those_of_the_data():
+    for path, source in PAGE["modules_with_tables"]().items():
+        assert path.read_text(encoding="utf-8") == source, "python docs/architecture.py writes them"
+
+
+def test_the_page_names_functions_and_fields_that_there_are():
+    text = PAGE["PAGE"].read_text(encoding="utf-8")
+    story = "\n".join(
+        re.findall("^  .*", text[text.index("## One step at O2") : text.index("### Which state changes when")], re.M)
+    )
+    modules = "|".join(path.stem for path in PAGE["AMP"].glob("*.py"))
+    names = re.findall(rf"\b({modules})\.([A-Za-z_]\w*)(?:\.(\w+))?", story)
+    assert names
+    for module, name, method in names:
+        owner = getattr(importlib.import_module(f"ampcompat.amp.{module}"), name)
+        assert not method or hasattr(owner, method), (module, name, method)
+    table = text[text.index("## Process-wide state") : text.index("## What an exception leaves behind")]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == fields_of_state()
