@@ -68,7 +68,7 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
 
 def _parser(commands: Sequence[str], command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ampcompat", description="apex.amp on native torch AMP.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"ampcompat {__version__} (torch {_torch_version()})")
+    parser.add_argument("--version", action="version", version=f"ampcompat {__version__} (torch {torch_version()})")
     parser.add_argument(
         "--print-completion", choices=SHELLS, action=PrintCompletion, help="print what completes commands in a shell"
     )
@@ -79,7 +79,8 @@ def _parser(commands: Sequence[str], command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _torch_version() -> str:
+def torch_version() -> str:
+    """The version of torch, which is not imported for that."""
     try:
         return version("torch")
     except PackageNotFoundError:

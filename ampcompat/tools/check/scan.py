@@ -43,7 +43,6 @@ STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
 MOST_NODES = 150_000
 #: Characters of that line that are looked at.
 LONGEST_LINE = 10_000
-NAMING = {ast.Import, ast.ImportFrom, ast.Attribute, ast.Name}
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
 # What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
@@ -236,25 +235,27 @@ def _is_python_2(problem: BaseException) -> bool:
 
 
 def _symbols(source: Source) -> list[Finding]:
-    found: list[Finding] = []
     if not source.mentions_apex:
-        return found
+        return []
+    found: list[Finding] = []
     for node in source.nodes:
-        if node.__class__ not in NAMING:
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [node.module or "" if a.name == "*" else f"{node.module}.{a.name}" for a in node.names]
-        else:
-            if symbol := used(source, node):
-                found.append(_symbol(source, node, symbol))
-            continue
-        found += [_symbol(source, node, symbol) for name in names if (symbol := apex_name(name)) is not None]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found += [_symbol(source, node, name) for name in filter(None, map(apex_name, _imported(node)))]
+        elif (symbol := used(source, node)) is not None:
+            found.append(_symbol(source, node, symbol))
     found += [f for call in source.calls_named(*PROBES) if (f := _probe(source, call)) is not None]
     found += _left_on_optimizers(source)
     # Two mentions on one line (`amp.initialize(amp.x)`) stay two only when they name different symbols.
     return list({(f.line, f.name): f for f in found}.values())
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The names that a statement imports, in full; of a star the module's."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if node.level > 0:
+        return []
+    return [node.module or "" if alias.name == "*" else f"{node.module}.{alias.name}" for alias in node.names]
 
 
 def used(source: Source, node: ast.AST) -> str | None:

@@ -11,10 +11,9 @@ from ampcompat._state import state
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.cure import Setting, cures
-from ampcompat.tools.explain.growth import Growth
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.replay import Finding
-from ampcompat.tools.explain.schema import Elsewhere, Fault
+from ampcompat.tools.explain.schema import Elsewhere, Fault, Grown
 from ampcompat.tools.explain.tensors import LARGEST
 from ampcompat.tools.explain.words import Message, cure_fields
 
@@ -26,7 +25,7 @@ _NOT_RUN_AGAIN = (
 
 
 def fault(
-    finding: Finding, scaler: LossScaler, what: str, step: int, made: bool, growth: Growth | None = None
+    finding: Finding, scaler: LossScaler, what: str, step: int, made: bool, growth: Grown | None = None
 ) -> Message:
     """Say what happened, where, how large, and what to do.
 
@@ -72,7 +71,7 @@ def fault(
         direction="backward" if event.backward else "forward",
         dtype=dtype_name(event.dtype),
         largest=event.value,
-        growth=None if growth is None else growth.data,
+        growth=growth,
         cures=advice,
         note=finding.caveat,
     )
@@ -107,7 +106,7 @@ def _has_other_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _setting(scaler: LossScaler, made: bool, growth: Growth | None) -> Setting:
+def _setting(scaler: LossScaler, made: bool, growth: Grown | None) -> Setting:
     latest = state.session
     level = "" if latest is None else latest.policy.opt_level
     half = ""

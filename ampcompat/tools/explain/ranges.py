@@ -8,6 +8,7 @@ import torch
 from torch.nn.modules import module as hooks
 
 from ampcompat.amp.trees import tensors_in
+from ampcompat.tools.columns import aligned
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.record import Record
 from ampcompat.tools.explain.replay import run_again
@@ -127,11 +128,9 @@ def ranges_message(ranges: Ranges, model: str, step: int, scale: float) -> Messa
         dtype, sizes = dtype_name(row.dtype), [f"{row.largest:.3g}", f"{row.least:.3g}"]
         shares = [_percent(count / row.count) for count in (row.zeros, row.infs, row.nans)]
         cells.append([row.module or "(model)", row.kind, row.direction, dtype, *sizes, *shares])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     head = f"ranges of {model} in the batch of step {step}, run again (loss scale {scale:g})."
     data = LayerRanges(model, step, scale, [row.data for row in ranges.rows.values()])
-    return Message("\n".join([head, *(f"  {line}" for line in lines)]), data)
+    return Message("\n".join([head, *(f"  {line}" for line in aligned(cells))]), data)
 
 
 def _percent(share: float) -> str:

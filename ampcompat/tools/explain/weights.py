@@ -13,9 +13,9 @@ from ampcompat.amp.masters import Master, master_of
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.cure import BFLOAT16
-from ampcompat.tools.explain.growth import Growth, Sizes, name_of
+from ampcompat.tools.explain.growth import Sizes, name_of
 from ampcompat.tools.explain.numbers import MASTERS, Unheld, optimizer_name, unheld
-from ampcompat.tools.explain.schema import Weights
+from ampcompat.tools.explain.schema import Grown, Weights
 from ampcompat.tools.explain.tensors import LARGEST, is_finite, largest, readable
 from ampcompat.tools.explain.words import Message, cure_fields
 
@@ -46,7 +46,7 @@ class Written:
     why: list[str] = field(default_factory=list)
     cures: list[str] = field(default_factory=list)
     numbers: list[Unheld] = field(default_factory=list)
-    growth: Growth | None = None
+    growth: Grown | None = None
 
     @property
     def what(self) -> str:
@@ -193,7 +193,7 @@ def written_message(found: Written, step: int) -> Message:
         not_finite=found.bad[0],
         elements=found.bad[1],
         why=found.why,
-        growth=None if found.growth is None else found.growth.data,
+        growth=found.growth,
         cures=cures,
         step=step,
     )

@@ -46,6 +46,10 @@ class Blocks:
             return True
         return all(exclusive(self.source, node, block) for block in self.blocks)
 
+    def concern(self, node: ast.AST) -> bool:
+        """Whether ``node`` runs in the same function beside a block."""
+        return not self.hold(node) and self.source.scope(node) is self.scope and not self.exclude(node)
+
     def return_before(self, node: ast.AST) -> bool:
         """Whether a branch that holds a block leaves the iteration above ``node`` (``with ...; return``)."""
         return self.first_return is not None and self.first_return < getattr(node, "lineno", 0)
@@ -123,19 +127,24 @@ def unscaled_backward(source: Source, repository: Repository) -> Iterator[Findin
     """
     for blocks in _blocks_by_function(source):
         losses = _Losses(source, blocks)
-        for call in source.within(blocks.scope):
-            if not isinstance(call, ast.Call) or blocks.hold(call) or source.scope(call) is not blocks.scope:
-                continue
-            # `engine.backward(loss)` and `scaler.scale(loss).backward()` are other tools' ways.
-            if called(call) != "backward" or call.args or not isinstance(call.func, ast.Attribute):
-                continue
-            name = dotted(call.func.value)
-            if not name or switched(source, call) or blocks.exclude(call) or blocks.return_before(call):
-                continue
-            note = f"{name} is not scaled; give it to amp.scale_loss and call backward on what that yields"
-            # Of a network beside amp's, stepped by an optimizer of its own, it is right.
-            level = ERROR if losses.train_managed(name) else WARNING
-            yield source.finding(call, "trap", "unscaled_backward", level, note)
+        for call, name in _backwards(source.within(blocks.scope)):
+            if blocks.concern(call) and not switched(source, call) and not blocks.return_before(call):
+                note = f"{name} is not scaled; give it to amp.scale_loss and call backward on what that yields"
+                # Of a network beside amp's, stepped by an optimizer of its own, it is right.
+                level = ERROR if losses.train_managed(name) else WARNING
+                yield source.finding(call, "trap", "unscaled_backward", level, note)
+
+
+def _backwards(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.Call, str]]:
+    """Calls of ``loss.backward()``, with the name of the loss.
+
+    ``engine.backward(loss)`` and ``scaler.scale(loss).backward()`` are other tools' ways.
+    """
+    for call in nodes:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and not call.args:
+            loss = dotted(call.func.value)
+            if loss and call.func.attr == "backward":
+                yield call, loss
 
 
 class _Losses:
@@ -173,19 +182,13 @@ def backward_of_wrong_loss(source: Source, repository: Repository) -> Iterator[F
     """
     for block in source.scaled_blocks():
         for item in block.items:
-            call, scaled = item.context_expr, dotted(item.optional_vars)
-            if not isinstance(call, ast.Call) or not call.args or not dotted(call.args[0]):
-                continue
-            loss = dotted(call.args[0])
-            if loss == scaled:
-                continue
-            for inner in source.within(block):
-                if not isinstance(inner, ast.Call) or called(inner) != "backward" or inner.args:
-                    continue
-                if isinstance(inner.func, ast.Attribute) and dotted(inner.func.value) == loss:
+            entry, scaled = item.context_expr, dotted(item.optional_vars)
+            given = dotted(entry.args[0]) if isinstance(entry, ast.Call) and entry.args else ""
+            for call, loss in _backwards(source.within(block)):
+                if loss == given and loss != scaled:
                     right = scaled or "scaled_loss"
                     note = f"the block unscales gradients that were never scaled; call {right}.backward()"
-                    yield source.finding(inner, "trap", "backward_of_wrong_loss", ERROR, note)
+                    yield source.finding(call, "trap", "backward_of_wrong_loss", ERROR, note)
 
 
 def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -200,17 +203,18 @@ def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[
     for blocks in _blocks_by_function(source):
         last = max(block.lineno for block in blocks.blocks)
         for loop in source.within(blocks.scope):
-            if not isinstance(loop, ast.For) or blocks.hold(loop) or loop.lineno < last:
+            if not isinstance(loop, ast.For) or loop.lineno < last or not _is_over_parameters(loop):
                 continue
-            over = loop.iter
-            if not isinstance(over, ast.Call) or called(over) not in ("parameters", "named_parameters"):
-                continue
-            if source.scope(loop) is not blocks.scope or switched(source, loop) or blocks.exclude(loop):
+            if not blocks.concern(loop) or switched(source, loop):
                 continue
             names = [n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)]
             found = next((n for n in ast.walk(loop) if _edits(n, names)), None)
             if found is not None:
                 yield source.finding(found, "trap", "edit_of_model_gradients", ERROR, note)
+
+
+def _is_over_parameters(loop: ast.For) -> bool:
+    return isinstance(loop.iter, ast.Call) and called(loop.iter) in ("parameters", "named_parameters")
 
 
 def _edits(node: ast.AST, names: list[str]) -> bool:
