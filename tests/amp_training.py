@@ -26,6 +26,15 @@ def reset():
     state.reset()
 
 
+def is_initialized():
+    return state.session is not None
+
+
+def casts():
+    """What the process knows of where casts are on."""
+    return state.casts
+
+
 def autopsy():
     """The observer that ``amp.explain_overflows`` has put in place."""
     (found,) = [one for one in observers() if isinstance(one, Autopsy)]

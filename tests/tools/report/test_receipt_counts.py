@@ -1,5 +1,7 @@
 """What a receipt counts, against what is known to have run."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from amp_training import initialized, make_step, reset
@@ -167,21 +169,11 @@ def test_bitwise_the_same_run():
 
 
 def test_the_history_is_bounded_and_keeps_skips():
-    class Scaler:
-        _scale, _init_scale = None, 2.0
-
-    class Session:
-        scalers = [Scaler()]
-
-    class Stash:
-        session = Session()
-
-    class Optimizer:
-        _amp_stash = Stash()
-
+    scaler = SimpleNamespace(_scale=None, _init_scale=2.0)
+    optimizer = SimpleNamespace(_amp_stash=SimpleNamespace(session=SimpleNamespace(scalers=[scaler])))
     history = History()
     for step in range(5 * MOST_POINTS):
-        history.step(Optimizer(), step % 1000 == 7)
+        history.step(optimizer, step % 1000 == 7)
     assert len(history.points) <= MOST_POINTS
     assert sum(bool(p.skipped) for p in history.points) == history.skips == 10
     assert history.points[-1].step == history.steps == 5 * MOST_POINTS

@@ -4,12 +4,11 @@ import re
 
 import pytest
 import torch
-from amp_training import initialized, make_step, reset
+from amp_training import casts, initialized, make_step, reset
 from receipts import one_step, train
 from torch import nn
 
 from ampcompat import amp
-from ampcompat._state import state
 from ampcompat.amp.lists import torch_overrides
 
 OUTSIDE = "(outside of modules)"
@@ -202,7 +201,7 @@ def test_a_model_at_o0_beside_one_in_half():
 
 def test_a_device_that_holds_no_initialized_model(monkeypatch):
     def outside(y):
-        monkeypatch.setattr(state.casts, "device_types", ("cuda",))
+        monkeypatch.setattr(casts(), "device_types", ("cuda",))
         return switched_off(y)
 
     _, reasons, _ = why(linear, "O1", outside)
