@@ -11,7 +11,7 @@ from ampcompat.amp.trees import tensors_in
 from ampcompat.tools.columns import aligned
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.record import Record
-from ampcompat.tools.explain.replay import run_again
+from ampcompat.tools.explain.replay import run_again, run_backward
 from ampcompat.tools.explain.schema import LayerRange, LayerRanges
 from ampcompat.tools.explain.tensors import readable
 from ampcompat.tools.explain.words import Message
@@ -113,11 +113,7 @@ def measure(record: Record) -> Ranges | None:
         finally:
             handle.remove()
         ranges.after_forward(model, args, output)  # its forward is called past the hooks
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
-        pairs = [(o, g) for o, g in zip(outputs, record.grads, strict=False) if g is not None]
-        wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
-        if pairs and wanted:
-            torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        run_backward(record, model, tensors_in(output), leaves)
     return ranges
 
 
