@@ -91,7 +91,6 @@ class Autopsy:
         record = self.depth.pop() if self.depth else None
         if record is None:
             return
-        record.forward_ended()
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         record.grads = [None] * len(outputs)
         for index, tensor in enumerate(outputs):

@@ -16,7 +16,7 @@ from torch import nn
 
 from ampcompat import amp
 from ampcompat.amp.observers import observers
-from ampcompat.tools.explain import explain_overflows
+from ampcompat.tools.explain import explain_overflows, replay
 from ampcompat.tools.explain.observer import MOST_RECORDS
 
 
@@ -87,8 +87,6 @@ def test_a_fused_optimizer_is_asked_at_the_next_block(capsys):
 
 
 def test_the_replay_sees_the_same_random_numbers_and_buffers():
-    from ampcompat.tools.explain import replay
-
     torch.manual_seed(0)
     model = Net()
     model, optimizer = initialized(model, "O1")
@@ -104,6 +102,30 @@ def test_the_replay_sees_the_same_random_numbers_and_buffers():
     assert torch.equal(outputs[-1][1], outputs[-2][1])
     assert [k for k, v in model.state_dict().items() if not torch.equal(v, after[k])] == []
     loss.backward()  # the graph of the run is untouched
+
+
+def test_a_forward_that_draws_late_draws_the_same_again():
+    """The first forwards draw nothing from Python's generator."""
+    drawn = []
+
+    class Late(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > 4:
+                drawn.append(random.random())
+            return super().forward(x)
+
+    model, _ = initialized(Late(4, 4), "O1")
+    explain_overflows()
+    for _ in range(5):
+        model(torch.ones(2, 4))
+    outside = random.getstate()
+    replay.replay(autopsy().records[-1], backward=False)
+    assert len(drawn) == 2
+    assert drawn[0] == drawn[1]
+    assert random.getstate() == outside
 
 
 def test_memory_is_bounded():
