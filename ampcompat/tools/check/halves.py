@@ -113,27 +113,33 @@ class Halves:
 
     def _call(self, node: ast.Call, depth: int) -> bool:
         name = called(node)
-        given = operand(node)
         if name == "half" and isinstance(node.func, ast.Attribute) and not node.args:
             return True
         if name in ("to", "type"):
-            dtypes = named_dtypes(node)
-            if dtypes & (HALF_DTYPES | WIDE_DTYPES):
-                return not dtypes.isdisjoint(HALF_DTYPES)
-            return (
-                name == "to" and isinstance(node.func, ast.Attribute) and self.of(node.func.value, depth, node.lineno)
-            )
+            return self._cast(node, depth)
         if name in WIDE_RESULTS or (name == "sum" and self.casts):
             return False
         if self._is_layer(node.func):
             return self.casts or self.whole
-        if name in listed("FP16_FUNCS") and self.casts:
-            return True
-        if name in listed("FP32_FUNCS") and self.casts:
+        if self.casts and name in listed("FP16_FUNCS") | listed("FP32_FUNCS"):
+            return name in listed("FP16_FUNCS")
+        return self._passes_half_on(node, depth)
+
+    def _cast(self, node: ast.Call, depth: int) -> bool:
+        """``x.to(...)`` and ``x.type(...)``: half by the dtype that they name, else as ``x`` where they name none."""
+        dtypes = named_dtypes(node)
+        if dtypes & (HALF_DTYPES | WIDE_DTYPES):
+            return not dtypes.isdisjoint(HALF_DTYPES)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "to":
+            return self.of(node.func.value, depth, node.lineno)
+        return False
+
+    def _passes_half_on(self, node: ast.Call, depth: int) -> bool:
+        """Whether an operation returns the dtype of what it is given, and that is half."""
+        given = operand(node)
+        if given is None or called(node) not in listed("FP16_FUNCS") | listed("FP32_FUNCS") | KEEPS:
             return False
-        if given is None or name not in listed("FP16_FUNCS") | listed("FP32_FUNCS") | KEEPS:
-            return False
-        parts = given.elts if name in KEEPS and isinstance(given, ast.List | ast.Tuple) else [given]
+        parts = given.elts if called(node) in KEEPS and isinstance(given, ast.List | ast.Tuple) else [given]
         return bool(parts) and all(self.of(part, depth, node.lineno) for part in parts)
 
     def _is_layer(self, func: ast.AST) -> bool:
