@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
-import os
 import pkgutil
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,7 +16,6 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ampcompat import __version__
 from ampcompat.cli._completion import SHELLS, PrintCompletion
-from ampcompat.cli._emit import emit
 
 __all__ = ["main"]
 
@@ -31,10 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Bad usage raises SystemExit with status 2, as argparse does; what a script raises under ``run`` is let through.
     """
     ours = list(sys.argv[1:] if argv is None else argv)
-    for word in ours:
-        if not _can_be_passed(word):
-            emit(f"ampcompat: the argument {word!r} - no command line can hold it - leave it out.", error=True)
-            return 2
     target: list[str] = []
     if ours and ours[0] in RUN_SCRIPTS:
         ours, target = importlib.import_module(f"{__name__}.{ours[0]}").split(ours)
@@ -51,14 +45,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
-def _can_be_passed(word: str) -> bool:
-    """Whether a process could be given ``word``; what takes file names and the environment raises for others."""
-    try:
-        return b"\0" not in os.fsencode(word)
-    except UnicodeEncodeError:
-        return False
-
-
 def _suggestion(word: str, known: Iterable[str]) -> str:
     """Ask whether ``word`` meant one of ``known``; "" for nothing like it."""
     option = word.partition("=")[0].replace("_", "-")
@@ -68,7 +54,7 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
 
 def _parser(commands: Sequence[str], command: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="ampcompat", description="apex.amp on native torch AMP.", allow_abbrev=False)
-    parser.add_argument("--version", action="version", version=f"ampcompat {__version__} (torch {_torch_version()})")
+    parser.add_argument("--version", action="version", version=f"ampcompat {__version__} (torch {torch_version()})")
     parser.add_argument(
         "--print-completion", choices=SHELLS, action=PrintCompletion, help="print what completes commands in a shell"
     )
@@ -79,7 +65,8 @@ def _parser(commands: Sequence[str], command: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _torch_version() -> str:
+def torch_version() -> str:
+    """The version of torch, which is not imported for that."""
     try:
         return version("torch")
     except PackageNotFoundError:

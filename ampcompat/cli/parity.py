@@ -9,11 +9,11 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ampcompat import __version__
 from ampcompat.cli import run as run_command
+from ampcompat.cli import torch_version
 from ampcompat.cli._emit import emit, painted
 from ampcompat.tools.parity.compare import Result, Tolerance, first_not_finite, judge, skipped_steps
 from ampcompat.tools.parity.launch import Options, run_level
@@ -190,7 +190,7 @@ def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tol
         "smooth": args.smooth,
         "keep_fp32": args.keep_fp32,
         "ampcompat": __version__,
-        "torch": _torch_version(),
+        "torch": torch_version(),
     }
     save_json(folder / "parity.json", results, settings)
     save_csv(folder / "parity.csv", results)
@@ -207,10 +207,3 @@ def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tol
 
 def _title(target: Sequence[str]) -> str:
     return target[1] if target[0] == "-m" else os.path.basename(target[0])
-
-
-def _torch_version() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "not installed"

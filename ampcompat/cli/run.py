@@ -81,18 +81,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def main(args: argparse.Namespace) -> int:
     """Run ``args.target``; what it raises is let through, with a traceback that begins at the script."""
     check_target(args)
-    if args.receipt == "" and _is_receipt(args.target):
-        file = args.target[0]
-        args.parser.error(f"--receipt {file} - the file is a part of the option - write --receipt={file}")
+    _check_receipt(args)
     if args.explain == "on" and _are_words(args.target[0]):
         words = args.target[0]
         args.parser.error(f"--explain {words} - the words are a part of the option - write --explain={words}")
-    if args.receipt and not os.path.isdir(os.path.dirname(os.path.abspath(args.receipt))):
-        args.parser.error(f"--receipt={args.receipt!r} - its folder does not exist - name a file in one that does")
-    if args.receipt and args.receipt.endswith((".html", ".htm")) and importlib.util.find_spec("jinja2") is None:
-        from ampcompat.tools.report.receipt import NEEDS_JINJA
-
-        args.parser.error(f"--receipt={args.receipt} - {NEEDS_JINJA}")
     if args.opt_level:
         os.environ["AMPCOMPAT_OPT_LEVEL"] = args.opt_level
     if args.dtype:
@@ -103,14 +95,7 @@ def main(args: argparse.Namespace) -> int:
         return 2
 
     if args.explain:
-        from ampcompat.tools.explain import explain_in_words
-
-        words = "first" if args.explain == "1" else args.explain  # in the environment, 1 means yes
-        try:
-            explain_in_words(words)
-        except ValueError as problem:
-            args.parser.error(f"--{problem}")
-        os.environ["AMPCOMPAT_EXPLAIN"] = words  # for the processes that the script starts
+        _explain(args)
 
     from ampcompat.alias import install_as_apex
 
@@ -128,6 +113,33 @@ def check_target(args: argparse.Namespace) -> None:
         args.parser.error("no script given - name one (script.py, -m module or -c code) after the options")
     if args.keep_fp32 is not None and not args.keep_fp32.replace(",", "").strip():
         args.parser.error(f"--keep-fp32 {args.keep_fp32!r} - it names no module - name some, such as 'decoder.*,head'")
+
+
+def _check_receipt(args: argparse.Namespace) -> None:
+    """Refuse a ``--receipt`` whose file is the next word, has no folder, or needs what is not installed."""
+    if args.receipt is None:
+        return
+    if args.receipt == "" and _is_receipt(args.target):
+        file = args.target[0]
+        args.parser.error(f"--receipt {file} - the file is a part of the option - write --receipt={file}")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(args.receipt))):
+        args.parser.error(f"--receipt={args.receipt!r} - its folder does not exist - name a file in one that does")
+    if args.receipt.endswith((".html", ".htm")) and importlib.util.find_spec("jinja2") is None:
+        from ampcompat.tools.report.receipt import NEEDS_JINJA
+
+        args.parser.error(f"--receipt={args.receipt} - {NEEDS_JINJA}")
+
+
+def _explain(args: argparse.Namespace) -> None:
+    """Explain overflows here, and in the processes that the script starts."""
+    from ampcompat.tools.explain import explain_in_words
+
+    words = "first" if args.explain == "1" else args.explain  # in the environment, 1 means yes
+    try:
+        explain_in_words(words)
+    except ValueError as problem:
+        args.parser.error(f"--{problem}")
+    os.environ["AMPCOMPAT_EXPLAIN"] = words
 
 
 def _is_receipt(target: Sequence[str]) -> bool:

@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from ampcompat.cli._emit import emit, painted
+
+if TYPE_CHECKING:
+    from ampcompat.tools.selftest.run import Row
 
 EPILOG = "exit status: 0 every check passed, 1 one failed, 2 bad usage. Worth adding to a bug report as it is."
 COLOURS = {"ok": "green", "FAIL": "red", "skip": "yellow"}
@@ -44,20 +49,34 @@ def main(args: argparse.Namespace) -> int:
             args.parser.error(f"--device {name} - it is not there - devices: {', '.join(facts['devices'])}")
     from ampcompat.tools.selftest.run import run
 
-    rows = []
-    if not args.json:
-        emit(text(facts) + f"\n\n{'device':<8} {'check':<9} {'level':<6} {'':<4} {'s':>5}  remark")
-    for row in run(args.device or list(facts["devices"])):
-        rows.append(row)
-        if not args.json:
-            result = painted(f"{row.result:<4}", COLOURS[row.result])
-            emit(f"{row.device:<8} {row.check:<9} {row.level:<6} {result} {row.seconds:5.1f}  {row.remark}")
-    counts = Counter(row.result for row in rows)
+    names = args.device or list(facts["devices"])
     if args.json:
-        emit(json.dumps({**facts, "passed": not counts["FAIL"], "checks": [asdict(row) for row in rows]}, indent=2))
+        rows = list(run(names))
+        checks = [asdict(row) for row in rows]
+        emit(json.dumps({**facts, "passed": not _failures(rows), "checks": checks}, indent=2))
     else:
-        seconds = sum(row.seconds for row in rows)
-        what = f"{counts['FAIL']} of {len(rows)} checks FAILED" if counts["FAIL"] else f"{counts['ok']} checks passed"
-        skipped = f", {counts['skip']} skipped" if counts["skip"] else ""
-        emit("\n" + painted(what, "red" if counts["FAIL"] else "green") + f"{skipped}, in {seconds:.0f} s")
-    return int(counts["FAIL"] > 0)
+        emit(text(facts) + f"\n\n{'device':<8} {'check':<9} {'level':<6} {'':<4} {'s':>5}  remark")
+        rows = [_shown(row) for row in run(names)]
+        emit("\n" + _summary(rows))
+    return int(_failures(rows) > 0)
+
+
+def _shown(row: Row) -> Row:
+    """Print a row as soon as it is known."""
+    result = painted(f"{row.result:<4}", COLOURS[row.result])
+    emit(f"{row.device:<8} {row.check:<9} {row.level:<6} {result} {row.seconds:5.1f}  {row.remark}")
+    return row
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    counts = Counter(row.result for row in rows)
+    if counts["FAIL"]:
+        what = painted(f"{counts['FAIL']} of {len(rows)} checks FAILED", "red")
+    else:
+        what = painted(f"{counts['ok']} checks passed", "green")
+    skipped = f", {counts['skip']} skipped" if counts["skip"] else ""
+    return f"{what}{skipped}, in {sum(row.seconds for row in rows):.0f} s"
+
+
+def _failures(rows: Sequence[Row]) -> int:
+    return sum(row.result == "FAIL" for row in rows)

@@ -204,21 +204,9 @@ def test_closed_stdin(scripts):
     assert (ours.returncode, ours.stdout) == (0, "None\n")
 
 
-def test_the_command_line_itself(scripts):
-    for arguments, complaint in (
-        ([], "no script given"),
-        (["-m"], "no script given"),
-        (["--opt-level", "02", "fine.py"], "invalid choice: '02'"),
-        (["--nonsense", "fine.py"], "unrecognized arguments: --nonsense"),
-        (["-c"], "no script given"),
-    ):
-        ours = run([*OURS, *arguments], scripts)
-        assert ours.returncode == 2
-        assert complaint in ours.stderr
-        assert "Traceback" not in ours.stderr
+def test_the_help_and_the_version_of_the_command(scripts):
     version = run([sys.executable, "-m", "ampcompat", "--version"], scripts)
-    assert version.stdout.startswith("ampcompat ")
+    assert (version.returncode, version.stdout.split()[0]) == (0, "ampcompat")
     usage = run([sys.executable, "-m", "ampcompat", "--help"], scripts)
     assert usage.returncode == 0
     assert "run a script that imports apex" in usage.stdout
-    assert run([sys.executable, "-m", "ampcompat"], scripts).returncode == 2

@@ -9,9 +9,7 @@ from python_process import run_python
 
 import ampcompat
 from ampcompat._distribution import SHIM
-from ampcompat.amp.properties import _DTYPE_NAMES, LEVELS
 from ampcompat.cli import run
-from ampcompat.tools.dtypes import SPELLINGS
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,11 +54,6 @@ def test_children_see_the_alias(tmp_path):
 
 def test_the_shim_carries_the_version():
     assert f"Version: {ampcompat.__version__}\n" in (SHIM / "apex.dist-info" / "METADATA").read_text()
-
-
-def test_choices_are_those_of_the_core():
-    assert tuple(LEVELS) == run.OPT_LEVELS
-    assert set(SPELLINGS) <= set(_DTYPE_NAMES)
 
 
 @pytest.mark.parametrize(

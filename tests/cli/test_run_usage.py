@@ -81,6 +81,26 @@ def test_a_script_may_be_named_json(ran, monkeypatch, tmp_path):
     assert ran == [["json", "train.py"]]
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["run"], "no script given"),
+        (["run", "-m"], "no script given"),
+        (["run", "-c"], "no script given"),
+        (["run", "--opt-level", "02", "train.py"], "invalid choice: '02'"),
+        (
+            ["run", "--receipt=absent/r.html", "train.py"],
+            "--receipt='absent/r.html' - its folder does not exist - name a file in one that does",
+        ),
+        (["run", "--explain=jsno", "train.py"], "'jsno' is none of its words - write 'json', 'ranges',"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_bad_lines_are_refused_before_the_script_runs(capsys, ran, line, said):
+    assert said in refusal(capsys, *line)
+    assert ran == []
+
+
 @pytest.mark.parametrize("patterns", ["", " ", ",", " , "])
 @pytest.mark.parametrize("command", ["run", "parity"])
 def test_no_pattern_is_refused(capsys, ran, command, patterns):

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from python_process import run_python
 
-from ampcompat import cli
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, torch
@@ -57,28 +55,6 @@ def test_all_options_at_once(tmp_path, run):
     assert "the cast to float16" in done.stderr
     assert "wrote the precision receipt to r.html" in done.stdout
     assert "1 of 2 optimizer steps were skipped" in (tmp_path / "r.html").read_text()
-
-
-def test_a_receipt_on_the_terminal(run):
-    done = run("--receipt")
-    assert done.returncode == 0, done.stderr
-    assert "Half precision is on: 100.0 % of the FLOPs ran in float16." in done.stdout
-    assert "ampcompat explain" not in done.stderr
-
-
-@pytest.mark.slow
-def test_a_receipt_as_data(tmp_path, run):
-    run("--receipt=r.json")
-    facts = json.loads((tmp_path / "r.json").read_text())
-    assert facts["skipped"] == 1
-    assert {p["module"] for p in facts["parameters"]} == {"0", "1"}
-
-
-def test_a_receipt_needs_an_existing_folder(run):
-    """It is refused before the script runs."""
-    done = run("--receipt=absent/r.html")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--receipt='absent/r.html' - its folder does not exist - name a file in one that does" in done.stderr
 
 
 def test_a_receipt_that_fails_does_not_take_the_scripts_place(tmp_path, run):
@@ -190,13 +166,13 @@ if os.environ["RANK"] == "1":
 """
 
 
-@pytest.mark.parametrize(("world", "missing"), [("2", False), ("4", True)])
-def test_ranks_of_a_launcher_on_one_machine_are_added_up(tmp_path, world, missing, ampcompat_run):
+def test_ranks_of_a_launcher_on_one_machine_are_added_up(tmp_path, ampcompat_run):
+    """Two of four: the others run on another machine."""
     (tmp_path / "ranks.py").write_text(SIDE_BY_SIDE)
     torchrun = {"MASTER_PORT": "29512", "TORCHELASTIC_RESTART_COUNT": "0", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
 
     def rank(number):
-        ours = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world, "TMPDIR": str(tmp_path)}
+        ours = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": "4", "TMPDIR": str(tmp_path)}
         return ampcompat_run("--receipt=r.json", "ranks.py", "no more data", **torchrun, **ours)
 
     with ThreadPoolExecutor(2) as both:
@@ -207,7 +183,7 @@ def test_ranks_of_a_launcher_on_one_machine_are_added_up(tmp_path, world, missin
     assert [(row["rank"], row["steps"]) for row in facts["processes"]] == [(0, 4), (1, 5)]
     assert facts["flops"]["forward"] == {"float16": 2 * 3 * (2 * 8 * 8 * 8)}
     assert facts["steps"] == 9
-    assert any(said.startswith("2 of 4 ranks are not in this receipt") for said in facts["sentences"]) == missing
+    assert any(said.startswith("2 of 4 ranks are not in this receipt") for said in facts["sentences"])
     assert not list(tmp_path.glob("ampcompat-receipt-*"))
 
 
@@ -252,14 +228,6 @@ def test_explain_as_lines_of_json_until_the_first_fault(run):
     rows = {(row["module"], row["pass"]): row for row in told[0]["rows"]}
     assert {key for key in rows if key[0]} == {(name, way) for name in "01" for way in ("forward", "backward")}
     assert told[0]["step"] == 1
-
-
-def test_words_of_explain_that_mean_nothing_are_refused(tmp_path, capsys):
-    (tmp_path / "script.py").write_text("print('it runs')")
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["run", "--explain=jsno", str(tmp_path / "script.py")])
-    assert ended.value.code == 2
-    assert "--explain='jsno' - 'jsno' is none of its words - write 'json', 'ranges'," in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -29,14 +29,14 @@ def apex_name(name: str) -> str | None:
     return None if verdict(symbol).verdict == UNSUPPORTED and provides(name) else symbol
 
 
-def dotted(node: ast.AST) -> str | None:
-    """``a.b.c`` for a chain of attributes on a name, else None."""
+def dotted(node: ast.AST | None) -> str:
+    """``a.b.c`` for a name with attributes, ``""`` for any other expression."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
     if not isinstance(node, ast.Name):
-        return None
+        return ""
     return ".".join([node.id, *reversed(parts)])
 
 
@@ -65,7 +65,6 @@ class Bindings:
                 assigned += _pairs(node.targets, node.value)
             elif isinstance(node, ast.AnnAssign) and node.value is not None:
                 assigned += _pairs([node.target], node.value)
-        self._most_parts = max((name.count(".") + 1 for name in (*self.names, *(t for t, _ in assigned))), default=0)
         for target, value in assigned:
             symbol = self.resolve(dotted(value))
             # Only modules and symbols of the table: `x = amp._amp_state.loss_scalers[0]` is no alias.
@@ -96,28 +95,21 @@ class Bindings:
                 for name in _public_names(apex_name(module)):
                     self.names.setdefault(name, f"{apex_name(module)}.{name}")
 
-    def resolve(self, name: str | None) -> str | None:
+    def resolve(self, name: str) -> str | None:
         """The apex symbol that a dotted name of the file means, or None."""
         bound = self.bound(name)
-        if name is None or bound is None:
+        if bound is None:
             return None
         symbol = apex_name(self.names[bound] + name[len(bound) :])
         if bound in self.ambiguous and symbol not in SYMBOLS:
             return None
         return symbol
 
-    def bound(self, name: str | None) -> str | None:
+    def bound(self, name: str) -> str | None:
         """The longest beginning of a dotted name that is bound to something of apex: ``self.amp``, or ``amp``."""
-        if name is None:
-            return None
-        # No bound name has more parts than this one.
-        parts = name.split(".", self._most_parts)[: self._most_parts]
-        while parts:
-            beginning = ".".join(parts)
-            if beginning in self.names:
-                return beginning
-            parts.pop()
-        return None
+        while name and name not in self.names:
+            name = name.rpartition(".")[0]
+        return name or None
 
 
 @functools.cache
@@ -130,7 +122,7 @@ def _public_names(module: str | None) -> tuple[str, ...]:
 def _pairs(targets: list[ast.expr], value: ast.expr) -> list[tuple[str, ast.expr]]:
     """Names with what is assigned to them, where that is a name too: ``self.amp = amp``, ``amp if x else None``."""
     values = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
-    names = [name for name in map(dotted, targets) if name is not None]
+    names = [name for name in map(dotted, targets) if name]
     return [(name, one) for name in names for one in values if isinstance(one, ast.Attribute | ast.Name)]
 
 

@@ -19,7 +19,7 @@ COMMENT = re.compile(r"#\s*ampcompat:\s*ignore(?:\[([^\]]*)\])?")
 KEYS = ("select", "ignore", "exclude")
 KINDS = ("symbol", "trap", "file")
 #: Names of findings about a file.
-FILE_RULES = ("unreadable", "unparsable", "not_python", "installs_apex")
+FILE_RULES = ("unreadable", "unparsable", "not_python", "too_long", "installs_apex")
 
 
 class BadConfig(ValueError):

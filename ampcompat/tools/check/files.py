@@ -92,12 +92,8 @@ def read(path: str | Path) -> bytes:
             raise Unreadable("is not a plain file")
         if facts.st_size > LARGEST:
             raise Unreadable(f"has {facts.st_size} bytes; files above {LARGEST} are not scanned")
-        parts, left = list[bytes](), LARGEST
-        # A file that grows while it is read still stops at the limit.
-        while left and (part := os.read(descriptor, min(left, facts.st_size + 4096))):
-            parts.append(part)
-            left -= len(part)
-        return b"".join(parts)
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(LARGEST)  # whatever it grows to meanwhile
     except OSError as problem:
         raise Unreadable(f"cannot be read: {problem.strerror or problem}") from None
     finally:

@@ -1,8 +1,7 @@
 """Read the files of a directory, parse them, collect their apex symbols and traps.
 
 A file is parsed for its symbols where it names apex. Once all files have told what they do with amp, the files of a
-repository that uses it are searched for traps. Trees of files that name apex are kept for that, up to a limit (see
-:mod:`ampcompat.tools.check.trees`); the other trees are dropped before the next one is made.
+repository that uses it are searched for traps: the few that name apex are parsed once more for that.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from ampcompat.tools.check.lines import lines_of
 from ampcompat.tools.check.source import TRIES, Source, mentions_apex
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.check.traps import TRAPS, Facts, Repository
-from ampcompat.tools.check.trees import Trees, uncollected
 from ampcompat.tools.check.workers import workers
 
 T = TypeVar("T")
@@ -41,9 +39,10 @@ PYTHON_2 = re.compile(
     r"|`|<>|\b0\d+[lL]?\b|\b\d+[lL]\b|\bur''"
 )
 STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
+#: Nodes of a tree that is searched for traps, some 15,000 lines: the work grows with their square.
+MOST_NODES = 150_000
 #: Characters of that line that are looked at.
 LONGEST_LINE = 10_000
-NAMING = {ast.Import, ast.ImportFrom, ast.Attribute, ast.Name}
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
 # What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
@@ -85,14 +84,13 @@ def scan(
     config = config or Config()
     files = [(name, file) for name, file in _named(paths) if not config.excludes(name)]
     findings: list[Finding] = []
-    trees = Trees()
-    with uncollected(), workers(len(files)) as apply:
-        read = list(_counted(apply(functools.partial(_read_file, trees), files), "reading", len(files), progress))
+    with workers(len(files)) as apply:
+        read = list(_counted(apply(_read_file, files), "reading", len(files), progress))
         findings += [finding for one in read for finding in one.findings]
         repository = Repository([one.facts for one in read if one.facts is not None])
         if repository.is_mixed:  # without amp nothing is a trap
             rest = [file for file, one in zip(files, read, strict=True) if one.may_hold_traps]
-            found = apply(functools.partial(_traps_of_file, trees, repository), rest)
+            found = apply(functools.partial(_traps_of_file, repository), rest)
             for some in _counted(found, "looking for traps", len(rest), progress):
                 findings += some
     kept = sorted(finding for finding in findings if config.keeps(finding))
@@ -108,55 +106,50 @@ def _counted(
             progress(what, done, total)
 
 
-def _read_file(trees: Trees, job: tuple[str, str]) -> Read:
+class Code(NamedTuple):
+    """The Python in a file; ``lines`` are those of the file, for each line of a notebook's code."""
+
+    text: str
+    lines: list[int]
+    notebook: Notebook | None = None
+
+
+def _code_of(file: str) -> Code:
+    text = decode(read(file)).code
+    if not is_notebook(os.path.basename(file)):
+        return Code(text, [])
+    notebook = Notebook.read(text)
+    return Code(notebook.code, notebook.lines, notebook)
+
+
+def _read_file(job: tuple[str, str]) -> Read:
     """The symbols of a file, and its facts. One that does not name apex has none, and is not parsed for them."""
     name, file = job
     try:
-        code = decode(read(file)).code
-        if installs(file):
-            return Read(_installed(name, code))
-        notebook = Notebook.read(code) if is_notebook(os.path.basename(file)) else None
+        code = _code_of(file)
     except (Unreadable, NotANotebook) as problem:
         return Read([_unreadable(name, file, problem)])
-    lines: list[int] = []
-    found: list[Finding] = []
-    if notebook is not None:
-        code, lines = notebook.code, notebook.lines
-        found = _kept(_installed_by_cells(name, notebook), code, lines)
-    if not mentions_apex(code):
-        return Read(found, may_hold_traps=notebook is None)  # notebooks are not imported
+    if installs(file):
+        return Read(_installed(name, code.text))
+    found = _kept(_installed_by_cells(name, code.notebook), code) if code.notebook is not None else []
+    if not mentions_apex(code.text):
+        return Read(found, may_hold_traps=code.notebook is None)  # notebooks are not imported
     try:
-        source = Source(name, code, lines)
-        found += _kept(_symbols(source), code, lines)
-        facts = Facts.of(source)
-        trees.keep(file, source)
-        return Read(found, facts, may_hold_traps=True)
+        source = Source(name, code.text)
+        found += _kept(_symbols(source), code)
+        return Read(found, Facts.of(source), may_hold_traps=True)
     except UNPARSABLE as problem:
-        return Read([*found, *_kept([_unparsable(name, code, problem, file)], "", lines)])
+        return Read([*found, *_kept([_unparsable(name, code.text, problem, file)], code)])
 
 
-def _traps_of_file(trees: Trees, repository: Repository, job: tuple[str, str]) -> list[Finding]:
-    """The traps in a file, judged by what the repository does."""
+def _traps_of_file(repository: Repository, job: tuple[str, str]) -> list[Finding]:
+    """The traps in a file that could be read, judged by what the repository does."""
     name, file = job
-    code = ""
+    code = _code_of(file)
     try:
-        source = trees.take(file)
-        if source is None:
-            code = decode(read(file)).code
-            lines: list[int] = []
-            if is_notebook(os.path.basename(file)):
-                notebook = Notebook.read(code)
-                code, lines = notebook.code, notebook.lines
-            source = Source(name, code, lines)
-        code = source.code
-        try:
-            return _kept(_traps(source, repository), code, source.lines)
-        finally:
-            source.known.clear()  # it leads back to the source, and no collector runs
-    except (Unreadable, NotANotebook) as problem:
-        return [_unreadable(name, file, problem)]
+        return _kept(_traps(Source(name, code.text), repository), code)
     except UNPARSABLE as problem:
-        return [_unparsable(name, code, problem, file)]
+        return [_unparsable(name, code.text, problem, file)]
 
 
 def _unreadable(name: str, file: str, problem: Exception) -> Finding:
@@ -197,21 +190,21 @@ def _installed_by_cells(name: str, notebook: Notebook) -> list[Finding]:
     return [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in lines]
 
 
-def _kept(found: list[Finding], code: str, places: Sequence[int]) -> list[Finding]:
+def _kept(found: list[Finding], code: Code) -> list[Finding]:
     """Findings without those that a comment ignores, at the lines of the file."""
-    if "ampcompat:" in code:
-        lines = lines_of(code)
+    if "ampcompat:" in code.text:
+        lines = lines_of(code.text)
         found = [finding for finding in found if not is_ignored(finding, lines)]
-    if not places:
+    if not code.lines:
         return found
-    return [replace(f, line=places[f.line - 1] if 0 < f.line <= len(places) else 0) for f in found]
+    return [replace(f, line=code.lines[f.line - 1] if 0 < f.line <= len(code.lines) else 0) for f in found]
 
 
 def scan_source(code: str, path: str = "<string>") -> list[Finding]:
     """Findings of one source text."""
     try:
         source = Source(path, code)
-        return sorted(_kept(_symbols(source) + _traps(source, Repository([Facts.of(source)])), code, []))
+        return sorted(_kept(_symbols(source) + _traps(source, Repository([Facts.of(source)])), Code(code, [])))
     except UNPARSABLE as problem:
         return [_unparsable(path, code, problem)]
 
@@ -225,15 +218,14 @@ def _unparsable(path: str, code: str, problem: BaseException, file: str = "x.py"
     if conflict and ">>>>>>> " in code:
         note = "the file has an unresolved merge conflict: resolve it first"
         return Finding(path, conflict, 0, "file", "unparsable", level, note)
-    line = problem.lineno or 0 if isinstance(problem, SyntaxError) else 0
-    reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
+    line, reason = 0, str(problem) or type(problem).__name__
+    if isinstance(problem, SyntaxError):
+        line, reason = problem.lineno or 0, problem.msg
     note = f"Python 3 cannot parse the file ({reason})"
     if uses_apex:
-        note += (
-            "; it imports apex, and it is Python 2: port it (2to3) first"
-            if _is_python_2(problem)
-            else "; it imports apex"
-        )
+        note += "; it imports apex"
+    if uses_apex and _is_python_2(problem):
+        note += ", and it is Python 2: port it (2to3) first"
     return Finding(path, max(line, 0), 0, "file", "unparsable", level, note)
 
 
@@ -243,25 +235,27 @@ def _is_python_2(problem: BaseException) -> bool:
 
 
 def _symbols(source: Source) -> list[Finding]:
-    found: list[Finding] = []
     if not source.mentions_apex:
-        return found
+        return []
+    found: list[Finding] = []
     for node in source.nodes:
-        if node.__class__ not in NAMING:
-            continue
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            names = [node.module or "" if a.name == "*" else f"{node.module}.{a.name}" for a in node.names]
-        else:
-            if symbol := used(source, node):
-                found.append(_symbol(source, node, symbol))
-            continue
-        found += [_symbol(source, node, symbol) for name in names if (symbol := apex_name(name)) is not None]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found += [_symbol(source, node, name) for name in filter(None, map(apex_name, _imported(node)))]
+        elif (symbol := used(source, node)) is not None:
+            found.append(_symbol(source, node, symbol))
     found += [f for call in source.calls_named(*PROBES) if (f := _probe(source, call)) is not None]
     found += _left_on_optimizers(source)
     # Two mentions on one line (`amp.initialize(amp.x)`) stay two only when they name different symbols.
     return list({(f.line, f.name): f for f in found}.values())
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """The names that a statement imports, in full; of a star the module's."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if node.level > 0:
+        return []
+    return [node.module or "" if alias.name == "*" else f"{node.module}.{alias.name}" for alias in node.names]
 
 
 def used(source: Source, node: ast.AST) -> str | None:
@@ -283,11 +277,10 @@ def _symbol(source: Source, node: ast.AST, name: str) -> Finding:
 
 
 def _guarded(source: Source, node: ast.AST) -> bool:
-    child = node
-    for parent in source.ancestors(node):
+    """Whether a statement stands in the body of a ``try`` with handlers."""
+    for child, parent in source.around(node):
         if isinstance(parent, TRIES) and source.field(child) == "body" and getattr(parent, "handlers", []):
             return True
-        child = parent
     return False
 
 
@@ -316,4 +309,7 @@ def _left_on_optimizers(source: Source) -> Iterator[Finding]:
 def _traps(source: Source, repository: Repository) -> list[Finding]:
     if not repository.is_mixed:
         return []
+    if len(source.nodes) > MOST_NODES:
+        note = "has too much code to be searched for traps: split it, or leave it out ([tool.ampcompat] exclude)"
+        return [Finding(source.path, 0, 0, "file", "too_long", NOTE, note)]
     return [finding for trap in TRAPS for finding in trap(source, repository)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import warnings
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.bindings import Bindings, dotted, parameters
@@ -20,28 +21,25 @@ Node = TypeVar("Node", bound=ast.AST)
 #: ``try``, and from Python 3.11 on the one with ``except*``.
 _TRY_STAR: type[ast.AST] = getattr(ast, "TryStar", ast.Try)
 TRIES: tuple[type[ast.AST], ...] = (ast.Try, _TRY_STAR)
-#: Kinds of nodes that hold statements.
-HOLDS_STATEMENTS: tuple[type[ast.AST], ...] = (
-    ast.Module,
-    ast.FunctionDef,
-    ast.AsyncFunctionDef,
-    ast.ClassDef,
-    ast.If,
-    ast.For,
-    ast.AsyncFor,
-    ast.While,
-    ast.With,
-    ast.AsyncWith,
-    ast.ExceptHandler,
-    ast.match_case,
-    *TRIES,
-)
-#: Parts of a chain of attributes, ``a.b.c``, whose beginnings count as names of their own; scripts write fewer.
-LONGEST_CHAIN = 20
-# Fields of nodes that hold no nodes, or operators and contexts, of which one object stands for many.
-PLAIN_FIELDS = frozenset(
-    {"ctx", "op", "ops", "id", "attr", "arg", "name", "module", "level", "asname", "kind", "type_comment", "conversion"}
-)
+#: Kinds of nodes that hold statements, and nodes of which one object stands for many.
+HOLDS_STATEMENTS = (ast.mod, ast.stmt, ast.excepthandler, ast.match_case)
+SHARED = (ast.expr_context, ast.boolop, ast.operator, ast.unaryop, ast.cmpop)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def once(function: Callable[Concatenate[Source, P], R]) -> Callable[Concatenate[Source, P], R]:
+    """Work out ``function`` of a source, and of hashable arguments, the first time that it is asked for."""
+
+    @functools.wraps(function)
+    def kept(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        key = (function, *args)
+        if key not in source.known:
+            source.known[key] = function(source, *args, **kwargs)
+        found: R = source.known[key]
+        return found
+
+    return kept
 
 
 def mentions_apex(code: str) -> bool:
@@ -75,18 +73,13 @@ class Source:
         path: Path for the report.
         code: Its text.
         tree: The parsed file.
-        lines: For the code of a notebook, the lines of the file that its lines come from.
         mentions_apex: Whether the text names apex at all; without that no symbol and no call is apex's.
-        known: What was worked out of this file before, by what it is; goes with the file.
+        known: What :func:`once` keeps.
     """
 
-    def __init__(self, path: str, code: str, lines: Sequence[int] = ()) -> None:
+    def __init__(self, path: str, code: str) -> None:
         self.path, self.code, self.tree = path, code, parse(code)
-        self.lines = lines
         self.known: dict[Hashable, Any] = {}
-        self._within: dict[ast.AST, list[ast.AST]] = {}
-        self._parameters: dict[ast.AST, set[str]] = {}
-        self._names: dict[ast.AST, set[str]] = {}
         self.mentions_apex = mentions_apex(code)
 
     @functools.cached_property
@@ -135,16 +128,6 @@ class Source:
         return found
 
     @functools.cached_property
-    def calls_within(self) -> dict[ast.AST, list[ast.Call]]:
-        """For each function the calls in it, those of functions nested in it too."""
-        found: dict[ast.AST, list[ast.Call]] = {}
-        for call in self.calls:
-            for parent in self.ancestors(call):
-                if isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef):
-                    found.setdefault(parent, []).append(call)
-        return found
-
-    @functools.cached_property
     def bindings(self) -> Bindings:
         """The file's apex names."""
         return Bindings(self.nodes if self.mentions_apex else ())
@@ -155,6 +138,11 @@ class Source:
         while node in parents:
             node = parents[node]
             yield node
+
+    def around(self, node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        """The statement of ``node`` with its parent, that parent with its own, and so on."""
+        statement = self.statement(node)
+        return itertools.pairwise([statement, *self.ancestors(statement)])
 
     def scope(self, node: ast.AST) -> ast.AST:
         """The innermost function that holds ``node``, or the module."""
@@ -174,7 +162,9 @@ class Source:
     @functools.cached_property
     def _places(self) -> dict[ast.AST, Place]:
         places: dict[ast.AST, Place] = {}
-        for node in self.kind(*HOLDS_STATEMENTS):
+        for node in self.nodes:
+            if not isinstance(node, HOLDS_STATEMENTS):
+                continue
             for field in ("body", "orelse", "finalbody", "handlers"):
                 block: list[ast.stmt] = getattr(node, field, [])
                 for position, statement in enumerate(block):
@@ -202,21 +192,16 @@ class Source:
         if not isinstance(root, ast.Name) or root.id not in self.bindings.heads:
             return None
         name = dotted(node)
-        symbol = self.bindings.resolve(name)
-        if symbol is None:
-            return None
         bound = self.bindings.bound(name)
-        if bound is not None and "." not in bound and self._is_parameter(bound, node):
+        if bound is None or ("." not in bound and self._is_parameter(bound, node)):
             return None
-        return symbol
+        return self.bindings.resolve(name)
 
     def _is_parameter(self, name: str, node: ast.AST) -> bool:
         """Whether ``name`` means a parameter of a function around ``node``."""
         scope = self.scope(node)
         while isinstance(scope, SCOPES):
-            if scope not in self._parameters:
-                self._parameters[scope] = parameters(scope)
-            if name in self._parameters[scope]:
+            if name in parameters(scope):
                 return True
             scope = self.scope(scope)
         return False
@@ -230,29 +215,20 @@ class Source:
         calls = self.calls if self.mentions_apex else ()
         return [(call, symbol) for call in calls if (symbol := self.apex(call.func)) is not None]
 
-    def names_in(self, node: ast.AST) -> set[str]:
-        """As :func:`names_in`, worked out once."""
-        if node not in self._names:
-            self._names[node] = names_in(node)
-        return self._names[node]
-
+    @once
     def within(self, node: ast.AST) -> list[ast.AST]:
         """The nodes below a statement, itself included."""
-        if node is self.tree:
-            return self.nodes
-        if node not in self._within:
-            nodes = [node]
-            for part in nodes:  # grows on the way
-                nodes += children(part)
-            self._within[node] = nodes
-        return self._within[node]
+        nodes = [node]
+        for part in nodes:  # grows on the way
+            nodes += children(part)
+        return nodes
 
     def scaled_blocks(self) -> list[ast.With | ast.AsyncWith]:
         """``with amp.scale_loss(...)`` statements."""
         calls = set(map(id, self.calls_to("apex.amp.scale_loss", "apex.amp.handle.scale_loss")))
         if not calls:
             return []
-        blocks: list[ast.With | ast.AsyncWith] = [*self.kind(ast.With), *self.kind(ast.AsyncWith)]
+        blocks: Iterator[ast.With | ast.AsyncWith] = self.kind(ast.With, ast.AsyncWith)
         return [block for block in blocks if any(id(i.context_expr) in calls for i in block.items)]
 
     def imports(self, package: str) -> bool:
@@ -286,24 +262,8 @@ class Source:
 
 
 def children(node: ast.AST) -> list[ast.AST]:
-    """As ast.iter_child_nodes, without operators and contexts, at a third of its cost."""
-    found: list[ast.AST] = []
-    for name in _fields(node.__class__):  # type: ignore[arg-type]
-        value = getattr(node, name, None)
-        if value.__class__ is list:
-            found += [child for child in value if isinstance(child, ast.AST)]
-        elif isinstance(value, ast.AST):
-            found.append(value)
-    return found
-
-
-@functools.cache
-def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
-    """The fields of a kind of node that may hold nodes."""
-    if kind is ast.Constant:
-        return ()
-    # The name of `type X = int` is a node.
-    return tuple(f for f in kind._fields if f not in PLAIN_FIELDS or (f == "name" and kind.__name__ == "TypeAlias"))
+    """The nodes right below ``node``, without operators and contexts."""
+    return [child for child in ast.iter_child_nodes(node) if not isinstance(child, SHARED)]
 
 
 def argument(call: ast.Call, position: int, keyword: str) -> ast.expr | None:
@@ -327,30 +287,10 @@ def number(node: ast.AST | None) -> float | None:
     return None
 
 
-def text(node: ast.AST | None) -> str:
-    """``a.b`` for names and attributes, ``""`` for any other expression: what tells two mentions apart."""
-    return dotted(node) or "" if node is not None else ""
-
-
 def names_in(node: ast.AST) -> set[str]:
-    """The names in an expression, ``a`` and ``a.b`` for ``a.b``; of a chain the first :data:`LONGEST_CHAIN` parts."""
-    found: set[str] = set()
-    rest = [node]
-    while rest:
-        part = rest.pop()
-        attributes: list[str] = []
-        while isinstance(part, ast.Attribute):
-            attributes.append(part.attr)
-            part = part.value
-        if not isinstance(part, ast.Name):
-            rest += children(part)
-            continue
-        name = part.id
-        found.add(name)
-        for attribute in attributes[:-LONGEST_CHAIN:-1]:
-            name = f"{name}.{attribute}"
-            found.add(name)
-    return found
+    """The names in an expression: ``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``."""
+    named = (dotted(part) for part in ast.walk(node))
+    return set(filter(None, named))
 
 
 def called(call: ast.Call) -> str:

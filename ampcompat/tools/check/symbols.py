@@ -175,27 +175,29 @@ def verdict(name: str) -> Symbol:
     Below a module, a name without an entry works when ampcompat's module of that name binds it; below a class or
     function it is an attribute of that.
     """
-    known = name
-    while known not in SYMBOLS:
-        known = known.rpartition(".")[0]
-        if not known:
-            return Symbol(UNSUPPORTED, "not a module of apex")
+    known = _known_part(name)
+    if not known:
+        return Symbol(UNSUPPORTED, "not a module of apex")
     if known == name or known not in MODULES:
         return SYMBOLS[known]
-    rest = name[len(known) + 1 :].split(".")[0]
-    if binds(f"ampcompat{known.removeprefix('apex')}" if known.startswith("apex") else f"ampcompat.{known}", rest):
+    attribute = name[len(known) + 1 :].partition(".")[0]
+    module = f"ampcompat{known.removeprefix('apex')}" if known.startswith("apex") else f"ampcompat.{known}"
+    if binds(module, attribute) or attribute.startswith("__"):  # every module has `__dict__`, `__file__`
         return Symbol(WORKS)
-    if rest.startswith("__"):
-        return Symbol(WORKS)  # `amp.__dict__`, `apex.__file__`: every module has them
-    return Symbol(UNSUPPORTED, f"{known} has no {name[len(known) + 1 :].split('.')[0]} that is provided here")
+    return Symbol(UNSUPPORTED, f"{known} has no {attribute} that is provided here")
 
 
 def canonical(name: str) -> str:
     """The symbol to report for a dotted name: cut after the longest known prefix, except below modules."""
-    known = name
-    while known and known not in SYMBOLS:
-        known = known.rpartition(".")[0]
+    known = _known_part(name)
     if known == name or (known and known not in MODULES):
         return known
-    extra = name[len(known) :].lstrip(".").split(".")[0]
-    return f"{known}.{extra}".lstrip(".")
+    attribute = name[len(known) :].lstrip(".").partition(".")[0]
+    return f"{known}.{attribute}".lstrip(".")
+
+
+def _known_part(name: str) -> str:
+    """The longest beginning of a dotted name that has an entry; "" for none."""
+    while name and name not in SYMBOLS:
+        name = name.rpartition(".")[0]
+    return name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import multiprocessing
 import os
 import sys
@@ -48,8 +47,7 @@ def workers(jobs: int, few: int | None = None) -> Iterator[Apply]:
     if count < 2:
         yield map
         return
-    # Trees have no cycles: the collector would only examine them, again and again.
-    with ProcessPoolExecutor(count, multiprocessing.get_context(kind), initializer=gc.disable) as pool:
+    with ProcessPoolExecutor(count, multiprocessing.get_context(kind)) as pool:
 
         def apply(function: Callable[[Job], Result], given: Sequence[Job]) -> Iterable[Result]:
             return pool.map(function, given, chunksize=max(1, min(16, len(given) // (32 * count))))

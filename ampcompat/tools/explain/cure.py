@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampcompat.tools.explain.growth import Growth
 from ampcompat.tools.explain.probe import ARGUMENT, Event
+from ampcompat.tools.explain.schema import Grown
 from ampcompat.tools.explain.tensors import LARGEST, LEAST
 
 #: What a dispatcher op does to a zero.
@@ -32,7 +32,7 @@ class Setting:
     scale: float
     dynamic: bool = True
     made: bool = False
-    growth: Growth | None = None
+    growth: Grown | None = None
 
 
 def cures(event: Event, setting: Setting) -> list[str]:

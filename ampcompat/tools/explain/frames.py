@@ -28,27 +28,15 @@ def hide_tools(trace: TracebackType | None, all_of_ours: bool = False) -> Traceb
     Returns:
         The first frame that stays.
     """
-    entries = []
+    entries: list[TracebackType] = []
     while trace is not None:
         entries.append(trace)
         trace = trace.tb_next
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
     gone = set[int]()
     for at, file in enumerate(files):
-        if not file.startswith(_TOOLS):
-            continue
-        gone.add(at)
-        after = at + 1
-        while after < len(files) and files[after] in _CALLERS:
-            gone.add(after)
-            after += 1
-        before = at - 1
-        while before >= 0 and files[before] in _CALLERS:
-            gone.add(before)
-            before -= 1
-        # A function of torch's that asks a mode is entered once more from there.
-        if 0 <= before < after < len(entries) and entries[before].tb_frame.f_code is entries[after].tb_frame.f_code:
-            gone.add(before)
+        if file.startswith(_TOOLS):
+            gone |= _with_callers(entries, files, at)
     if all_of_ours:
         of_user = [at for at, file in enumerate(files) if not file.startswith((_OURS, _TORCH, "<"))]
         gone.update(at for at, file in enumerate(files) if file.startswith(_OURS) and at < max(of_user, default=-1))
@@ -56,3 +44,17 @@ def hide_tools(trace: TracebackType | None, all_of_ours: bool = False) -> Traceb
     for entry, following in zip(stay, [*stay[1:], None], strict=True):
         entry.tb_next = following
     return stay[0] if stay else None
+
+
+def _with_callers(entries: list[TracebackType], files: list[str], at: int) -> set[int]:
+    """The frame ``at``, of a tool, and the frames of torch around it that it was called from and that it calls."""
+    first, last = at, at
+    while first > 0 and files[first - 1] in _CALLERS:
+        first -= 1
+    while last + 1 < len(files) and files[last + 1] in _CALLERS:
+        last += 1
+    # A function of torch's that asks a mode is entered once more from there.
+    is_inside = first > 0 and last + 1 < len(entries)
+    if is_inside and entries[first - 1].tb_frame.f_code is entries[last + 1].tb_frame.f_code:
+        first -= 1
+    return set(range(first, last + 1))

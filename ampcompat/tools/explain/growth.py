@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,46 +16,6 @@ from ampcompat.tools.explain.schema import Grown
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
 STEPS, FAR = 10, 20.0
-
-
-@dataclass(frozen=True)
-class Growth:
-    """The weight that grew most.
-
-    Attributes:
-        parameter: Qualified name, or "" where no live model has it.
-        before: Its largest magnitude some steps ago.
-        after: Its largest magnitude now.
-        times: How many times larger that is.
-        steps: How many steps were made in between.
-        rate: The highest learning rate of its group in these; None where that is no number.
-    """
-
-    parameter: str
-    before: float
-    after: float
-    times: float
-    steps: int
-    rate: float | None
-
-    @property
-    def text(self) -> str:
-        """As in "conv2.weight grew from 0.21 to 350 in 3 steps, at lr=50"."""
-        name = self.parameter or "a weight"
-        steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
-        rate = "" if self.rate is None else f", at lr={self.rate:g}"
-        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{rate}"
-
-    @property
-    def cure(self) -> str:
-        """What stops it."""
-        than = "" if self.rate is None else f" than {self.rate:g}"
-        return f"a lower learning rate{than}, a warmup, or clipped gradients: no precision holds weights that grow so"
-
-    @property
-    def data(self) -> Grown:
-        """The same for JSON."""
-        return Grown(self.parameter, self.before, self.after, self.steps, self.rate)
 
 
 class Sizes(NamedTuple):
@@ -89,7 +48,7 @@ class History:
         self.seen.append(sizes)
         self.rates.append([_rate(group) for group in optimizer.param_groups])
 
-    def growth(self, optimizer: Optimizer) -> Growth | None:
+    def growth(self, optimizer: Optimizer) -> Grown | None:
         """The weight of ``optimizer`` that grew most in the last steps; None where none grew far.
 
         A weight that began at zero, or near it, is compared with the usual one. Reads the device.
@@ -100,7 +59,7 @@ class History:
         after = _read(self.seen[-1])
         usual = statistics.median([size for size in before.values() if size > 0] or [1.0])
         most = FAR
-        found: Growth | None = None
+        found: Grown | None = None
         for index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 then = before.get(id(param), math.inf)
@@ -108,7 +67,7 @@ class History:
                 times = now / max(then, usual)
                 if times >= most:  # not so for a NaN
                     most = times
-                    found = Growth(name_of(param), then, now, times, len(self.seen) - 1, self._highest_rate(index))
+                    found = Grown(name_of(param), then, now, times, len(self.seen) - 1, self._highest_rate(index))
         return found
 
     def _highest_rate(self, group: int) -> float | None:

@@ -11,10 +11,9 @@ from ampcompat._state import state
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.cure import Setting, cures
-from ampcompat.tools.explain.growth import Growth
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.replay import Finding
-from ampcompat.tools.explain.schema import Elsewhere, Fault
+from ampcompat.tools.explain.schema import Elsewhere, Fault, Grown
 from ampcompat.tools.explain.tensors import LARGEST
 from ampcompat.tools.explain.words import Message, cure_fields
 
@@ -26,7 +25,7 @@ _NOT_RUN_AGAIN = (
 
 
 def fault(
-    finding: Finding, scaler: LossScaler, what: str, step: int, made: bool, growth: Growth | None = None
+    finding: Finding, scaler: LossScaler, what: str, step: int, made: bool, growth: Grown | None = None
 ) -> Message:
     """Say what happened, where, how large, and what to do.
 
@@ -72,7 +71,7 @@ def fault(
         direction="backward" if event.backward else "forward",
         dtype=dtype_name(event.dtype),
         largest=event.value,
-        growth=None if growth is None else growth.data,
+        growth=growth,
         cures=advice,
         note=finding.caveat,
     )
@@ -107,7 +106,7 @@ def _has_other_ranks() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _setting(scaler: LossScaler, made: bool, growth: Growth | None) -> Setting:
+def _setting(scaler: LossScaler, made: bool, growth: Grown | None) -> Setting:
     latest = state.session
     level = "" if latest is None else latest.policy.opt_level
     half = ""
@@ -122,16 +121,27 @@ def _what(event: Event) -> str:
         return f"{event.op} {event.place.module or ''} was not finite before the forward"
     if event.op == ARGUMENT:
         return f"{event.given} was not finite before"
-    name = event.place.function
-    shown = name if name and name != event.op else ""
-    made = f"{shown} (aten::{event.op})" if shown else f"aten::{event.op}"
-    if event.op in ("_to_copy", "copy_") and event.out_of_range:
-        made = f"the cast to {dtype_name(event.dtype)}" + (f" in {shown}" if shown and shown != "to" else "")
-        source = next((m for m in event.made if m.largest > LARGEST), None)
-        if source is not None:
-            made += f" of what {source.place.function or source.op} made"
-    result = f"{made} left the range of {dtype_name(event.dtype)}"
-    return result if event.out_of_range else f"{made} gave a result that is not finite, in {dtype_name(event.dtype)}"
+    dtype = dtype_name(event.dtype)
+    is_cast = event.op in ("_to_copy", "copy_") and event.out_of_range
+    made = _cast(event) if is_cast else _op(event)
+    if event.out_of_range:
+        return f"{made} left the range of {dtype}"
+    return f"{made} gave a result that is not finite, in {dtype}"
+
+
+def _op(event: Event) -> str:
+    """The function that the script called, and the op where that has another name."""
+    function = event.place.function
+    return f"{function} (aten::{event.op})" if function not in ("", event.op) else f"aten::{event.op}"
+
+
+def _cast(event: Event) -> str:
+    """As in "the cast to float16 in linear of what relu made"."""
+    text = f"the cast to {dtype_name(event.dtype)}"
+    if event.place.function not in ("", "to", event.op):
+        text += f" in {event.place.function}"
+    source = next((made for made in event.made if made.largest > LARGEST), None)
+    return text if source is None else f"{text} of what {source.place.function or source.op} made"
 
 
 def _where(event: Event, finding: Finding) -> str:

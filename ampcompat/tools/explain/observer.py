@@ -15,12 +15,12 @@ from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.trees import tensors_in
 from ampcompat.tools.explain import message, numbers, ranges, weights
 from ampcompat.tools.explain.frames import hide_tools
-from ampcompat.tools.explain.growth import Growth, History
+from ampcompat.tools.explain.growth import History
 from ampcompat.tools.explain.live import LiveProbe
 from ampcompat.tools.explain.options import Options
 from ampcompat.tools.explain.record import BufferWatch, Record
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
-from ampcompat.tools.explain.schema import End, Note
+from ampcompat.tools.explain.schema import End, Grown, Note
 from ampcompat.tools.explain.tensors import is_finite
 from ampcompat.tools.explain.words import Message
 
@@ -91,7 +91,6 @@ class Autopsy:
         record = self.depth.pop() if self.depth else None
         if record is None:
             return
-        record.forward_ended()
         outputs = [t for t in tensors_in(output) if t.requires_grad]
         record.grads = [None] * len(outputs)
         for index, tensor in enumerate(outputs):
@@ -264,7 +263,7 @@ class Autopsy:
                 self._emit(one)
         self._count()
 
-    def _growth(self) -> Growth | None:
+    def _growth(self) -> Grown | None:
         """The weight that the last steps of an optimizer made many times larger, if any."""
         found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)

@@ -6,6 +6,7 @@ output or a gradient. So every non-finite tensor carries its origin, the op that
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -105,6 +106,81 @@ class Event:
         return self.op, self.place, self.backward
 
 
+@dataclass
+class Call:
+    """An op that ran, and what it was given."""
+
+    func: OpOverload
+    args: Args
+    kwargs: Kwargs
+
+    @property
+    def name(self) -> str:
+        """As in "mm"."""
+        return str(self.func.overloadpacket.__name__)
+
+    @property
+    def numbers(self) -> list[float]:
+        """The numbers among its arguments."""
+        given = (*self.args, *self.kwargs.values())
+        return [float(one) for one in given if isinstance(one, (int, float)) and not isinstance(one, bool)]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, object]:
+        """Its arguments by the names of its schema."""
+        names = [argument.name for argument in self.func._schema.arguments]
+        return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
+
+    @functools.cached_property
+    def inputs(self) -> list[torch.Tensor]:
+        """The tensors that it read, as far as they can be looked at."""
+        unread = self._unread_statistics()
+        return [t for t in tensors_in((self.args, self.kwargs)) if readable(t) and id(t) not in unread]
+
+    def _unread_statistics(self) -> set[int]:
+        """The ids of running statistics that a batch norm is given and does not read: one that trains only writes them.
+
+        When a batch is run again, they hold what its first run has written: not what made it overflow.
+        """
+        if "batch_norm" not in self.name or "no_training" in self.name or "no_update" in self.name:
+            return set()
+        if not self.by_name.get("training", self.by_name.get("train", True)):
+            return set()
+        return {id(self.by_name.get(statistic)) for statistic in ("running_mean", "running_var")}
+
+    def describe(self, tensor: torch.Tensor, function: str) -> str:
+        """Describe an argument, as in "weight given to cross_entropy (float32 of shape (3,))"."""
+        name = next((name for name, value in self.by_name.items() if value is tensor), "")
+        shown = name if name in _TELLING else "a tensor"
+        return f"{shown} given to {function or self.name} ({dtype_name(tensor.dtype)} of shape {tuple(tensor.shape)})"
+
+    def largest_in_float32(self, out: torch.Tensor, is_written: bool) -> float:
+        """The largest magnitude of the same op in float32; of its input for a cast.
+
+        Args:
+            out: Its result.
+            is_written: Whether it was computed in place.
+        """
+        if out.dtype not in HALF_DTYPES:
+            return largest(out)
+        if self.name in ("_to_copy", "copy_", "to") and self.inputs:
+            return largest(self.inputs[-1])
+        if is_written:  # what it held is gone
+            number = max(map(abs, self.numbers), default=0.0)
+            return number if number > LARGEST else float("inf")
+
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
+
+        try:
+            args = map_tree(self.args, widen, objects=False)
+            kwargs = {k: torch.float32 if v in HALF_DTYPES else v for k, v in self.kwargs.items()}
+            result = self.func(*args, **map_tree(kwargs, widen, objects=False))
+        except Exception:  # not every op takes float32 in place of half; then the magnitude stays unknown
+            return float("inf")
+        return max((largest(t) for t in tensors_in(result)), default=float("inf"))
+
+
 class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that examines the result of every op. Reads the device at each: for replays only.
 
@@ -122,9 +198,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def given(self, tensor: torch.Tensor, op: str, name: str) -> None:
         """Note a tensor that came from outside, if it is not finite."""
         if not is_finite(tensor):
-            event = Event(op, Place(name, "", "", ""), False, tensor.dtype, largest(tensor))
-            self.events.append(event)
-            self.origins[storage(tensor)] = event
+            self._born(tensor, Event(op, Place(name, "", "", ""), False, tensor.dtype, largest(tensor)))
 
     def origin(self, tensors: Iterable[torch.Tensor]) -> Event | None:
         """The earliest origin of what is not finite in ``tensors``."""
@@ -135,75 +209,65 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        outputs = [t for t in tensors_in(result) if readable(t)]
-        if outputs:
-            unread = _unread_statistics(func, args, kwargs)
-            inputs = [t for t in tensors_in((args, kwargs)) if readable(t) and id(t) not in unread]
-            for out in outputs:
-                self._examine(func, args, kwargs, inputs, out)
+        call = Call(func, args, kwargs or {})
+        result = func(*call.args, **call.kwargs)
+        for out in tensors_in(result):
+            if readable(out):
+                self._examine(call, out)
         return result
 
-    def _examine(
-        self, func: OpOverload, args: Args, kwargs: Kwargs, inputs: list[torch.Tensor], out: torch.Tensor
-    ) -> None:
-        name = func.overloadpacket.__name__
-        written = any(t is out for t in inputs)
-        view = not written and any(storage(t) == storage(out) for t in inputs)
-        where = storage(out)
-        numbers = [*args, *kwargs.values()]
-        scalars = tuple(
-            float(a) for a in numbers if isinstance(a, (int, float)) and not isinstance(a, bool) and a not in (0, 1)
-        )
-        magnitude = largest(out)
-        before = next((self.made[storage(t)] for t in inputs if storage(t) in self.made), None)
-        made = Made(name, scalars, self.places.here(), magnitude, before if name in _CHEAP else None)
-        sources = [self.made[storage(t)] for t in inputs if storage(t) in self.made]
-        if not view:
-            self.made[where] = made
-        if magnitude < float("inf"):
-            if not view and covers_storage(out):
-                self.origins.pop(where, None)
+    def _examine(self, call: Call, out: torch.Tensor) -> None:
+        """Note how a result was made, and where what is not finite in it comes from."""
+        is_written = any(t is out for t in call.inputs)
+        is_view = not is_written and any(storage(t) == storage(out) for t in call.inputs)
+        sources = [self.made[storage(t)] for t in call.inputs if storage(t) in self.made]
+        made = self._made(call, out, sources)
+        if not is_view:
+            self.made[storage(out)] = made
+        if made.largest < float("inf"):
+            if not is_view and covers_storage(out):
+                self.origins.pop(storage(out), None)
             return
-        origin = self._origin_of(func, args, kwargs, inputs, out if written else None)
+        origin = self._origin_of(call, out if is_written else None)
         if origin is not None:
-            if origin.spread is None and bool(torch.isnan(out).any()) and origin.value != float("nan"):
+            if origin.spread is None and bool(torch.isnan(out).any()):
                 origin.spread = made.place
-            self.origins[where] = origin
+            self.origins[storage(out)] = origin
             return
         node = _torch.current_node()
         event = Event(
-            op=name,
+            op=call.name,
             place=made.place,
             backward=node is not None,
             dtype=out.dtype,
-            value=self._in_float32(func, args, kwargs, inputs, out, written),
-            scalars=scalars,
-            denominators=sum(zeros(t) for t in inputs[-1:] if t is not out),
+            value=call.largest_in_float32(out, is_written),
+            scalars=made.scalars,
+            denominators=sum(zeros(t) for t in call.inputs[-1:] if t is not out),
             made=sources,
             node="" if node is None else node.name(),
         )
-        self.events.append(event)
-        self.origins[where] = event
+        self._born(out, event)
 
-    def _origin_of(
-        self,
-        func: OpOverload,
-        args: Args,
-        kwargs: Kwargs,
-        inputs: list[torch.Tensor],
-        written: torch.Tensor | None,
-    ) -> Event | None:
+    def _made(self, call: Call, out: torch.Tensor, sources: list[Made]) -> Made:
+        scalars = tuple(number for number in call.numbers if number not in (0, 1))
+        before = sources[0] if sources and call.name in _CHEAP else None
+        return Made(call.name, scalars, self.places.here(), largest(out), before)
+
+    def _born(self, tensor: torch.Tensor, event: Event) -> None:
+        """Note ``event`` as the origin of what is not finite in ``tensor``."""
+        self.events.append(event)
+        self.origins[storage(tensor)] = event
+
+    def _origin_of(self, call: Call, written: torch.Tensor | None) -> Event | None:
         """The origin of what is not finite in the inputs of an op; None where they are finite."""
         if written is not None and storage(written) in self.origins:
             return self.origins[storage(written)]
-        read = [tensor for tensor in inputs if tensor is not written]
+        read = [tensor for tensor in call.inputs if tensor is not written]
         known = self.origin(read)
-        argument = self._unknown_argument(func, args, kwargs, read)
+        argument = self._unknown_argument(call, read)
         return argument if known is None else known
 
-    def _unknown_argument(self, func: OpOverload, args: Args, kwargs: Kwargs, read: list[torch.Tensor]) -> Event | None:
+    def _unknown_argument(self, call: Call, read: list[torch.Tensor]) -> Event | None:
         """Note the first of the tensors ``read`` that is not finite and comes from nowhere that was seen."""
         unseen = [tensor for tensor in read if storage(tensor) not in self.origins]
         unknown = next((tensor for tensor in unseen if not is_finite(tensor)), None)
@@ -216,58 +280,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             backward=_torch.current_node() is not None,
             dtype=unknown.dtype,
             value=largest(unknown),
-            given=_argument(func, args, kwargs, unknown, place.function),
+            given=call.describe(unknown, place.function),
         )
-        self.events.append(event)
-        self.origins[storage(unknown)] = event
+        self._born(unknown, event)
         return event
-
-    def _in_float32(
-        self, func: OpOverload, args: Args, kwargs: Kwargs, inputs: list[torch.Tensor], out: torch.Tensor, written: bool
-    ) -> float:
-        """The largest magnitude of the same op in float32; of its input for a cast."""
-        if out.dtype not in HALF_DTYPES:
-            return largest(out)
-        if func.overloadpacket.__name__ in ("_to_copy", "copy_", "to") and inputs:
-            return largest(inputs[-1])
-        if written:
-            scalars = [abs(a) for a in (*args, *kwargs.values()) if isinstance(a, (int, float))]
-            return max(scalars, default=float("inf")) if max(scalars, default=0.0) > LARGEST else float("inf")
-
-        def widen(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
-
-        try:
-            wide_args = map_tree(args, widen, objects=False)
-            wide_kwargs = {k: torch.float32 if v in HALF_DTYPES else v for k, v in kwargs.items()}
-            result = func(*wide_args, **map_tree(wide_kwargs, widen, objects=False))
-        except Exception:  # not every op takes float32 in place of half; then the magnitude stays unknown
-            return float("inf")
-        return max((largest(t) for t in tensors_in(result)), default=float("inf"))
-
-
-def _argument(func: OpOverload, args: Args, kwargs: Kwargs, tensor: torch.Tensor, function: str) -> str:
-    """As in "weight given to cross_entropy (float32 of shape (3,))"."""
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    name = next((name for name, value in given.items() if value is tensor), "")
-    shown = name if name in _TELLING else "a tensor"
-    dtype = dtype_name(tensor.dtype)
-    called = function or func.overloadpacket.__name__
-    return f"{shown} given to {called} ({dtype} of shape {tuple(tensor.shape)})"
-
-
-def _unread_statistics(func: OpOverload, args: Args, kwargs: Kwargs) -> set[int]:
-    """The ids of running statistics that a batch norm is given and does not read: one that trains only writes them.
-
-    When a batch is run again, they hold what its first run has written: not what made it overflow.
-    """
-    name = func.overloadpacket.__name__
-    if "batch_norm" not in name or "no_training" in name or "no_update" in name:
-        return set()
-    names = [argument.name for argument in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    trains = given.get("training", given.get("train", True))
-    if not trains:
-        return set()
-    return {id(given.get(statistic)) for statistic in ("running_mean", "running_var")}

@@ -8,9 +8,10 @@ import torch
 from torch.nn.modules import module as hooks
 
 from ampcompat.amp.trees import tensors_in
+from ampcompat.tools.columns import aligned
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.record import Record
-from ampcompat.tools.explain.replay import run_again
+from ampcompat.tools.explain.replay import run_again, run_backward
 from ampcompat.tools.explain.schema import LayerRange, LayerRanges
 from ampcompat.tools.explain.tensors import readable
 from ampcompat.tools.explain.words import Message
@@ -112,11 +113,7 @@ def measure(record: Record) -> Ranges | None:
         finally:
             handle.remove()
         ranges.after_forward(model, args, output)  # its forward is called past the hooks
-        outputs = [t for t in tensors_in(output) if t.requires_grad]
-        pairs = [(o, g) for o, g in zip(outputs, record.grads, strict=False) if g is not None]
-        wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
-        if pairs and wanted:
-            torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+        run_backward(record, model, tensors_in(output), leaves)
     return ranges
 
 
@@ -127,11 +124,9 @@ def ranges_message(ranges: Ranges, model: str, step: int, scale: float) -> Messa
         dtype, sizes = dtype_name(row.dtype), [f"{row.largest:.3g}", f"{row.least:.3g}"]
         shares = [_percent(count / row.count) for count in (row.zeros, row.infs, row.nans)]
         cells.append([row.module or "(model)", row.kind, row.direction, dtype, *sizes, *shares])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     head = f"ranges of {model} in the batch of step {step}, run again (loss scale {scale:g})."
     data = LayerRanges(model, step, scale, [row.data for row in ranges.rows.values()])
-    return Message("\n".join([head, *(f"  {line}" for line in lines)]), data)
+    return Message("\n".join([head, *(f"  {line}" for line in aligned(cells))]), data)
 
 
 def _percent(share: float) -> str:

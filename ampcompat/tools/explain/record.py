@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -18,14 +18,12 @@ from ampcompat.tools.explain.places import script_line
 
 #: Buffers that a forward writes are copied at each forward, up to so many bytes a model.
 MOST_BUFFER_BYTES = 32 * 2**20
-#: Forwards from which it is learned what generators a model draws from.
-LEARNING = 3
 
 
 class RandomState(NamedTuple):
-    """Hold the states of the generators that a forward may draw from; Python's and numpy's are None where not read."""
+    """Hold the states of the generators that a forward may draw from; numpy's is None where it is not imported."""
 
-    python: tuple[object, ...] | None
+    python: tuple[object, ...]
     numpy: Sequence[object] | None
     cpu: torch.Tensor
     cuda: list[tuple[torch.device, torch.Tensor]]
@@ -48,8 +46,7 @@ class Record:
         self.model = weakref.ref(model)
         self.args, self.kwargs = args, kwargs
         self.versions = _versions((args, kwargs))
-        self.random = random_state(_cuda_devices(model), buffers.draws)
-        self.watch = buffers
+        self.random = random_state(_cuda_devices(model))
         self.buffers = buffers.save()
         self.grads: list[torch.Tensor | None] = []
         self.owners: set[int] = set()
@@ -57,16 +54,6 @@ class Record:
         self.scale: torch.Tensor | None = None
         self.age = 0
         self.called_at = script_line(sys._getframe(1))
-
-    def forward_ended(self) -> None:
-        """Learn in the first forwards whether the model draws from Python's or numpy's generators, slow to save."""
-        watch = self.watch
-        if watch.forwards < LEARNING:
-            watch.forwards += 1
-            before, after = self.random[:2], random_state([], watch.draws)[:2]
-            watch.drew = tuple(d or _differ(a, b) for d, a, b in zip(watch.drew, before, after, strict=True))
-            if watch.forwards == LEARNING:
-                watch.draws = watch.drew
 
     @property
     def overwritten(self) -> bool:
@@ -92,9 +79,6 @@ class BufferWatch:
         self.seen = [-1] * len(self.buffers)
         self.moving: set[int] = set()
         self.first = True
-        self.forwards = 0
-        self.draws: tuple[bool, ...] = (True, True)
-        self.drew: tuple[bool, ...] = (False, False)
 
     def save(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each written buffer with a copy of its value; the first time, of every one, as far as they are small."""
@@ -119,26 +103,18 @@ def _versions(value: object) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors_in(value)]
 
 
-def _differ(before: Sequence[object] | None, after: Sequence[object] | None) -> bool:
-    """Whether two states of one generator differ; numpy's hold an array."""
-    if before is None or after is None:
-        return False
-    one, other = ([list(p) if isinstance(p, Iterable) else p for p in state] for state in (before, after))
-    return one != other
-
-
 def _cuda_devices(model: torch.nn.Module) -> list[torch.device]:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return []
     return list({p.device for p in model.parameters() if p.device.type == "cuda"})
 
 
-def random_state(devices: list[torch.device], draws: tuple[bool, ...] = (True, True)) -> RandomState:
-    """The state of every generator that a forward may draw from (Python's and numpy's if ``draws``). No host sync."""
+def random_state(devices: list[torch.device]) -> RandomState:
+    """The state of every generator that a forward may draw from. No host sync."""
     numpy = sys.modules.get("numpy")
     return RandomState(
-        random.getstate() if draws[0] else None,
-        numpy.random.get_state() if draws[1] and numpy is not None else None,
+        random.getstate(),
+        numpy.random.get_state() if numpy is not None else None,
         torch.get_rng_state(),
         [(device, torch.cuda.get_rng_state(device)) for device in devices],
     )
@@ -147,8 +123,7 @@ def random_state(devices: list[torch.device], draws: tuple[bool, ...] = (True, T
 def set_random_state(state: RandomState) -> None:
     """Put back what :func:`random_state` read."""
     python, numpy, cpu, cuda = state
-    if python is not None:
-        random.setstate(python)
+    random.setstate(python)
     if numpy is not None:
         sys.modules["numpy"].random.set_state(numpy)
     torch.set_rng_state(cpu)

@@ -128,20 +128,31 @@ def _backward(
     probe: Probe,
     finding: Finding,
 ) -> Event | None:
-    pairs = [
-        (out, grad)
-        for out, grad in zip((o for o in outputs if o.requires_grad), record.grads, strict=False)
-        if grad is not None
-    ]
-    if not pairs:
-        return None
-    if not all(is_finite(grad) for _, grad in pairs):
+    if not all(is_finite(grad) for _, grad in received(record, outputs)):
         finding.entered = True
         return None
-    wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
     with probe:
-        grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-    return probe.origin(g for g in grads if g is not None)
+        grads = run_backward(record, model, outputs, leaves)
+    return probe.origin(grads)
+
+
+def received(record: Record, outputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Those of ``outputs`` that got a gradient in the run, each with that."""
+    differentiable = [output for output in outputs if output.requires_grad]
+    pairs = zip(differentiable, record.grads, strict=False)
+    return [(output, grad) for output, grad in pairs if grad is not None]
+
+
+def run_backward(
+    record: Record, model: torch.nn.Module, outputs: list[torch.Tensor], leaves: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The gradients of ``leaves`` and parameters, from those that the outputs got; none is accumulated."""
+    pairs = received(record, outputs)
+    wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
+    if not pairs or not wanted:
+        return []
+    grads = torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+    return [grad for grad in grads if grad is not None]
 
 
 @contextlib.contextmanager

@@ -13,9 +13,9 @@ from ampcompat.amp.masters import Master, master_of
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.cure import BFLOAT16
-from ampcompat.tools.explain.growth import Growth, Sizes, name_of
+from ampcompat.tools.explain.growth import Sizes, name_of
 from ampcompat.tools.explain.numbers import MASTERS, Unheld, optimizer_name, unheld
-from ampcompat.tools.explain.schema import Weights
+from ampcompat.tools.explain.schema import Grown, Weights
 from ampcompat.tools.explain.tensors import LARGEST, is_finite, largest, readable
 from ampcompat.tools.explain.words import Message, cure_fields
 
@@ -46,7 +46,7 @@ class Written:
     why: list[str] = field(default_factory=list)
     cures: list[str] = field(default_factory=list)
     numbers: list[Unheld] = field(default_factory=list)
-    growth: Growth | None = None
+    growth: Grown | None = None
 
     @property
     def what(self) -> str:
@@ -116,7 +116,6 @@ def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> Written:
     """Why a step of ``optimizer`` may have written ``param`` as it is."""
     lost = ~torch.isfinite(param.detach())
     found = Written(optimizer_name(optimizer), group, name_of(param), "", param.dtype, (int(lost.sum()), param.numel()))
-    dtype, options = dtype_name(param.dtype), optimizer.param_groups[group]
     for name, tensor in _state(optimizer, param):
         if not is_finite(tensor):
             found.why.append(f"its {name} is not finite")
@@ -131,17 +130,21 @@ def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> Written:
         found.cures.insert(
             0, "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
         )
-    elif not found.why and param.dtype in HALF_DTYPES:
-        size = "" if grad is None or grad.is_sparse else f", its largest gradient is {largest(grad):.3g}"
-        found.why.append(f"the update left the range of {dtype} ({_rate(options)}{size})")
-    elif not found.why:
-        found.why.append(f"the update was not finite in {dtype} ({_rate(options)})")
+    if not found.why:
+        found.why.append(_update(param, optimizer.param_groups[group]))
     if not found.cures:
-        found.cures = [
-            *([MASTERS] if param.dtype in HALF_DTYPES else []),
-            "a lower learning rate, or clipped gradients",
-        ]
+        masters = [MASTERS] if param.dtype in HALF_DTYPES else []
+        found.cures = [*masters, "a lower learning rate, or clipped gradients"]
     return found
+
+
+def _update(param: torch.Tensor, options: ParamGroup) -> str:
+    """Why an update from finite gradients is not finite."""
+    dtype, grad = dtype_name(param.dtype), param.grad
+    if param.dtype not in HALF_DTYPES:
+        return f"the update was not finite in {dtype} ({_rate(options)})"
+    size = "" if grad is None or grad.is_sparse else f", its largest gradient is {largest(grad):.3g}"
+    return f"the update left the range of {dtype} ({_rate(options)}{size})"
 
 
 def _half_of_master(optimizer: Optimizer, group: int, master: Master) -> Written:
@@ -193,7 +196,7 @@ def written_message(found: Written, step: int) -> Message:
         not_finite=found.bad[0],
         elements=found.bad[1],
         why=found.why,
-        growth=None if found.growth is None else found.growth.data,
+        growth=found.growth,
         cures=cures,
         step=step,
     )

@@ -98,21 +98,27 @@ def _finish(panels: Sequence[Axes], results: Sequence[Result], optimizer: int, t
         deviation.annotate(
             f"rtol {tolerance.rtol:g}", (0.01, tolerance.rtol), fontsize=FONT - 1.5, color="0.3", **place
         )
-    scale.set_yscale("log", base=2)
-    exponents = {math.log2(s.scale) for r in results for s in r.run.steps if s.scale and math.isfinite(s.scale)}
-    low, high = (math.floor(min(exponents)), math.ceil(max(exponents))) if exponents else (0, 0)
-    scale.set_ylim(2.0 ** (low - 1), 2.0 ** (high + 1))
-    stride = max(1, -(-(high - low) // 4))
-    scale.yaxis.set_major_locator(FixedLocator([2.0**e for e in range(high, low - 1, -stride)]))
-    scale.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{round(math.log2(value))}}}$"))
-    scale.yaxis.set_minor_locator(NullLocator())
-    scale.set_xlabel("optimizer step", fontsize=FONT)
-    scale.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    _finish_scale(scale, results)
     for panel in panels:
         panel.grid(color="0.9", linewidth=0.5)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
         panel.tick_params(labelsize=FONT - 1)
+
+
+def _finish_scale(panel: Axes, results: Sequence[Result]) -> None:
+    """Powers of two, five of them or fewer."""
+    scales = [step.scale for result in results for step in result.run.steps if step.scale]
+    exponents = [math.log2(scale) for scale in scales if math.isfinite(scale)] or [0]
+    low, high = math.floor(min(exponents)), math.ceil(max(exponents))
+    stride = max(1, -(-(high - low) // 4))
+    panel.set_yscale("log", base=2)
+    panel.set_ylim(2.0 ** (low - 1), 2.0 ** (high + 1))
+    panel.yaxis.set_major_locator(FixedLocator([2.0**e for e in range(high, low - 1, -stride)]))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"$2^{{{round(math.log2(value))}}}$"))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.set_xlabel("optimizer step", fontsize=FONT)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
 
 
 def _legend(figure: Figure, losses: Axes, scale: Axes, results: Sequence[Result], title: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
@@ -112,17 +113,15 @@ def merged(facts: list[Own]) -> Own:
         forward_results=sum(one.memory.forward_results for one in facts),
         forward_results_in_float32=sum(one.memory.forward_results_in_float32 for one in facts),
     )
+    counts = {name: sum(getattr(one, name) for one in facts) for name in ("traced_steps", "steps", "blocks", "skipped")}
     return replace(
         lead,
-        traced_steps=sum(one.traced_steps for one in facts),
-        steps=sum(one.steps for one in facts),
-        blocks=sum(one.blocks for one in facts),
-        skipped=sum(one.skipped for one in facts),
+        **counts,
         ops={direction: _added(one.ops[direction] for one in facts) for direction in lead.ops},
         flops={direction: _added(one.flops[direction] for one in facts) for direction in lead.flops},
-        casts=_added_casts(row for one in facts for row in one.casts),
-        would_repay=_added_products(row for one in facts for row in one.would_repay),
-        odd_products=_added_products(row for one in facts for row in one.odd_products),
+        casts=_added_casts(itertools.chain.from_iterable(one.casts for one in facts)),
+        would_repay=_added_products(itertools.chain.from_iterable(one.would_repay for one in facts)),
+        odd_products=_added_products(itertools.chain.from_iterable(one.odd_products for one in facts)),
         modules=_ordered(modules),
         whole_steps=all(one.whole_steps for one in facts),
         memory=memory,

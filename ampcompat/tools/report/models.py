@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import torch
+
 from ampcompat._state import state
 from ampcompat.amp.masters import masters_of
 from ampcompat.tools.dtypes import dtype_name
@@ -29,13 +33,21 @@ class Models:
             weights_in_float32=sum(4 * t.numel() for t in tensors.values()),
             masters=sum(4 * m.value.numel() for m in masters.values()),
         )
-        self.parameters = []
-        seen: set[int] = set()
-        for model in models:
-            for path, module in model.named_modules():
-                name = ".".join(filter(None, (type(model).__name__ if len(models) > 1 else "", path)))
-                own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
-                seen.update(map(id, own))
-                for dtype in sorted({dtype_name(p.dtype) for p in own}):
-                    count = sum(p.numel() for p in own if dtype_name(p.dtype) == dtype)
-                    self.parameters.append(Parameters(name, type(module).__name__, dtype, count))
+        self.parameters = _parameters(models)
+
+
+def _parameters(models: list[torch.nn.Module]) -> list[Parameters]:
+    """The parameters of each module by dtype; a shared one counts where it is met first."""
+    found = []
+    seen: set[int] = set()
+    for model in models:
+        root = type(model).__name__ if len(models) > 1 else ""
+        for path, module in model.named_modules():
+            own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+            seen.update(map(id, own))
+            sizes: Counter[str] = Counter()
+            for param in own:
+                sizes[dtype_name(param.dtype)] += param.numel()
+            name = ".".join(filter(None, (root, path)))
+            found += [Parameters(name, type(module).__name__, dtype, sizes[dtype]) for dtype in sorted(sizes)]
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ampcompat.tools.columns import aligned
 from ampcompat.tools.report import tables
 from ampcompat.tools.report.schema import Facts
 from ampcompat.tools.report.tables import Table
@@ -33,9 +34,5 @@ def render(facts: Facts) -> str:
 def _lines(table: Table) -> str:
     """A table with its title."""
     head = [table.columns] if table.columns else []
-    cells = [*head, *table.rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-    if head:
-        lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join([table.title, *(f"  {line}".rstrip() for line in lines)])
+    lines = aligned([*head, *table.rows], ruled=bool(head))
+    return "\n".join([table.title, *(f"  {line}" for line in lines)])

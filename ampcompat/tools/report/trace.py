@@ -124,8 +124,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [t for t in tensors_in(result) if readable(t)]
         inputs = [t for t in tensors_in((args, kwargs)) if readable(t)]
         name = func.overloadpacket.__name__
-        backward = _torch.current_node() is not None
-        direction = "backward" if backward else "forward" if torch.is_grad_enabled() else "no grad"
+        direction = _direction()
         if name == "_foreach_copy_":  # masters and their gradients
             for target, source in zip(tensors_in(args[0]), tensors_in(args[1]), strict=True):
                 self._count_cast(source, target, direction)
@@ -135,15 +134,14 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name in ("_to_copy", "copy_"):
             self._count_cast(inputs[-1], outputs[0], direction)
             return
-        dtype = dtype_name(outputs[0].dtype)
         formula = _torch.flop_formula(func)
         if formula is not None:
             self._count_product(func, formula, args, kwargs, result, inputs, direction)
-        self.ops[direction, dtype] += 1
+        self.ops[direction, dtype_name(outputs[0].dtype)] += 1
         if direction == "forward":
-            for out in outputs:
-                if not any(out is one for one in inputs):  # in place: no memory of its own
-                    self.results[dtype_name(out.dtype)] += out.numel() * out.element_size()
+            new = [out for out in outputs if not any(out is one for one in inputs)]  # what is in place takes no memory
+            for out in new:
+                self.results[dtype_name(out.dtype)] += out.numel() * out.element_size()
 
     def _count_cast(self, source: torch.Tensor, target: torch.Tensor, direction: str) -> None:
         if source.dtype == target.dtype:
@@ -177,6 +175,13 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.products[product] += flops
             self.calls[product] += 1
             self.module_flops[called.name, dtype] += flops
+
+
+def _direction() -> str:
+    """The pass that runs now."""
+    if _torch.current_node() is not None:
+        return "backward"
+    return "forward" if torch.is_grad_enabled() else "no grad"
 
 
 def odd_dimensions(product: Product) -> list[int]:

@@ -101,7 +101,7 @@ def check_ops(device: torch.device, level: OptLevel) -> str:
             dtype = half if kind == "half" else torch.float32
             got = calls[kind][name](*given)
             if got.dtype != dtype:
-                wrong.append(f"{name} gave {_name(got.dtype)}, not {_name(dtype)}")
+                wrong.append(f"{name} gave {dtype_name(got.dtype)}, not {dtype_name(dtype)}")
             elif not torch.allclose(got.float().to("cpu"), expected, rtol=0.03, atol=0.1):
                 wrong.append(f"{name} gave other values than float32")
         try:
@@ -112,10 +112,6 @@ def check_ops(device: torch.device, level: OptLevel) -> str:
     if wrong:
         raise Failed("; ".join(wrong[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""))
     return f"{len(known) + 1} calls"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return dtype_name(dtype)
 
 
 # -- a small training --------------------------------------------------------------------------------------------------
@@ -192,7 +188,7 @@ def check_training(device: torch.device, level: OptLevel) -> str:
             raise Failed("a weight is not finite after the training")
     ran = half if device.type in _torch.autocast_device_types() or level not in ("O1", "O4") else torch.float32
     if seen[-1] != (ran or torch.float32):
-        raise Failed(f"the linear layer ran in {_name(seen[-1])}, not in {_name(ran or torch.float32)}")
+        raise Failed(f"the linear layer ran in {dtype_name(seen[-1])}, not in {dtype_name(ran or torch.float32)}")
     apart = max(abs(loss - base) / (base + 0.1) for loss, base in zip(losses, expected, strict=True))
     allowed = 1e-4 if half is None else 0.05 if half == torch.float16 else 0.15
     if not apart <= allowed:  # NaN fails
@@ -214,7 +210,7 @@ def _check_dtypes(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, 
         ("the optimizer steps", next(amp.master_params(optimizer)).dtype, stepped),
     ):
         if dtype != wanted:
-            raise Failed(f"{what} {_name(dtype)}, not {_name(wanted)}")
+            raise Failed(f"{what} {dtype_name(dtype)}, not {dtype_name(wanted)}")
 
 
 # -- resume and overflow -----------------------------------------------------------------------------------------------

@@ -14,6 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from ampcompat.amp.frontend import OptLevel
 
 #: Seconds that the ranks may take, the import of torch included.
 TIMEOUT = 120
@@ -73,11 +79,8 @@ def main(file: str, rank: int, world: int, device_type: str) -> None:
     """Run one rank; a Failed is its last line."""
     import torch
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
-    from ampcompat import amp
-    from ampcompat.amp.frontend import OptLevel
-    from ampcompat.tools.selftest.checks import Failed, batch, build, fresh, step
+    from ampcompat.tools.selftest.checks import Failed
 
     device = torch.device("cpu") if device_type == "cpu" else torch.device(device_type, rank)
     if device_type == "cuda":
@@ -85,37 +88,55 @@ def main(file: str, rank: int, world: int, device_type: str) -> None:
     dist.init_process_group(
         "nccl" if device_type == "cuda" else "gloo", init_method=f"file://{file}", rank=rank, world_size=world
     )
-    images, kinds = batch(device)
     levels: tuple[OptLevel, ...] = ("O1", "O2")
     for level in levels:
-        with fresh():
-            model, optimizer = build(device)
-            model[1] = torch.nn.Identity()  # a batch norm sees its own half of the batch
-            model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-            parallel = DistributedDataParallel(model)
-            mine = images[rank::world], kinds[rank::world]
-            for number in range(4):
-                step(parallel, optimizer, mine, math.inf if number == 2 and rank == world - 1 else 1.0)
-                if amp.step_was_skipped(optimizer) != (number == 2):
-                    raise Failed(f"{level}: rank {rank}, step {number + 1}: skipped or not, the ranks disagree")
-            state = torch.tensor(amp.state_dict()["loss_scaler0"]["loss_scale"], device=device)
-            for tensor in [*(p.detach() for p in amp.master_params(optimizer)), state]:
-                first = tensor.clone()
-                dist.broadcast(first, 0)
-                if not torch.equal(first, tensor):
-                    raise Failed(f"{level}: the weights or the loss scale of the ranks differ")
-            distributed = [p.detach().clone() for p in amp.master_params(optimizer)]
-        with fresh():
-            model, optimizer = build(device)
-            model[1] = torch.nn.Identity()
-            model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-            for number in range(4):
-                step(model, optimizer, (images, kinds), math.inf if number == 2 else 1.0)
-            for mine_now, alone in zip(distributed, amp.master_params(optimizer), strict=True):
-                if not torch.allclose(mine_now, alone, rtol=0.02, atol=2e-3):
-                    raise Failed(f"{level}: two processes train otherwise than one does on the whole batch")
+        together = _train(level, device, rank, world)
+        alone = _train(level, device, 0, 1)
+        for ours, expected in zip(together, alone, strict=True):
+            if not torch.allclose(ours, expected, rtol=0.02, atol=2e-3):
+                raise Failed(f"{level}: two processes train otherwise than one does on the whole batch")
     dist.barrier()
     os._exit(0)  # without the end of the interpreter, which gloo's threads may disturb
+
+
+def _train(level: OptLevel, device: torch.device, rank: int, world: int) -> list[torch.Tensor]:
+    """The weights after four steps, the third of which overflows on one rank; ``world`` 1 trains on the whole batch."""
+    import torch
+    from torch.nn.parallel import DistributedDataParallel
+
+    from ampcompat import amp
+    from ampcompat.tools.selftest.checks import Failed, batch, build, fresh, step
+
+    images, kinds = batch(device)
+    part = images[rank::world], kinds[rank::world]
+    with fresh():
+        model, optimizer = build(device)
+        model[1] = torch.nn.Identity()  # a batch norm sees its own half of the batch
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        trained = DistributedDataParallel(model) if world > 1 else model
+        for number in range(4):
+            step(trained, optimizer, part, math.inf if number == 2 and rank == world - 1 else 1.0)
+            if amp.step_was_skipped(optimizer) != (number == 2):
+                raise Failed(f"{level}: rank {rank}, step {number + 1}: skipped or not, the ranks disagree")
+        weights = [p.detach().clone() for p in amp.master_params(optimizer)]
+        scale = torch.tensor(amp.state_dict()["loss_scaler0"]["loss_scale"], device=device)
+    if world > 1:
+        _check_equal([*weights, scale], level)
+    return weights
+
+
+def _check_equal(tensors: list[torch.Tensor], level: OptLevel) -> None:
+    """Raise where a tensor differs from that of rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    from ampcompat.tools.selftest.checks import Failed
+
+    for tensor in tensors:
+        first = tensor.clone()
+        dist.broadcast(first, 0)
+        if not torch.equal(first, tensor):
+            raise Failed(f"{level}: the weights or the loss scale of the ranks differ")
 
 
 if __name__ == "__main__":

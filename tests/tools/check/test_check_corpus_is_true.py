@@ -10,12 +10,12 @@ import warnings
 
 import pytest
 import torch
+from amp_training import reset
 from torch import nn
 from trap_corpus import FALSE, TRUE
 
 import ampcompat
 from ampcompat import amp, fp16_utils, optimizers
-from ampcompat._state import state
 
 WIDTH = 8
 SGD = "opt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
@@ -31,7 +31,7 @@ def apex(monkeypatch):
     # A real one needs a process group; it is its type that initialize looks at.
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "__init__", lambda self, module: nn.Module.__init__(self))
     yield
-    state.reset()
+    reset()
 
 
 class Net(nn.Linear):

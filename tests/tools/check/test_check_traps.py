@@ -83,6 +83,19 @@ def test_clipping_model_params_depends_on_the_level():
     assert traps(body, '"O3"') == {}
 
 
+def test_a_clip_beside_a_block_in_an_else_branch():
+    body = """
+    INITIALIZE
+    if args.fp32:
+        loss.backward()
+    else:
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    """
+    assert traps(body) == {"clip_of_model_params": "error"}
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -207,3 +220,45 @@ def test_a_half_model_is_seen_where_it_is_made(model, inline):
 def test_a_float32_model_is_no_trap(given):
     code = f"import torch\nfrom apex import amp\nx = x.half()\nm, o = amp.initialize({given}, o)\n"
     assert [f.name for f in scan_source(code) if f.kind == "trap"] == []
+
+
+HALF = "from apex import amp\nimport torch\nm, o = amp.initialize(m, o)\nx = x.half()\n"
+NO_TRAP = [
+    "y = attention_mask * 2  # see https://github.com/a/b/issues/140457\n",
+    "# mask * issue 107187\ny = mask * 2\n",
+    "y = x.clamp(min=0)\nz = torch.allclose(x, y, atol=1e-8)\n",
+    "def f(x, eps=1e-8):\n    return x.clamp(min=0)\n",
+    "y = norm(x + 1e-8)\n",
+    "y = [x + 1e-8] * 2\n",
+    "# x / (y + 1e-8)\n",
+    "y = NBCELoss()(x) + my_binary_cross_entropy(x)\n",
+    "text = 'x / (x + 1e-8)'\n",
+    "y = x / (x.float() + 1e-8)\n",
+    "y = x / (np.abs(x) + 1e-8)\n",
+    "y = x.to(torch.float32) * mask * 1e9\n",
+]
+TRAP_EXPRESSIONS = [
+    "y = x / (\n    x.abs()  # not a bracket: (\n    + 1e-8\n)\n",
+    "y = torch.log(((x) + (1e-8)))\n",
+    "y = x / (1e-8 + x[')'].abs())\n",
+    "y = x / \\\n    (x + 1e-9)\n",
+    "y = x / (x['#'] + .00000001)\n",
+    "y = torch.clamp(x, max=max(1, 2), min=(1e-8))\n",
+    "y = x.clamp_min(\n    # as small as (\n    1E-08\n)\n",
+    "y = x / (x + 1e-8) if '#' else x / (x + 1e-8)\n",
+    "x[mask] = -1e9\n",
+    "y = x + (1 - mask) * (  # as large as can be\n    -1_000_000\n)\n",
+    "name = '#'; y = mask * 1e9\n",
+    "name = '''\n# '''; y = mask * 1e9\n",
+    "y = x + batch['attention_mask'] * -1e9\n",
+]
+
+
+@pytest.mark.parametrize("code", NO_TRAP)
+def test_what_is_no_trap(code):
+    assert [f.name for f in scan_source(HALF + code) if f.kind == "trap"] == []
+
+
+@pytest.mark.parametrize("code", TRAP_EXPRESSIONS)
+def test_every_way_of_writing_one(code):
+    assert [f.name for f in scan_source(HALF + code) if f.kind == "trap"] != []

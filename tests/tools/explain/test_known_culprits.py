@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from amp_training import initialized, make_step
 from torch import nn
 
 from ampcompat import amp
@@ -346,9 +347,7 @@ def test_a_model_overflows_while_the_loss_is_watched(capsys):
         Head(torch.tanh), torch.randn(4, 8), loss_of=lambda y: (y.float() * 0).sum(-1).sqrt().mean()
     )
     model.last = lambda y: y
-    with amp.scale_loss(model(torch.full((4, 8), 1e9)).float().pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, model(torch.full((4, 8), 1e9)).float().pow(2).mean())
     first, second = fields(capsys.readouterr().err)
     assert "That code is watched from now on" in first["head"]
     assert second["what"].startswith("the cast to float16")
@@ -358,7 +357,7 @@ def test_a_model_overflows_while_the_loss_is_watched(capsys):
 def test_gradients_whose_sum_overflows(capsys):
     """Each forward stays finite; their half gradients are added before they are unscaled."""
     model = nn.Linear(1, 1)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    model, optimizer = initialized(model, "O2")
     explain_overflows()
     for delay in (True, False):
         with amp.scale_loss(model(torch.ones(1, 1)).sum() * 0.7, optimizer, delay_unscale=delay) as scaled:
@@ -516,16 +515,13 @@ def diverge(level, rate, steps=40, decay=1.0, **options):
     """Train a small net until it overflows, or for ``steps``."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    model, optimizer = initialized(model, level, lr=rate, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, decay)
     explain_overflows(limit=1)
     x, y = torch.randn(16, 8), torch.randn(16, 4)
     for _ in range(steps):
         optimizer.zero_grad()
-        with amp.scale_loss(F.mse_loss(model(x).float(), y), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, F.mse_loss(model(x).float(), y))
         scheduler.step()
 
 
@@ -549,14 +545,11 @@ def test_the_growth_of_weights_as_json(capsys):
     explain_in_words("json")
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=50.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    model, optimizer = initialized(model, "O3", lr=50.0)
     x = torch.full((2, 4), 100.0)
     for _ in range(2):
         optimizer.zero_grad()
-        with amp.scale_loss(model(x).pow(2).mean() * 1e-2, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(x).pow(2).mean() * 1e-2)
     fault = json.loads(capsys.readouterr().err.splitlines()[0])
     growth = fault["growth"]
     assert growth["parameter"] == "weight"
@@ -573,14 +566,11 @@ def test_weights_that_stay_what_they_are_are_not_blamed(capsys):
 def test_weights_that_were_loaded_did_not_grow(capsys):
     """Larger ones than before, and no step's doing."""
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = initialized(model, "O1", lr=1e-3)
     explain_overflows()
     for size in (1.0, 1e5):
         optimizer.zero_grad()
         model.load_state_dict({"weight": torch.full((4, 4), size), "bias": torch.zeros(4)})
-        with amp.scale_loss(model(torch.ones(2, 4)).float().pow(2).mean() * 0.1, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(torch.ones(2, 4)).float().pow(2).mean() * 0.1)
     (entry,) = fields(capsys.readouterr().err)
     assert "growth" not in entry

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from amp_training import autopsy, initialized, make_step
 from torch import nn
 
 from ampcompat import amp
@@ -34,9 +35,7 @@ def train(
         amp.explain_overflows()
     for _ in range(steps):
         optimizer.zero_grad()
-        with amp.scale_loss(loss(model(batch)), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, loss(model(batch)))
     return model, optimizer
 
 
@@ -127,8 +126,7 @@ def test_lost_hyperparameters_are_reported_once(capsys):
         "  cure      leave weight_decay out, or pass weight_decay=1e-6 or more to SGD",
         "  or        opt_level='O2': its optimizer steps float32 masters",
     ]
-    (autopsy,) = observers()
-    assert autopsy.left == 3
+    assert autopsy().left == 3
 
 
 def test_an_update_that_leaves_float16(capsys):
@@ -156,9 +154,7 @@ def test_the_step_is_numbered_and_the_group_named(capsys):
     amp.explain_overflows()
     for step in range(4):
         optimizer.param_groups[1]["lr"] = 6e4 if step == 2 else 0.0
-        with amp.scale_loss(model(torch.full((1, 2), 9.0)).float().sum(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(torch.full((1, 2), 9.0)).float().sum())
         optimizer.zero_grad()
     err = capsys.readouterr().err
     assert "Step 3 of SGD left a weight that is not finite." in err
@@ -246,9 +242,7 @@ def test_a_weight_that_no_step_wrote(capsys, read):
     model, optimizer = train(lambda p: torch.optim.SGD(p, lr=0.1), "O1", 2, model, torch.ones(1, 2), loss)
     with torch.no_grad():
         model.bias[0] = float("inf")
-    with amp.scale_loss(loss(model(torch.ones(1, 2))[:, 0 if read else 1]), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, loss(model(torch.ones(1, 2))[:, 0 if read else 1]))
     err = capsys.readouterr().err
     if read:
         assert "parameter bias was not finite before the forward" in err
@@ -327,8 +321,7 @@ def test_words_in_the_environment_that_mean_nothing(monkeypatch):
 def test_the_environment_can_say_yes(monkeypatch, text):
     monkeypatch.setenv("AMPCOMPAT_EXPLAIN", text)
     explain_as_asked()
-    (autopsy,) = observers()
-    assert autopsy.options == parse(text)
+    assert autopsy().options == parse(text)
 
 
 def test_no_ends_it():
@@ -387,14 +380,11 @@ def test_an_unexplained_skip_may_come_from_another_rank(monkeypatch):
 
 def test_the_script_ends_after_as_many_faults_as_asked(capsys):
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = initialized(model, "O1")
     amp.explain_overflows(limit=2, stop=True)
 
     def step(bad):
-        with amp.scale_loss(model(torch.full((2, 4), bad)).float().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(torch.full((2, 4), bad)).float().mean())
         optimizer.zero_grad()
 
     for bad in (1.0, float("nan"), 1.0):
@@ -461,8 +451,7 @@ def test_ranges_are_those_before_the_step(capsys):
 
 def test_batches_that_accumulate_have_one_table(capsys):
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0, loss_scale=128.0)
+    model, optimizer = initialized(model, "O1", loss_scale=128.0)
     amp.explain_overflows(ranges=True)
     for _ in range(3):
         with amp.scale_loss(model(torch.ones(2, 2)).mean(), optimizer) as scaled:

@@ -11,12 +11,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
+from amp_training import autopsy, initialized, make_step, reset
 from torch import nn
 
 from ampcompat import amp
 from ampcompat.amp.observers import observers
-from ampcompat.tools.explain import explain_overflows
-from ampcompat.tools.explain.observer import MOST_RECORDS, Autopsy
+from ampcompat.tools.explain import explain_overflows, replay
+from ampcompat.tools.explain.observer import MOST_RECORDS
 
 
 class Net(nn.Module):
@@ -71,9 +72,7 @@ def run(level, explain, accumulate=1, fused=False, steps=6):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_bitwise_the_same_run(level, accumulate, capsys):
     plain = run(level, False, accumulate)
-    from ampcompat._state import state
-
-    state.reset()
+    reset()
     assert "ampcompat explain" not in capsys.readouterr().err
     watched = run(level, True, accumulate)
     assert "ampcompat explain" in capsys.readouterr().err
@@ -88,20 +87,16 @@ def test_a_fused_optimizer_is_asked_at_the_next_block(capsys):
 
 
 def test_the_replay_sees_the_same_random_numbers_and_buffers():
-    from ampcompat.tools.explain import replay
-
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = initialized(model, "O1")
     explain_overflows()
     outputs = []
     fc2 = model.fc2.register_forward_hook(lambda m, i, o: outputs.append((i[0].detach().clone(), model.calls.clone())))
     for _ in range(3):
         loss = model(torch.randn(8, 8)).mean()
-    (autopsy,) = [one for one in observers() if isinstance(one, Autopsy)]
     after = copy.deepcopy(model.state_dict())
-    assert replay.replay(autopsy.records[-1], backward=False).event is None
+    assert replay.replay(autopsy().records[-1], backward=False).event is None
     fc2.remove()
     assert torch.equal(outputs[-1][0], outputs[-2][0])
     assert torch.equal(outputs[-1][1], outputs[-2][1])
@@ -109,29 +104,49 @@ def test_the_replay_sees_the_same_random_numbers_and_buffers():
     loss.backward()  # the graph of the run is untouched
 
 
+def test_a_forward_that_draws_late_draws_the_same_again():
+    """The first forwards draw nothing from Python's generator."""
+    drawn = []
+
+    class Late(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            if self.calls > 4:
+                drawn.append(random.random())
+            return super().forward(x)
+
+    model, _ = initialized(Late(4, 4), "O1")
+    explain_overflows()
+    for _ in range(5):
+        model(torch.ones(2, 4))
+    outside = random.getstate()
+    replay.replay(autopsy().records[-1], backward=False)
+    assert len(drawn) == 2
+    assert drawn[0] == drawn[1]
+    assert random.getstate() == outside
+
+
 def test_memory_is_bounded():
     model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = initialized(model, "O1")
     explain_overflows()
-    (autopsy,) = observers()
     inputs = []
     for _ in range(4 * MOST_RECORDS):  # forwards that no backward follows
         x = torch.randn(4, 8)
         inputs.append(weakref.ref(x))
         model(x)
     del x
-    assert len(autopsy.records) == MOST_RECORDS
+    assert len(autopsy().records) == MOST_RECORDS
     gc.collect()
     assert sum(ref() is not None for ref in inputs) <= MOST_RECORDS
     for _ in range(3):
-        with amp.scale_loss(model(torch.randn(4, 8)).mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-    assert not autopsy.records
+        make_step(optimizer, model(torch.randn(4, 8)).mean())
+    assert not autopsy().records
     with torch.no_grad():
         model(torch.randn(4, 8))
-    assert not autopsy.records
+    assert not autopsy().records
 
 
 def test_nothing_is_kept_or_hooked_while_it_is_off():
@@ -157,8 +172,7 @@ def test_without_overflow_only_steps_are_examined():
     def ops(explain):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        model, optimizer = initialized(model, "O2")
         if explain:
             explain_overflows()
         found = []
@@ -183,20 +197,16 @@ def test_without_overflow_only_steps_are_examined():
 
 def test_a_fault_is_told_once_and_the_limit_ends_it(capsys):
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = initialized(model, "O1")
     explain_overflows(limit=2)
     for bad in (float("nan"), float("nan"), 1e6, float("inf")):
-        with amp.scale_loss(model(torch.full((2, 4), bad)).float().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(torch.full((2, 4), bad)).float().mean())
         optimizer.zero_grad()
     out = capsys.readouterr().err
     assert out.count("input 0 was not finite") == 1
     assert out.count("left the range of float16") == 1
     assert out.count("that was the last explanation") == 1
-    (autopsy,) = observers()
-    assert not autopsy.records
+    assert not autopsy().records
 
 
 def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
@@ -210,12 +220,9 @@ def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
             return super().forward(x)
 
     model = Once(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = initialized(model, "O1")
     explain_overflows()
-    with amp.scale_loss(model(torch.full((2, 4), float("nan"))).mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, model(torch.full((2, 4), float("nan"))).mean())
     assert "could not be run again: RuntimeError: only once" in capsys.readouterr().err
     assert observers()
     assert torch.is_autocast_enabled("cpu")
@@ -223,8 +230,7 @@ def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
 
 def test_inputs_that_were_written_since_are_mentioned(capsys):
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = initialized(model, "O1")
     explain_overflows()
     x = torch.full((2, 4), float("nan"))
     with amp.scale_loss(model(x).mean(), optimizer) as scaled:
@@ -306,13 +312,10 @@ class WritesItsBatch(nn.Module):
 def test_what_a_forward_writes_into_its_batch_is_written_once(kind, level, capsys):
     pack, read = BATCHES[kind]
     model = WritesItsBatch(read)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(model, level)
     explain_overflows()
     batch = pack(torch.zeros(2, 4))
-    with amp.scale_loss(model(batch).float().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, model(batch).float().mean())
     assert "torch.log(" in capsys.readouterr().err
     assert torch.equal(read(batch), torch.ones(2, 4))
 
@@ -330,12 +333,10 @@ def test_running_again_does_not_append_to_arguments(empty, capsys):
             return torch.log(super().forward(x) * 0)
 
     model = Collects(4, 4)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O1", verbosity=0)
+    model, optimizer = initialized(model, "O1")
     explain_overflows()
     seen = empty()
-    with amp.scale_loss(model(torch.ones(2, 4), seen=seen).float().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, model(torch.ones(2, 4), seen=seen).float().mean())
     assert "torch.log(" in capsys.readouterr().err
     assert len(seen) == 1
 
@@ -355,12 +356,8 @@ def test_two_models_and_the_one_at_fault(capsys):
     with torch.no_grad():
         d[1].weight.fill_(1e5)
     fake = g(torch.randn(3, 4))
-    with amp.scale_loss(d(fake.detach()).float().mean() * 0, opt_d, loss_id=0) as scaled:
-        scaled.backward()
-    opt_d.step()
-    with amp.scale_loss(d(fake).float().mean(), opt_g, loss_id=1) as scaled:
-        scaled.backward()
-    opt_g.step()
+    make_step(opt_d, d(fake.detach()).float().mean() * 0, loss_id=0)
+    make_step(opt_g, d(fake).float().mean(), loss_id=1)
     out = capsys.readouterr().err
     assert out.count("where     1 (Linear), in Critic") == 1
     assert "in Generator" not in out
@@ -376,8 +373,7 @@ def test_a_wrong_limit_is_refused(limit):
 def test_twice_is_once():
     amp.explain_overflows()
     amp.explain_overflows(limit=5)
-    (autopsy,) = observers()
-    assert autopsy.left == 5
+    assert autopsy().left == 5
 
 
 def test_the_scale_that_is_named_is_that_of_the_loss(capsys):
@@ -396,13 +392,10 @@ def test_the_scale_that_is_named_is_that_of_the_loss(capsys):
 
 def test_a_lost_weight_is_not_told_as_a_fault_of_its_own(capsys):
     model = nn.Sequential(nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O3", verbosity=0)
+    model, optimizer = initialized(model, "O3")
     explain_overflows()
     for _ in range(3):
-        with amp.scale_loss(model(torch.full((2, 4), 6e4)).pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(torch.full((2, 4), 6e4)).pow(2).mean())
     out = capsys.readouterr().err
     assert out.count("ampcompat explain: ") == 1
 
@@ -413,14 +406,11 @@ def test_a_compiled_model_cannot_be_run_again(capsys, level):
     """The message says how to start the script instead."""
     torch._dynamo.reset()
     model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(model, level)
     explain_overflows()
     fast = torch.compile(model, backend="aot_eager")
     for _ in range(2):
-        with amp.scale_loss(fast(torch.full((2, 8), 1e38)).float().pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, fast(torch.full((2, 8), 1e38)).float().pow(2).mean())
     out = capsys.readouterr().err
     assert out.count("ampcompat explain: ") == 1
     assert "Start the script once with TORCHDYNAMO_DISABLE=1 in its environment, or on one device" in out
@@ -429,13 +419,10 @@ def test_a_compiled_model_cannot_be_run_again(capsys, level):
 
 def test_replicas_are_said_to_be_ones_that_cannot_be_run_again(capsys):
     model = nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    model, optimizer = initialized(model, "O1")
     explain_overflows()
     replica = model._replicate_for_data_parallel()
     replica._parameters = dict(model._parameters)
     replica.weight, replica.bias = model.weight, model.bias
-    with amp.scale_loss(replica(torch.full((2, 8), 1e6)).float().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, replica(torch.full((2, 8), 1e6)).float().mean())
     assert "DataParallel replicas" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from amp_training import initialized
 from python_process import run_python
 from torch import nn
 
@@ -184,8 +185,7 @@ def test_an_error_of_the_loss_or_of_the_backward_pass():
             return grad.half() @ ctx.saved_tensors[0].float()
 
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialized(model, "O2")
     with pytest.raises(RuntimeError) as raised, amp.scale_loss(Wide.apply(model(wide(4, 4))).sum(), optimizer) as loss:
         loss.backward()
     assert shown(raised.value).splitlines()[-1].startswith("ampcompat: half and float32 tensors met in one op")
@@ -224,8 +224,7 @@ def test_no_frame_of_a_tool_is_in_the_traceback(tool):
 def test_no_frame_of_the_live_probe_is_in_the_traceback():
     amp.explain_overflows()
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model, optimizer = initialized(model, "O2")
     with amp.scale_loss(model(torch.ones(4, 4)).sum() * float("inf"), optimizer) as scaled:
         scaled.backward()
     optimizer.step()  # from now on, code after the model is watched

@@ -1,8 +1,8 @@
 import pytest
 import torch
+from amp_training import reset
 
 from ampcompat import amp
-from ampcompat._state import state
 from ampcompat.amp.observers import observing
 from ampcompat.tools.recording.recorder import Recorder
 
@@ -143,7 +143,7 @@ def test_recording_changes_no_bit(level):
             optimizer.step()
         noise = torch.rand(3)
         weights = [p.detach().clone() for p in amp.master_params(optimizer)]
-        state.reset()
+        reset()
         return [*weights, noise]
 
     alone = train()

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from amp_training import reset
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch, amp
-from ampcompat._state import state
+from ampcompat.amp.observers import observers
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.tools.scale_log import StepRecord
 
@@ -169,13 +170,13 @@ def test_the_handle_is_a_context_manager():
         train(model, optimizer, [1.0])
     train(model, optimizer, [1.0])
     assert len(seen) == 1
-    assert state.observers == []
+    assert not observers()
 
 
 def test_a_reset_ends_all():
     amp.on_step(print)
-    state.reset()
-    assert state.observers == []
+    reset()
+    assert not observers()
 
 
 def test_step_raises_what_a_callback_raises():
@@ -210,7 +211,7 @@ class Reads(TorchDispatchMode):
 def test_no_host_sync_is_added_and_no_bit_changes(level, fused):
     counts, weights = [], []
     for watched in (False, True):
-        state.reset()
+        reset()
         model, optimizer = build(level, fused=fused)
         if watched:
             amp.on_step(lambda record: None)
@@ -307,7 +308,7 @@ def test_anything_that_logs_a_dict():
 def test_what_cannot_be_called_or_logged_to_is_refused(wrong):
     with pytest.raises(TypeError, match=r"amp.on_step got \w+ - it takes a function of one record"):
         amp.on_step(wrong)
-    assert state.observers == []
+    assert not observers()
 
 
 def test_a_scaler_put_there_by_hand():

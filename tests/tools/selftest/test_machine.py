@@ -6,10 +6,10 @@ import sys
 
 import pytest
 import torch
+from amp_training import is_initialized
 
 from ampcompat import _torch, amp
 from ampcompat._distribution import SHIM
-from ampcompat._state import state
 from ampcompat.amp import optimizer, session
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.cli import main
@@ -34,7 +34,7 @@ EVERY = [(check, level) for _, check, levels in checks.CHECKS for level in level
 @pytest.mark.parametrize(("check", "level"), EVERY, ids=[f"{check.__name__}-{level}" for check, level in EVERY])
 def test_a_sound_installation_passes(check, level):
     assert check(CPU, level)
-    assert state.session is None
+    assert not is_initialized()
 
 
 # -- broken installations ----------------------------------------------------------------------------------------------

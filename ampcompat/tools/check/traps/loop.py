@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TypeAlias
 
+from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.findings import ERROR, WARNING, Finding
-from ampcompat.tools.check.source import SCOPES, TRIES, Source, argument, called, text
-from ampcompat.tools.check.together import contexts, exclusive
+from ampcompat.tools.check.source import SCOPES, Source, argument, called, names_in, once
+from ampcompat.tools.check.together import exclusive, on_other_sides
 from ampcompat.tools.check.traps.repository import Repository
 
 CLIPS = ("clip_grad_norm_", "clip_grad_norm", "clip_grad_value_")
@@ -25,33 +25,14 @@ class Blocks:
     def __init__(self, source: Source, scope: ast.AST, blocks: list[With]) -> None:
         self.source, self.scope, self.blocks = source, scope, blocks
         self.inside = {id(node) for block in blocks for node in source.within(block)}
-        self._contexts = contexts(source, blocks)
         self.first_return = min(self._lines_of_returns(), default=None)
-        #: Of each ``if`` and ``try`` around a block: its statements that hold one, and how many of these its body has.
-        self._holders: dict[ast.AST, set[ast.AST]] = {}
-        self._in_body: Counter[ast.AST] = Counter()
-        for block in blocks:
-            self._note_holders(block)
-
-    def _note_holders(self, block: With) -> None:
-        child: ast.AST = block
-        for parent in self.source.ancestors(block):
-            if isinstance(parent, (ast.If, *TRIES)):
-                held = self._holders.setdefault(parent, set())
-                if child in held:  # those further out were noted for another block
-                    return
-                held.add(child)
-                self._in_body[parent] += self.source.field(child) == "body"
-            child = parent
 
     def _lines_of_returns(self) -> Iterator[int]:
         """The lines of branches that hold a block and leave the iteration: what follows trains in the other way."""
-        seen: set[ast.AST] = set()
         for block in self.blocks:
             for outer in self.source.ancestors(block):
-                if isinstance(outer, SCOPES) or outer in seen:
+                if isinstance(outer, SCOPES):
                     break
-                seen.add(outer)
                 if isinstance(outer, ast.If) and isinstance(outer.body[-1], ast.Return | ast.Continue):
                     yield outer.lineno
 
@@ -61,36 +42,25 @@ class Blocks:
 
     def exclude(self, node: ast.AST) -> bool:
         """Whether the tests around say that ``node`` is the other way of training."""
-        if self._on_another_side(node):
+        if any(on_other_sides(self.source, node, block) for block in self.blocks):
             return True
-        return all(exclusive(self.source, node, block) for block in self._contexts)
+        return all(exclusive(self.source, node, block) for block in self.blocks)
 
-    def _on_another_side(self, node: ast.AST) -> bool:
-        """Whether ``node`` and some block are on different sides of one ``if`` or ``try``."""
-        child = self.source.statement(node)
-        for parent in self.source.ancestors(child):
-            holders = self._holders.get(parent)
-            if holders is not None:
-                own_side = self._in_body[parent] if self.source.field(child) == "body" else int(child in holders)
-                if len(holders) > own_side:
-                    return True
-            child = parent
-        return False
+    def concern(self, node: ast.AST) -> bool:
+        """Whether ``node`` runs in the same function beside a block."""
+        return not self.hold(node) and self.source.scope(node) is self.scope and not self.exclude(node)
 
     def return_before(self, node: ast.AST) -> bool:
         """Whether a branch that holds a block leaves the iteration above ``node`` (``with ...; return``)."""
         return self.first_return is not None and self.first_return < getattr(node, "lineno", 0)
 
 
+@once
 def _blocks_by_function(source: Source) -> list[Blocks]:
-    key = "blocks by function"
-    if key not in source.known:
-        found: dict[ast.AST, list[With]] = {}
-        for block in source.scaled_blocks():
-            found.setdefault(source.scope(block), []).append(block)
-        source.known[key] = [Blocks(source, scope, blocks) for scope, blocks in found.items()]
-    by_function: list[Blocks] = source.known[key]
-    return by_function
+    found: dict[ast.AST, list[With]] = {}
+    for block in source.scaled_blocks():
+        found.setdefault(source.scope(block), []).append(block)
+    return [Blocks(source, scope, blocks) for scope, blocks in found.items()]
 
 
 def _clips(nodes: Iterable[ast.AST]) -> list[ast.Call]:
@@ -107,18 +77,14 @@ def switched(source: Source, node: ast.AST) -> bool:
     for parent in source.ancestors(node):
         if isinstance(parent, SCOPES):
             return False
-        if isinstance(parent, ast.If | ast.IfExp) and _names_precision(source, parent.test):
+        if isinstance(parent, ast.If | ast.IfExp) and _names_precision(parent.test):
             return True
     return False
 
 
-def _names_precision(source: Source, test: ast.expr) -> bool:
-    key = ("names precision", id(test))
-    if key not in source.known:
-        names = (getattr(part, "id", None) or getattr(part, "attr", None) or "" for part in ast.walk(test))
-        source.known[key] = any(SWITCH.search(name) for name in names)
-    found: bool = source.known[key]
-    return found
+def _names_precision(test: ast.expr) -> bool:
+    names = (getattr(part, "id", None) or getattr(part, "attr", None) or "" for part in ast.walk(test))
+    return any(map(SWITCH.search, names))
 
 
 def clip_of_model_params(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -161,19 +127,24 @@ def unscaled_backward(source: Source, repository: Repository) -> Iterator[Findin
     """
     for blocks in _blocks_by_function(source):
         losses = _Losses(source, blocks)
-        for call in source.within(blocks.scope):
-            if not isinstance(call, ast.Call) or blocks.hold(call) or source.scope(call) is not blocks.scope:
-                continue
-            # `engine.backward(loss)` and `scaler.scale(loss).backward()` are other tools' ways.
-            if called(call) != "backward" or call.args or not isinstance(call.func, ast.Attribute):
-                continue
-            name = text(call.func.value)
-            if not name or switched(source, call) or blocks.exclude(call) or blocks.return_before(call):
-                continue
-            note = f"{name} is not scaled; give it to amp.scale_loss and call backward on what that yields"
-            # Of a network beside amp's, stepped by an optimizer of its own, it is right.
-            level = ERROR if losses.train_managed(name) else WARNING
-            yield source.finding(call, "trap", "unscaled_backward", level, note)
+        for call, name in _backwards(source.within(blocks.scope)):
+            if blocks.concern(call) and not switched(source, call) and not blocks.return_before(call):
+                note = f"{name} is not scaled; give it to amp.scale_loss and call backward on what that yields"
+                # Of a network beside amp's, stepped by an optimizer of its own, it is right.
+                level = ERROR if losses.train_managed(name) else WARNING
+                yield source.finding(call, "trap", "unscaled_backward", level, note)
+
+
+def _backwards(nodes: Iterable[ast.AST]) -> Iterator[tuple[ast.Call, str]]:
+    """Calls of ``loss.backward()``, with the name of the loss.
+
+    ``engine.backward(loss)`` and ``scaler.scale(loss).backward()`` are other tools' ways.
+    """
+    for call in nodes:
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and not call.args:
+            loss = dotted(call.func.value)
+            if loss and call.func.attr == "backward":
+                yield call, loss
 
 
 class _Losses:
@@ -181,56 +152,27 @@ class _Losses:
 
     def __init__(self, source: Source, blocks: Blocks) -> None:
         scaled = [item.context_expr for block in blocks.blocks for item in block.items]
-        self.scaled = {text(call.args[0]) for call in scaled if isinstance(call, ast.Call) and call.args}
+        self.scaled = {dotted(call.args[0]) for call in scaled if isinstance(call, ast.Call) and call.args}
+        assignments = [node for node in source.kind(ast.Assign) if source.scope(node) is blocks.scope]
         self.computed: set[str] = set()  # names that an assignment computes from others
-        users: dict[str, list[str]] = {}  # for each name those that are computed from it
-        for targets, used in _assignments(source).get(blocks.scope, ()):
-            self.computed |= {target for target in targets if used - {target}}
-            for name in used:
-                users.setdefault(name, []).extend(targets)
-        #: Names that a model goes into.
-        self.of_models: set[str] = set()
-        models = _initialized_models(source)
-        rest = [name for name in models if name in users]
-        while rest:
-            for user in users.pop(rest.pop(), ()):
-                if user not in self.of_models:
-                    self.of_models.add(user)
-                    rest.append(user)
-        self.models = models
+        given = [argument(call, 0, "models") for call in source.calls_to("apex.amp.initialize")]
+        self.of_models = set[str]().union(*map(names_in, filter(None, given)))  # the models, and what they go into
+        before = -1
+        while len(self.of_models) > before:
+            before = len(self.of_models)
+            for node in assignments:
+                targets = set[str]().union(*map(names_in, node.targets))
+                used = names_in(node.value)
+                self.computed |= {target for target in targets if used - {target}}
+                if used & self.of_models:
+                    self.of_models |= targets
 
     def train_managed(self, loss: str) -> bool:
         """Whether a loss is one that is scaled elsewhere, or is computed with such a model.
 
         Where nothing tells what computes it, it counts as the model's.
         """
-        if loss in self.scaled or loss not in self.computed:
-            return True
-        return loss in self.models or loss in self.of_models
-
-
-def _initialized_models(source: Source) -> set[str]:
-    """The names of the models that ``initialize`` is given, and of what they are parts of."""
-    key = "initialized models"
-    if key not in source.known:
-        given = [argument(call, 0, "models") for call in source.calls_to("apex.amp.initialize")]
-        source.known[key] = set[str]().union(*(source.names_in(one) for one in given if one is not None))
-    names: set[str] = source.known[key]
-    return names
-
-
-def _assignments(source: Source) -> dict[ast.AST, list[tuple[set[str], set[str]]]]:
-    """For each function its assignments: the names that are given values, and those that the values use."""
-    key = "assignments"
-    if key not in source.known:
-        found: dict[ast.AST, list[tuple[set[str], set[str]]]] = {}
-        for node in source.kind(ast.Assign):
-            targets = set[str]().union(*map(source.names_in, node.targets))
-            used = source.names_in(node.value)
-            found.setdefault(source.scope(node), []).append((targets, used))
-        source.known[key] = found
-    assignments: dict[ast.AST, list[tuple[set[str], set[str]]]] = source.known[key]
-    return assignments
+        return loss in self.scaled or loss not in self.computed or loss in self.of_models
 
 
 def backward_of_wrong_loss(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -240,19 +182,13 @@ def backward_of_wrong_loss(source: Source, repository: Repository) -> Iterator[F
     """
     for block in source.scaled_blocks():
         for item in block.items:
-            call, scaled = item.context_expr, text(item.optional_vars)
-            if not isinstance(call, ast.Call) or not call.args or not text(call.args[0]):
-                continue
-            loss = text(call.args[0])
-            if loss == scaled:
-                continue
-            for inner in source.within(block):
-                if not isinstance(inner, ast.Call) or called(inner) != "backward" or inner.args:
-                    continue
-                if isinstance(inner.func, ast.Attribute) and text(inner.func.value) == loss:
+            entry, scaled = item.context_expr, dotted(item.optional_vars)
+            given = dotted(entry.args[0]) if isinstance(entry, ast.Call) and entry.args else ""
+            for call, loss in _backwards(source.within(block)):
+                if loss == given and loss != scaled:
                     right = scaled or "scaled_loss"
                     note = f"the block unscales gradients that were never scaled; call {right}.backward()"
-                    yield source.finding(inner, "trap", "backward_of_wrong_loss", ERROR, note)
+                    yield source.finding(call, "trap", "backward_of_wrong_loss", ERROR, note)
 
 
 def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -267,17 +203,18 @@ def edit_of_model_gradients(source: Source, repository: Repository) -> Iterator[
     for blocks in _blocks_by_function(source):
         last = max(block.lineno for block in blocks.blocks)
         for loop in source.within(blocks.scope):
-            if not isinstance(loop, ast.For) or blocks.hold(loop) or loop.lineno < last:
+            if not isinstance(loop, ast.For) or loop.lineno < last or not _is_over_parameters(loop):
                 continue
-            over = loop.iter
-            if not isinstance(over, ast.Call) or called(over) not in ("parameters", "named_parameters"):
-                continue
-            if source.scope(loop) is not blocks.scope or switched(source, loop) or blocks.exclude(loop):
+            if not blocks.concern(loop) or switched(source, loop):
                 continue
             names = [n.id for n in ast.walk(loop.target) if isinstance(n, ast.Name)]
             found = next((n for n in ast.walk(loop) if _edits(n, names)), None)
             if found is not None:
                 yield source.finding(found, "trap", "edit_of_model_gradients", ERROR, note)
+
+
+def _is_over_parameters(loop: ast.For) -> bool:
+    return isinstance(loop.iter, ast.Call) and called(loop.iter) in ("parameters", "named_parameters")
 
 
 def _edits(node: ast.AST, names: list[str]) -> bool:
@@ -286,9 +223,9 @@ def _edits(node: ast.AST, names: list[str]) -> bool:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         method = node.func.attr
         edits = method.endswith("_") and method not in ("zero_", "detach_", "requires_grad_")
-        return edits and text(node.func.value) in grads
+        return edits and dotted(node.func.value) in grads
     if isinstance(node, ast.AugAssign):
-        return text(node.target) in grads
+        return dotted(node.target) in grads
     if isinstance(node, ast.Assign) and not isinstance(node.value, ast.Constant):
-        return any(text(target) in grads for target in node.targets)
+        return any(dotted(target) in grads for target in node.targets)
     return False

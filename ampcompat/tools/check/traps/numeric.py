@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.findings import ERROR, WARNING, Finding
-from ampcompat.tools.check.halves import Halves
-from ampcompat.tools.check.source import Source, argument, called, number, text
+from ampcompat.tools.check.halves import Halves, operand
+from ampcompat.tools.check.source import Source, argument, called, number
 from ampcompat.tools.check.traps.repository import Repository
 
 LARGEST_HALF = 65504.0
@@ -20,27 +20,17 @@ PLAIN_MODULES = {"np", "numpy", "math"}
 WIDE = ("float32", "float64")
 NEEDS_GUARD = {"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"}
 LIMITS = {"clamp", "clamp_", "clamp_min", "clamp_min_"}
-FILLS = {"masked_fill": 1, "masked_fill_": 1}
+FIX = "use torch.finfo(x.dtype).min, or -1e4"
 
 
 def _may_be_half(source: Source, node: ast.AST) -> bool:
     """Whether an expression may be a half tensor: it has a variable and nothing in it says float32 or numpy."""
-    return node in _holding(source, _is_variable) and node not in _holding(source, _is_wide)
+    return _has(source, node, _is_variable) and not _has(source, node, _is_wide)
 
 
-def _holding(source: Source, wanted: Callable[[ast.AST], bool]) -> set[ast.AST]:
-    """The nodes with a part, or that are one themselves, that ``wanted`` says is what is looked for."""
-    key = ("holding", wanted)
-    if key not in source.known:
-        found: set[ast.AST] = set()
-        for part in filter(wanted, source.nodes):
-            node: ast.AST | None = part
-            while node is not None and node not in found:
-                found.add(node)
-                node = source.parents.get(node)
-        source.known[key] = found
-    holding: set[ast.AST] = source.known[key]
-    return holding
+def _has(source: Source, node: ast.AST, wanted: Callable[[ast.AST], bool]) -> bool:
+    """Whether a part of ``node``, or itself, is ``wanted``."""
+    return any(map(wanted, source.within(node)))
 
 
 def _words(node: ast.AST) -> str:
@@ -117,22 +107,25 @@ def vanishing_constant(source: Source, repository: Repository) -> Iterator[Findi
     if not source.imports("torch"):
         return
     halves = Halves(source, repository.casts, repository.keeps_half)
-    for node in source.kind(ast.BinOp, ast.Call):
-        constant: ast.AST | None = None
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub) and _guards(source, node):
-            constant = next((side for side in (node.right, node.left) if _vanishes(side)), None)
-            if constant is None or not halves.of(node.left if constant is node.right else node.right):
-                continue
-        elif isinstance(node, ast.Call) and called(node) in LIMITS:
-            given = [k.value for k in node.keywords if k.arg == "min"] + node.args
-            constant = next((value for value in given if _vanishes(value)), None)
-            function = (dotted(node.func) or "").startswith("torch.") and node.args
-            if constant is None or not halves.of(node.args[0] if function else getattr(node.func, "value", node)):
-                continue
-        if constant is not None:
+    nodes: Iterator[ast.BinOp | ast.Call] = source.kind(ast.BinOp, ast.Call)
+    for node in nodes:
+        constant, guarded = _guard(source, node)
+        if constant is not None and guarded is not None and halves.of(guarded):
             value = ast.unparse(constant)
             note = f"{value} is 0 in float16 (smallest: 6e-8) and guards nothing; use 1e-6 or more, or .float() first"
             yield source.finding(constant, "trap", "vanishing_constant", WARNING, note)
+
+
+def _guard(source: Source, node: ast.BinOp | ast.Call) -> tuple[ast.expr | None, ast.expr | None]:
+    """The constant that is 0 in float16 and the value that it is to keep off 0, in ``x + 1e-8`` or a ``clamp``."""
+    if isinstance(node, ast.Call):
+        limits = [k.value for k in node.keywords if k.arg == "min"] + node.args if called(node) in LIMITS else []
+        return next(filter(_vanishes, limits), None), operand(node)
+    if isinstance(node.op, ast.Add | ast.Sub) and _guards(source, node):
+        for constant, guarded in ((node.right, node.left), (node.left, node.right)):
+            if _vanishes(constant):
+                return constant, guarded
+    return None, None
 
 
 def _vanishes(node: ast.AST) -> bool:
@@ -147,7 +140,7 @@ def _guards(source: Source, node: ast.BinOp) -> bool:
     if not isinstance(parent, ast.Call):
         return False
     # torch.log(x + 1e-8), or (x + 1e-8).log() through an attribute.
-    return called(parent) in NEEDS_GUARD and parent.func not in _holding(source, _is_wide)
+    return called(parent) in NEEDS_GUARD and not _has(source, parent.func, _is_wide)
 
 
 def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding]:
@@ -158,26 +151,40 @@ def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding
     """
     if not source.imports("torch"):
         return
-    fix = "use torch.finfo(x.dtype).min, or -1e4"
     halves = Halves(source, repository.casts, repository.keeps_half)
-    for node in source.kind(ast.Call, ast.Assign, ast.BinOp):
-        if isinstance(node, ast.Call) and called(node) in FILLS and isinstance(node.func, ast.Attribute):
-            value = argument(node, FILLS[called(node)], "value")
-            if value is not None and _overflows(value) and _may_be_half(source, node.func.value):
-                # Shown to be half it raises; else it may be.
-                level = ERROR if halves.of(node.func.value) else WARNING
-                note = f"{ast.unparse(value)} does not fit float16 (largest: 65504) and raises there; {fix}"
-                yield source.finding(node, "trap", "overflowing_fill", level, note)
-        elif isinstance(node, ast.Assign) and _overflows(node.value) and isinstance(node.targets[0], ast.Subscript):
-            target = node.targets[0]
-            if target.slice in _holding(source, _is_mask) and text(target.value) and _may_be_half(source, target.value):
-                note = f"{ast.unparse(node.value)} is out of float16's range (65504); {fix}"
-                yield source.finding(node, "trap", "overflowing_fill", WARNING, note)
-        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            constant, other = (node.right, node.left) if _overflows(node.right) else (node.left, node.right)
-            if _overflows(constant) and other in _holding(source, _is_mask) and _may_be_half(source, other):
-                note = f"{ast.unparse(constant)} is out of float16's range (65504); {fix}"
-                yield source.finding(node, "trap", "overflowing_fill", WARNING, note)
+    for call in source.calls_named("masked_fill", "masked_fill_"):
+        value = argument(call, 1, "value")
+        if not isinstance(call.func, ast.Attribute) or value is None or not _overflows(value):
+            continue
+        filled = call.func.value
+        if _may_be_half(source, filled):
+            # Shown to be half it raises; else it may be.
+            level = ERROR if halves.of(filled) else WARNING
+            note = f"{ast.unparse(value)} does not fit float16 (largest: 65504) and raises there; {FIX}"
+            yield source.finding(call, "trap", "overflowing_fill", level, note)
+    nodes: Iterator[ast.Assign | ast.BinOp] = source.kind(ast.Assign, ast.BinOp)
+    for node in nodes:
+        number = _masked_with(source, node)
+        if number is not None:
+            note = f"{ast.unparse(number)} is out of float16's range (65504); {FIX}"
+            yield source.finding(node, "trap", "overflowing_fill", WARNING, note)
+
+
+def _masked_with(source: Source, node: ast.Assign | ast.BinOp) -> ast.expr | None:
+    """The number beyond float16 in ``scores[mask] = -1e9`` or ``mask * -1e9``, where the other may be half."""
+    if isinstance(node, ast.Assign):
+        target, constant = node.targets[0], node.value
+        if not isinstance(target, ast.Subscript) or not dotted(target.value):
+            return None
+        mask: ast.expr = target.slice
+        other = target.value
+    elif isinstance(node.op, ast.Mult):
+        constant, mask = (node.right, node.left) if _overflows(node.right) else (node.left, node.right)
+        other = mask
+    else:
+        return None
+    meant = _overflows(constant) and _has(source, mask, _is_mask) and _may_be_half(source, other)
+    return constant if meant else None
 
 
 def _overflows(node: ast.AST | None) -> bool:

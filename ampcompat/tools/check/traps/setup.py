@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ast
-import bisect
 import re
 from collections.abc import Iterator
 
+from ampcompat.tools.check.bindings import dotted
 from ampcompat.tools.check.findings import ERROR, WARNING, Finding
-from ampcompat.tools.check.halves import HALF_DTYPES
-from ampcompat.tools.check.source import Source, argument, called, number, text
-from ampcompat.tools.check.together import MOST, certain, conditions, evaluates, exclusive, rebound
+from ampcompat.tools.check.halves import HALF_DTYPES, named_dtypes
+from ampcompat.tools.check.source import Source, argument, called, number, once
+from ampcompat.tools.check.together import certain, conditions, evaluates, exclusive, rebound
 from ampcompat.tools.check.traps.repository import Repository
 
 AMP = re.compile(r"fp_?16|\bamp|_amp|apex|half|mixed|precision", re.IGNORECASE)
@@ -29,18 +29,13 @@ def misspelt_level(source: Source, repository: Repository) -> Iterator[Finding]:
             yield source.finding(level, "trap", "misspelt_level", ERROR, note)
 
 
-def _initializations(source: Source) -> list[ast.Call]:
-    """The calls of ``initialize`` that values are followed to: no real file has more of them."""
-    return source.calls_to("apex.amp.initialize")[:MOST]
-
-
 def _given(source: Source) -> list[tuple[ast.Call, ast.expr]]:
     """Each model given to an ``initialize`` call, with the call."""
     found: list[tuple[ast.Call, ast.expr]] = []
-    for call in _initializations(source):
+    for call in source.calls_to("apex.amp.initialize"):
         given = argument(call, 0, "models")
         if isinstance(given, ast.List | ast.Tuple):
-            found += [(call, model) for model in given.elts[:MOST]]
+            found += [(call, model) for model in given.elts]
         elif given is not None:
             found.append((call, given))
     return found
@@ -48,16 +43,17 @@ def _given(source: Source) -> list[tuple[ast.Call, ast.expr]]:
 
 def _assigned(source: Source, name: str, beside: ast.AST) -> list[tuple[ast.Assign, ast.Call]]:
     """The assignments of a call's result to ``name`` in the scope of ``beside``."""
-    key = "assigned calls"
-    if key not in source.known:
-        found: dict[tuple[ast.AST, str], list[tuple[ast.Assign, ast.Call]]] = {}
-        for node in source.kind(ast.Assign):
-            if isinstance(node.value, ast.Call):
-                for target in {text(target) for target in node.targets} - {""}:
-                    found.setdefault((source.scope(node), target), []).append((node, node.value))
-        source.known[key] = found
-    by_name: dict[tuple[ast.AST, str], list[tuple[ast.Assign, ast.Call]]] = source.known[key]
-    return by_name.get((source.scope(beside), name), [])
+    return _assigned_calls(source).get((source.scope(beside), name), [])
+
+
+@once
+def _assigned_calls(source: Source) -> dict[tuple[ast.AST, str], list[tuple[ast.Assign, ast.Call]]]:
+    found: dict[tuple[ast.AST, str], list[tuple[ast.Assign, ast.Call]]] = {}
+    for node in source.kind(ast.Assign):
+        if isinstance(node.value, ast.Call):
+            for target in {dotted(target) for target in node.targets} - {""}:
+                found.setdefault((source.scope(node), target), []).append((node, node.value))
+    return found
 
 
 def _cast_to_half(source: Source, node: ast.AST) -> ast.Call | None:
@@ -70,8 +66,7 @@ def _cast_to_half(source: Source, node: ast.AST) -> ast.Call | None:
             return None
         if node.func.attr == "half" and not node.args:
             return node
-        dtypes = {text(a).rpartition(".")[2] for a in (*node.args, *(k.value for k in node.keywords))}
-        if node.func.attr == "to" and dtypes & HALF_DTYPES:
+        if node.func.attr == "to" and named_dtypes(node) & HALF_DTYPES:
             return node
         node = node.func.value
     return None
@@ -86,7 +81,7 @@ def half_by_hand(source: Source, repository: Repository) -> Iterator[Finding]:
     casts: dict[int, tuple[ast.AST, str]] = {}
     by_name = _casts_by_name(source)
     for call, model in _given(source):
-        name = text(model)
+        name = dotted(model)
         inner = _cast_to_half(source, model)
         if inner is not None:
             casts[id(inner)] = inner, "a model"
@@ -115,40 +110,29 @@ def _casts_by_name(source: Source) -> dict[tuple[ast.AST, str], list[tuple[ast.s
         if cast is None:
             continue
         targets = statement.targets if isinstance(statement, ast.Assign) else []
-        for name in {*map(text, targets), _casts(source, cast)} - {""}:
+        for name in {*map(dotted, targets), _casts(source, cast)} - {""}:
             found.setdefault((source.scope(statement), name), []).append((statement, cast))
     return found
 
 
-def _cast_back(source: Source, name: str, cast: ast.AST, initialize: ast.Call) -> bool:
+def _cast_back(source: Source, name: str, cast: ast.stmt, initialize: ast.Call) -> bool:
     """Whether ``name.float()`` stands between a cast to half and ``initialize``."""
-    key = "lines of calls"
-    if key not in source.known:
-        found: dict[str, list[int]] = {}
-        for call in source.calls:
-            found.setdefault(text(call.func), []).append(call.lineno)
-        source.known[key] = {called: sorted(lines) for called, lines in found.items()}
-    lines_of_calls: dict[str, list[int]] = source.known[key]
-    for method in ("float", "double"):
-        lines = lines_of_calls.get(f"{name}.{method}", [])
-        after = bisect.bisect_right(lines, getattr(cast, "lineno", 0))
-        if after < len(lines) and lines[after] < initialize.lineno:
-            return True
-    return False
+    calls = [call for call in source.calls_named("float", "double") if dotted(call.func).rpartition(".")[0] == name]
+    return any(cast.lineno < call.lineno < initialize.lineno for call in calls)
 
 
 def _casts(source: Source, cast: ast.Call) -> str:
     """The name of what a cast is applied to."""
     if isinstance(cast.func, ast.Attribute) and source.apex(cast.func) is None:
-        return text(cast.func.value)
-    return text(cast.args[0])
+        return dotted(cast.func.value)
+    return dotted(cast.args[0])
 
 
 def wrapped_before_initialize(source: Source, repository: Repository) -> Iterator[Finding]:
     """A model wrapped in DistributedDataParallel or DataParallel before ``initialize`` is refused: wrap it after."""
     wrapped: dict[ast.AST, tuple[str, bool]] = {}
     for initialize, model in _given(source):
-        name = text(model)
+        name = dotted(model)
         for node, call in _assigned(source, name, initialize):
             if node.lineno >= initialize.lineno or called(call) not in WRAPPERS:
                 continue
@@ -186,7 +170,7 @@ def level_as_enabled(source: Source, repository: Repository) -> Iterator[Finding
 def adam_eps_in_half(source: Source, repository: Repository) -> Iterator[Finding]:
     """Adam's default ``eps=1e-8`` with a literal O3: its state is half, where 1e-8 is zero, and 0/0 is NaN."""
     made: dict[ast.Call, None] = {}
-    for initialize in _initializations(source):
+    for initialize in source.calls_to("apex.amp.initialize"):
         level = argument(initialize, 3, "opt_level")
         if isinstance(level, ast.Constant) and level.value == "O3":
             made.update(dict.fromkeys(_optimizers_of(source, initialize)))
@@ -204,9 +188,9 @@ def adam_eps_in_half(source: Source, repository: Repository) -> Iterator[Finding
 def _optimizers_of(source: Source, initialize: ast.Call) -> list[ast.Call]:
     """The calls that make the optimizers of an ``initialize`` call: its argument, and what its names were given."""
     given = argument(initialize, 1, "optimizers")
-    parts = given.elts[:MOST] if isinstance(given, ast.List | ast.Tuple) else [given]
+    parts = given.elts if isinstance(given, ast.List | ast.Tuple) else [given]
     made = [part for part in parts if isinstance(part, ast.Call)]
-    for name in {text(part) for part in parts} - {""}:
+    for name in {dotted(part) for part in parts} - {""}:
         for node, call in _assigned(source, name, initialize):
             if not exclusive(source, node, initialize) and not rebound(source, name, node, initialize):
                 made.append(call)
@@ -218,9 +202,9 @@ def deepcopy_of_optimizer(source: Source, repository: Repository) -> Iterator[Fi
 
     Build a new optimizer over the model's parameters and load the ``state_dict()`` of the first.
     """
-    optimizers = {text(argument(c, 1, "optimizers")) for c in source.calls_to("apex.amp.initialize")} - {""}
+    optimizers = {dotted(argument(c, 1, "optimizers")) for c in source.calls_to("apex.amp.initialize")} - {""}
     for call in source.calls_named("deepcopy"):
-        name = text(call.args[0]) if call.args else ""
+        name = dotted(call.args[0]) if call.args else ""
         if not name:
             continue
         if name in optimizers or OPTIMIZER.fullmatch(name):

@@ -1,0 +1,41 @@
+"""A model under amp and its steps, for tests in which neither is what matters, and what they look into."""
+
+import torch
+
+from ampcompat import amp
+from ampcompat._state import state
+from ampcompat.amp.observers import observers
+from ampcompat.tools.explain.observer import Autopsy
+
+
+def initialized(model, level, lr=0.1, **options):
+    """``model`` and an SGD for it, as ``amp.initialize`` returns them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+
+
+def make_step(optimizer, loss, **options):
+    """Scale ``loss``, go backward, step."""
+    with amp.scale_loss(loss, optimizer, **options) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def reset():
+    """Leave torch as amp found it."""
+    state.reset()
+
+
+def is_initialized():
+    return state.session is not None
+
+
+def casts():
+    """What the process knows of where casts are on."""
+    return state.casts
+
+
+def autopsy():
+    """The observer that ``amp.explain_overflows`` has put in place."""
+    (found,) = [one for one in observers() if isinstance(one, Autopsy)]
+    return found
