@@ -6,8 +6,8 @@ import libcst as cst
 
 from ampcompat.tools.migrate.native.edits import Edits
 from ampcompat.tools.migrate.native.facts import Facts
-from ampcompat.tools.migrate.native.file import argument, last_name
 from ampcompat.tools.migrate.native.initialize import HALF_WEIGHTS
+from ampcompat.tools.migrate.native.nodes import argument, last_name
 from ampcompat.tools.migrate.text import code_of
 
 FUNCTIONS = ("std", "var", "std_mean", "var_mean")

@@ -8,8 +8,9 @@ import libcst as cst
 
 from ampcompat.tools.migrate.native.edits import SCALER, Edits, Statement
 from ampcompat.tools.migrate.native.facts import Facts, Initialize
-from ampcompat.tools.migrate.native.file import Function, argument, elements
+from ampcompat.tools.migrate.native.file import Function
 from ampcompat.tools.migrate.native.home import Home
+from ampcompat.tools.migrate.native.nodes import argument, elements
 from ampcompat.tools.migrate.text import code_of
 
 HELPER = "mixed_precision"
@@ -176,7 +177,8 @@ class _Replacement:
             return ["dtype=torch.bfloat16"]
         if literal in BFLOAT16:
             return ["dtype=torch.bfloat16"]
-        if literal is None and level is not None and any(f"O{n}" in self.file.module.code for n in (4, 5)):
+        names_bfloat16 = any(name in text.value for text in self.file.of_type(cst.SimpleString) for name in BFLOAT16)
+        if literal is None and level is not None and names_bfloat16:
             return [f'dtype=torch.bfloat16 if {_operand(level)} in ("O4", "O5") else torch.float16']
         return []
 

@@ -11,7 +11,8 @@ from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.symbols import MODULES, verdict
 from ampcompat.tools.migrate.native.edits import Edits
 from ampcompat.tools.migrate.native.facts import OTHER_CLASSES, Facts
-from ampcompat.tools.migrate.native.file import File, argument, elements, last_name
+from ampcompat.tools.migrate.native.file import File
+from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
 from ampcompat.tools.migrate.native.paths import Walk
 from ampcompat.tools.migrate.text import code_of
 
@@ -50,9 +51,8 @@ STASHES = ("_amp_stash", "_amp_state")
 
 def apex_mentions(file: File) -> Iterator[tuple[cst.CSTNode, str]]:
     """Names of apex that a file reads outside of imports, the longest chain of each."""
-    for node in file.nodes:
-        if not isinstance(node, cst.Name | cst.Attribute):
-            continue
+    imported = file.imported_names()
+    for node in file.names():
         parent = file.parents.get(node)
         if isinstance(parent, cst.ImportAlias | cst.AsName | cst.ImportFrom | cst.Import | cst.AssignTarget):
             continue
@@ -63,9 +63,18 @@ def apex_mentions(file: File) -> Iterator[tuple[cst.CSTNode, str]]:
             getattr(parent, "name", None),
         ):
             continue
+        if _root(node) not in imported:
+            continue
         symbol = file.symbol(_known_part(node, file))
         if symbol is not None and symbol.split(".")[0] in ("apex", *EXTENSIONS):
             yield node, symbol
+
+
+def _root(node: cst.CSTNode) -> str:
+    """``amp`` for ``amp._amp_state.loss_scalers[0]``."""
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return last_name(node)
 
 
 def _known_part(node: cst.CSTNode, file: File) -> cst.CSTNode:
@@ -89,7 +98,7 @@ def mark_mentions(file: File, edits: Edits, reasons: dict[str, str]) -> None:
 def mark_objects(facts: Facts, walk: Walk, scaler: str, edits: Edits) -> None:
     """Mark what reads or hands on a model or an optimizer in a manner that a scaler does not see."""
     file = facts.file
-    for node in file.nodes:
+    for node in file.of_types(cst.Attribute, cst.Call, cst.Comparison):
         message = None
         if isinstance(node, cst.Attribute):
             message = _unseen_step(node, facts, walk, scaler) or _stash(node) or _own_forward(node, facts)

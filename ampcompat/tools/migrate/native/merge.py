@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import libcst as cst
 
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
-from ampcompat.tools.migrate.native.file import File, Pruned, last_name
+from ampcompat.tools.migrate.native.file import File, Pruned
+from ampcompat.tools.migrate.native.nodes import last_name
 from ampcompat.tools.migrate.text import code_of
 
 PLACEHOLDER = "__parameters__"

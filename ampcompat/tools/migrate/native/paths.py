@@ -22,22 +22,14 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import libcst as cst
 from libcst.metadata import GlobalScope
 
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_CLASSES, OTHER_STEPS, SCALE_LOSS, Facts
-from ampcompat.tools.migrate.native.file import (
-    File,
-    Function,
-    Variable,
-    argument,
-    children,
-    descendants,
-    elements,
-    last_name,
-)
+from ampcompat.tools.migrate.native.file import File, Function, Variable
+from ampcompat.tools.migrate.native.nodes import argument, children, descendants, elements, last_name
 from ampcompat.tools.migrate.text import code_of
 
 #: Calls that read or edit gradients, by name.
@@ -168,6 +160,7 @@ class Walk:
         self.problems: dict[tuple[cst.CSTNode, str], None] = {}
         self.steady: dict[cst.CSTNode, list[str]] = {}
         self.decided: dict[str, bool] = {}
+        self.ordered_events: dict[cst.CSTNode, list[cst.CSTNode]] = {}
         #: What variables are assigned, the last in the text.
         self.assigned = {
             self.file.variable(target.target): node.value
@@ -195,9 +188,8 @@ class Walk:
     def _uses(self) -> dict[Function | None, list[cst.BaseExpression]]:
         """Expressions of each function that are optimizers under amp."""
         found: defaultdict[Function | None, list[cst.BaseExpression]] = defaultdict(list)
-        for node in self.file.nodes:
-            if not isinstance(node, cst.Name | cst.Attribute | cst.Subscript):
-                continue
+        expressions: Iterable[Any] = self.file.of_types(cst.Name, cst.Attribute, cst.Subscript)
+        for node in expressions:
             parent = self.file.parents.get(node)
             if isinstance(parent, cst.Attribute) and parent.attr is node:
                 continue
@@ -213,7 +205,7 @@ class Walk:
         """Functions that touch gradients, themselves or through what they call."""
         calls: defaultdict[Function, set[Function | None]] = defaultdict(set)
         found: set[Function] = set()
-        for node in self.file.nodes:
+        for node in self.file.of_types(cst.Call, cst.Attribute):
             function = self.file.function(node)
             if isinstance(node, cst.Call):
                 callee = self.facts.flows.callee(node)
@@ -339,7 +331,7 @@ class Walk:
 
     def _if(self, node: cst.If, state: State) -> State | None:
         state = self._events(node.test, state)
-        decided = self.decided.get(code_of(node.test))
+        decided = self.decided.get(code_of(node.test)) if self.decided else None
         if decided is True:
             return self._block(node.body.body, state)
         taken = None if decided is False else self._block(node.body.body, dict(state))
@@ -440,7 +432,9 @@ class Walk:
     # Events.
 
     def _events(self, node: cst.CSTNode, state: State) -> State:
-        for event in _in_order(node):
+        if node not in self.ordered_events:
+            self.ordered_events[node] = list(_in_order(node))
+        for event in self.ordered_events[node]:
             if isinstance(event, cst.Call):
                 state = self._call(event, state)
             elif isinstance(event, cst.Attribute) and self._is_of_parameter(event):
@@ -509,7 +503,7 @@ class Walk:
         found: list[str | cst.Lambda] = [last_name(func), self.file.qualified_name(func).rpartition(".")[2]]
         variable = self.file.variable(func)
         # A method of some object is meant by its name alone.
-        on_self = isinstance(func, cst.Attribute) and code_of(func.value) == "self"
+        on_self = isinstance(func, cst.Attribute) and isinstance(func.value, cst.Name) and func.value.value == "self"
         if variable is None or not (isinstance(func, cst.Name) or on_self):
             return found
         if variable not in self._meant:
