@@ -10,7 +10,7 @@ from pathlib import Path
 FUNCTIONS = ("mixed_precision", "under_autocast", "to_float32")
 NAME = FUNCTIONS[0]
 HELPER_FILE = Path(__file__).with_name("native") / "helper.py"
-BLANK_LINES = re.compile(r"(?:[ \t\f]*(?:\r\n|\r|\n))+")
+BLANK_LINES = re.compile(r"(?:[ \t\f]*(?:\r\n|\r|\n))*")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,9 @@ class Caller:
             helper = re.sub(rf"\b{name}\b", chosen, helper)
         parts = [helper, f"{self.scaler}\n"] if self.scaler else [helper]
         inserted = "".join(f"\n\n{part}" for part in parts)
-        return self.above_with_copy + self._ended(inserted) + self._rest(2)
+        blank = BLANK_LINES.match(self.below)
+        rest = self.below[blank.end() :] if blank is not None else self.below
+        return self.above_with_copy + self._ended(f"{inserted}\n\n" if rest else inserted) + rest
 
     def with_import(self, module: str) -> str:
         """The source with the helper imported from ``module``, ``.mixed_precision`` for one of the same package."""
@@ -53,11 +55,6 @@ class Caller:
         above = self.above_with_copy if "copy.deepcopy(" in self.below else self.above
         end = len(above) - self.after_imports
         return above[:end] + self._ended(imports) + above[end:] + self._ended(scaler) + self.below
-
-    def _rest(self, blank_lines: int) -> str:
-        """What stands below, after this many blank lines."""
-        rest = BLANK_LINES.sub("", self.below, count=1) if BLANK_LINES.match(self.below) else self.below
-        return self.newline * blank_lines + rest if rest else ""
 
     def _ended(self, text: str) -> str:
         """A text with the ends of lines that the source has."""

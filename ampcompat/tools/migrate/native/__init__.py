@@ -29,6 +29,7 @@ from ampcompat.tools.migrate.native.loop import (
     replace_losses,
     replace_master_params,
     replace_steps,
+    scale_thresholds,
     scaled_steps,
 )
 from ampcompat.tools.migrate.native.merge import answer_probes, merge_branches
@@ -36,6 +37,7 @@ from ampcompat.tools.migrate.native.paths import Walk
 from ampcompat.tools.migrate.native.place import caller_of, has_helper, helper_names
 from ampcompat.tools.migrate.native.replaced import replace_classes
 from ampcompat.tools.migrate.native.state import drop_registrations, replace_disable_casts, replace_state, state_uses
+from ampcompat.tools.migrate.native.wrap import wrap_long_lines
 from ampcompat.tools.migrate.result import Result
 from ampcompat.tools.migrate.text import INSTALL_APEX
 
@@ -75,7 +77,7 @@ def rewrite_native(code: str, made_in: str = "") -> Result:
     new = edits.apply(facts.file)
     if any(param.name.value == "amp" for param in facts.file.of_type(cst.Param)):
         new = drop_amp_arguments(cst.parse_module(new.code))
-    result = _finished(drop_imports(new), facts, home)
+    result = _finished(drop_imports(new), code, facts, home)
     for text in facts.file.of_type(cst.SimpleString):
         if INSTALL_APEX.search(text.value) and text.value in result.code:
             edits.note(f"{text.value} tells users to install apex, which nothing needs any more")
@@ -85,22 +87,25 @@ def rewrite_native(code: str, made_in: str = "") -> Result:
     return result
 
 
-def _finished(module: cst.Module, facts: Facts, home: Home) -> Result:
+def _finished(module: cst.Module, old: str, facts: Facts, home: Home) -> Result:
     """The result: with marks above what still names apex, with the names that were chosen, and with the helper."""
     code = module.code
     if NAMES_APEX.search(code) and File(module).imported_names():
         module = _marked(cst.parse_module(code))
         code = module.code
     names = helper_names(facts.file)
+    old_lines = set(lines_of(old))
+
+    def finish(text: str) -> str:
+        return wrap_long_lines(_named(text, names, home.name), old_lines, module.default_newline)
+
     if HELPER not in code or has_helper(facts.file):
-        return Result.of(_named(with_torch(module).code, names, home.name))
+        return Result.of(finish(with_torch(module).code))
     shared = ""
     if home.kind == "global":
         shared = f"{home.name} = {switched_off(home)}  # until {names[HELPER]}() is called"
     caller = caller_of(module, code, facts.file, names, shared)
-    above, with_copy, below = (
-        _named(text, names, home.name) for text in (caller.above, caller.above_with_copy, caller.below)
-    )
+    above, with_copy, below = map(finish, (caller.above, caller.above_with_copy, caller.below))
     caller = replace(caller, above=above, above_with_copy=with_copy, below=below)
     result = Result.of(caller.with_helper())
     result.caller = caller
@@ -112,6 +117,7 @@ def _functions_that_use_it(facts: Facts, walk: Walk) -> set[Function | None]:
     nodes: list[cst.CSTNode] = [*facts.scaled, *state_uses(facts), *walk.scaled_backward]
     nodes += [step.call for step in scaled_steps(walk)]
     nodes += [place.statement for place in walk.unscales.values()]
+    nodes += walk.scaled_clips
     return {facts.file.function(node) for node in nodes}
 
 
@@ -122,6 +128,7 @@ def _translate(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
     replace_backward(facts, walk, home, edits)
     replace_steps(facts, walk, home, edits)
     insert_unscale(walk, home, edits)
+    scale_thresholds(walk, home, edits)
     replace_master_params(facts, edits)
     replace_state(facts, home, edits)
     replace_disable_casts(facts, edits)

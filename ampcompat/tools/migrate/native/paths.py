@@ -40,6 +40,10 @@ READS_NOT = re.compile(
     re.IGNORECASE,
 )
 CLEARS = re.compile(r"zero_?grad|clear_?grad|zero_out_grad", re.IGNORECASE)
+#: torch's functions that clip, which may be imported under other names.
+PLAIN_CLIPS = tuple(
+    f"torch.nn.utils.{home}{name}" for home in ("", "clip_grad.") for name in ("clip_grad_norm_", "clip_grad_value_")
+)
 #: More paths than this are not followed.
 MOST_CALLS = 3000
 MOST_ROUNDS = 12
@@ -147,6 +151,7 @@ class Walk:
     Attributes:
         steps: The optimizer steps, by their calls.
         unscales: Where ``unscale_`` is needed, by the statement before which it stands.
+        scaled_clips: Calls that clip gradients while these are scaled, since more are added before the step.
         scaled_backward: Plain ``backward()`` calls whose gradients are stepped together with scaled ones.
         problems: What ``GradScaler`` would get wrong without a word: statement and message.
     """
@@ -156,6 +161,8 @@ class Walk:
         self.file = facts.file
         self.forced: dict[cst.CSTNode, set[Variable]] = {}
         self.refused: set[cst.CSTNode] = set()
+        #: Those after which the gradients may be cleared, and the step left out.
+        self.refused_for_cleared: set[cst.CSTNode] = set()
         self.scaled_backward: dict[cst.CSTNode, set[Variable]] = {}
         self.problems: dict[tuple[cst.CSTNode, str], None] = {}
         self.steady: dict[cst.CSTNode, list[str]] = {}
@@ -235,20 +242,25 @@ class Walk:
     def _run(self) -> None:
         for _ in range(MOST_ROUNDS):
             before = (
-                {k: set(v) for k, v in self.forced.items()}, set(self.refused),
+                {k: set(v) for k, v in self.forced.items()}, len(self.refused), len(self.refused_for_cleared),
                 {k: set(v) for k, v in self.scaled_backward.items()},
             )  # fmt: skip
             self._once()
             self._hoist_branches()
-            after = (self.forced, self.refused, self.scaled_backward)
+            after = (self.forced, len(self.refused), len(self.refused_for_cleared), self.scaled_backward)
             if before == after:
-                return
+                break
+        for call in self.scaled_clips & self.unscaled_clips:
+            self._problem(call, ACCUMULATED)
+        self.scaled_clips -= self.unscaled_clips
 
     def _once(self) -> None:
         self.steps: dict[cst.CSTNode, Step] = {}
         self.unscales: dict[cst.CSTNode, Unscale] = {}
         self.entered: dict[cst.CSTNode, State] = {}
         self.problems = {}
+        self.scaled_clips: set[cst.Call] = set()
+        self.unscaled_clips: set[cst.Call] = set()
         self.seen: set[Function | None] = set()
         self.losses_of: dict[Variable, set[str]] = {}
         self.scaled_at: dict[Variable, cst.CSTNode] = {}
@@ -297,7 +309,7 @@ class Walk:
             return state
         self.path.append(At(len(self.frames) - 1, node))
         self.entered[node] = _join([self.entered[node], state]) if node in self.entered else state  # type: ignore[assignment]
-        if node in self.forced:
+        if node in self.forced and node not in self.refused:
             state = self._unscale(self.forced[node], state, node)
         result = self._inside(node, state)
         self.path.pop()
@@ -578,7 +590,9 @@ class Walk:
                 if phase.kind == "unscaled":
                     self.refused |= phase.places
                 elif phase.kind == "spent":
-                    self.refused |= {place for place in phase.places if not self._is_updated(one, place)}
+                    refused = {place for place in phase.places if not self._is_updated(one, place)}
+                    self.refused |= refused
+                    self.refused_for_cleared |= refused
                 self._convert(phase.plain, one)
                 stale = phase.stale | {node} if phase.kind == "stepped" else phase.stale
                 over = phase.over if phase.kind == "scaled" else frozenset()
@@ -679,7 +693,7 @@ class Walk:
             if isinstance(outer, cst.Call) and last_name(outer.func) in ("list", "tuple", "len", "iter", "set"):
                 return state
             if isinstance(outer, cst.Call) and self.facts.flows.callee(outer) is None:
-                return self._read(self._ids(argument(call, 0, "optimizer")), state, call)
+                return self._read(self._ids(argument(call, 0, "optimizer")), state, outer)
         return state
 
     def _read(self, ids: Iterable[Variable] | None, state: State, call: cst.Call | None = None) -> State:
@@ -693,7 +707,7 @@ class Walk:
             wanted = {one for one, phases in state.items() if any(p.kind == "scaled" for p in phases)}
         if not wanted:
             wanted = {one for one, phases in state.items() if any(p.kind in PENDING for p in phases)}
-        return self._unscale(wanted, state, None)
+        return self._unscale(wanted, state, None, call)
 
     def _named_in(self, call: cst.Call | None) -> set[Variable]:
         """The optimizers whose gradients a call reads, by its arguments."""
@@ -709,15 +723,19 @@ class Walk:
                 found |= self._ids(value)
         return found
 
-    def _unscale(self, ids: Iterable[Variable], state: State, forced: cst.CSTNode | None) -> State:
+    def _unscale(
+        self, ids: Iterable[Variable], state: State, forced: cst.CSTNode | None, reader: cst.Call | None = None
+    ) -> State:
         state = dict(state)
         for one in self.facts.ordered(ids):
             phases = state.get(one, frozenset())
             waiting = [p for p in phases if p.kind == "scaled" or (p.kind == "entry" and not p.plain)]
             done = [p for p in phases if p.kind == "unscaled"]
+            if done and reader is not None:
+                self.unscaled_clips.add(reader)
             if not waiting:
                 continue
-            place = self._place(one, forced)
+            place = self._place(one, reader)
             if place is None:
                 continue
             self._convert(frozenset().union(*(p.plain for p in waiting)), one)
@@ -742,7 +760,7 @@ class Walk:
         stepped = {one for step in self.steps.values() if step.scaled for one in step.ids}
         return [node for one, node in self.scaled_at.items() if one not in stepped]
 
-    def _place(self, one: Variable, forced: cst.CSTNode | None) -> Unscale | None:
+    def _place(self, one: Variable, reader: cst.Call | None) -> Unscale | None:
         """The statement before which an optimizer is unscaled: in the innermost function that can name it."""
         for number in range(len(self.frames) - 1, -1, -1):
             statements = [i for i, at in enumerate(self.path) if at.frame == number]
@@ -755,9 +773,14 @@ class Walk:
             statement = self.path[index].statement
             for number_of_refused in statements:
                 outer = self.path[number_of_refused].statement
-                if outer in self.refused:
-                    self._problem(outer, ACCUMULATED.format(name=name))
-                    return None
+                if outer not in self.refused:
+                    continue
+                accumulates = outer not in self.refused_for_cleared
+                if accumulates and reader is not None and is_plain_clip(reader, self.file):
+                    self.scaled_clips.add(reader)
+                else:
+                    self._problem(statement, ACCUMULATED)
+                return None
             path = tuple(self.path[: index + 1])
             place = self.unscales.setdefault(statement, Unscale(path, statement, self.frames[number].function))
             place.names[name] = None
@@ -858,15 +881,26 @@ NOT_CLEARED = (
     "call zero_grad() after each step"
 )
 ACCUMULATED = (
-    "these gradients are scaled, and on some path more are added without a step between: call "
-    "__scaler__.unscale_({name}) before this line only where the step follows, and __scaler__.update() where it is "
-    "left out"
+    "these gradients are scaled, and on some path more are added without a step between: divide a norm of them by "
+    "__scaler__.get_scale(), or call __scaler__.unscale_(optimizer) before this line only where the step follows, and "
+    "__scaler__.update() where it is left out"
 )
 BOTH = (
     "this gets scaled and unscaled losses, and their gradients are stepped together: hand __scaler__.scale(loss) to it "
     "everywhere"
 )
 UNNAMED = "gradients are scaled here; call __scaler__.unscale_(optimizer) before they are read, once before each step"
+
+
+def is_plain_clip(call: cst.Call, file: File) -> bool:
+    """Whether a call is torch's clipping of gradients, with a threshold."""
+    known = file.qualified_name(call.func) in PLAIN_CLIPS and not any(arg.star for arg in call.args)
+    return known and clip_threshold(call) is not None
+
+
+def clip_threshold(call: cst.Call) -> cst.BaseExpression | None:
+    """The argument of torch's clipping that says how large gradients may be."""
+    return argument(call, 1, "max_norm" if last_name(call.func) == "clip_grad_norm_" else "clip_value")
 
 
 def is_autograd(base: cst.BaseExpression) -> bool:
