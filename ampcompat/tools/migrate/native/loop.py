@@ -9,11 +9,13 @@ import libcst as cst
 from ampcompat.tools.migrate.native.edits import Edits, Statement
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import File, Function
+from ampcompat.tools.migrate.native.gradients import clip_threshold, is_autograd
 from ampcompat.tools.migrate.native.home import Home
 from ampcompat.tools.migrate.native.initialize import never_scales
 from ampcompat.tools.migrate.native.merge import in_brackets, one_line, scaled_loss
 from ampcompat.tools.migrate.native.nodes import argument, descendants, elements, last_name
-from ampcompat.tools.migrate.native.paths import Step, Walk, clip_threshold, is_autograd, is_beside, meeting
+from ampcompat.tools.migrate.native.paths import Step, Walk
+from ampcompat.tools.migrate.native.places import is_beside, meeting
 from ampcompat.tools.migrate.text import code_of
 
 CLOSURE = (
