@@ -141,8 +141,7 @@ def _translate(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
     for node in walk.unstepped():
         edits.mark(facts.file.statement(node), NO_STEP)
     mark_objects(facts, walk, SCALER, edits)
-    told = any("gets an optimizer" in message for messages in edits.marks.values() for message in messages)
-    if not facts.scaled and not walk.steps and not told:
+    if not facts.scaled and not walk.steps:
         for made in facts.initialized:
             if made.optimizers is not None:
                 edits.mark(facts.file.statement(made.node), NO_LOOP.format(scaler=SCALER))

@@ -10,7 +10,7 @@ import libcst as cst
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.symbols import MODULES, verdict
 from ampcompat.tools.migrate.native.edits import Edits
-from ampcompat.tools.migrate.native.facts import OTHER_CLASSES, Facts
+from ampcompat.tools.migrate.native.facts import Facts
 from ampcompat.tools.migrate.native.file import File
 from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
 from ampcompat.tools.migrate.native.paths import Walk
@@ -36,13 +36,6 @@ ADVICE = {
     "apex.amp.promote_function": "autocast decides by operation; cast the arguments to one dtype by hand",
     "apex.amp.register_promote_function": "autocast decides by operation; cast the arguments to one dtype by hand",
 }
-#: Functions of other files that may step an optimizer, by name.
-TRAINS = re.compile(
-    r"train|step|fit|epoch|engine|backward|update|learn|trainer|runner|solver|optimize|iteration|closure", re.I
-)
-TRAINS_NOT = re.compile(
-    r"sched|lr|warmup|adjust|save|load|checkpoint|resume|log|restore|broadcast|state|ema|print|report|hook|param", re.I
-)
 HALF = re.compile(r"^torch\.(float16|half|bfloat16|HalfTensor|cuda\.HalfTensor)$")
 PROBES = ("find_spec", "import_module", "__import__", "version", "find_loader", "get_distribution")
 PROBED = re.compile(r"[\"']apex\b")
@@ -176,29 +169,12 @@ def _call(node: cst.Call, facts: Facts, scaler: str) -> str | None:
         return "torch.jit.script cannot compile a model under autocast: script it before mixed_precision(), or trace it"
     if name in ("spawn", "Process") and _hands_on(node, facts):
         return "a pickled model is a plain one: call mixed_precision() in the process that trains"
-    if facts.flows.callee(node) is None and _may_step(name, node, facts):
-        return (
-            f"{name} gets an optimizer whose gradients are scaled: where it steps, write "
-            f"{scaler}.scale(loss).backward(), {scaler}.step(optimizer), {scaler}.update()"
-        )
     return None
 
 
 def _hands_on(node: cst.Call, facts: Facts) -> bool:
     given = [one for arg in node.args for one in elements(arg.value) or [arg.value]]
     return any(facts.is_model(one) for one in given)
-
-
-def _may_step(name: str, node: cst.Call, facts: Facts) -> bool:
-    """Whether an unknown function that gets an optimizer has a name of one that trains."""
-    if not TRAINS.search(name) or TRAINS_NOT.search(name) or OTHER_CLASSES.search(name):
-        return False
-    base = node.func.value if isinstance(node.func, cst.Attribute) else None
-    if base is not None and (facts.is_optimizer(base) or (facts.symbol(base) or "").startswith("apex")):
-        return False
-    if any(facts.symbol(node.func) == symbol for symbol in ("apex.amp.initialize", "apex.amp.scale_loss")):
-        return False
-    return any(facts.is_optimizer(arg.value) for arg in node.args)
 
 
 def _dtype_test(node: cst.Comparison) -> str | None:
