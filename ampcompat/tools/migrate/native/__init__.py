@@ -18,7 +18,6 @@ from ampcompat.tools.migrate.native.arguments import drop_amp_arguments
 from ampcompat.tools.migrate.native.edits import SCALER, Edits
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts, drop_aliases
 from ampcompat.tools.migrate.native.file import File, Function
-from ampcompat.tools.migrate.native.float32 import keep_float32
 from ampcompat.tools.migrate.native.home import Home, loss_groups
 from ampcompat.tools.migrate.native.imports import drop_imports, with_torch
 from ampcompat.tools.migrate.native.initialize import HELPER, replace_initialize, switched_off
@@ -135,7 +134,6 @@ def _translate(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
     drop_registrations(facts, edits)
     drop_aliases(facts, edits)
     replace_classes(facts, edits)
-    keep_float32(facts, edits)
     for statement, message in sorted(walk.problems, key=lambda problem: facts.file.order(problem[0])):
         edits.mark(statement, message)
     for node in walk.unstepped():

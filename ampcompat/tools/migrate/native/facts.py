@@ -25,7 +25,6 @@ OTHER_STEPS = re.compile(
 )
 #: Names that optimizers have.
 OPTIMIZER = re.compile(r"opt(im|$|_|[A-Z0-9])|solver|adam|sgd", re.IGNORECASE)
-OTHER_CLASSES = re.compile(r"LR$|Lr$|Scheduler|Schedule$|schedule|Profil|Env|Restarts$|Decay$|OnPlateau$")
 
 
 @dataclass

@@ -205,4 +205,4 @@ def is_docstring(statement: cst.CSTNode) -> bool:
     """Whether a statement is a string and nothing else."""
     if not isinstance(statement, cst.SimpleStatementLine) or not isinstance(statement.body[0], cst.Expr):
         return False
-    return isinstance(statement.body[0].value, cst.SimpleString)
+    return isinstance(statement.body[0].value, cst.SimpleString | cst.ConcatenatedString)

@@ -15,7 +15,7 @@ import libcst as cst
 from libcst.metadata import GlobalScope
 
 from ampcompat.tools.migrate.native.control import ControlFlow, Frame
-from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_CLASSES, OTHER_STEPS, SCALE_LOSS, Facts
+from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_STEPS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import Function, Variable
 from ampcompat.tools.migrate.native.gradients import CLEARS, READS, READS_NOT, Gradients, is_autograd, is_plain_clip
 from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
@@ -385,17 +385,9 @@ class Walk(ControlFlow):
     def _other_step(self, call: cst.Call, base: cst.BaseExpression, state: State) -> State:
         """A step of something else: an optimizer beside amp takes the plain gradients, a scheduler nothing."""
         name = last_name(base)
-        if OTHER_STEPS.search(name) or self._made_by_scheduler(base) or not OPTIMIZER.search(name):
+        if OTHER_STEPS.search(name) or not OPTIMIZER.search(name):
             return state
         return {one: frozenset(p._replace(plain=frozenset()) for p in phases) for one, phases in state.items()}
-
-    def _made_by_scheduler(self, base: cst.BaseExpression) -> bool:
-        variable = self.file.variable(base)
-        for node in self.file.of_type(cst.Assign):
-            made = isinstance(node.value, cst.Call) and OTHER_CLASSES.search(last_name(node.value.func))
-            if made and any(self.file.variable(target.target) == variable for target in node.targets):
-                return True
-        return False
 
     def _clear(self, base: cst.BaseExpression | None, state: State) -> State:
         ids: Iterable[Variable] = state.keys()
