@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampcompat.tools.check.files import Text, Unreadable, decode, read
+from ampcompat.tools.migrate.caller import Caller
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Change:
         makes: The line on which it calls ``amp.initialize``, 0 for none.
         needs: Whether it uses a scaler that another file makes.
         optimizers: The last parts of the names of optimizers whose gradients its scaler scales.
+        caller: The text before it got the helper; None where it needs none.
         is_new: Whether the file does not exist yet.
     """
 
@@ -42,6 +44,7 @@ class Change:
     makes: int = 0
     needs: bool = False
     optimizers: tuple[str, ...] = ()
+    caller: Caller | None = None
     is_new: bool = False
 
     def source(self) -> str | None:

@@ -57,7 +57,8 @@ def mark_uses(code: str, optimizers: Iterable[str], place: str) -> Result:
     import libcst as cst
 
     from ampcompat.tools.migrate.native.edits import Edits
-    from ampcompat.tools.migrate.native.file import File, last_name
+    from ampcompat.tools.migrate.native.file import File
+    from ampcompat.tools.migrate.native.nodes import last_name
 
     file = File(cst.parse_module(code))
     own = {
@@ -87,7 +88,8 @@ def mark_borrowed_amp(code: str) -> Result:
     import libcst as cst
 
     from ampcompat.tools.migrate.native.edits import Edits
-    from ampcompat.tools.migrate.native.file import File, last_name
+    from ampcompat.tools.migrate.native.file import File
+    from ampcompat.tools.migrate.native.nodes import last_name
 
     file = File(cst.parse_module(code))
     edits = Edits()

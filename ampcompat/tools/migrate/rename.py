@@ -13,8 +13,9 @@ from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.findings import UNSUPPORTED
 from ampcompat.tools.check.symbols import canonical, verdict
 from ampcompat.tools.migrate.native.edits import Edits, Statement
-from ampcompat.tools.migrate.native.file import File, last_name
+from ampcompat.tools.migrate.native.file import File
 from ampcompat.tools.migrate.native.leftovers import apex_mentions
+from ampcompat.tools.migrate.native.nodes import last_name
 from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.text import INSTALL_APEX, code_of
 

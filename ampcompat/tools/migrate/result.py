@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ampcompat.tools.check.lines import lines_of
+from ampcompat.tools.migrate.caller import Caller
 
 MARK = "# TODO(ampcompat): "
 
@@ -27,6 +28,7 @@ class Result:
         makes: The line on which the source calls ``amp.initialize``, 0 for none (``native``).
         needs: Whether it uses a scaler that another file makes (``native``).
         optimizers: The last parts of the names of optimizers whose gradients its scaler scales (``native``).
+        caller: The source before it got the helper; None where it needs none (``native``).
     """
 
     code: str
@@ -35,6 +37,7 @@ class Result:
     makes: int = 0
     needs: bool = False
     optimizers: tuple[str, ...] = ()
+    caller: Caller | None = None
 
     @classmethod
     def of(cls, code: str) -> Result:

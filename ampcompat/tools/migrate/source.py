@@ -16,14 +16,13 @@ MAX_NESTING = 1000
 MENTION = re.compile(rf"\b({'|'.join(('apex', *EXTENSIONS))})\b")
 
 
-def migrate_source(code: str, to: str = "ampcompat", made_in: str = "", helper: str = "") -> Result:
+def migrate_source(code: str, to: str = "ampcompat", made_in: str = "") -> Result:
     """Migrate one source text.
 
     Args:
         code: The source.
         to: ``"ampcompat"`` rewrites imports only; ``"native"`` rewrites the calls to ``torch.amp``.
         made_in: For ``native``: where ``amp.initialize`` stands (``train.py:12``) if another file calls it.
-        helper: For ``native``: the module that ``mixed_precision`` is imported from; ``""`` pastes it.
 
     Raises:
         MissingLibcst: libcst is not installed.
@@ -47,7 +46,7 @@ def migrate_source(code: str, to: str = "ampcompat", made_in: str = "", helper: 
             return rewrite_imports(code)
         from ampcompat.tools.migrate.native import rewrite_native
 
-        return rewrite_native(code, made_in, helper)
+        return rewrite_native(code, made_in)
     except cst.ParserSyntaxError as problem:
         raise SyntaxError(problem.message) from None
 

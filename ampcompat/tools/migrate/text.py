@@ -15,4 +15,7 @@ EMPTY = cst.Module([])
 
 def code_of(node: cst.CSTNode) -> str:
     """The source text of a node."""
+    # Most are names, and libcst takes its time.
+    if type(node) is cst.Name and not node.lpar:
+        return node.value
     return EMPTY.code_for_node(node)

@@ -55,11 +55,7 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterato
         for change in apply(_job, wanted):
             changes.append(change)
             yield len(changes), len(wanted), None
-
-    def import_helper(change: Change, helper: str) -> Change:
-        return migrate_file(change.path, change.name, to, helper=helper)
-
-    for change in with_one_helper(_told_of_each_other(changes, to), import_helper):
+    for change in with_one_helper(_told_of_each_other(changes, to)):
         yield len(wanted), len(wanted), change
 
 
@@ -97,7 +93,7 @@ def _with_uses_marked(change: Change, maker: Change, code: str) -> Change:
         return change  # said of the file already
 
 
-def migrate_file(file: Path, name: str, to: str, made_in: str = "", helper: str = "") -> Change:
+def migrate_file(file: Path, name: str, to: str, made_in: str = "") -> Change:
     """Describe what becomes of one file.
 
     Args:
@@ -105,7 +101,6 @@ def migrate_file(file: Path, name: str, to: str, made_in: str = "", helper: str 
         name: Its path relative to the migrated directory.
         to: The target.
         made_in: Where ``amp.initialize`` stands if another file calls it.
-        helper: The module that ``mixed_precision`` is imported from; ``""`` pastes it.
 
     Raises:
         MissingLibcst: libcst is not installed.
@@ -116,11 +111,11 @@ def migrate_file(file: Path, name: str, to: str, made_in: str = "", helper: str 
             return Change(file, name, old, *_installs(old.code, to))
         if is_notebook(file.name):
             return Change(file, name, old, *_notebook(old.code, to))
-        result = migrate_source(old.code, to, made_in, helper)
+        result = migrate_source(old.code, to, made_in)
         if result.code == old.code and not result.todos:
             return Change(file, name, makes=result.makes, needs=result.needs)
         old.encode(result.code)
-        made = (result.notes, result.makes, result.needs, result.optimizers)
+        made = (result.notes, result.makes, result.needs, result.optimizers, result.caller)
         return Change(file, name, old, result.code, result.todos, "", *made)
     except Unreadable as problem:
         return Change(file, name, problem=f"the file {problem}")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from core_kit import Net, assert_tied, backward, loss_of, masters, same, start, train
+from core_kit import Net, assert_tied, backward, loss_of, masters, same, sgd, start, train
 
 from ampcompat import amp
 

@@ -298,6 +298,19 @@ for i in range(6):
         + scaled_backward()
         + f"if (i + 1) % 2 == 0:\n    {CLIP}\n    opt.step()\n    opt.zero_grad()\nLOSSES.append(loss.item())\n"
     ),
+    "a norm clipped at each accumulated loss": SETUP
+    + turns(
+        "loss = F.cross_entropy(model(x), y) / 2\n"
+        + scaled_backward()
+        + f"norm = {CLIP}\nif (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
+    ),
+    "values clipped at each accumulated loss": SETUP
+    + turns(
+        "loss = F.cross_entropy(model(x), y) / 2\n"
+        + scaled_backward()
+        + "nn.utils.clip_grad_value_(model.parameters(), clip_value=0.02)\n"
+        + "if (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()\nLOSSES.append(loss.item())\n"
+    ),
     "delayed unscaling": SETUP + loop("if i % 2: opt.step()", arguments=", delay_unscale=i % 2 == 0"),
     # Several losses.
     "two losses of one optimizer": SETUP.replace("verbosity=0", "verbosity=0, num_losses=2")

@@ -98,8 +98,11 @@ def native(arguments="", more="", backward="", step=""):
         (", 'O1'", "mixed_precision(model)"),
         (
             ", **options",
-            'mixed_precision(model, enabled=options.get("enabled", True) and options.get("opt_level", "O1") != "O0", '
-            'loss_scale=options.get("loss_scale"))',
+            "mixed_precision(\n"
+            "    model,\n"
+            '    enabled=options.get("enabled", True) and options.get("opt_level", "O1") != "O0",\n'
+            '    loss_scale=options.get("loss_scale"),\n'
+            ")",
         ),
     ],
 )

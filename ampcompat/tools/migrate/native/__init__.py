@@ -8,16 +8,18 @@ the file; all that follows from it needs no change. What analysis remains is the
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import libcst as cst
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.lines import lines_of
+from ampcompat.tools.migrate.native.arguments import drop_amp_arguments
 from ampcompat.tools.migrate.native.edits import SCALER, Edits
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts, drop_aliases
 from ampcompat.tools.migrate.native.file import File, Function
-from ampcompat.tools.migrate.native.float32 import keep_float32
 from ampcompat.tools.migrate.native.home import Home, loss_groups
+from ampcompat.tools.migrate.native.imports import drop_imports, with_torch
 from ampcompat.tools.migrate.native.initialize import HELPER, replace_initialize, switched_off
 from ampcompat.tools.migrate.native.leftovers import mark_mentions, mark_objects
 from ampcompat.tools.migrate.native.loop import (
@@ -26,21 +28,15 @@ from ampcompat.tools.migrate.native.loop import (
     replace_losses,
     replace_master_params,
     replace_steps,
+    scale_thresholds,
     scaled_steps,
 )
 from ampcompat.tools.migrate.native.merge import answer_probes, merge_branches
 from ampcompat.tools.migrate.native.paths import Walk
+from ampcompat.tools.migrate.native.place import caller_of, has_helper, helper_names
 from ampcompat.tools.migrate.native.replaced import replace_classes
 from ampcompat.tools.migrate.native.state import drop_registrations, replace_disable_casts, replace_state, state_uses
-from ampcompat.tools.migrate.native.tidy import (
-    add_helper,
-    add_torch,
-    drop_amp_arguments,
-    drop_imports,
-    has_helper,
-    helper_names,
-    import_helper,
-)
+from ampcompat.tools.migrate.native.wrap import wrap_long_lines
 from ampcompat.tools.migrate.result import Result
 from ampcompat.tools.migrate.text import INSTALL_APEX
 
@@ -57,51 +53,61 @@ NEEDED = (*SCALE_LOSS, *MASTER_PARAMS, "apex.amp.state_dict", "apex.amp.load_sta
 NAMES_APEX = re.compile(rf"\b({'|'.join(('apex', *EXTENSIONS))})\b|(import|from) ampcompat\b")
 
 
-def rewrite_native(code: str, made_in: str = "", helper: str = "") -> Result:
+def rewrite_native(code: str, made_in: str = "") -> Result:
     """Rewrite one source.
 
     Args:
         code: The source.
         made_in: Where ``amp.initialize`` stands, ``train.py:12``, for a file that does not call it.
-        helper: The module that the helper is imported from; it is pasted where this is ``""``.
     """
-    module = cst.parse_module(code)
-    facts = Facts(File(module))
+    facts = Facts(File(cst.parse_module(code)))
     edits = Edits()
     if not facts.initialized:
         result = Result.of(_without_initialize(facts, edits, made_in))
         result.needs = any(facts.symbol(call.func) in NEEDED for call in facts.file.of_type(cst.Call))
         return result
-    makes = next(n for n, text in enumerate(lines_of(code), 1) if "initialize" in text)
     for prepare in (answer_probes, merge_branches):
         prepared = prepare(facts)
         if prepared is not None:
             facts = Facts(File(prepared))
-    names = helper_names(facts.file)
     walk = Walk(facts)
     home = Home(facts, _functions_that_use_it(facts, walk), loss_groups(facts, walk))
     _translate(facts, walk, home, edits)
     new = edits.apply(facts.file)
-    new = _named(new, names, home.name)
     if any(param.name.value == "amp" for param in facts.file.of_type(cst.Param)):
-        new = drop_amp_arguments(new)
-    new = drop_imports(new)
-    if NAMES_APEX.search(new.code):
-        new = _marked(new)
-    shared = f"{home.name} = {switched_off(home)}  # until {names[HELPER]}() is called" if home.kind == "global" else ""
-    if names[HELPER] not in new.code or has_helper(facts.file):
-        new = add_torch(new)
-    elif helper:
-        new = import_helper(new, names, helper, shared)
-    else:
-        new = add_helper(new, names, shared)
-    result = Result.of(new.code)
+        new = drop_amp_arguments(cst.parse_module(new.code))
+    result = _finished(drop_imports(new), code, facts, home)
     for text in facts.file.of_type(cst.SimpleString):
-        if INSTALL_APEX.search(text.value) and text.value in new.code:
+        if INSTALL_APEX.search(text.value) and text.value in result.code:
             edits.note(f"{text.value} tells users to install apex, which nothing needs any more")
     result.notes = edits.notes
-    result.makes = makes
+    result.makes = next(n for n, text in enumerate(lines_of(code), 1) if "initialize" in text)
     result.optimizers = facts.optimizer_names()
+    return result
+
+
+def _finished(module: cst.Module, old: str, facts: Facts, home: Home) -> Result:
+    """The result: with marks above what still names apex, with the names that were chosen, and with the helper."""
+    code = module.code
+    if NAMES_APEX.search(code) and File(module).imported_names():
+        module = _marked(cst.parse_module(code))
+        code = module.code
+    names = helper_names(facts.file)
+    old_lines = set(lines_of(old))
+
+    def finish(text: str) -> str:
+        return wrap_long_lines(_named(text, names, home.name), old_lines, module.default_newline)
+
+    if HELPER not in code or has_helper(facts.file):
+        return Result.of(finish(with_torch(module).code))
+    shared = ""
+    if home.kind == "global":
+        shared = f"{home.name} = {switched_off(home)}  # until {names[HELPER]}() is called"
+    caller = caller_of(module, code, facts.file, names, shared)
+    above, with_copy, below = map(finish, (caller.above, caller.above_with_copy, caller.below))
+    caller = replace(caller, above=above, above_with_copy=with_copy, below=below)
+    result = Result.of(caller.with_helper())
+    result.caller = caller
     return result
 
 
@@ -110,6 +116,7 @@ def _functions_that_use_it(facts: Facts, walk: Walk) -> set[Function | None]:
     nodes: list[cst.CSTNode] = [*facts.scaled, *state_uses(facts), *walk.scaled_backward]
     nodes += [step.call for step in scaled_steps(walk)]
     nodes += [place.statement for place in walk.unscales.values()]
+    nodes += walk.scaled_clips
     return {facts.file.function(node) for node in nodes}
 
 
@@ -120,31 +127,28 @@ def _translate(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
     replace_backward(facts, walk, home, edits)
     replace_steps(facts, walk, home, edits)
     insert_unscale(walk, home, edits)
+    scale_thresholds(walk, home, edits)
     replace_master_params(facts, edits)
     replace_state(facts, home, edits)
     replace_disable_casts(facts, edits)
     drop_registrations(facts, edits)
     drop_aliases(facts, edits)
     replace_classes(facts, edits)
-    keep_float32(facts, edits)
     for statement, message in sorted(walk.problems, key=lambda problem: facts.file.order(problem[0])):
         edits.mark(statement, message)
     for node in walk.unstepped():
         edits.mark(facts.file.statement(node), NO_STEP)
     mark_objects(facts, walk, SCALER, edits)
-    told = any("gets an optimizer" in message for messages in edits.marks.values() for message in messages)
-    if not facts.scaled and not walk.steps and not told:
+    if not facts.scaled and not walk.steps:
         for made in facts.initialized:
             if made.optimizers is not None:
                 edits.mark(facts.file.statement(made.node), NO_LOOP.format(scaler=SCALER))
 
 
-def _named(module: cst.Module, names: dict[str, str], scaler: str) -> cst.Module:
-    """The module with the names that were chosen for the helper and the scaler."""
-    code = module.code.replace(SCALER, scaler)
-    if names[HELPER] != HELPER:
-        code = code.replace(f"{HELPER}(", f"{names[HELPER]}(")
-    return cst.parse_module(code)
+def _named(code: str, names: dict[str, str], scaler: str) -> str:
+    """A source with the names that were chosen for the helper and the scaler."""
+    code = code.replace(SCALER, scaler)
+    return code if names[HELPER] == HELPER else code.replace(f"{HELPER}(", f"{names[HELPER]}(")
 
 
 def _marked(module: cst.Module) -> cst.Module:
@@ -180,4 +184,4 @@ def _without_initialize(facts: Facts, edits: Edits, made_in: str) -> str:
     marks = Edits()
     file = File(cst.parse_module(new.code))
     mark_mentions(file, marks, reasons)
-    return add_torch(marks.apply(file)).code
+    return with_torch(marks.apply(file)).code

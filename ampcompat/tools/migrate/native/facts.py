@@ -11,8 +11,9 @@ import libcst as cst
 
 from ampcompat.tools.check.bindings import apex_name
 from ampcompat.tools.migrate.native.edits import Edits
-from ampcompat.tools.migrate.native.file import File, Variable, argument, elements, last_name
+from ampcompat.tools.migrate.native.file import File, Variable
 from ampcompat.tools.migrate.native.flows import Flows
+from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
 from ampcompat.tools.migrate.text import code_of
 
 INITIALIZE = "apex.amp.initialize"
@@ -24,7 +25,6 @@ OTHER_STEPS = re.compile(
 )
 #: Names that optimizers have.
 OPTIMIZER = re.compile(r"opt(im|$|_|[A-Z0-9])|solver|adam|sgd", re.IGNORECASE)
-OTHER_CLASSES = re.compile(r"LR$|Lr$|Scheduler|Schedule$|schedule|Profil|Env|Restarts$|Decay$|OnPlateau$")
 
 
 @dataclass
@@ -78,9 +78,8 @@ class Facts:
                 self.loops[file.variable(target)].append(loop)
         self._roots: dict[Variable, frozenset[Variable]] = {}
         self._numbers: dict[Variable | None, int] = {}
-        for node in file.nodes:
-            if isinstance(node, cst.Name | cst.Attribute):
-                self._numbers.setdefault(file.variable(node), len(self._numbers))
+        for node in file.of_types(cst.Name, cst.Attribute, cst.Subscript):
+            self._numbers.setdefault(file.variable(node), len(self._numbers))
         self.model_of = self._models_of_optimizers()
 
     # Names.
@@ -246,17 +245,17 @@ class Facts:
 
     def ordered(self, variables: Iterable[Variable]) -> list[Variable]:
         """Variables in the order in which the text names them first: that of sets is another in each run."""
-        return sorted(variables, key=lambda one: self._numbers.get(one, len(self._numbers)))
+        return sorted(variables, key=lambda one: (self._numbers.get(one, len(self._numbers)), str(one[1])))
 
     def _first_of(self, variable: Variable) -> Variable:
         """One variable for all that lead to each other, the same in each run."""
         circle = self.flows.sources([variable]) & self.optimizers
-        return min(circle, key=lambda one: self._numbers.get(one, len(self._numbers)))
+        return self.ordered(circle)[0]
 
     def _containers(self) -> set[Variable | None]:
         """Variables that hold several objects: made by a display, gone through, or asked for an element."""
         found: set[Variable | None] = set()
-        for node in self.file.nodes:
+        for node in self.file.of_types(cst.For, cst.CompFor, cst.Subscript, cst.Assign):
             if isinstance(node, cst.For | cst.CompFor):
                 found.add(self.file.variable(node.iter))
             elif isinstance(node, cst.Subscript):

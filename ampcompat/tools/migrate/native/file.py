@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import libcst as cst
-from libcst.metadata import (
-    BuiltinScope,
-    MetadataWrapper,
-    Scope,
-    ScopeProvider,
-)
+from libcst.metadata import BuiltinScope, Scope
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.bindings import apex_name
 from ampcompat.tools.check.symbols import MODULES, SYMBOLS
+from ampcompat.tools.migrate.native.nodes import children, literal_key
+from ampcompat.tools.migrate.native.scopes import scopes_of
 from ampcompat.tools.migrate.text import code_of
 
 Function = cst.FunctionDef
@@ -43,6 +39,7 @@ class File:
         self.nodes: list[cst.CSTNode] = []
         self.parents: dict[cst.CSTNode, cst.CSTNode] = {}
         self._index: dict[cst.CSTNode, int] = {}
+        self._functions: dict[cst.CSTNode, Function | None] = {module: None}
         self._by_type: defaultdict[type[cst.CSTNode], list[cst.CSTNode]] = defaultdict(list)
         stack: list[cst.CSTNode] = [module]
         while stack:
@@ -51,15 +48,19 @@ class File:
             self.nodes.append(node)
             self._by_type[type(node)].append(node)
             inner = children(node)
+            function = self._functions[node]
             for child in inner:
                 self.parents[child] = node
+                self._functions[child] = function
+            if type(node) is Function:
+                self._functions[node.body] = node
             stack.extend(reversed(inner))
         self.stars = self._star_imports()
 
     @functools.cached_property
     def scopes(self) -> Mapping[cst.CSTNode, Scope | None]:
         """The scope of each node."""
-        return MetadataWrapper(self.module, unsafe_skip_copy=True).resolve(ScopeProvider)
+        return scopes_of(self.module)
 
     def order(self, node: cst.CSTNode) -> int:
         """The place of a node in the order of the text."""
@@ -67,9 +68,17 @@ class File:
 
     def of_type(self, kind: type[Node]) -> Iterator[Node]:
         """The nodes of exactly one type, in the order of the text."""
-        for node in self._by_type[kind]:
-            if isinstance(node, kind):
-                yield node
+        found: Iterable[Any] = self._by_type[kind]
+        yield from found
+
+    def of_types(self, *kinds: type[cst.CSTNode]) -> list[cst.CSTNode]:
+        """The nodes of exactly these types, in the order of the text."""
+        return sorted((node for kind in kinds for node in self._by_type[kind]), key=self.order)
+
+    def names(self) -> Iterator[cst.Name | cst.Attribute]:
+        """Names and attributes, in the order of the text."""
+        found: Iterable[Any] = self.of_types(cst.Name, cst.Attribute)
+        yield from found
 
     def scope(self, node: cst.CSTNode) -> Scope | None:
         """The scope that a node is evaluated in."""
@@ -84,12 +93,7 @@ class File:
 
     def function(self, node: cst.CSTNode) -> Function | None:
         """The function that a node is run by; None at module level."""
-        child = node
-        for parent in self.ancestors(node):
-            if isinstance(parent, Function) and child is parent.body:
-                return parent
-            child = parent
-        return None
+        return self._functions.get(node)
 
     def class_of(self, function: Function | None) -> cst.ClassDef | None:
         """The class that a function is a method of, if it is one; functions inside of methods count."""
@@ -173,6 +177,19 @@ class File:
                 found.update({name.rpartition(".")[2]: name for name in _offered(node)})
         return found
 
+    def imported_names(self) -> set[str]:
+        """Names that the imports of these packages bind, in whatever scope."""
+        found = set(self.stars)
+        statements: list[cst.Import | cst.ImportFrom] = [*self.of_type(cst.Import), *self.of_type(cst.ImportFrom)]
+        for node in statements:
+            module = node.module if isinstance(node, cst.ImportFrom) else None
+            for alias in node.names if not isinstance(node.names, cst.ImportStar) else ():
+                origin = code_of(module if module is not None else alias.name)
+                bound = code_of(alias.asname.name if alias.asname is not None else alias.name)
+                if origin.partition(".")[0] in PACKAGES:
+                    found.add(bound.partition(".")[0])
+        return found
+
     def reads_star(self, node: cst.ImportFrom) -> bool:
         """Whether the file reads a name that ``from apex.x import *`` binds."""
         offered = _offered(node)
@@ -197,74 +214,3 @@ class Pruned(cst.CSTTransformer):
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         return node in self.entered and super().on_visit(node)
-
-
-#: Nodes that are layout alone.
-LAYOUT = (
-    cst.BaseParenthesizableWhitespace, cst.EmptyLine, cst.TrailingWhitespace, cst.Newline, cst.Comment, cst.Comma,
-    cst.Semicolon, cst.Colon, cst.Dot, cst.AssignEqual, cst.LeftParen, cst.RightParen, cst.LeftSquareBracket,
-    cst.RightSquareBracket, cst.LeftCurlyBrace, cst.RightCurlyBrace, cst.BaseBinaryOp, cst.BaseBooleanOp,
-    cst.BaseUnaryOp, cst.BaseCompOp, cst.BaseAugOp,
-)  # fmt: skip
-
-
-@functools.cache
-def _field_names(kind: type[cst.CSTNode]) -> tuple[str, ...]:
-    return tuple(one.name for one in dataclasses.fields(kind))
-
-
-@functools.cache
-def _is_code(kind: Hashable) -> bool:
-    """Whether objects of a type are nodes, and not layout; asked once for each type, since ``isinstance`` is slow."""
-    return isinstance(kind, type) and issubclass(kind, cst.CSTNode) and not issubclass(kind, LAYOUT)
-
-
-def children(node: cst.CSTNode) -> list[cst.CSTNode]:
-    """What a node consists of, without layout; many times faster than ``node.children``."""
-    found: list[cst.CSTNode] = []
-    for name in _field_names(type(node)):
-        value = getattr(node, name)
-        values = value if type(value) in (list, tuple) else (value,)
-        for one in values:
-            kind: Hashable = one.__class__
-            if _is_code(kind):
-                found.append(one)
-    return found
-
-
-def descendants(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A node and all that is in it."""
-    yield node
-    for child in children(node):
-        yield from descendants(child)
-
-
-def literal_key(node: cst.Subscript) -> str | None:
-    """``g`` for ``optimizers["g"]``."""
-    if len(node.slice) != 1 or not isinstance(node.slice[0].slice, cst.Index):
-        return None
-    value = node.slice[0].slice.value
-    return value.raw_value if isinstance(value, cst.SimpleString) else None
-
-
-def argument(call: cst.Call, position: int, name: str) -> cst.BaseExpression | None:
-    """An argument of a call by its place or keyword; None where it is absent."""
-    places = [arg for arg in call.args if arg.keyword is None and not arg.star]
-    for arg in call.args:
-        if arg.keyword is not None and arg.keyword.value == name:
-            return arg.value
-    return places[position].value if position < len(places) else None
-
-
-def elements(node: cst.BaseExpression | None) -> list[cst.BaseExpression] | None:
-    """The elements of a list or tuple display; None for other expressions."""
-    if isinstance(node, cst.List | cst.Tuple):
-        return [element.value for element in node.elements]
-    return None
-
-
-def last_name(node: cst.CSTNode) -> str:
-    """``step`` for ``self.optimizer.step``."""
-    if isinstance(node, cst.Attribute):
-        return node.attr.value
-    return node.value if isinstance(node, cst.Name) else ""

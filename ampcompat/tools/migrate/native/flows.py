@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 
 import libcst as cst
 
-from ampcompat.tools.migrate.native.file import File, Function, Variable, elements, last_name, literal_key
+from ampcompat.tools.migrate.native.file import File, Function, Variable
+from ampcompat.tools.migrate.native.nodes import elements, last_name, literal_key
 
 #: Methods of models, losses and optimizers: a class of the file that has one is not meant unless its object is known.
 COMMON = (
@@ -17,6 +18,10 @@ COMMON = (
 )  # fmt: skip
 #: Places of a tuple that are told apart.
 MOST_ELEMENTS = 4
+#: Nodes that give a value to something.
+BINDING = (
+    cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.For, cst.CompFor, cst.Return, cst.Call, cst.Subscript, cst.Param,
+)  # fmt: skip
 PASSES_ON = ("list", "tuple", "reversed", "iter", "sorted", "cycle", "deepcopy")
 
 
@@ -157,7 +162,7 @@ class Flows:
 
     def _edges(self) -> None:
         file = self.file
-        for node in file.nodes:
+        for node in file.of_types(*BINDING):
             if isinstance(node, cst.Assign):
                 for target in node.targets:
                     self._bind(target.target, node.value)

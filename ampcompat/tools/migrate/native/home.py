@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 import libcst as cst
 
 from ampcompat.tools.migrate.native.facts import Facts
-from ampcompat.tools.migrate.native.file import File, Function, argument
+from ampcompat.tools.migrate.native.file import File, Function
+from ampcompat.tools.migrate.native.nodes import argument
 from ampcompat.tools.migrate.native.paths import Walk
 
 MANY_NAMES = ("scalers", "grad_scalers", "amp_scalers")

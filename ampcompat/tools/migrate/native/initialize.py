@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import libcst as cst
 
-from ampcompat.tools.migrate.native.edits import SCALER, Edits, Statement
+from ampcompat.tools.migrate.native.edits import SCALER, Edits
 from ampcompat.tools.migrate.native.facts import Facts, Initialize
-from ampcompat.tools.migrate.native.file import Function, argument, elements
 from ampcompat.tools.migrate.native.home import Home
+from ampcompat.tools.migrate.native.imports import is_docstring
+from ampcompat.tools.migrate.native.nodes import argument, elements
 from ampcompat.tools.migrate.text import code_of
 
 HELPER = "mixed_precision"
@@ -176,7 +177,8 @@ class _Replacement:
             return ["dtype=torch.bfloat16"]
         if literal in BFLOAT16:
             return ["dtype=torch.bfloat16"]
-        if literal is None and level is not None and any(f"O{n}" in self.file.module.code for n in (4, 5)):
+        names_bfloat16 = any(name in text.value for text in self.file.of_type(cst.SimpleString) for name in BFLOAT16)
+        if literal is None and level is not None and names_bfloat16:
             return [f'dtype=torch.bfloat16 if {_operand(level)} in ("O4", "O5") else torch.float16']
         return []
 
@@ -262,7 +264,7 @@ class _Replacement:
         if self.home.kind != "global" or not self.used or self.function is None:
             return
         body: Sequence[cst.CSTNode] = self.function.body.body
-        start = 1 if len(body) > 1 and _is_docstring(body[0]) else 0
+        start = 1 if len(body) > 1 and is_docstring(body[0]) else 0
         first = body[start]
         statement = first.body[0] if isinstance(first, cst.SimpleStatementLine) else first
         self.edits.insert_before(statement, f"global {self.home.name}")
@@ -301,12 +303,6 @@ def _imports_apex(part: cst.BaseSmallStatement) -> bool:
     if isinstance(part, cst.ImportFrom) and part.module is not None and not part.relative:
         return code_of(part.module).split(".")[0] in ("apex", "ampcompat")
     return False
-
-
-def _is_docstring(line: cst.CSTNode) -> bool:
-    if not isinstance(line, cst.SimpleStatementLine) or not isinstance(line.body[0], cst.Expr):
-        return False
-    return isinstance(line.body[0].value, cst.SimpleString | cst.ConcatenatedString)
 
 
 def _is_plain(node: cst.BaseExpression) -> bool:
@@ -357,6 +353,3 @@ def _operand(node: cst.BaseExpression) -> str:
     comparison = isinstance(node, cst.Comparison | cst.UnaryOperation)
     text = code_of(node)
     return text if simple or comparison else f"({text})"
-
-
-__all__ = ["HELPER", "Function", "Statement", "imports_apex_only", "replace_initialize"]

@@ -10,8 +10,9 @@ import libcst as cst
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.symbols import MODULES, verdict
 from ampcompat.tools.migrate.native.edits import Edits
-from ampcompat.tools.migrate.native.facts import OTHER_CLASSES, Facts
-from ampcompat.tools.migrate.native.file import File, argument, elements, last_name
+from ampcompat.tools.migrate.native.facts import Facts
+from ampcompat.tools.migrate.native.file import File
+from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
 from ampcompat.tools.migrate.native.paths import Walk
 from ampcompat.tools.migrate.text import code_of
 
@@ -35,13 +36,6 @@ ADVICE = {
     "apex.amp.promote_function": "autocast decides by operation; cast the arguments to one dtype by hand",
     "apex.amp.register_promote_function": "autocast decides by operation; cast the arguments to one dtype by hand",
 }
-#: Functions of other files that may step an optimizer, by name.
-TRAINS = re.compile(
-    r"train|step|fit|epoch|engine|backward|update|learn|trainer|runner|solver|optimize|iteration|closure", re.I
-)
-TRAINS_NOT = re.compile(
-    r"sched|lr|warmup|adjust|save|load|checkpoint|resume|log|restore|broadcast|state|ema|print|report|hook|param", re.I
-)
 HALF = re.compile(r"^torch\.(float16|half|bfloat16|HalfTensor|cuda\.HalfTensor)$")
 PROBES = ("find_spec", "import_module", "__import__", "version", "find_loader", "get_distribution")
 PROBED = re.compile(r"[\"']apex\b")
@@ -50,9 +44,8 @@ STASHES = ("_amp_stash", "_amp_state")
 
 def apex_mentions(file: File) -> Iterator[tuple[cst.CSTNode, str]]:
     """Names of apex that a file reads outside of imports, the longest chain of each."""
-    for node in file.nodes:
-        if not isinstance(node, cst.Name | cst.Attribute):
-            continue
+    imported = file.imported_names()
+    for node in file.names():
         parent = file.parents.get(node)
         if isinstance(parent, cst.ImportAlias | cst.AsName | cst.ImportFrom | cst.Import | cst.AssignTarget):
             continue
@@ -63,9 +56,18 @@ def apex_mentions(file: File) -> Iterator[tuple[cst.CSTNode, str]]:
             getattr(parent, "name", None),
         ):
             continue
+        if _root(node) not in imported:
+            continue
         symbol = file.symbol(_known_part(node, file))
         if symbol is not None and symbol.split(".")[0] in ("apex", *EXTENSIONS):
             yield node, symbol
+
+
+def _root(node: cst.CSTNode) -> str:
+    """``amp`` for ``amp._amp_state.loss_scalers[0]``."""
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return last_name(node)
 
 
 def _known_part(node: cst.CSTNode, file: File) -> cst.CSTNode:
@@ -89,7 +91,7 @@ def mark_mentions(file: File, edits: Edits, reasons: dict[str, str]) -> None:
 def mark_objects(facts: Facts, walk: Walk, scaler: str, edits: Edits) -> None:
     """Mark what reads or hands on a model or an optimizer in a manner that a scaler does not see."""
     file = facts.file
-    for node in file.nodes:
+    for node in file.of_types(cst.Attribute, cst.Call, cst.Comparison):
         message = None
         if isinstance(node, cst.Attribute):
             message = _unseen_step(node, facts, walk, scaler) or _stash(node) or _own_forward(node, facts)
@@ -167,29 +169,12 @@ def _call(node: cst.Call, facts: Facts, scaler: str) -> str | None:
         return "torch.jit.script cannot compile a model under autocast: script it before mixed_precision(), or trace it"
     if name in ("spawn", "Process") and _hands_on(node, facts):
         return "a pickled model is a plain one: call mixed_precision() in the process that trains"
-    if facts.flows.callee(node) is None and _may_step(name, node, facts):
-        return (
-            f"{name} gets an optimizer whose gradients are scaled: where it steps, write "
-            f"{scaler}.scale(loss).backward(), {scaler}.step(optimizer), {scaler}.update()"
-        )
     return None
 
 
 def _hands_on(node: cst.Call, facts: Facts) -> bool:
     given = [one for arg in node.args for one in elements(arg.value) or [arg.value]]
     return any(facts.is_model(one) for one in given)
-
-
-def _may_step(name: str, node: cst.Call, facts: Facts) -> bool:
-    """Whether an unknown function that gets an optimizer has a name of one that trains."""
-    if not TRAINS.search(name) or TRAINS_NOT.search(name) or OTHER_CLASSES.search(name):
-        return False
-    base = node.func.value if isinstance(node.func, cst.Attribute) else None
-    if base is not None and (facts.is_optimizer(base) or (facts.symbol(base) or "").startswith("apex")):
-        return False
-    if any(facts.symbol(node.func) == symbol for symbol in ("apex.amp.initialize", "apex.amp.scale_loss")):
-        return False
-    return any(facts.is_optimizer(arg.value) for arg in node.args)
 
 
 def _dtype_test(node: cst.Comparison) -> str | None:

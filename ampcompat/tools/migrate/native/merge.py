@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import libcst as cst
 
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
-from ampcompat.tools.migrate.native.file import File, Pruned, last_name
+from ampcompat.tools.migrate.native.file import File, Pruned
+from ampcompat.tools.migrate.native.nodes import last_name
 from ampcompat.tools.migrate.text import code_of
 
 PLACEHOLDER = "__parameters__"
@@ -124,7 +125,7 @@ class _Named(cst.CSTTransformer):
 
     def __init__(self, name: str, loss: cst.BaseExpression) -> None:
         self.name = name
-        self.loss = cst.parse_expression(_in_brackets(loss))
+        self.loss = cst.parse_expression(in_brackets(loss))
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         return self.loss if original_node.value == self.name else updated_node
@@ -167,9 +168,10 @@ def scaled_loss(node: cst.With, facts: Facts) -> tuple[cst.BaseExpression, cst.C
     return call.args[0].value, backward
 
 
-def _in_brackets(node: cst.BaseExpression) -> str:
+def in_brackets(node: cst.BaseExpression) -> str:
+    """The text of an expression that can stand in another one."""
     text = code_of(node)
-    simple = isinstance(node, cst.Name | cst.Attribute | cst.Call | cst.Subscript) or bool(node.lpar)
+    simple = isinstance(node, cst.Name | cst.Attribute | cst.Call | cst.Subscript | cst.BaseNumber) or bool(node.lpar)
     return text if simple else f"({text})"
 
 

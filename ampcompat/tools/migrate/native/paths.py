@@ -1,117 +1,31 @@
 """One walk over the paths of each function: what the gradients of each optimizer are, at each statement.
 
-The walk follows a path through branches, loops and calls of the file's own functions. It knows, for each optimizer that
-is under amp, which of these its gradients are:
-
-| phase | meaning |
-|---|---|
-| entry | whatever they were when the function was called |
-| clear | there are none, or zeros |
-| scaled | a scaled loss had its backward pass |
-| unscaled | the same, and ``unscale_`` was called |
-| spent | they were cleared after ``unscale_``, which the scaler remembers until its update |
-| stepped | the optimizer stepped; they are still there |
-
-Beside its phase an optimizer has the plain ``backward()`` calls whose gradients it may hold.
+The walk follows a path through branches, loops and calls of the file's own functions (``control``). It knows, for each
+optimizer that is under amp, in which phase its gradients are (``phases``).
 """
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 import libcst as cst
 from libcst.metadata import GlobalScope
 
-from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_CLASSES, OTHER_STEPS, SCALE_LOSS, Facts
-from ampcompat.tools.migrate.native.file import (
-    File,
-    Function,
-    Variable,
-    argument,
-    children,
-    descendants,
-    elements,
-    last_name,
-)
+from ampcompat.tools.migrate.native.control import ControlFlow, Frame
+from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_STEPS, SCALE_LOSS, Facts
+from ampcompat.tools.migrate.native.file import Function, Variable
+from ampcompat.tools.migrate.native.gradients import CLEARS, READS, READS_NOT, Gradients, is_autograd, is_plain_clip
+from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
+from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join
+from ampcompat.tools.migrate.native.places import Path, innermost_loop, is_beside, meeting, shared_length
 from ampcompat.tools.migrate.text import code_of
 
-#: Calls that read or edit gradients, by name.
-READS = re.compile(r"grad", re.IGNORECASE)
-READS_NOT = re.compile(
-    r"zero_?grad|no_grad|enable_grad|set_grad|requires_grad|is_grad|retain_grad|autograd|checkpoint|Scaler|"
-    r"accumulat|^grad$|GradCAM|Reversal|penalty|zero_out",
-    re.IGNORECASE,
-)
-CLEARS = re.compile(r"zero_?grad|clear_?grad|zero_out_grad", re.IGNORECASE)
 #: More paths than this are not followed.
 MOST_CALLS = 3000
 MOST_ROUNDS = 12
-#: As many tests are told apart in a loop.
-MOST_TESTS = 3
-
-
-class Phase(NamedTuple):
-    """What the gradients of an optimizer are on some path.
-
-    Attributes:
-        kind: One of the phases above.
-        plain: Plain ``backward()`` calls whose gradients are among them.
-        places: Where ``unscale_`` was called.
-        over: Steps of other optimizers that were made since they were scaled.
-        stale: Scaled losses whose gradients were added to those of a step before.
-        losses: The ``loss_id`` of each loss that they come from.
-    """
-
-    kind: str
-    plain: frozenset[cst.CSTNode] = frozenset()
-    places: frozenset[cst.CSTNode] = frozenset()
-    over: frozenset[cst.CSTNode] = frozenset()
-    stale: frozenset[cst.CSTNode] = frozenset()
-    losses: frozenset[str] = frozenset()
-
-
-CLEAR = Phase("clear")
-ENTRY = Phase("entry")
-PENDING = ("entry", "scaled", "unscaled")
-State = dict[Variable, frozenset[Phase]]
-
-
-class At(NamedTuple):
-    """A statement on a path: the call of a function that led there, and the statement."""
-
-    frame: int
-    statement: cst.CSTNode
-
-
-Path = tuple[At, ...]
-
-
-@dataclass
-class Frame:
-    """A function that the walk is in.
-
-    Attributes:
-        function: The function; None for the module.
-        held: What its parameters hold, as far as the call tells.
-        returned: The state at its ``return`` statements.
-    """
-
-    function: Function | None
-    held: dict[Variable, frozenset[Variable]] = field(default_factory=dict)
-    returned: list[State] = field(default_factory=list)
-
-
-@dataclass
-class Loop:
-    """A loop that the walk is in, with the states at its ``break`` and ``continue``."""
-
-    broken: list[State] = field(default_factory=list)
-    continued: list[State] = field(default_factory=list)
 
 
 @dataclass
@@ -149,36 +63,31 @@ class Unscale:
     losses: set[str] = field(default_factory=set)
 
 
-class Walk:
+class Walk(ControlFlow):
     """The walk over all functions of a file.
 
     Attributes:
         steps: The optimizer steps, by their calls.
         unscales: Where ``unscale_`` is needed, by the statement before which it stands.
+        scaled_clips: Calls that clip gradients while these are scaled, since more are added before the step.
         scaled_backward: Plain ``backward()`` calls whose gradients are stepped together with scaled ones.
         problems: What ``GradScaler`` would get wrong without a word: statement and message.
     """
 
     def __init__(self, facts: Facts) -> None:
+        super().__init__()
         self.facts = facts
         self.file = facts.file
+        self.gradients = Gradients(facts)
         self.forced: dict[cst.CSTNode, set[Variable]] = {}
         self.refused: set[cst.CSTNode] = set()
+        #: Those after which the gradients may be cleared, and the step left out.
+        self.refused_for_cleared: set[cst.CSTNode] = set()
         self.scaled_backward: dict[cst.CSTNode, set[Variable]] = {}
         self.problems: dict[tuple[cst.CSTNode, str], None] = {}
-        self.steady: dict[cst.CSTNode, list[str]] = {}
-        self.decided: dict[str, bool] = {}
-        #: What variables are assigned, the last in the text.
-        self.assigned = {
-            self.file.variable(target.target): node.value
-            for node in self.file.of_type(cst.Assign)
-            for target in node.targets
-        }
-        self._meant: dict[Variable, list[str | cst.Lambda]] = {}
         self.interesting = self._interesting()
         self.uses = self._uses()
         self.all_ids = facts.ordered(self._all_ids())
-        self.tensors = self._assigned_tensors()
         self._run()
 
     # What there is to walk.
@@ -195,9 +104,8 @@ class Walk:
     def _uses(self) -> dict[Function | None, list[cst.BaseExpression]]:
         """Expressions of each function that are optimizers under amp."""
         found: defaultdict[Function | None, list[cst.BaseExpression]] = defaultdict(list)
-        for node in self.file.nodes:
-            if not isinstance(node, cst.Name | cst.Attribute | cst.Subscript):
-                continue
+        expressions: Iterable[Any] = self.file.of_types(cst.Name, cst.Attribute, cst.Subscript)
+        for node in expressions:
             parent = self.file.parents.get(node)
             if isinstance(parent, cst.Attribute) and parent.attr is node:
                 continue
@@ -213,13 +121,13 @@ class Walk:
         """Functions that touch gradients, themselves or through what they call."""
         calls: defaultdict[Function, set[Function | None]] = defaultdict(set)
         found: set[Function] = set()
-        for node in self.file.nodes:
+        for node in self.file.of_types(cst.Call, cst.Attribute):
             function = self.file.function(node)
             if isinstance(node, cst.Call):
                 callee = self.facts.flows.callee(node)
                 if callee is not None:
                     calls[callee[0]].add(function)
-            if function is not None and self._is_event(node) and not self.facts.in_optimizer(function):
+            if function is not None and self.is_event(node) and not self.facts.in_optimizer(function):
                 found.add(function)
         waiting = list(found)
         while waiting:
@@ -230,181 +138,70 @@ class Walk:
         self.called = {callee for callee, callers in calls.items() if callers - {callee}}
         return found
 
-    def _is_event(self, node: cst.CSTNode) -> bool:
-        if isinstance(node, cst.Attribute):
-            return node.attr.value in ("grad", "step", "backward", "zero_grad", "initialize", "scale_loss")
-        if isinstance(node, cst.Call):
-            symbol = self.facts.symbol(node.func) or ""
-            meant = self._functions_meant(node.func)
-            reads = any(isinstance(one, cst.Lambda) or READS.search(one) for one in meant)
-            return reads or symbol.startswith("apex.amp.")
-        return False
-
     def _run(self) -> None:
         for _ in range(MOST_ROUNDS):
             before = (
-                {k: set(v) for k, v in self.forced.items()}, set(self.refused),
+                {k: set(v) for k, v in self.forced.items()}, len(self.refused), len(self.refused_for_cleared),
                 {k: set(v) for k, v in self.scaled_backward.items()},
             )  # fmt: skip
             self._once()
             self._hoist_branches()
-            after = (self.forced, self.refused, self.scaled_backward)
+            after = (self.forced, len(self.refused), len(self.refused_for_cleared), self.scaled_backward)
             if before == after:
-                return
+                break
+        for call in self.scaled_clips & self.unscaled_clips:
+            self._problem(call, ACCUMULATED)
+        self.scaled_clips -= self.unscaled_clips
 
     def _once(self) -> None:
         self.steps: dict[cst.CSTNode, Step] = {}
         self.unscales: dict[cst.CSTNode, Unscale] = {}
         self.entered: dict[cst.CSTNode, State] = {}
         self.problems = {}
+        self.scaled_clips: set[cst.Call] = set()
+        self.unscaled_clips: set[cst.Call] = set()
         self.seen: set[Function | None] = set()
         self.losses_of: dict[Variable, set[str]] = {}
         self.scaled_at: dict[Variable, cst.CSTNode] = {}
         self.backward_of_scaled: set[cst.CSTNode] = set()
         self.calls = 0
-        self.path: list[At] = []
-        self.frames: list[Frame] = []
-        self.loops: list[Loop] = []
         self.blocks: list[set[str]] = []
-        self._frame(Frame(None), self.file.module.body, dict.fromkeys(self.all_ids, frozenset({CLEAR})))
+        self._function(Frame(None), self.file.module.body, dict.fromkeys(self.all_ids, frozenset({CLEAR})))
         for function in sorted(self.interesting - self.called, key=self.file.order):
-            self._frame(Frame(function), function.body.body, dict.fromkeys(self.all_ids, frozenset({ENTRY})))
+            self._function(Frame(function), function.body.body, dict.fromkeys(self.all_ids, frozenset({ENTRY})))
         for function in sorted(self.interesting, key=self.file.order):
             if function not in self.seen:  # called from where the walk does not go, as from a lambda
-                self._frame(Frame(function), function.body.body, dict.fromkeys(self.all_ids, frozenset({ENTRY})))
+                self._function(Frame(function), function.body.body, dict.fromkeys(self.all_ids, frozenset({ENTRY})))
 
-    # Statements.
+    # What the statements do.
 
-    def _frame(self, frame: Frame, body: Iterable[cst.CSTNode], state: State, scaled: set[str] | None = None) -> State:
-        loops, self.loops = self.loops, []
-        blocks, self.blocks = self.blocks, [scaled] if scaled else []
-        decided, self.decided = self.decided, {t: v for t, v in self.decided.items() if "." in t}
-        self.frames.append(frame)
-        self.seen.add(frame.function)
-        left = self._block(body, state)
-        self.frames.pop()
-        self.loops, self.blocks = loops, blocks
-        self.decided = decided
-        return _join([*frame.returned, *([left] if left is not None else [])]) or dict(state)
+    def is_event(self, node: cst.CSTNode) -> bool:
+        """Whether a node may touch gradients."""
+        return self.gradients.is_event(node)
 
-    def _block(self, body: Iterable[cst.CSTNode], state: State | None) -> State | None:
-        for statement in body:
-            if state is None:
-                return None
-            if isinstance(statement, cst.SimpleStatementLine):
-                for part in statement.body:
-                    state = self._statement(part, state)
-                    if state is None:
-                        return None
-            else:
-                state = self._statement(statement, state)
+    def arrive(self, statement: cst.CSTNode, state: State) -> State:
+        """The state in which a statement begins: after an ``unscale_`` that several paths behind it need."""
+        self.entered[statement] = join([self.entered.get(statement), state]) or state
+        if statement in self.forced and statement not in self.refused:
+            return self._unscale(self.forced[statement], state, statement)
         return state
 
-    def _statement(self, node: cst.CSTNode, state: State) -> State | None:
-        if isinstance(node, cst.FunctionDef | cst.ClassDef):
-            return state
-        self.path.append(At(len(self.frames) - 1, node))
-        self.entered[node] = _join([self.entered[node], state]) if node in self.entered else state  # type: ignore[assignment]
-        if node in self.forced:
-            state = self._unscale(self.forced[node], state, node)
-        result = self._inside(node, state)
-        self.path.pop()
-        return result
-
-    def _inside(self, node: cst.CSTNode, state: State) -> State | None:
-        if isinstance(node, cst.If):
-            return self._if(node, state)
-        if isinstance(node, cst.For | cst.While):
-            return self._loop(node, state)
-        if isinstance(node, cst.With):
-            return self._with(node, state)
-        if isinstance(node, cst.Try | cst.TryStar):
-            return self._try(node, state)
-        if isinstance(node, cst.Match):
-            state = self._events(node.subject, state)
-            return _join([self._block(case.body.body, dict(state)) for case in node.cases] + [state])
-        state = self._events(node, state)
-        if isinstance(node, cst.Return):
-            self.frames[-1].returned.append(state)
-            return None
-        if isinstance(node, cst.Raise):
-            return None
-        if isinstance(node, cst.Break) and self.loops:
-            self.loops[-1].broken.append(state)
-            return None
-        if isinstance(node, cst.Continue) and self.loops:
-            self.loops[-1].continued.append(state)
-            return None
-        return state
-
-    def _if(self, node: cst.If, state: State) -> State | None:
-        state = self._events(node.test, state)
-        decided = self.decided.get(code_of(node.test))
-        if decided is True:
-            return self._block(node.body.body, state)
-        taken = None if decided is False else self._block(node.body.body, dict(state))
-        if isinstance(node.orelse, cst.If):
-            return _join([taken, self._if(node.orelse, dict(state))])
-        if node.orelse is not None:
-            return _join([taken, self._block(node.orelse.body.body, dict(state))])
-        return _join([taken, state])
-
-    def _loop(self, node: cst.For | cst.While, state: State) -> State | None:
-        """The loop, once for each outcome of the tests that do not change while it runs."""
-        tests = [test for test in self._steady_tests(node) if test not in self.decided][:MOST_TESTS]
-        ends = []
-        for outcomes in itertools.product((True, False), repeat=len(tests)):
-            self.decided.update(zip(tests, outcomes, strict=True))
-            ends.append(self._one_loop(node, dict(state)))
-        for test in tests:
-            self.decided.pop(test)
-        return _join(ends)
-
-    def _steady_tests(self, node: cst.For | cst.While) -> list[str]:
-        """Tests inside of a loop on names that the loop does not assign, around what touches gradients."""
-        if node not in self.steady:
-            inner = list(descendants(node))
-            assigned = {n.value for target in inner for n in _assigned_names(target)}
-            found: dict[str, None] = {}
-            for branch in inner:
-                if not isinstance(branch, cst.If) or not any(self._is_event(n) for n in descendants(branch)):
-                    continue
-                names = [n for n in descendants(branch.test) if isinstance(n, cst.Name)]
-                calls = any(isinstance(n, cst.Call) for n in descendants(branch.test))
-                if not calls and not any(n.value in assigned for n in names):
-                    found[code_of(branch.test)] = None
-            self.steady[node] = list(found)
-        return self.steady[node]
-
-    def _one_loop(self, node: cst.For | cst.While, state: State) -> State | None:
-        state = self._events(node.iter if isinstance(node, cst.For) else node.test, state)
-        endless = isinstance(node, cst.While) and code_of(node.test) in ("True", "1")
-        loop = Loop()
-        self.loops.append(loop)
-        begins: State | None = state
-        ends: State | None = None
-        for _ in range(3):
-            before = begins
-            after = self._block(node.body.body, dict(begins or {}))
-            ends = _join([after, *loop.continued])
-            begins = _join([state, ends])
-            if begins == before:
-                break
-        self.loops.pop()
-        left = None if endless else begins
-        if self._surely_runs(node):
-            # A loop over parameters or optimizers has something to go round for.
-            left = ends
-        if node.orelse is not None and left is not None:
-            left = self._block(node.orelse.body.body, left)
-        return _join([left, *loop.broken])
-
-    def _surely_runs(self, node: cst.For | cst.While) -> bool:
-        if not isinstance(node, cst.For):
-            return False
+    def surely_runs(self, node: cst.For) -> bool:
+        """Whether a loop has something to go round for: parameters, or optimizers."""
         return "param" in code_of(node.iter) or bool(self._ids(node.iter)) or self.facts.is_model(node.iter)
 
-    def _with(self, node: cst.With, state: State) -> State | None:
+    def _function(
+        self, frame: Frame, body: Iterable[cst.CSTNode], state: State, scaled: set[str] | None = None
+    ) -> State:
+        """The state after a function, some of whose parameters are scaled losses."""
+        blocks, self.blocks = self.blocks, [scaled] if scaled else []
+        self.seen.add(frame.function)
+        left = self.follow(frame, body, state)
+        self.blocks = blocks
+        return left
+
+    def block(self, node: cst.With, state: State) -> State | None:
+        """The state after a ``with`` statement, which may scale a loss."""
         names: set[str] = set()
         scales = False
         for item in node.items:
@@ -413,68 +210,27 @@ class Walk:
                 scales = True
                 if item.asname is not None:
                     names.add(code_of(item.asname.name))
-                state = self._events(call.args[0].value, state) if call.args else state
+                state = self.events(call.args[0].value, state) if call.args else state
                 state = self._scale(call, state, node)
             else:
-                state = self._events(call, state)
+                state = self.events(call, state)
         if scales:
             self.blocks.append(names)
-        result = self._block(node.body.body, state)
+        result = self.statements(node.body.body, state)
         if scales:
             self.blocks.pop()
         return result
 
-    def _try(self, node: cst.Try | cst.TryStar, state: State) -> State | None:
-        left = self._block(node.body.body, dict(state))
-        failed = _join([state, left])
-        ends = []
-        for handler in node.handlers:
-            ends.append(self._block(handler.body.body, dict(failed or state)))
-        if node.orelse is not None and left is not None:
-            left = self._block(node.orelse.body.body, left)
-        result = _join([left, *ends])
-        if node.finalbody is not None:
-            result = self._block(node.finalbody.body.body, dict(result or failed or state)) if result else None
-        return result
-
     # Events.
 
-    def _events(self, node: cst.CSTNode, state: State) -> State:
-        for event in _in_order(node):
+    def events(self, node: cst.CSTNode, state: State) -> State:
+        """The state after an expression or a small statement."""
+        for event in self.gradients.events(node):
             if isinstance(event, cst.Call):
                 state = self._call(event, state)
-            elif isinstance(event, cst.Attribute) and self._is_of_parameter(event):
-                state = self._read(None, state) if not self._clears(event) else self._clear(None, state)
+            elif isinstance(event, cst.Attribute) and self.gradients.is_of_parameter(event):
+                state = self._read(None, state) if not self.gradients.clears(event) else self._clear(None, state)
         return state
-
-    def _is_of_parameter(self, grad: cst.Attribute) -> bool:
-        """Whether a gradient may be one of a parameter: not of a variable that is assigned some other tensor."""
-        if not isinstance(grad.value, cst.Name):
-            return True
-        return self.file.variable(grad.value) not in self.tensors
-
-    def _assigned_tensors(self) -> set[Variable | None]:
-        """Variables that an assignment makes from something else than parameters."""
-        found: set[Variable | None] = set()
-        for node in self.file.of_type(cst.Assign):
-            text = code_of(node.value)
-            made = isinstance(node.value, cst.Call | cst.BinaryOperation)
-            if made and "param" not in text.lower() and not any(name in text for name in ("weight", "bias", "next(")):
-                found |= {self.file.variable(target.target) for target in node.targets}
-        return found
-
-    def _clears(self, grad: cst.Attribute) -> bool:
-        """Whether a statement sets a gradient to None or zero: ``p.grad = None``, ``p.grad.zero_()``."""
-        node: cst.CSTNode = grad
-        parent = self.file.parents[node]
-        while isinstance(parent, cst.Attribute):
-            if parent.attr.value == "zero_":
-                return True
-            node, parent = parent, self.file.parents[parent]
-        if isinstance(parent, cst.AssignTarget):
-            assign = self.file.parents[parent]
-            return isinstance(assign, cst.Assign) and code_of(assign.value) == "None"
-        return False
 
     def _call(self, call: cst.Call, state: State) -> State:
         name = last_name(call.func)
@@ -497,37 +253,12 @@ class Walk:
             return self._clear(base if name == "zero_grad" else None, state)
         if name == "backward" and base is not None and not self.facts.is_model(base):
             return self._backward(call, base, state)
-        for meant in self._functions_meant(call.func):
+        for meant in self.gradients.functions_meant(call.func):
             if isinstance(meant, cst.Lambda):
-                state = self._events(meant.body, state)
+                state = self.events(meant.body, state)
             elif READS.search(meant) and not READS_NOT.search(meant):
                 return self._read(None, state, call)
         return state
-
-    def _functions_meant(self, func: cst.BaseExpression) -> list[str | cst.Lambda]:
-        """The names of what a call may run, and lambdas: through imports, ``partial``, variables and parameters."""
-        found: list[str | cst.Lambda] = [last_name(func), self.file.qualified_name(func).rpartition(".")[2]]
-        variable = self.file.variable(func)
-        # A method of some object is meant by its name alone.
-        on_self = isinstance(func, cst.Attribute) and code_of(func.value) == "self"
-        if variable is None or not (isinstance(func, cst.Name) or on_self):
-            return found
-        if variable not in self._meant:
-            self._meant[variable] = [
-                meant
-                for source in self.facts.ordered(self.facts.flows.sources([variable]))
-                for meant in self._functions_in(source)
-            ]
-        return found + self._meant[variable]
-
-    def _functions_in(self, variable: Variable) -> list[str | cst.Lambda]:
-        """What a variable is called or assigned: a function's name, a lambda, the function of a ``partial``."""
-        value = self.assigned.get(variable)
-        if isinstance(value, cst.Lambda):
-            return [value]
-        if isinstance(value, cst.Call) and last_name(value.func) == "partial" and value.args:
-            return [last_name(value.args[0].value)]
-        return [variable[1]]
 
     def _enter(self, call: cst.Call, function: Function, skip_first: bool, state: State) -> State:
         self.calls += 1
@@ -542,7 +273,7 @@ class Walk:
             variable = self.file.variable(parameter.name)
             if ids and variable is not None:
                 frame.held[variable] = ids
-        return self._frame(frame, function.body.body, state, scaled)
+        return self._function(frame, function.body.body, state, scaled)
 
     def _ids(self, node: cst.CSTNode | None) -> frozenset[Variable]:
         """The optimizers that an expression may be, here."""
@@ -584,7 +315,9 @@ class Walk:
                 if phase.kind == "unscaled":
                     self.refused |= phase.places
                 elif phase.kind == "spent":
-                    self.refused |= {place for place in phase.places if not self._is_updated(one, place)}
+                    refused = {place for place in phase.places if not self._is_updated(one, place)}
+                    self.refused |= refused
+                    self.refused_for_cleared |= refused
                 self._convert(phase.plain, one)
                 stale = phase.stale | {node} if phase.kind == "stepped" else phase.stale
                 over = phase.over if phase.kind == "scaled" else frozenset()
@@ -647,29 +380,21 @@ class Walk:
         function = self.facts.flows.functions.get(self.file.variable(node) or (None, ""))
         if function is None or any(frame.function is function for frame in self.frames):
             return state
-        return self._frame(Frame(function), function.body.body, state)
+        return self._function(Frame(function), function.body.body, state)
 
     def _other_step(self, call: cst.Call, base: cst.BaseExpression, state: State) -> State:
         """A step of something else: an optimizer beside amp takes the plain gradients, a scheduler nothing."""
         name = last_name(base)
-        if OTHER_STEPS.search(name) or self._made_by_scheduler(base) or not OPTIMIZER.search(name):
+        if OTHER_STEPS.search(name) or not OPTIMIZER.search(name):
             return state
         return {one: frozenset(p._replace(plain=frozenset()) for p in phases) for one, phases in state.items()}
-
-    def _made_by_scheduler(self, base: cst.BaseExpression) -> bool:
-        variable = self.file.variable(base)
-        for node in self.file.of_type(cst.Assign):
-            made = isinstance(node.value, cst.Call) and OTHER_CLASSES.search(last_name(node.value.func))
-            if made and any(self.file.variable(target.target) == variable for target in node.targets):
-                return True
-        return False
 
     def _clear(self, base: cst.BaseExpression | None, state: State) -> State:
         ids: Iterable[Variable] = state.keys()
         if base is not None:
             ids = self._ids(base) or self._optimizers_of_model(base) or state.keys()
-        cleared = set(ids)
-        return {one: frozenset(map(_cleared, phases)) if one in cleared else phases for one, phases in state.items()}
+        chosen = set(ids)
+        return {one: frozenset(map(cleared, phases)) if one in chosen else phases for one, phases in state.items()}
 
     def _optimizers_of_model(self, base: cst.BaseExpression) -> set[Variable]:
         text = code_of(base)
@@ -685,7 +410,7 @@ class Walk:
             if isinstance(outer, cst.Call) and last_name(outer.func) in ("list", "tuple", "len", "iter", "set"):
                 return state
             if isinstance(outer, cst.Call) and self.facts.flows.callee(outer) is None:
-                return self._read(self._ids(argument(call, 0, "optimizer")), state, call)
+                return self._read(self._ids(argument(call, 0, "optimizer")), state, outer)
         return state
 
     def _read(self, ids: Iterable[Variable] | None, state: State, call: cst.Call | None = None) -> State:
@@ -699,7 +424,7 @@ class Walk:
             wanted = {one for one, phases in state.items() if any(p.kind == "scaled" for p in phases)}
         if not wanted:
             wanted = {one for one, phases in state.items() if any(p.kind in PENDING for p in phases)}
-        return self._unscale(wanted, state, None)
+        return self._unscale(wanted, state, None, call)
 
     def _named_in(self, call: cst.Call | None) -> set[Variable]:
         """The optimizers whose gradients a call reads, by its arguments."""
@@ -715,15 +440,19 @@ class Walk:
                 found |= self._ids(value)
         return found
 
-    def _unscale(self, ids: Iterable[Variable], state: State, forced: cst.CSTNode | None) -> State:
+    def _unscale(
+        self, ids: Iterable[Variable], state: State, forced: cst.CSTNode | None, reader: cst.Call | None = None
+    ) -> State:
         state = dict(state)
         for one in self.facts.ordered(ids):
             phases = state.get(one, frozenset())
             waiting = [p for p in phases if p.kind == "scaled" or (p.kind == "entry" and not p.plain)]
             done = [p for p in phases if p.kind == "unscaled"]
+            if done and reader is not None:
+                self.unscaled_clips.add(reader)
             if not waiting:
                 continue
-            place = self._place(one, forced)
+            place = self._place(one, reader)
             if place is None:
                 continue
             self._convert(frozenset().union(*(p.plain for p in waiting)), one)
@@ -748,7 +477,7 @@ class Walk:
         stepped = {one for step in self.steps.values() if step.scaled for one in step.ids}
         return [node for one, node in self.scaled_at.items() if one not in stepped]
 
-    def _place(self, one: Variable, forced: cst.CSTNode | None) -> Unscale | None:
+    def _place(self, one: Variable, reader: cst.Call | None) -> Unscale | None:
         """The statement before which an optimizer is unscaled: in the innermost function that can name it."""
         for number in range(len(self.frames) - 1, -1, -1):
             statements = [i for i, at in enumerate(self.path) if at.frame == number]
@@ -761,9 +490,14 @@ class Walk:
             statement = self.path[index].statement
             for number_of_refused in statements:
                 outer = self.path[number_of_refused].statement
-                if outer in self.refused:
-                    self._problem(outer, ACCUMULATED.format(name=name))
-                    return None
+                if outer not in self.refused:
+                    continue
+                accumulates = outer not in self.refused_for_cleared
+                if accumulates and reader is not None and is_plain_clip(reader, self.file):
+                    self.scaled_clips.add(reader)
+                else:
+                    self._problem(statement, ACCUMULATED)
+                return None
             path = tuple(self.path[: index + 1])
             place = self.unscales.setdefault(statement, Unscale(path, statement, self.frames[number].function))
             place.names[name] = None
@@ -823,7 +557,7 @@ class Walk:
             path = self.unscales[other].path
             index = meeting(self.file, path, place.path)
             if other is place.statement:
-                index = _innermost_loop(path)
+                index = innermost_loop(path)
             self.forced.setdefault(path[index].statement, set()).add(one)
 
     def _hoist_branches(self) -> None:
@@ -833,7 +567,7 @@ class Walk:
             for second in places:
                 if first is second:
                     continue
-                common = _common(first.path, second.path) - 1
+                common = shared_length(first.path, second.path) - 1
                 if common < 0 or not isinstance(first.path[common].statement, cst.If):
                     continue
                 statement = first.path[common].statement
@@ -864,108 +598,12 @@ NOT_CLEARED = (
     "call zero_grad() after each step"
 )
 ACCUMULATED = (
-    "these gradients are scaled, and on some path more are added without a step between: call "
-    "__scaler__.unscale_({name}) before this line only where the step follows, and __scaler__.update() where it is "
-    "left out"
+    "these gradients are scaled, and on some path more are added without a step between: divide a norm of them by "
+    "__scaler__.get_scale(), or call __scaler__.unscale_(optimizer) before this line only where the step follows, and "
+    "__scaler__.update() where it is left out"
 )
 BOTH = (
     "this gets scaled and unscaled losses, and their gradients are stepped together: hand __scaler__.scale(loss) to it "
     "everywhere"
 )
 UNNAMED = "gradients are scaled here; call __scaler__.unscale_(optimizer) before they are read, once before each step"
-
-
-def is_autograd(base: cst.BaseExpression) -> bool:
-    """Whether ``base.backward`` is torch's function, which is given the loss."""
-    return code_of(base) in ("torch.autograd", "autograd")
-
-
-def _assigned_names(node: cst.CSTNode) -> Iterator[cst.Name]:
-    """The names that a statement binds."""
-    if isinstance(node, cst.AssignTarget | cst.AugAssign | cst.AnnAssign | cst.For | cst.NamedExpr):
-        for inner in descendants(node.target):
-            if isinstance(inner, cst.Name):
-                yield inner
-                break
-            if isinstance(inner, cst.Attribute):
-                yield inner.attr
-                break
-        for one in elements(node.target) or ():
-            yield from (n for n in descendants(one) if isinstance(n, cst.Name))
-
-
-def _cleared(phase: Phase) -> Phase:
-    """The phase after the gradients were cleared."""
-    return Phase("spent", places=phase.places) if phase.kind in ("unscaled", "spent") else CLEAR
-
-
-def meeting(file: File, one: Path, other: Path) -> int:
-    """The place in ``one`` of the statement that stands in the same block as the other path's, or holds both."""
-    common = _common(one, other)
-    if common == min(len(one), len(other)):
-        return common - 1
-    blocks = [file.parents.get(file.line_of(path[common].statement)) for path in (one, other)]
-    return common if blocks[0] is blocks[1] else common - 1
-
-
-def is_beside(place: Path, step: Path, file: File) -> bool:
-    """Whether a step may be left out after ``unscale_``: the update then stands beside that call, for both cases."""
-    index = meeting(file, place, step)
-    same_block = index == len(place) - 1 and index < len(step)
-    if not same_block:
-        return False
-    blocks = [file.parents.get(file.line_of(path[index].statement)) for path in (place, step)]
-    return blocks[0] is blocks[1]
-
-
-def _innermost_loop(path: Path) -> int:
-    """The place of the loop that a statement stands in; its own place where there is none."""
-    for index in range(len(path) - 2, -1, -1):
-        if isinstance(path[index].statement, cst.For | cst.While):
-            return index
-    return len(path) - 1
-
-
-def _common(one: Path, other: Path) -> int:
-    """How many statements two paths share from the beginning."""
-    count = 0
-    for first, second in zip(one, other, strict=False):
-        if first.statement is not second.statement:
-            break
-        count += 1
-    return count
-
-
-def _join(states: Iterable[State | None]) -> State | None:
-    """What holds where paths meet; None where none arrives."""
-    found: State | None = None
-    for state in states:
-        if state is None:
-            continue
-        if found is None:
-            found = dict(state)
-            continue
-        for one, phases in state.items():
-            found[one] = found.get(one, frozenset()) | phases
-    return found
-
-
-def _is_none_test(node: cst.Comparison) -> bool:
-    return code_of(node.comparisons[0].comparator) == "None"
-
-
-def _in_order(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """Calls and ``.grad`` of an expression in the order of their evaluation; functions are not entered."""
-    if isinstance(node, cst.Lambda | cst.FunctionDef | cst.ClassDef):
-        return
-    if isinstance(node, cst.Comparison) and isinstance(node.left, cst.Attribute) and _is_none_test(node):
-        return
-    if isinstance(node, cst.Assign):
-        yield from _in_order(node.value)
-        for target in node.targets:
-            yield from _in_order(target.target)
-        return
-    for child in children(node):
-        yield from _in_order(child)
-    if isinstance(node, cst.Call) or (isinstance(node, cst.Attribute) and node.attr.value == "grad"):
-        yield node

@@ -50,8 +50,8 @@ def replace_classes(facts: Facts, edits: Edits) -> None:
         name = facts.symbol(call.func)
         if name is not None and not any(arg.star for arg in call.args) and _call(name, call) is not None:
             edits.expressions[call] = lambda new, name=name: _replaced(name, new)  # type: ignore[misc]
-    for node in facts.file.nodes:
-        if not isinstance(node, cst.Name | cst.Attribute) or id(node) in called:
+    for node in facts.file.names():
+        if id(node) in called:
             continue
         name = facts.file.symbol(node)
         if name in MENTIONS and name not in RMS_NORMS and _is_value(node, facts):

@@ -6,8 +6,8 @@ import libcst as cst
 
 from ampcompat.tools.migrate.native.edits import Edits
 from ampcompat.tools.migrate.native.facts import Facts
-from ampcompat.tools.migrate.native.file import last_name
 from ampcompat.tools.migrate.native.home import Home
+from ampcompat.tools.migrate.native.nodes import last_name
 from ampcompat.tools.migrate.text import code_of
 
 STATE_DICT = "apex.amp.state_dict"

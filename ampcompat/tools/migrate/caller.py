@@ -1,0 +1,61 @@
+"""A migrated source and the helper that it calls: pasted below its imports, or imported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+FUNCTIONS = ("mixed_precision", "under_autocast", "to_float32")
+NAME = FUNCTIONS[0]
+HELPER_FILE = Path(__file__).with_name("native") / "helper.py"
+BLANK_LINES = re.compile(r"(?:[ \t\f]*(?:\r\n|\r|\n))*")
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A migrated source that calls ``mixed_precision`` and does not have it yet.
+
+    Attributes:
+        above: Its text as far as its imports go.
+        after_imports: The characters in it behind the last import that stands in no block.
+        above_with_copy: The same with ``import copy``.
+        below: The rest of it.
+        names: What the functions and modules of the helper are called in it.
+        scaler: The statement that defines one scaler for all of its functions, or ``""``.
+        newline: What ends its lines.
+    """
+
+    above: str
+    after_imports: int
+    above_with_copy: str
+    below: str
+    names: Mapping[str, str]
+    scaler: str
+    newline: str
+
+    def with_helper(self) -> str:
+        """The source with the helper pasted below its imports."""
+        source = HELPER_FILE.read_text("utf-8")
+        helper = source[source.index(f"def {NAME}") :]
+        for name, chosen in self.names.items():
+            helper = re.sub(rf"\b{name}\b", chosen, helper)
+        parts = [helper, f"{self.scaler}\n"] if self.scaler else [helper]
+        inserted = "".join(f"\n\n{part}" for part in parts)
+        blank = BLANK_LINES.match(self.below)
+        rest = self.below[blank.end() :] if blank is not None else self.below
+        return self.above_with_copy + self._ended(f"{inserted}\n\n" if rest else inserted) + rest
+
+    def with_import(self, module: str) -> str:
+        """The source with the helper imported from ``module``, ``.mixed_precision`` for one of the same package."""
+        renamed = f" as {self.names[NAME]}" if self.names[NAME] != NAME else ""
+        imports = f"from {module} import {NAME}{renamed}\n"
+        scaler = f"\n{self.scaler}\n" if self.scaler else ""
+        above = self.above_with_copy if "copy.deepcopy(" in self.below else self.above
+        end = len(above) - self.after_imports
+        return above[:end] + self._ended(imports) + above[end:] + self._ended(scaler) + self.below
+
+    def _ended(self, text: str) -> str:
+        """A text with the ends of lines that the source has."""
+        return text.replace("\n", self.newline)
