@@ -199,3 +199,46 @@ def test_a_plain_backward_gives_masters_no_gradient(level, trains):
     assert len(warned(lambda: without_a_block(model, optimizer))) == 1
     after = list(amp.master_params(optimizer))
     assert torch.equal(before[0], after[0]) is not trains
+
+
+def two_passes(level, between=lambda nets, optimizers: None, optimizers_of_the_second=lambda g, d: g):
+    """A block of a discriminator, ``between``, and one of a generator, whose loss goes through the discriminator."""
+    torch.manual_seed(0)
+    nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in nets]
+    (generator, discriminator), (for_g, for_d) = amp.initialize(nets, optimizers, opt_level=level, verbosity=0)
+    x = torch.randn(8, 4)
+    with amp.scale_loss(discriminator(generator(x).detach()).mean(), for_d) as scaled:
+        scaled.backward()
+    between(discriminator, for_d)
+    with amp.scale_loss(-discriminator(generator(x)).mean(), optimizers_of_the_second(for_g, for_d)) as scaled:
+        scaled.backward()
+
+
+SCALED_FOR_ANOTHER = "whose loss reaches parameters of another optimizer"
+
+
+def test_gradients_scaled_for_another_optimizer():
+    """At O1 the discriminator would step with a sum of unscaled and scaled gradients, as it did under apex."""
+    (message,) = warned(lambda: two_passes("O1"))
+    assert SCALED_FOR_ANOTHER in message
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param(lambda model, optimizer: optimizer.step(), id="stepped"),
+        pytest.param(lambda model, optimizer: optimizer.zero_grad(), id="cleared"),
+        pytest.param(lambda model, optimizer: model.requires_grad_(False), id="frozen"),
+    ],
+)
+def test_no_gradients_scaled_for_another(between):
+    assert warned(lambda: two_passes("O1", between)) == []
+
+
+def test_a_block_of_both_optimizers_scales_for_none_else():
+    assert warned(lambda: two_passes("O1", optimizers_of_the_second=lambda g, d: [g, d])) == []
+
+
+def test_where_the_scale_is_one_no_other_is_warned_of():
+    assert warned(lambda: two_passes("O0")) == []
