@@ -2,7 +2,7 @@
 
 A unit is what one call of ``fully_shard`` made: the parameters that are gathered together, each a ``DTensor`` of which
 this rank keeps a shard in float32. torch has no public way to change the ``MixedPrecisionPolicy`` of a unit after that
-call. The same attributes are there from 2.6 to 2.15: the state of the module holds the policy, so does each group of
+call. The same attributes are there from 2.7 to 2.15: the state of the module holds the policy, so does each group of
 parameters, or from 2.15 on each parameter; and what was gathered in the old precision is kept for the next time.
 """
 
@@ -18,8 +18,8 @@ from packaging.version import Version
 
 from ampcompat._torch.version import TORCH
 
-#: Before torch 2.6 ``fully_shard`` runs on CUDA alone: what is done here was never run there.
-_RUNS_ON_CPU = Version("2.6") <= TORCH
+#: Before torch 2.7 ``fully_shard`` runs on CUDA alone: what is done here was never run there.
+_RUNS_ON_CPU = Version("2.7") <= TORCH
 
 _HOMES = ("torch.distributed.fsdp", "torch.distributed._composable.fsdp")
 

@@ -350,9 +350,10 @@ def _waiting_gradients(optimizers: Sequence[Optimizer]) -> list[tuple[torch.Tens
         stash: AmpOptimizerState = other._amp_stash
         if id(other) in left_out or stash.gradients is not Gradients.UNSCALED or stash.pending is not None:
             continue
-        param = next((param for param in stash.direct if param.grad is not None), None)
-        if param is not None:
-            waiting.append((param, param.grad, param.grad._version))
+        for param in stash.direct:
+            if param.grad is not None:
+                waiting.append((param, param.grad, param.grad._version))
+                break
     return waiting
 
 

@@ -123,7 +123,7 @@ def saved_by_two_and_loaded(level: str) -> None:
     run, optimizer = trained(level)
     writers = dist.new_group([0, 1])
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    # torch 2.4 loads in the world's group alone.
+    # Before torch 2.7, load works in groups with rank 0 alone.
     alone = {"process_group": groups[dist.get_rank()]} if SHARDS_ON_CPU else {}
     if dist.get_rank() < 2:  # of four, when there are as many
         dcp.save({**states(run, optimizer), "amp": amp.state_dict()}, checkpoint_id=where, process_group=writers)

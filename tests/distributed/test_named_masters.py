@@ -18,15 +18,22 @@ from internals import reset
 
 home = "torch.distributed.checkpoint.state_dict"
 assert home not in sys.modules
-finders = list(sys.meta_path)
+
+
+def waits():
+    # Finders of others may come meanwhile: torch 2.6 imports setuptools with the first optimizer.
+    return any(type(finder).__module__.startswith("ampcompat.") for finder in sys.meta_path)
+
+
 model = torch.nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(model.parameters())
 amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+assert waits()
 if sys.argv[1] == "reset":
     reset()
-    assert sys.meta_path == finders
+    assert not waits()
 from torch.distributed.checkpoint.state_dict import get_state_dict
-assert sys.meta_path == finders
+assert not waits()
 try:
     print(list(get_state_dict(model, optimizer)[1]["state"]))
 except KeyError as error:
