@@ -98,7 +98,10 @@ def cure_of(error: BaseException, module: str = "") -> str | None:
     """
     if not isinstance(error, _KINDS):
         return None
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception:  # a subclass of the script's own, whose text cannot be read
+        return None
     cure = next((cure for pattern, cure in _CURES if pattern.search(text)), None)
     if module and cure in _OF_MODULES:
         return f"{cure}; or keep the module in float32: amp.initialize(..., keep_fp32=[{module!r}])"

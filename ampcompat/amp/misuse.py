@@ -30,6 +30,9 @@ _MISTAKES = {
     " of unscaled gradients and of these, still multiplied by the loss scale - step with that optimizer before this"
     " block, give the block both optimizers: `with amp.scale_loss(loss, [optimizer_a, optimizer_b])`, or freeze what"
     " the loss is not to train: requires_grad_(False).",
+    "scaled gradients of a later param": "A parameter with a gradient was added to an optimizer, and no optimizer under"
+    " amp held it before - earlier blocks have left that gradient multiplied by their loss scales, so it was cleared -"
+    " call zero_grad() of the model before add_param_group, or add the parameter before the first block.",
     "half gradients edited": "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the"
     " optimizer steps with the float32 gradients of the masters, which did not change - clip"
     " amp.master_params(optimizer) instead of model.parameters().",

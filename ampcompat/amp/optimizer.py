@@ -571,8 +571,8 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     for model in state.models.live:  # the new group may hold what was put into them since their last forward
         follow_replacements(model.modules())
     stash.look_up(optimizer)
-    are_losses_scaled = not all(scaler.is_one for scaler in stash.session.scalers)
-    if are_losses_scaled and stash.pending is None:
+    was_a_loss_scaled = any(scaler.has_scaled for scaler in stash.session.scalers)
+    if was_a_loss_scaled and stash.pending is None:
         _drop_scaled_gradients(optimizer, stash, added)
 
 
@@ -585,8 +585,9 @@ def _drop_scaled_gradients(optimizer: Optimizer, stash: AmpOptimizerState, added
     unscaled = {id(leaf) for other in sharers(optimizer) for leaf in other._amp_stash.leaves()}
     direct = set(map(id, stash.direct))
     for param in added:
-        if id(param) in direct and id(param) not in unscaled:
+        if param.grad is not None and id(param) in direct and id(param) not in unscaled:
             param.grad = None
+            misuse.warn_of("scaled gradients of a later param")
 
 
 # -- apex's private names ----------------------------------------------------------------------------------------------

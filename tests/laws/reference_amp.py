@@ -226,6 +226,7 @@ class Reference:
         # As in apex: where nothing is scaled and there are no masters, a block does nothing and counts nothing.
         self.idle = loss_scale == 1.0 and not (masters and self.casts)
         self.joined = False
+        self.has_scaled = False
         self.kept, self.saved, self.skipped = None, {}, None
 
     def list_weights(self):
@@ -361,7 +362,7 @@ class Reference:
         programs.join(self.config, [one.torch for one in self.optimizers], [w.value for w in self.weights])
         self.list_weights()
         self.joined = True
-        if any(scaler.dynamic or scaler.scale != 1.0 for scaler in self.scalers):
+        if self.has_scaled and any(scaler.dynamic or scaler.scale != 1.0 for scaler in self.scalers):
             for weight in late:  # what blocks have left to weights of no optimizer is scaled, by whatever scales
                 if not weight.has_master and self.owner(weight).pending is None:
                     weight.leaf.grad = None
@@ -379,6 +380,7 @@ class Reference:
         return True
 
     def block(self, step):
+        self.has_scaled = True
         chosen, scaler = [self.optimizers[n] for n in step["optimizers"]], self.scalers[step["loss_id"]]
         scale, loss = scaler.scale, self.loss(step)
         if self.idle:
@@ -398,6 +400,7 @@ class Reference:
 
     def nested(self, step):
         """A block in a block."""
+        self.has_scaled = True
         outer, inner = step["outer"], step["inner"]
         sides = [[self.optimizers[n] for n in part["optimizers"]] for part in (outer, inner)]
         scalers = [self.scalers[part["loss_id"]] for part in (outer, inner)]

@@ -176,7 +176,8 @@ def test_gradients_of_a_later_param_begin_with_it(level):
         optimizer.step()
         optimizer.zero_grad()
     assert model.bn.weight.grad.any()
-    optimizer.add_param_group({"params": [model.bn.weight]})
+    with pytest.warns(UserWarning, match="earlier blocks have left that gradient multiplied"):
+        optimizer.add_param_group({"params": [model.bn.weight]})
     before = model.bn.weight.detach().clone()
     backward(model, optimizer, 3)
     grad = model.bn.weight.grad.clone()
@@ -237,3 +238,12 @@ def test_a_param_put_in_the_place_of_another_is_trained(level, listed_anew):
     backward(model, optimizer)
     optimizer.step()
     assert torch.equal(new.detach(), -0.1 * grad)
+
+
+def test_a_later_param_keeps_a_gradient_of_no_block():
+    """No loss was scaled yet: what is there is the script's own."""
+    model, optimizer = start("O1", a_head)
+    loss_of(model).backward()
+    grad = model.bn.weight.grad
+    optimizer.add_param_group({"params": [model.bn.weight]})
+    assert model.bn.weight.grad is grad
