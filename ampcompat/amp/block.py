@@ -165,14 +165,12 @@ class Block:
         is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
         scale: What the loss was multiplied by; None: nothing was scaled.
         backward_calls: One True for each backward pass of the scaled loss; None where that is not watched.
-        waiting: A gradient of each other optimizer that has yet to step, with its version; none where not watched.
     """
 
     entered = False
     is_plain = False
     scale: torch.Tensor | None = None
     backward_calls: list[bool] | None = None
-    waiting: Sequence[tuple[torch.Tensor, torch.Tensor, int]] = ()
 
     def __init__(
         self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, moves_scale: bool
@@ -254,7 +252,6 @@ class Block:
             scaler.watched_blocks += 1
             calls: list[bool] = []
             self.backward_calls = calls
-            self.waiting = _waiting_gradients(self.optimizers)
             scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
         return scaled
 
@@ -284,10 +281,6 @@ class Block:
             is_unused = self.backward_calls is not None and not self.backward_calls
             if reached and is_unused:
                 misuse.warn_of("unscaled loss in a block")
-            for param, grad, version in self.waiting:
-                was_written = param.grad is not grad or grad._version != version
-                if was_written and param.grad is not None:
-                    misuse.warn_of("scaled gradients for another optimizer")
         if state.observers:
             notify("on_gradients", self.scaler, self.optimizers)
 
@@ -334,27 +327,6 @@ def _drop_cleared_of_all() -> None:
     for optimizer in state.optimizers.listed():
         if optimizer._amp_stash.gradients is Gradients.UNSCALED:
             drop_cleared_gradients(optimizer._amp_stash.masters)
-
-
-def _waiting_gradients(optimizers: Sequence[Optimizer]) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-    """For each optimizer outside ``optimizers`` that has yet to step: a param, its gradient, and the version of that.
-
-    Only params without masters: a half gradient that is written after its block is noticed at the step. Optimizers that
-    share tensors are left out: a block of one unscales what it adds to those of all.
-    """
-    if len(state.optimizers.live) <= len(optimizers):
-        return []
-    left_out = set(map(id, [*optimizers, *sharers_outside(optimizers)]))
-    waiting = []
-    for other in state.optimizers.listed():
-        stash: AmpOptimizerState = other._amp_stash
-        if id(other) in left_out or stash.gradients is not Gradients.UNSCALED or stash.pending is not None:
-            continue
-        for param in stash.direct:
-            if param.grad is not None:
-                waiting.append((param, param.grad, param.grad._version))
-                break
-    return waiting
 
 
 def _undo_dropped_blocks() -> None:

@@ -25,11 +25,6 @@ _MISTAKES = {
     " weights with it has yet to step with the gradients of earlier blocks - a step uses up the gradients of master"
     " weights (O2, O5), and those of shared ones make place for the new - step with both optimizers before the next"
     " block, or call zero_grad() of the one that is not to step (D39).",
-    "scaled gradients for another optimizer": "A scale_loss block whose loss reaches parameters of another optimizer,"
-    " which has yet to step with their gradients (a generator's loss, through the discriminator) - they are now the sum"
-    " of unscaled gradients and of these, still multiplied by the loss scale - step with that optimizer before this"
-    " block, give the block both optimizers: `with amp.scale_loss(loss, [optimizer_a, optimizer_b])`, or freeze what"
-    " the loss is not to train: requires_grad_(False).",
     "scaled gradients of a later param": "A parameter with a gradient was added to an optimizer, and no optimizer under"
     " amp held it before - earlier blocks have left that gradient multiplied by their loss scales, so it was cleared -"
     " call zero_grad() of the model before add_param_group, or add the parameter before the first block.",

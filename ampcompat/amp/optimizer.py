@@ -571,7 +571,7 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     for model in state.models.live:  # the new group may hold what was put into them since their last forward
         follow_replacements(model.modules())
     stash.look_up(optimizer)
-    was_a_loss_scaled = any(scaler.has_scaled for scaler in stash.session.scalers)
+    was_a_loss_scaled = any(scaler._scale is not None for scaler in stash.session.scalers)
     if was_a_loss_scaled and stash.pending is None:
         _drop_scaled_gradients(optimizer, stash, added)
 
