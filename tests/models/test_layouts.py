@@ -136,28 +136,6 @@ def test_a_model_that_leaves_amp_keeps_its_optimizers_layout(level):
         assert torch.equal(straight, moved)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("make", [MAKE["Adam"], MAKE["SGD"]], ids=["Adam", "SGD"])
-def test_a_convolution_trains_on_in_channels_last(level, make):
-    """Convolutions of the two layouts round differently; elements that are mixed up would be off by the rate."""
-    ends = []
-    for moves in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 3, padding=1))
-        model, optimizer = amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, loss_scale=8.0)
-        for step in range(STEPS):
-            if moves and step == 3:
-                model.to(memory_format=torch.channels_last)
-            x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-            with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        ends.append([p.detach().clone() for p in amp.master_params(optimizer)])
-    for straight, moved in zip(*ends, strict=True):
-        torch.testing.assert_close(straight, moved, rtol=0, atol=1e-3)
-
-
 #: Weights whose strides say more than their elements need.
 ODD = {
     "rows cut from wider ones": lambda: torch.randn(1, 5)[:, :4],

@@ -82,25 +82,60 @@ def stepped(level):
 
 
 def loaded(level):
-    run, other = Run(level), thirds(1)
-    run.model.load_state_dict({"weight": other})
-    run.sides_are(other)
-    run.forward()
-    run.sides_are(other)
+    """What was loaded stays as it is when the model is trained on, also with ``assign=True``."""
+    for assign in (False, True):
+        run, other = Run(level), thirds(1)
+        run.model.load_state_dict({"weight": other}, assign=assign)
+        run.sides_are(thirds(1))
+        run.forward()
+        run.sides_are(thirds(1))
+        run.step(torch.full((2, 4), 2.0**-10))
+        run.sides_are(thirds(1) - 2.0**-10)
+        assert torch.equal(other, thirds(1))
+
+
+def write_in_place(weight):
+    with torch.no_grad():
+        weight[0] = ROW
+
+
+def write_by_foreach(weight):
+    torch._foreach_copy_([weight.detach()[0]], [ROW.to(weight.dtype)])
+
+
+def write_in_inference_mode(weight):
+    with torch.inference_mode():
+        weight[0] = ROW
+
+
+def assign_data(weight):
+    data = weight.data.clone()
+    data[0] = ROW
+    weight.data = data
 
 
 def half_written(level):
-    for steps in (0, LATE):
-        run = Run(level, steps)
-        with torch.no_grad():
-            run.model.weight[0] = ROW
-        run.forward()
-        run.sides_are(run.taken(ROW))
+    for write in (write_in_place, write_by_foreach, write_in_inference_mode, assign_data):
+        for steps in (0, LATE):
+            run = Run(level, steps)
+            write(run.model.weight)
+            run.forward()
+            run.sides_are(run.taken(ROW))
+
+
+def half_written_before_a_step(level):
+    """No forward comes between the write and the step, which does not undo it."""
+    run = Run(level)
+    with amp.scale_loss((run.model.weight.float() * 2.0**-10).sum(), run.optimizer) as scaled:
+        scaled.backward()
+    write_in_place(run.model.weight)
+    run.optimizer.step()
+    run.sides_are(run.taken(ROW) - 2.0**-10)
 
 
 def half_written_past_the_counters(level):
     run = Run(level)
-    run.model.weight.data[0] = ROW
+    run.model.weight.detach().view(torch.int16).numpy()[0] = ROW.to(run.dtype).view(torch.int16).numpy()
     run.forward()
     run.sides_are(run.taken(ROW))
     run.model.weight.data[0] = 2 * ROW  # whoever was seen once is looked for from then on
@@ -146,6 +181,21 @@ def value_written(level):
             run.held.copy_(run.exact)  # past master_params, which keeps a copy of the half side
         run.forward()
         run.sides_are(run.exact)
+        next(amp.master_params(run.optimizer)).data.copy_(other)
+        run.forward()
+        run.sides_are(other)
+        run.model.state_dict()["weight"].data.copy_(run.exact)
+        run.forward()
+        run.sides_are(run.exact)
+
+
+def value_written_past_the_counters_and_master_params(level):
+    """It is found where values are compared: in the first steps."""
+    for steps in (0, 1):
+        run, other = Run(level, steps), thirds(2)
+        run.held.data.copy_(other)
+        run.forward()
+        run.sides_are(other)
 
 
 def both_written_after_state_dict(level):
@@ -286,13 +336,24 @@ def laid_out_anew(level):
     assert run.held.stride() == (4, 1)
 
 
-def made_float(level):
+def made_float(level, dtype=torch.float32):
     run = Run(level)
-    run.model.float()
+    run.model.to(dtype)
     run.model.weight.data[0] = ROW
     with pytest.warns(UserWarning, match="the dtype of the model is managed by amp"):
         run.forward()
     run.sides_are(run.taken(ROW))
+
+
+def made_double(level):
+    made_float(level, torch.float64)
+
+
+def made_half_again(level):
+    run = Run(level)
+    run.model.to(run.dtype)
+    run.forward()
+    run.sides_are(run.exact)
 
 
 def copied(level):
@@ -326,10 +387,10 @@ EVENTS = {
     "`initialize`": [initialized],
     "`optimizer.step`": [stepped],
     "`load_state_dict`": [loaded],
-    "half written, counters move": [half_written],
+    "half written, counters move": [half_written, half_written_before_a_step],
     "half written past the counters": [half_written_past_the_counters, half_written_past_the_counters_late],
     "half written, then written back": [half_written_and_written_back],
-    "value written": [value_written],
+    "value written": [value_written, value_written_past_the_counters_and_master_params],
     "both written after `state_dict`": [both_written_after_state_dict],
     "parameter replaced in its module": [replaced, replaced_by_a_float32_one],
     "buffer assigned in its module": [buffer_assigned],
@@ -338,7 +399,7 @@ EVENTS = {
     "replaced by another's half: tied to it": [tied_to_another],
     "`model.to(device)`": [moved_to_a_device],
     "other strides (`memory_format=`)": [laid_out_anew],
-    "`model.float()` and the like": [made_float],
+    "`model.float()` and the like": [made_float, made_double, made_half_again],
     "deepcopy, pickle": [copied],
     "`initialize` at another level": [initialized_at_another_level],
 }

@@ -390,21 +390,6 @@ class Apart(Tied):
         self.decoder.weight = nn.Parameter(values(3))
 
 
-@LEVEL
-def test_a_weight_tied_to_that_of_another_model(level):
-    models, optimizers = zip(*[started(level, One) for _ in range(2)], strict=True)
-    exact = models[1].state_dict()["layer.weight"].clone()
-    dead = held(optimizers[0])[0].detach().clone()
-    models[0].layer.weight = models[1].layer.weight
-    gradient = torch.full((4, 4), 2.0**-6)
-    step(models[0], list(optimizers), layer=gradient)
-    for model in models:
-        assert torch.equal(model.state_dict()["layer.weight"], exact - OLD_RATE * gradient)
-        masters_agree(model)
-    assert models[0].layer.weight is models[1].layer.weight
-    assert torch.equal(held(optimizers[0])[0], dead)
-
-
 @pytest.mark.filterwarnings("ignore:optimizer.step\\(\\) after scale_loss blocks that gave this optimizer no gradient")
 @LEVEL
 def test_tying_to_an_untrained_weight_ends_training(level):

@@ -101,18 +101,6 @@ def test_fullgraph_equals_eager(kind, level):
     assert frames.frame_count == 1, "recompiled, though only data changed"
 
 
-def test_compiled_before_initialize():
-    torch._dynamo.reset()
-    model = MLP()
-    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
-    plain = fast(torch.randn(2, 8))
-    assert plain.dtype == torch.float32
-    fast, optimizer = initialize(fast, torch.optim.SGD(fast.parameters(), lr=0.1), opt_level="O1", verbosity=0)
-    out, grads = trained(model, fast, optimizer, torch.randn(2, 8))
-    assert out.dtype == torch.float16
-    assert len(grads) == len(list(model.parameters()))
-
-
 class Counting(nn.Module):
     """A list of layers, and a number that each forward changes."""
 
