@@ -144,27 +144,6 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
         assert torch.equal(ours, its)
 
 
-class Worker(torch.utils.data.Dataset):
-    """Reports the casts that it finds where it runs, and what a matmul gives there."""
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        product = torch.ones(2, 2) @ torch.ones(2, 2)
-        return index, torch.is_autocast_enabled("cpu"), product.dtype == torch.float32
-
-
-@pytest.mark.parametrize("opt_level", ["O1", "O2"])
-def test_forked_workers_do_not_cast(opt_level):
-    model = Net("weight")
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
-    loader = torch.utils.data.DataLoader(Worker(), num_workers=2, multiprocessing_context="fork")
-    assert [(bool(on), bool(plain)) for _, on, plain in loader] == [(False, True)] * 4
-    train(model, optimizer)
-
-
 @pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
 def test_models_train_in_threads_as_they_do_alone(opt_level):
     """Each thread has a model, an optimizer and a scaler of its own; all start together."""

@@ -50,10 +50,12 @@ class MLP(nn.Module):
 class ConvNet(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.bn, self.fc = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Linear(4, 3)
+        self.conv, self.bn, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.GroupNorm(2, 4)
+        self.fc = nn.Linear(4, 3)
 
     def forward(self, x):
-        return self.fc(F.relu(self.bn(self.conv(x.view(-1, 2, 2, 2)))).mean((2, 3)))
+        x = F.relu(self.bn(self.conv(x.view(-1, 2, 2, 2))))
+        return F.softplus(self.fc(self.norm(x).std((2, 3))))
 
 
 class Attention(nn.Module):
@@ -63,7 +65,8 @@ class Attention(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x[None]).chunk(3, -1)
-        return self.out(torch.matmul(F.softmax(torch.matmul(q, k.transpose(1, 2)), -1), v))
+        written_out = torch.matmul(F.softmax(torch.matmul(q, k.transpose(1, 2)), -1), v)
+        return F.log_softmax(self.out(written_out + F.scaled_dot_product_attention(q, k, v)), -1)
 
 
 def trained(model, forward, optimizer, x):

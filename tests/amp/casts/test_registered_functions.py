@@ -356,21 +356,15 @@ def test_a_class_registered_in_half_can_run():
 
 
 def test_a_subclass_of_a_registered_class():
-    class Mine(nn.Softmax):
+    """Its own forward is not cast, that of the registered class is."""
+
+    class Mine(nn.Sigmoid):
         def forward(self, x):
-            return super().forward(x)
+            return x, super().forward(x)
 
-    amp.register_half_function(nn, "Softmax")
+    amp.register_half_function(nn, "Sigmoid")
     begin()
-    assert Mine(-1)(ones(HALF)).dtype in (HALF, FLOAT)
-
-
-def test_compiled():
-    amp.register_float_function(torch, "sigmoid")
-    begin()
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: torch.sigmoid(torch.mm(x, x)), backend="aot_eager", fullgraph=True)
-    assert compiled(ones()).dtype == FLOAT
+    assert [y.dtype for y in Mine()(ones())] == [FLOAT, HALF]
 
 
 def test_casts_reach_mappings_but_not_objects():

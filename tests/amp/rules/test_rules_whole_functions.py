@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from o1_casts import casts_on, engine_without_casts
+from o1_casts import casts_on
 from torch.nn.functional import interpolate as early_interpolate
 from torch.nn.functional import local_response_norm as early_lrn
 from torch.nn.functional import normalize as early_normalize
@@ -26,21 +26,6 @@ def test_early_imports_are_cast(h):
         assert early_interpolate(x, 4, mode="area").dtype is FLOAT
         assert early_normalize(h).dtype is FLOAT
     assert early_normalize(h).dtype is HALF
-
-
-def test_two_gradients_of_normalize_do_not_meet_in_half():
-    """A row along which the loss hardly changes: in half, what is left of the two gradients is rounding."""
-    x = torch.linspace(1, 2, 64)[None].half()
-    found = []
-    for given in (x.clone().requires_grad_(), x.double().requires_grad_()):
-        with casts_on():
-            y = early_normalize(given)
-            with engine_without_casts():
-                y.backward((1e3 * x + 1).to(y.dtype))
-        found.append(given.grad.double())
-    got, want = found
-    # 11 bits of half, and 24 of float32 in a gradient of 1e3 times as much before it cancels
-    torch.testing.assert_close(got, want, rtol=2**-10, atol=1e3 * 2**-20)
 
 
 def test_functions_keep_identity_signature_source_and_pickle(h):
