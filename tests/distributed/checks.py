@@ -75,12 +75,23 @@ def step(run: Any, optimizer: Any, at: int, factor: float = 1.0) -> None:
     optimizer.step()
 
 
+#: How a model is wrapped; the last three are of the project's own DDP.
+WRAPS: dict[str, Any] = {
+    "DDP": DistributedDataParallel,
+    "inside another module": lambda model: DistributedDataParallel(nn.Sequential(model, nn.Tanh())),
+    "ours": parallel.DistributedDataParallel,
+    "ours, delayed": lambda model: parallel.DistributedDataParallel(model, delay_allreduce=True),
+    "ours, in small messages": lambda model: parallel.DistributedDataParallel(model, message_size=64),
+}
+
+
 def different_seeds(level: str) -> None:
-    model, optimizer, run = made(level)
-    everything_is_equal(model, optimizer)
-    for at in range(5):
-        step(run, optimizer, at)
+    for wrap in WRAPS.values():
+        model, optimizer, run = made(level, wrap=wrap)
         everything_is_equal(model, optimizer)
+        for at in range(3):
+            step(run, optimizer, at)
+            everything_is_equal(model, optimizer)
 
 
 def masters_are_rank_0s_to_the_last_bit(level: str) -> None:
@@ -126,13 +137,6 @@ def masters_of_two_layouts(level: str) -> None:
     equal_on_ranks(model.state_dict().values())
 
 
-def the_model_inside_another_module(level: str) -> None:
-    model, optimizer, run = made(level, wrap=lambda model: DistributedDataParallel(nn.Sequential(model, nn.Tanh())))
-    for at in range(3):
-        step(run, optimizer, at)
-    everything_is_equal(model, optimizer)
-
-
 def overflow_on_one_rank(level: str) -> None:
     model, optimizer, run = made(level)
     step(run, optimizer, 0)
@@ -145,15 +149,6 @@ def overflow_on_one_rank(level: str) -> None:
         everything_is_equal(model, optimizer)
         step(run, optimizer, 2)
         assert not amp.step_was_skipped(optimizer)
-        everything_is_equal(model, optimizer)
-
-
-def the_projects_own_wrapper(level: str) -> None:
-    for options in ({}, {"delay_allreduce": True}, {"message_size": 64}):
-        model, optimizer, run = made(level, wrap=parallel.DistributedDataParallel, **options)
-        everything_is_equal(model, optimizer)
-        for at in range(3):
-            step(run, optimizer, at)
         everything_is_equal(model, optimizer)
 
 
@@ -179,33 +174,6 @@ def sync_batch_norm(level: str) -> None:
     equal_on_ranks([model[1].running_mean, model[1].running_var])
 
 
-def accumulation_with_no_sync(level: str) -> None:
-    """Equal on all ranks, and what one process makes of all the data."""
-    model, optimizer, run = made(level, seed=3)
-    single = copy.deepcopy(model)
-    for at in range(3):
-        optimizer.zero_grad()
-        with run.no_sync():
-            for micro in (0, 1):
-                with amp.scale_loss(run(batch(10 * at + micro)).float().pow(2).mean().div(64), optimizer) as scaled:
-                    scaled.backward()
-        with amp.scale_loss(run(batch(10 * at + 2)).float().pow(2).mean().div(64), optimizer) as scaled:
-            scaled.backward()
-        grads = [p.grad.detach().float().clone() for p in amp.master_params(optimizer)]
-        equal_on_ranks(grads)
-        if at == 0:
-            single.zero_grad()
-            for rank in range(dist.get_world_size()):
-                for micro in (0, 1, 2):
-                    single(batch(micro, rank)).float().pow(2).mean().div(64).div(dist.get_world_size()).backward()
-            for got, param in zip(grads, single.parameters(), strict=True):
-                # Half gradients are accumulated and averaged in half, in another order.
-                loose = {"O0": 1e-6, "O4": 3e-2, "O5": 3e-2}.get(level, 1e-2)
-                torch.testing.assert_close(got, param.grad.float(), rtol=loose, atol=loose * got.abs().max().item())
-        optimizer.step()
-        everything_is_equal(model, optimizer)
-
-
 def two_losses(level: str) -> Any:
     torch.manual_seed(3)
     model = Net()
@@ -220,10 +188,41 @@ def part_of_a_loss(run: Any, at: int, rank: int | None = None) -> torch.Tensor:
     return run(batch(at, rank)).float().pow(2).mean().div(64)
 
 
+def gradients_are_those_of_one_process(level: str, optimizer: Any, alone: nn.Module, parts: Iterable[int]) -> None:
+    """Equal on all ranks, and what ``alone`` makes of ``parts`` of the data of all of them."""
+    grads = [p.grad.detach().float().clone() for p in amp.master_params(optimizer)]
+    equal_on_ranks(grads)
+    alone.zero_grad()
+    for rank in range(dist.get_world_size()):
+        for at in parts:
+            part_of_a_loss(alone, at, rank).div(dist.get_world_size()).backward()
+    for got, param in zip(grads, alone.parameters(), strict=True):
+        # Half gradients are accumulated and averaged in half, in another order.
+        loose = {"O0": 1e-6, "O4": 3e-2, "O5": 3e-2}.get(level, 1e-2)
+        torch.testing.assert_close(got, param.grad.float(), rtol=loose, atol=loose * got.abs().max().item())
+
+
+def accumulation_with_no_sync(level: str) -> None:
+    model, optimizer, run = made(level, seed=3)
+    alone = copy.deepcopy(model)
+    for at in range(3):
+        optimizer.zero_grad()
+        with run.no_sync():
+            for micro in (0, 1):
+                with amp.scale_loss(part_of_a_loss(run, 10 * at + micro), optimizer) as scaled:
+                    scaled.backward()
+        with amp.scale_loss(part_of_a_loss(run, 10 * at + 2), optimizer) as scaled:
+            scaled.backward()
+        if at == 0:
+            gradients_are_those_of_one_process(level, optimizer, alone, parts=(0, 1, 2))
+        optimizer.step()
+        everything_is_equal(model, optimizer)
+
+
 def several_losses_with_no_sync(level: str) -> None:
     """Each loss with a scaler of its own, the scale moved in between: averaged like one."""
     model, optimizer, run = two_losses(level)
-    plain = copy.deepcopy(model)
+    alone = copy.deepcopy(model)
     with run.no_sync():
         for loss_id in (0, 1, 0):
             with amp.scale_loss(part_of_a_loss(run, loss_id), optimizer, loss_id=loss_id) as scaled:
@@ -232,16 +231,7 @@ def several_losses_with_no_sync(level: str) -> None:
                 amp._amp_state.loss_scalers[loss_id]._loss_scale = 2.0 ** (13 + loss_id)
     with amp.scale_loss(part_of_a_loss(run, 2), optimizer, loss_id=1) as scaled:
         scaled.backward()
-    grads = [p.grad.detach().float().clone() for p in amp.master_params(optimizer)]
-    equal_on_ranks(grads)
-    plain.zero_grad()
-    for rank in range(dist.get_world_size()):
-        for at in (0, 1, 0, 2):
-            part_of_a_loss(plain, at, rank).div(dist.get_world_size()).backward()
-    for got, param in zip(grads, plain.parameters(), strict=True):
-        # Half gradients are accumulated and averaged in half, in another order.
-        loose = {"O0": 1e-6, "O4": 3e-2, "O5": 3e-2}.get(level, 1e-2)
-        torch.testing.assert_close(got, param.grad.float(), rtol=loose, atol=loose * got.abs().max().item())
+    gradients_are_those_of_one_process(level, optimizer, alone, parts=(0, 1, 0, 2))
     optimizer.step()
     everything_is_equal(model, optimizer)
 
@@ -460,10 +450,8 @@ CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
     (masters_are_rank_0s_to_the_last_bit, MASTERS),
     (state_dict_on_rank_0_alone_before_wrapping, MASTERS),
     (masters_of_two_layouts, MASTERS),
-    (the_model_inside_another_module, MASTERS),
     (overflow_on_one_rank, ["O1", "O2"]),
     (reduced_after_accumulation, ["O1", "O2"]),
-    (the_projects_own_wrapper, LEVELS),
     (sync_batch_norm, ["O0", "O1", "O2", "O5"]),
     (accumulation_with_no_sync, LEVELS),
     (several_losses_with_no_sync, LEVELS),
