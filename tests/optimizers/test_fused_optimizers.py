@@ -205,19 +205,6 @@ def test_copies_go_on_alike(cls, options, dtype, through):
 
 
 @every
-def test_add_param_group(cls, options):
-    params, late = make_params(), make_params(seed=1)
-    optimizer = cls(params, **options)
-    train(optimizer, params, range(2))
-    optimizer.add_param_group({"params": late, "lr": 0.01})
-    before = [p.detach().clone() for p in late]
-    train(optimizer, [*params, *late], range(2, 4))
-    assert all(not torch.equal(a, b) for a, b in zip(before, late))
-    if "step" in optimizer.param_groups[0]:  # steps are counted by group, as in apex
-        assert [int(group["step"]) for group in optimizer.param_groups] == [4, 2]
-
-
-@every
 def test_empty_groups_frozen_and_empty_params(cls, options):
     params = make_params()
     params[1].requires_grad_(False)
@@ -249,18 +236,6 @@ def test_closure_runs_once_with_gradients_on_and_gives_the_loss(cls, options):
         assert optimizer.step(closure) is losses[0]
     assert len(losses) == 1
     assert not torch.equal(before, params[0])
-
-
-@every
-def test_schedulers_work_without_a_warning(cls, options):
-    params = make_params()
-    optimizer = cls(params, **{**options, "lr": 0.5})
-    assert isinstance(optimizer, torch.optim.Optimizer)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-    for step in range(2):
-        train(optimizer, params, [step])
-        scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.125
 
 
 @every
@@ -376,19 +351,3 @@ def test_torch_sgd_checkpoint_loads():
     train(fused, ours, range(2, 4))
     for a, b in zip(ours, theirs):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)  # fused and foreach kernels round differently
-
-
-def test_fp16_optimizer_has_both_of_apexs_paths():
-    """Both have the same class, a subclass of that in ``fp16_utils``."""
-    from ampcompat import fp16_utils
-    from ampcompat.contrib.optimizers import FP16_Optimizer as OfContrib
-    from ampcompat.optimizers import FP16_Optimizer
-
-    assert OfContrib is FP16_Optimizer
-    assert issubclass(FP16_Optimizer, fp16_utils.FP16_Optimizer)
-
-
-def test_unknown_names_are_attribute_errors():
-    import ampcompat.optimizers
-
-    assert not hasattr(ampcompat.optimizers, "FusedNothing")

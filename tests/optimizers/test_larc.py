@@ -1,10 +1,8 @@
 """LARC as an object: what it shares with the optimizer inside, copies, schedulers, and how amp handles it."""
 
 import copy
-import functools
 import inspect
 import pickle
-import types
 
 import pytest
 import torch
@@ -52,14 +50,6 @@ def test_everything_is_shared_with_the_optimizer_inside():
     assert repr(inner) in repr(larc)
     larc.param_groups, larc.state = inner.param_groups[:1], inner.state
     assert len(inner.param_groups) == 1
-
-
-def test_step_by_hand():
-    p = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
-    larc = LARC(torch.optim.SGD([p], lr=1.0), trust_coefficient=0.1, clip=False, eps=0.0)
-    p.grad = torch.tensor([0.0, 2.0])
-    larc.step()  # rate 0.1 * 5 / 2
-    torch.testing.assert_close(p.detach(), torch.tensor([3.0, 3.5]))
 
 
 def test_float16_norms_do_not_overflow():
@@ -157,14 +147,6 @@ def test_schedulers_work_on_either_without_a_warning(on):
     assert inner.param_groups[0]["lr"] == 0.05
 
 
-@pytest.mark.parametrize("on", ["wrapper", "inside"])
-def test_a_skipped_first_step_can_be_noted_on_the_wrapper(on):
-    _, inner, larc = make()
-    scheduler = torch.optim.lr_scheduler.StepLR(larc if on == "wrapper" else inner, 1)
-    larc._opt_called = True
-    scheduler.step()
-
-
 def test_grad_scaler_checks_larc_itself():
     """The optimizer inside takes ``found_inf``, but LARC does not: a GradScaler skips its step by itself."""
     p = torch.nn.Parameter(torch.ones(2))
@@ -176,24 +158,6 @@ def test_grad_scaler_checks_larc_itself():
     p.grad = torch.tensor([float("inf"), 1.0])
     scaler.step(larc)
     assert torch.equal(p.detach(), torch.ones(2))
-
-
-def test_methods_can_be_wrapped_on_the_instance():
-    model, inner, larc = make()
-    original, seen = larc.step, []
-
-    @functools.wraps(original)
-    def step(self, closure=None):
-        seen.append(self)
-        return original(closure)
-
-    larc.step = types.MethodType(step, larc)
-    larc._amp_stash = object()
-    assert not hasattr(inner, "_amp_stash")
-    before = model.weight.detach().clone()
-    train(model, larc, range(1))
-    assert seen == [larc]
-    assert not torch.equal(before, model.weight)
 
 
 def test_marks_of_amp_are_not_read_from_the_optimizer_inside():

@@ -35,6 +35,11 @@ def batch(step):
     return x, x[:, :2] * 0.5
 
 
+def initialized(maker, level, seed=0):
+    model = make_model(seed)
+    return amp.initialize(model, maker(model.parameters()), opt_level=level, verbosity=0)
+
+
 def train(model, optimizer, steps, scheduler=None, overflow_at=()):
     losses = []
     for step in steps:
@@ -69,9 +74,7 @@ def assert_same_state(a, b):
 @levels
 @makers
 def test_trains_with_a_scheduler_on_it(maker, level):
-    model = make_model()
-    optimizer = maker(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(maker, level)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30, gamma=0.5)
     losses = train(model, optimizer, range(40), scheduler)
     assert sum(losses[-4:]) < 0.7 * sum(losses[:4])
@@ -79,9 +82,9 @@ def test_trains_with_a_scheduler_on_it(maker, level):
 
 @makers
 def test_O0_changes_nothing(maker):
-    ours, plain = make_model(), make_model()
-    first, second = maker(ours.parameters()), maker(plain.parameters())
-    ours, first = amp.initialize(ours, first, opt_level="O0", verbosity=0)
+    ours, first = initialized(maker, "O0")
+    plain = make_model()
+    second = maker(plain.parameters())
     train(ours, first, range(4))
     for step in range(4):
         x, y = batch(step)
@@ -96,9 +99,7 @@ def test_O0_changes_nothing(maker):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @makers
 def test_an_overflow_skips_everything_the_first_step_too(maker, level, capsys):
-    model = make_model()
-    optimizer = maker(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(maker, level)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     train(model, optimizer, range(1), scheduler, overflow_at=[0])
@@ -116,16 +117,12 @@ def test_an_overflow_skips_everything_the_first_step_too(maker, level, capsys):
 @levels
 @makers
 def test_resume_is_bitwise(maker, level):
-    model = make_model()
-    optimizer = maker(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(maker, level)
     train(model, optimizer, range(3))
     checkpoint = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
     wanted = train(model, optimizer, range(3, 6))
 
-    again = make_model(seed=1)
-    other = maker(again.parameters())
-    again, other = amp.initialize(again, other, opt_level=level, verbosity=0)
+    again, other = initialized(maker, level, seed=1)
     again.load_state_dict(checkpoint[0])
     other.load_state_dict(checkpoint[1])
     amp.load_state_dict(checkpoint[2])
@@ -153,9 +150,7 @@ def test_groups_can_be_added_later(maker, level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @makers
 def test_closure_and_its_overflow(maker, level, capsys):
-    model = make_model()
-    optimizer = maker(model.parameters())
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = initialized(maker, level)
     factor = 1.0
 
     def closure():
