@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from amp_training import make_step
 from internals import masters_of
 
 from ampcompat import _torch, amp
@@ -51,9 +52,7 @@ class Net(torch.nn.Module):
 
 
 def train(model, optimizer):
-    with amp.scale_loss(model(torch.arange(5)).float().square().mean() * 0.01, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, model(torch.arange(5)).float().square().mean() * 0.01)
     optimizer.zero_grad()
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from amp_training import make_step
 from fault_kit import whole_picture
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,9 +25,7 @@ def start(opt_level="O2", **kwargs):
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0, num_losses=2, **kwargs)
-    with amp.scale_loss(model(torch.ones(2, 3)).sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, model(torch.ones(2, 3)).sum())
     optimizer.zero_grad()
     return model, optimizer
 

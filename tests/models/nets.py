@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -135,6 +137,14 @@ class Tied(nn.Module):
 
 def batch(seed: int = 0, rows: int = 8) -> torch.Tensor:
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+
+
+def made(kind: Callable[[], nn.Module] = Net, level: str = "O2", lr: float = 0.1, **options: object) -> tuple:
+    """A model of ``kind`` under amp, whose weights are the same each time, and its optimizer."""
+    torch.manual_seed(0)
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, **{"verbosity": 0, **options})
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, seed: int = 0) -> None:

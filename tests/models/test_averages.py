@@ -5,7 +5,8 @@ import warnings
 
 import pytest
 import torch
-from nets import LEVELS, Net, batch, masters_agree
+from amp_training import make_step
+from nets import LEVELS, Net, batch, made, masters_agree
 from torch.optim.swa_utils import AveragedModel
 
 from ampcompat import amp
@@ -13,18 +14,9 @@ from ampcompat import amp
 DECAY = 0.9999
 
 
-def initialized(level, lr=0.5, verbosity=0):
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=verbosity)
-
-
 def train(model, optimizer, step):
     optimizer.zero_grad()
-    with amp.scale_loss((model(batch(step)).float() - 1).pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, (model(batch(step)).float() - 1).pow(2).mean())
 
 
 # -- how people average over state_dict(): each takes (copy, model) and updates the copy -------------------------------
@@ -63,7 +55,7 @@ STATE_WAYS = [multiply_then_add, through_data, by_loading]
 @pytest.mark.parametrize("update", STATE_WAYS)
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_over_the_state_dict_it_is_the_float32_average(level, update, look):
-    model, optimizer = initialized(level)
+    model, optimizer = made(level=level)
     ema = copy.deepcopy(model).eval()
     reference = {k: v.double() for k, v in model.state_dict().items() if v.is_floating_point()}
     for step in range(30):
@@ -112,15 +104,15 @@ def noted(capsys):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_copy_of_a_half_model_is_noted_once(level, capsys):
-    model, _ = initialized(level, verbosity=1)
+    model, _ = made(level=level, verbosity=1)
     copy.deepcopy(model), copy.deepcopy(model), AveragedModel(model)
     assert noted(capsys) == (level in ("O2", "O3", "O5"))
 
 
 def test_no_copy_is_noted_at_verbosity_0_or_of_a_plain_copy(capsys):
-    model, _ = initialized("O2")
+    model, _ = made(level="O2")
     copy.deepcopy(model)
-    model, _ = initialized("O2", verbosity=1)
+    model, _ = made(level="O2", verbosity=1)
     copy.deepcopy(amp.unwrap(model))
     assert noted(capsys) == 0
 
@@ -134,7 +126,7 @@ def over_parameters(ema, model):
 @pytest.mark.parametrize("look", ["at the end", "every step"])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_over_parameters_the_masters_of_the_copy_follow(level, look):
-    model, optimizer = initialized(level)
+    model, optimizer = made(level=level)
     ema = copy.deepcopy(model)
     for step in range(20):
         train(model, optimizer, step)
@@ -148,7 +140,7 @@ def test_over_parameters_the_masters_of_the_copy_follow(level, look):
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_no_warning_for_teachers_and_target_networks(level):
     """There is none for averages in float32 either."""
-    model, optimizer = initialized(level)
+    model, optimizer = made(level=level)
     frozen, target, loaded, ema = (copy.deepcopy(model) for _ in range(4))
     kept = {k: v.clone() for k, v in model.state_dict().items()}
     with warnings.catch_warnings():

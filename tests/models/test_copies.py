@@ -22,6 +22,7 @@ from nets import (
     Tied,
     WithMeta,
     batch,
+    made,
     masters_agree,
     train,
 )
@@ -29,13 +30,6 @@ from python_process import run_python
 from torch import nn
 
 from ampcompat import amp
-
-
-def made(kind=Net, level="O2", seed=0, **kwargs):
-    torch.manual_seed(seed)
-    model = kind()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **kwargs)
 
 
 def by_pickle(model):

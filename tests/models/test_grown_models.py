@@ -4,19 +4,13 @@ import copy
 
 import pytest
 import torch
+from amp_training import make_step
 from internals import masters_by_name, masters_of
-from nets import Net, Tied, batch, masters_agree
+from nets import Tied, batch, made, masters_agree
 
 from ampcompat import amp
 
 HALF = {"O2": torch.float16, "O3": torch.float16, "O5": torch.bfloat16}
-
-
-def started(level):
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
 def grow(model, optimizer, level, trained=True):
@@ -32,16 +26,14 @@ def grow(model, optimizer, level, trained=True):
 
 def train(model, optimizer, seeds):
     for seed in seeds:
-        with amp.scale_loss(model(batch(seed)).float().pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(batch(seed)).float().pow(2).mean())
         optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("trained", [True, False])
 @pytest.mark.parametrize("level", HALF)
 def test_a_new_head_is_saved_and_unwrapped_in_float32(level, trained):
-    model, optimizer = started(level)
+    model, optimizer = made(level=level, lr=0.05)
     train(model, optimizer, range(2))
     grow(model, optimizer, level, trained)
     if trained:
@@ -63,14 +55,14 @@ def test_a_new_head_is_saved_and_unwrapped_in_float32(level, trained):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_run_that_grew_resumes_to_the_bit(level):
-    model, optimizer = started(level)
+    model, optimizer = made(level=level, lr=0.05)
     train(model, optimizer, range(2))
     grow(model, optimizer, level)
     train(model, optimizer, range(2, 5))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
     train(model, optimizer, range(5, 8))
     want = {name: value.clone() for name, value in model.state_dict().items()}
-    model, optimizer = started(level)
+    model, optimizer = made(level=level, lr=0.05)
     grow(model, optimizer, level)
     model.load_state_dict(saved[0])
     optimizer.load_state_dict(saved[1])
@@ -82,14 +74,12 @@ def test_a_run_that_grew_resumes_to_the_bit(level):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_half_parameter_of_no_model_is_trained_by_a_master(level):
-    model, optimizer = started(level)
+    model, optimizer = made(level=level, lr=0.05)
     amp._amp_state.loss_scalers[0]._loss_scale = 8.0
     loose = torch.nn.Parameter(torch.ones(4, dtype=HALF[level]))
     optimizer.add_param_group({"params": [loose], "lr": 2.0**-14, "momentum": 0.0})
     for _ in range(3):
-        with amp.scale_loss(loose.float().sum() + model(batch()).sum() * 0, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, loose.float().sum() + model(batch()).sum() * 0)
         optimizer.zero_grad()
     *_, master = amp.master_params(optimizer)
     assert torch.equal(master, torch.full((4,), 1 - 3 * 2.0**-14))  # no half holds it

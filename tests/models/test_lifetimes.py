@@ -9,16 +9,9 @@ import weakref
 import pytest
 import torch
 from internals import reset, sizes_of_state, undos
-from nets import LEVELS, Net, Routed, batch
+from nets import LEVELS, Net, Routed, batch, made
 
 from ampcompat import amp
-
-
-def initialized(level, kind=Net):
-    torch.manual_seed(0)
-    model = kind()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
 def train(model, optimizer, steps):
@@ -34,7 +27,7 @@ def train(model, optimizer, steps):
 @pytest.mark.parametrize("kind", [Net, Routed])
 @pytest.mark.parametrize("level", LEVELS)
 def test_dropping_model_and_optimizer_frees_them(level, kind):
-    model, optimizer = initialized(level, kind)
+    model, optimizer = made(kind, level)
     train(model, optimizer, 2)
     ema = copy.deepcopy(model)
     model.state_dict(), ema.state_dict()
@@ -50,7 +43,7 @@ def test_dropping_model_and_optimizer_frees_them(level, kind):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_optimizer_may_die_first(level):
-    model, optimizer = initialized(level)
+    model, optimizer = made(level=level)
     train(model, optimizer, 1)
     gone = weakref.ref(optimizer)
     want = {k: v.clone() for k, v in model.state_dict().items()}
@@ -63,7 +56,7 @@ def test_the_optimizer_may_die_first(level):
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_the_model_may_die_first(level):
-    model, optimizer = initialized(level)
+    model, optimizer = made(level=level)
     train(model, optimizer, 1)
     gone = weakref.ref(model)
     del model
@@ -81,7 +74,7 @@ def live_tensors():
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_steps_do_not_grow_memory(level):
-    model, optimizer = initialized(level)
+    model, optimizer = made(level=level)
     train(model, optimizer, 10)
     tensors, held, blocks = live_tensors(), sizes_of_state(), [sys.getallocatedblocks()]
     for _ in range(3):
@@ -95,7 +88,7 @@ def test_steps_do_not_grow_memory(level):
 
 
 def test_evaluation_checkpoints_and_averages_do_not_grow_memory():
-    model, optimizer = initialized("O2")
+    model, optimizer = made(level="O2")
     ema = copy.deepcopy(model)
 
     def rounds(count):
@@ -117,7 +110,7 @@ def test_evaluation_checkpoints_and_averages_do_not_grow_memory():
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_hundred_initializes_leave_as_much_as_one(level):
     def left():
-        model, optimizer = initialized(level)
+        model, optimizer = made(level=level)
         train(model, optimizer, 2)
         del model, optimizer
         gc.collect()
@@ -133,7 +126,7 @@ def test_a_hundred_initializes_leave_as_much_as_one(level):
 @pytest.mark.parametrize("end", ["disabled", "deactivated"])
 def test_a_cycle_of_casts_leaves_no_undo_behind(end, torch_state):
     def cycle():
-        model, optimizer = initialized("O1")
+        model, optimizer = made(level="O1")
         if end == "disabled":
             amp.initialize(model, optimizer, enabled=False)
         else:
@@ -146,13 +139,13 @@ def test_a_cycle_of_casts_leaves_no_undo_behind(end, torch_state):
     for _ in range(3):
         cycle()
     assert undos() == count
-    initialized("O1")
+    made(level="O1")
     reset()
     assert torch_state() == before
 
 
 def test_initialize_again_and_again_on_the_same_objects():
-    model, optimizer = initialized("O2")
+    model, optimizer = made(level="O2")
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     train(model, optimizer, 1)
     hooks = len(model.head._state_dict_hooks)

@@ -2,17 +2,12 @@
 
 import pytest
 import torch
+from amp_training import make_step
 from internals import masters_by_name
-from nets import Net, batch, masters_agree, train
+from nets import Net, batch, made, masters_agree, train
 from torch import nn
 
 from ampcompat import amp
-
-
-def initialized(lr=0.01):
-    torch.manual_seed(0)
-    model = Net()
-    return amp.initialize(model, torch.optim.SGD(model.parameters(), lr=lr), opt_level="O2", verbosity=0)
 
 
 def head_master(model):
@@ -21,7 +16,7 @@ def head_master(model):
 
 def test_a_zero_has_the_sign_of_its_master():
     """Else the two sides differ in their bits for ever, and every forward would compare them."""
-    model, _ = initialized()
+    model, _ = made()
     with torch.no_grad():
         model.head.weight.zero_()
         model(batch())
@@ -32,7 +27,7 @@ def test_a_zero_has_the_sign_of_its_master():
 
 def test_a_replaced_parameter_is_saved_and_trained():
     """It is what ``state_dict`` has right after the replacement, and the first step trains it."""
-    model, optimizer = initialized(lr=1e-3)
+    model, optimizer = made(lr=1e-3)
     model.head.weight = nn.Parameter(torch.full((2, 8), 0.25).half())
     with pytest.warns(UserWarning, match="'weight' of a Linear was replaced"):
         assert torch.equal(model.state_dict()["head.weight"], torch.full((2, 8), 0.25))
@@ -46,7 +41,7 @@ def test_a_replaced_parameter_is_saved_and_trained():
 
 
 def test_wgan_clipping_after_every_step_holds():
-    model, optimizer = initialized(lr=0.1)
+    model, optimizer = made(lr=0.1)
     for step in range(8):
         train(model, optimizer, seed=step)
         for param in model.parameters():
@@ -58,7 +53,7 @@ def test_wgan_clipping_after_every_step_holds():
 
 
 def test_sync_masters_finds_late_writes_through_data():
-    model, optimizer = initialized()
+    model, optimizer = made()
     train(model, optimizer, 10)
     for _ in range(10):
         model(batch())
@@ -71,7 +66,7 @@ def test_sync_masters_finds_late_writes_through_data():
 
 def test_sync_masters_counts_writes_only():
     """Tensors that ``state_dict`` handed out count only once they were written to."""
-    model, optimizer = initialized()
+    model, optimizer = made()
     train(model, optimizer, 8)
     handed = model.state_dict()
     assert amp.sync_masters(model) == 0
@@ -94,19 +89,17 @@ def test_sync_masters_brings_half_buffers_up_to_date_too():
 # -- state dicts that were handed out ----------------------------------------------------------------------------------
 def test_a_handed_out_state_dict_does_not_spoil_a_graph():
     """As in plain torch: looking at weights between a forward and its backward changes nothing."""
-    model, optimizer = initialized()
+    model, optimizer = made()
     loss = model(batch()).pow(2).mean()
     model.state_dict()
     loss = loss + model(batch(1)).pow(2).mean()
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, loss)
     masters_agree(model, optimizer)
 
 
 def test_a_write_through_it_does():
     """As in plain torch: the graph would go backward with weights that its forward has not seen."""
-    model, optimizer = initialized()
+    model, optimizer = made()
     loss = model(batch().requires_grad_()).pow(2).mean()
     model.state_dict()["body.0.weight"].mul_(0.5)
     model(batch())
@@ -126,7 +119,7 @@ def Net_state(seed):
 
 
 def test_load_into_a_submodule_partial_and_not_strict():
-    model, optimizer = initialized()
+    model, optimizer = made()
     source = Net_state(7)
     model.head.load_state_dict({"weight": source["head.weight"], "bias": source["head.bias"]})
     assert torch.equal(model.state_dict()["head.weight"], source["head.weight"])
@@ -138,7 +131,7 @@ def test_load_into_a_submodule_partial_and_not_strict():
 
 
 def test_a_load_that_fails_leaves_shapes_and_invariant():
-    model, optimizer = initialized()
+    model, optimizer = made()
     with pytest.raises(RuntimeError, match="size mismatch"):
         model.load_state_dict({**Net_state(7), "head.weight": torch.zeros(5, 5)})
     masters_agree(model, optimizer)
@@ -146,7 +139,7 @@ def test_a_load_that_fails_leaves_shapes_and_invariant():
 
 
 def test_loading_its_own_state_dict_changes_no_bit():
-    model, optimizer = initialized()
+    model, optimizer = made()
     train(model, optimizer, 2)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     model.load_state_dict(model.state_dict())
@@ -159,7 +152,7 @@ def test_loading_its_own_state_dict_changes_no_bit():
 
 # -- dtype and device --------------------------------------------------------------------------------------------------
 def test_gradients_go_along_when_the_dtype_is_put_right():
-    model, optimizer = initialized()
+    model, optimizer = made()
     with amp.scale_loss(model(batch()).pow(2).mean() * 1e-3, optimizer) as scaled:
         scaled.backward()
     want = [p.grad.clone() for p in model.parameters()]
@@ -171,7 +164,7 @@ def test_gradients_go_along_when_the_dtype_is_put_right():
 
 
 def test_a_parameter_that_was_taken_away_is_not_loaded():
-    model, optimizer = initialized()
+    model, optimizer = made()
     model.head.bias = None
     incoming = {name: value for name, value in Net_state(7).items() if name != "head.bias"}
     model.load_state_dict(incoming)
@@ -180,7 +173,7 @@ def test_a_parameter_that_was_taken_away_is_not_loaded():
 
 
 def test_a_new_optimizer_takes_the_same_masters():
-    model, optimizer = initialized()
+    model, optimizer = made()
     train(model, optimizer, 2)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     second = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from amp_training import make_step
 from torch import nn
 
 from ampcompat import amp
@@ -20,9 +21,7 @@ def rounded(model):
 def train(model, optimizer, steps=3):
     for seed in range(steps):
         x = torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(seed)) + seed
-        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(x).float().square().mean())
         optimizer.zero_grad()
 
 
@@ -79,9 +78,7 @@ def test_several_forwards_before_one_backward():
     for seed in range(6):
         parts = [model(torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(10 * seed + i))) for i in range(3)]
         loss = sum(part.float().square().mean() for part in parts) * 0.01  # more would overflow, and skip
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, loss)
         optimizer.zero_grad()
         assert not amp.step_was_skipped(optimizer)
         for name, value in rounded(model).items():  # batch norm wrote half, and that is what is saved

@@ -6,21 +6,16 @@ import warnings
 
 import pytest
 import torch
-from nets import LEVELS, Child, Net, Routed, Tied, batch
+from amp_training import make_step
+from nets import LEVELS, Child, Net, Routed, Tied, batch, made, train
 from torch import nn
 
 from ampcompat import amp
 
 
 def trained(level, kind=Net):
-    torch.manual_seed(0)
-    model = kind()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for seed in range(2):
-        with amp.scale_loss(model(batch(seed)).pow(2).mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+    model, optimizer = made(kind, level)
+    train(model, optimizer, 2)
     return model, optimizer
 
 
@@ -45,9 +40,7 @@ def test_the_model_goes_on_training_and_shares_nothing():
     model, optimizer = trained("O2")
     plain = amp.unwrap(model)
     before = copy.deepcopy(plain.state_dict())
-    with amp.scale_loss(model(batch(9)).pow(2).mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, model(batch(9)).pow(2).mean())
     assert model.head.weight.dtype == torch.float16
     assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
 

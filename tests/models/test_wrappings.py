@@ -6,16 +6,12 @@ import warnings
 
 import pytest
 import torch
+from amp_training import initialized, make_step
 from nets import CAST_LEVELS, LEVELS, Child, Net, Routed, Tied, batch, masters_agree, train
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from ampcompat import amp
-
-
-def initialized(model, level, lr=0.1):
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    return amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -351,7 +347,5 @@ def test_a_model_whose_parameters_method_returns_groups(level):
 
     model = Grouped(2, 2)
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0)
-    with amp.scale_loss(model(torch.ones(1, 2)).float().sum(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    make_step(optimizer, model(torch.ones(1, 2)).float().sum())
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]

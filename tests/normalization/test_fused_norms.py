@@ -1,5 +1,6 @@
 import pytest
 import torch
+from amp_training import make_step
 from internals import reset
 from torch import nn
 
@@ -83,9 +84,7 @@ def trained(make, level):
         torch.manual_seed(step)
         x = torch.randn(32, 8)
         loss = (model(x).float() - x.sum(1, keepdim=True)).pow(2).mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        make_step(optimizer, loss)
         optimizer.zero_grad()
         losses.append(loss.item())
     half = level in ("O2", "O3")

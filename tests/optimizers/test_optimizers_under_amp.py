@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from amp_training import make_step
 
 from ampcompat import amp
 from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
@@ -48,9 +49,7 @@ def train(model, optimizer, steps, scheduler=None, overflow_at=()):
         if step in overflow_at:
             loss = loss * float("inf")
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, loss)
         if scheduler is not None:
             scheduler.step()
         losses.append(loss.item())

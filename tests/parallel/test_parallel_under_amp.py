@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from amp_training import make_step
 from python_process import run_python
 from torch import nn
 from two_processes import run_on_two_processes
@@ -33,9 +34,7 @@ def data(step):
 def train(model, optimizer, cut=slice(None)):
     for step in range(3):
         loss = model(data(step)[cut]).float().pow(2).mean()
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, loss)
         optimizer.zero_grad()
 
 
@@ -208,9 +207,7 @@ def test_larc_outside_and_inside_train_alike(level):
             model, inner if outside else LARC(inner), opt_level=level, loss_scale="dynamic", verbosity=0
         )
         optimizer = LARC(optimizer) if outside else optimizer
-        with amp.scale_loss(model(data(0)).sum() * torch.inf, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(data(0)).sum() * torch.inf)
         assert amp.step_was_skipped(optimizer)
         optimizer.zero_grad()
         train(model, optimizer)

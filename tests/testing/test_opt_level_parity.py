@@ -3,6 +3,7 @@ import random
 import numpy
 import pytest
 import torch
+from amp_training import make_step
 
 from ampcompat import amp
 from ampcompat.amp.observers import observers
@@ -19,9 +20,7 @@ def train(level, steps=4, spoil=None):
         loss = model(torch.randn(16, 8)).float().square().mean()
         if spoil and (level, step) in spoil:
             loss = loss * spoil[level, step]
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        make_step(optimizer, loss)
         losses.append(loss.detach())
     return losses
 

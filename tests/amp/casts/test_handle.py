@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from amp_training import make_step
 from torch import nn
 
 from ampcompat import amp
@@ -167,9 +168,7 @@ def test_init_after_initialize_casts_in_forwards_of_every_level(level):
 
     def step(x, y):
         loss = model(x, y)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, loss)
         optimizer.zero_grad()
         return loss.item()
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from amp_training import make_step
 from torch import nn
 
 from ampcompat import amp
@@ -61,9 +62,7 @@ def test_nvidia_berts_master_params(then, late):
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", loss_scale="dynamic", verbosity=0)
     amp._amp_state.loss_scalers[0]._loss_scale = 2**20
     for _ in range(late):  # past the first steps, in which masters are compared by value
-        with amp.scale_loss(model(torch.randn(2, 4)).mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(torch.randn(2, 4)).mean())
         optimizer.zero_grad()
     optimizer.load_state_dict(saved["optimizer"])
     amp.load_state_dict(saved["amp"])
@@ -140,9 +139,7 @@ def test_ours_goes_out_to_a_native_grad_scaler(used):
     model, optimizer = initialized("O1")
     amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0**13, "unskipped": 7}})
     if used:
-        with amp.scale_loss(model(torch.randn(2, 4)).float().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        make_step(optimizer, model(torch.randn(2, 4)).float().mean())
     ours = amp._amp_state.loss_scalers[0].state_dict()
     native = torch.amp.GradScaler("cpu")
     native.load_state_dict(ours)
