@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import compiled, footprint, growth, hardware, own_cost, paper, report, rules, steps, two_processes
+from . import compiled, footprint, hardware, own_cost, paper, report, rules, steps
 from .workers import KEEP_MEMORY
 
 #: name -> function of (device, quick) that returns a Section, in the page's order
@@ -18,11 +18,9 @@ SECTIONS = {
     "small": steps.small,
     "own": own_cost.warm,
     "cold": own_cost.cold,
-    "growth": growth.section,
     "once": footprint.section,
     "ops": rules.section,
     "compiled": compiled.section,
-    "ddp": two_processes.section,
     "paper": paper.section,
 }
 #: Counts for docs/benchmarks/gpu_on_paper.md; they change with the code and not with the hardware.
@@ -73,9 +71,6 @@ def main():
     picture = ""
     if report.plot(given.out / f"{name}.svg", [bar for section in found for bar in section.bars]):
         picture += f"\n![Step time ratios]({name}.svg)\n"
-    curves = {label: curve for section in found for label, curve in section.curves.items()}
-    if report.plot_curves(given.out / f"{name}-growth.svg", curves):
-        picture += f"\n![Growth of the cost of a step]({name}-growth.svg)\n"
     (given.out / f"{name}.md").write_text(_page(given, found, picture))
 
 

@@ -27,12 +27,10 @@ class Case:
     clipped: bool = False
     device: str = "cpu"
     compiled: bool = False  # the whole step
-    data_parallel: bool = False  # under DDP, in processes of one group
 
     @property
     def title(self):
         extras = ", accumulated" * self.accumulated + ", clipped" * self.clipped + ", compiled" * self.compiled
-        extras += ", DDP" * self.data_parallel
         return f"{self.model}, {str(self.dtype).removeprefix('torch.')}, {self.optimizer}{extras}"
 
 
@@ -51,10 +49,6 @@ def make_step(variant, case, model, x, y):
     else:
         step = _native(variant, case, model, x, y)
     return torch.compile(step) if case.compiled else step
-
-
-def _wrapped(case, model):
-    return torch.nn.parallel.DistributedDataParallel(model) if case.data_parallel else model
 
 
 def _clip(case, params):
@@ -77,11 +71,10 @@ def _native(variant, case, model, x, y):
 
         autocast.cover([case.device])
     scaler = torch.amp.GradScaler(case.device, enabled=casts and case.dtype == torch.float16)
-    run = _wrapped(case, model)
 
     def backward():
         with torch.autocast(case.device, case.dtype, enabled=casts):
-            loss = F.cross_entropy(run(x), y) / (1 + case.accumulated)
+            loss = F.cross_entropy(model(x), y) / (1 + case.accumulated)
         scaler.scale(loss).backward()
 
     def step():
@@ -110,10 +103,9 @@ def _with_masters(case, model, x, y, float32_sums):
     stepped = masters + [p for p in model.parameters() if p.dtype != case.dtype]
     optimizer = OPTIMIZERS[case.optimizer](stepped)
     scaler = torch.amp.GradScaler(case.device, enabled=case.dtype == torch.float16)
-    run = _wrapped(case, model)
 
     def backward():
-        loss = F.cross_entropy(run(x.to(case.dtype)).float(), y) / (1 + case.accumulated)
+        loss = F.cross_entropy(model(x.to(case.dtype)).float(), y) / (1 + case.accumulated)
         scaler.scale(loss).backward()
         if float32_sums:
             with torch.no_grad():
@@ -146,10 +138,9 @@ def _with_amp(level, case, model, x, y):
         if level == "O3":
             options["cast_model_type"] = torch.bfloat16
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-    run = _wrapped(case, model)
 
     def backward():
-        loss = F.cross_entropy(run(x), y) / (1 + case.accumulated)
+        loss = F.cross_entropy(model(x), y) / (1 + case.accumulated)
         with amp.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
 

@@ -41,9 +41,9 @@ class Idle(torch.optim.Optimizer):
 class Tensors(torch.nn.Module):
     """Holds ``count`` parameters."""
 
-    def __init__(self, count, elements=4):
+    def __init__(self, count):
         super().__init__()
-        self.held = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(elements)) for _ in range(count))
+        self.held = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(4)) for _ in range(count))
 
     def forward(self, x):
         return x

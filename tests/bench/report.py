@@ -10,15 +10,11 @@ _START = time.perf_counter()
 
 @dataclass
 class Section:
-    """A part of the page: its text, rows of the page's summary, and what is drawn.
-
-    ``bars``: (label, Ratio) of the page's plot. ``curves``: label of x -> (label of y, (values of x, {name: values})).
-    """
+    """A part of the page: its text, rows of the page's summary, and bars of its plot: (label, Ratio)."""
 
     text: str
     summary: list = field(default_factory=list)
     bars: list = field(default_factory=list)
-    curves: dict = field(default_factory=dict)
 
 
 def progress(line):
@@ -74,19 +70,4 @@ def plot(path, bars):
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xlabel("step time, as a ratio (below 1: ampcompat is faster)")
     axes.invert_yaxis()
-    return _saved(pyplot, figure, path)
-
-
-def plot_curves(path, curves):
-    """Draw curves side by side on logarithmic axes; returns whether matplotlib was there, and anything to draw."""
-    pyplot = _pyplot()
-    if pyplot is None or not curves:
-        return False
-    figure, panels = pyplot.subplots(1, len(curves), figsize=(5 * len(curves), 4), squeeze=False)
-    for axes, (x_label, (y_label, (x, columns))) in zip(panels[0], curves.items(), strict=True):
-        for name, values in columns.items():
-            axes.loglog(x, values, marker="o", markersize=3, label=name)
-        axes.set_xlabel(x_label)
-        axes.set_ylabel(y_label)
-    panels[0][0].legend(fontsize=8)
     return _saved(pyplot, figure, path)
