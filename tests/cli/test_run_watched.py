@@ -10,6 +10,20 @@ import pytest
 from python_process import run_python
 
 ROOT = Path(__file__).parents[2]
+#: A module that the scripts below import.
+TRAINING = """
+import torch
+
+def train(steps, value=1.0):
+    from apex import amp
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    for _ in range(steps):
+        with amp.scale_loss(model(torch.full((8, 8), value)).float().mean(), optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+"""
 SCRIPT = """
 import sys, torch
 from apex import amp
@@ -31,6 +45,7 @@ def ampcompat_run(tmp_path):
     """Run ``ampcompat run`` with the given words, in ``tmp_path``."""
 
     def start(*words, **environment):
+        (tmp_path / "training.py").write_text(TRAINING)
         environment = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
         return run_python(["-m", "ampcompat", "run", *words], cwd=tmp_path, env=environment)
 
@@ -66,27 +81,21 @@ def test_a_receipt_that_fails_does_not_take_the_scripts_place(tmp_path, run):
 
 SPAWNS = """
 import os, subprocess, sys
-import torch
 import torch.multiprocessing as mp
+from training import train
 
-def train(rank):
-    from apex import amp
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-    with amp.scale_loss(model(torch.full((2, 8), 1e6)).float().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+def overflow(rank):
+    train(1, 1e6)
 
 if __name__ == "__main__":
     if sys.argv[1] == "child":
-        train(0)
+        overflow(0)
     elif sys.argv[1] == "subprocess":
         subprocess.run([os.environ["PYTHON"], __file__, "child"], check=True)
     elif sys.argv[1] == "spawn":
-        mp.spawn(train, nprocs=1)
+        mp.spawn(overflow, nprocs=1)
     elif sys.argv[1] == "fork":
-        mp.start_processes(train, nprocs=1, start_method="fork")
+        mp.start_processes(overflow, nprocs=1, start_method="fork")
     elif os.fork() == 0:
         sys.exit()
     else:
@@ -129,38 +138,25 @@ def test_ranks_are_added_up_and_one_that_was_killed_is_named(how, tmp_path, ampc
 
 RANKS = """
 import os, sys
-import torch
 import torch.multiprocessing as mp
+from training import train
 
-def train(rank):
+def run_rank(rank):
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), "3"
-    from apex import amp
-    model = torch.nn.Linear(8, 8)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
     if rank == 2:
+        train(0)
         os._exit(0)
-    for _ in range(4):
-        with amp.scale_loss(model(torch.ones(8, 8)).float().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+    train(4)
 
 if __name__ == "__main__":
-    mp.start_processes(train, nprocs=3, start_method=sys.argv[1])
+    mp.start_processes(run_rank, nprocs=3, start_method=sys.argv[1])
 """
 
 
 SIDE_BY_SIDE = """
 import os, sys
-from apex import amp
-import torch
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-for _ in range(4 + int(os.environ["RANK"])):
-    with amp.scale_loss(model(torch.ones(8, 8)).float().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+from training import train
+train(4 + int(os.environ["RANK"]))
 if os.environ["RANK"] == "1":
     sys.exit(sys.argv[1])
 """
@@ -188,15 +184,8 @@ def test_ranks_of_a_launcher_on_one_machine_are_added_up(tmp_path, ampcompat_run
 
 
 CRASHES = """
-from apex import amp
-import torch
-model = torch.nn.Linear(8, 8)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
-for _ in range(2):
-    with amp.scale_loss(model(torch.ones(8, 8)).float().mean(), optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+from training import train
+train(2)
 raise KeyError("no such batch")
 """
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -62,9 +60,9 @@ MARKS = {
 }
 
 
-def run(command):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+def run(arguments):
+    environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "OMP_NUM_THREADS": "1"}
+    done = run_python(arguments, cwd=ROOT, env=environment, timeout=240)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
@@ -82,9 +80,7 @@ def assert_falls(seen, steps):
 def outputs(levels, tmp_path_factory):
     """The folder of what each script printed."""
     folder = tmp_path_factory.mktemp("outputs")
-    environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "OMP_NUM_THREADS": "1"}
-    done = run_python(["-c", DRIVER, folder, levels, *SCRIPTS], cwd=ROOT, env=environment, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    run(["-c", DRIVER, folder, levels, *SCRIPTS])
     return folder
 
 
@@ -106,6 +102,6 @@ def test_trains_at_every_level(script, levels, outputs):
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_trains_under_torchrun(script):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
-    out = run([*launcher, "-m", "ampcompat", "run", "--opt-level", "O1", str(script)])
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=0", "--standalone"]
+    out = run([*launcher, "-m", "ampcompat", "run", "--opt-level", "O1", script])
     assert_falls(losses(out.splitlines()), steps=20)

@@ -6,7 +6,6 @@ through one file more per fix is not.
 
 import json
 import os
-import runpy
 from pathlib import Path
 
 import pytest
@@ -38,18 +37,3 @@ def test_a_call_path_grows_by_a_fifth_at_most(measured, level, part):
     now = measured[level][part]
     longer = {unit: (count, now[unit]) for unit, count in recorded.items() if now[unit] > 1.2 * count}
     assert not longer, f"{level} {part}: now {now}"
-
-
-def test_calls_functions_files_and_moves_are_counted():
-    call_path = runpy.run_path(str(PROGRAM))
-    frames = []
-    for file in ("a.py", "b.py", "a.py", "c.py"):
-        space = {}
-        exec(compile("def f(inner):\n    return inner()", call_path["OWN"] + file, "exec"), space)
-        frames.append(space["f"])
-    a, b, again, c = frames
-    path = call_path["CallPath"]()
-    with path:
-        a(lambda: b(lambda: again(lambda: again(int))))
-        c(int)
-    assert path.figures() == {"calls": 5, "functions": 3, "files": 3, "moves": 4}
