@@ -53,14 +53,6 @@ def power_sgd(level: str) -> None:
         return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
 
     if level in ("O1", "O2"):
-        plain = DistributedDataParallel(Net())
-        plain.register_comm_hook(hook_state(), powerSGD_hook.powerSGD_hook)
-        finite = []
-        for at in range(6):
-            plain.zero_grad()
-            (plain(batch(at)).pow(2).mean() * (INF if at == 3 else 1.0)).backward()
-            finite.append(bool(plain.module.a.weight.grad.isfinite().all()))
-        assert finite == [True] * 3 + [False] * 3  # so it is in plain torch
         _, _, run = made(level, seed=3)
         with pytest.raises(RuntimeError, match="PowerSGD for a model with a dynamic loss scale"):
             run.register_comm_hook(hook_state(), powerSGD_hook.powerSGD_hook)

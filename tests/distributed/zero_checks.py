@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import contextlib
 import io
 from collections.abc import Callable
 from typing import Any
@@ -115,38 +115,6 @@ def shards_masters_and_state(level: str) -> None:
             model.state_dict()  # makes masters of everything: the next step drops those that others step
 
 
-def bytes_per_parameter(level: str, optimizer_of: Any) -> float:
-    """What this rank's tensors take between a block and the second step; DDP's own buckets are not among them."""
-
-    def live() -> int:
-        gc.collect()
-        tensors = [one for one in gc.get_objects() if type(one) in (torch.Tensor, nn.Parameter)]
-        tensors += [one.grad for one in tensors if one.is_leaf and one.grad is not None]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-
-    gc.collect()
-    gc.freeze()  # what is there already is not counted, nor walked again
-    model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(8)])
-    model, optimizer = amp.initialize(model, optimizer_of(model.parameters()), opt_level=level, verbosity=0)
-    run = DistributedDataParallel(model)
-    for at in range(2):
-        with amp.scale_loss(run(torch.ones(1, 64)).float().sum() * 1e-3, optimizer) as scaled:
-            scaled.backward()
-        if not at:
-            optimizer.step()
-            optimizer.zero_grad()
-    del scaled
-    return live() / sum(p.numel() for p in model.parameters())
-
-
-def takes_bytes(level: str) -> None:
-    """With masters 4 for the half weight and gradient, and 16 for master, gradient and Adam's state over the ranks."""
-    whole, sharded = (8, 8) if level == "O1" else (4, 16)
-    for optimizer_of, ranks in ((adam, 1), (sharded_adam, dist.get_world_size())):
-        found = bytes_per_parameter(level, optimizer_of)
-        assert found == pytest.approx(whole + sharded / ranks, abs=0.2)  # and scalars
-
-
 def overflow_on_one_rank_is_skipped_by_all(level: str) -> None:
     model, optimizer, run = made(level)
     step(run, optimizer, 0, factor=1e-3)
@@ -185,12 +153,11 @@ def accumulates_under_no_sync(level: str) -> None:
     for optimizer_of in (adam, sharded_adam):
         model, optimizer, run = made(level, optimizer_of)
         for at in range(3):
-            with run.no_sync(), amp.scale_loss(run(batch(10 + at)).float().pow(2).mean(), optimizer) as scaled:
-                scaled.backward()
-            with amp.scale_loss(run(batch(20 + at)).float().pow(2).mean(), optimizer) as scaled:
-                scaled.backward()
-            with amp.scale_loss(run(batch(30 + at)).float().pow(2).mean(), optimizer) as scaled:
-                scaled.backward()
+            for block in range(3):
+                with contextlib.nullcontext() if block else run.no_sync():
+                    loss = run(batch(10 * block + at)).float().pow(2).mean()
+                    with amp.scale_loss(loss, optimizer) as scaled:
+                        scaled.backward()
             optimizer.step()
             optimizer.zero_grad()
         ends.append(weights(model))
@@ -353,7 +320,6 @@ def weights_in_buckets(level: str) -> None:
 CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
     (trains_as_adam, LEVELS),
     (shards_masters_and_state, ["O2"]),
-    (takes_bytes, ["O1", "O2"]),
     (overflow_on_one_rank_is_skipped_by_all, ["O1", "O2"]),
     (clipping_sees_all_gradients, MASTERS),
     (accumulates_under_no_sync, ["O1", "O2"]),

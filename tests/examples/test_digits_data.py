@@ -31,10 +31,6 @@ def test_the_authors_and_the_licence_are_named(examples):
         assert words in readme
 
 
-def test_the_file_is_small(examples):
-    assert (examples / "data" / "digits.csv.gz").stat().st_size < 60_000
-
-
 def test_images_and_labels(data):
     images, labels = data.read_digits()
     assert images.shape == (1797, 1, 8, 8)
