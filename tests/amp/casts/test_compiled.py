@@ -200,16 +200,6 @@ def test_each_compiled_model_keeps_its_own_half():
         assert torch.compile(model, backend="aot_eager", fullgraph=True)(x).dtype == half
 
 
-@pytest.mark.divergence("compiled-casts-torch24")
-def test_compiled_code_notices_a_users_region():
-    torch._dynamo.reset()
-    fast = torch.compile(initialize(MLP(), opt_level="O1", verbosity=0), backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, 8)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert fast(x).dtype == torch.bfloat16
-    assert fast(x).dtype == torch.float16
-
-
 @pytest.mark.divergence("tensor-cpu-compiled")
 def test_compiled_tensor_cpu():
     torch._dynamo.reset()
@@ -217,18 +207,6 @@ def test_compiled_tensor_cpu():
     half = torch.ones(2, dtype=torch.float16)
     assert half.cpu().dtype == torch.float32
     assert torch.compile(lambda x: x.cpu(), backend="aot_eager")(half).dtype == torch.float32
-
-
-def test_compiled_code_with_casts_disabled():
-    torch._dynamo.reset()
-    model = initialize(MLP(), opt_level="O1", verbosity=0)
-    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
-    x = torch.randn(2, 8)
-    with disable_casts():
-        assert fast(x).dtype == torch.float32
-    assert fast(x).dtype == torch.float16
-    initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
-    assert fast(x).dtype == torch.float16  # its own call still casts, though the ambience is off
 
 
 class Linear(nn.Linear):
@@ -293,9 +271,8 @@ def test_a_region_of_the_users_decides_in_any_thread(latest):
         with torch.autocast("cpu", **how):
             return fast(X).dtype
 
-    for call in (lambda *how: in_region(**how[0]), lambda *how: in_a_thread(lambda: in_region(**how[0]))):
-        assert call({"enabled": False}) == torch.float32
-        assert call({"dtype": torch.bfloat16}) == torch.bfloat16
+    for how, dtype in (({"enabled": False}, torch.float32), ({"dtype": torch.bfloat16}, torch.bfloat16)):
+        assert in_region(**how) == in_a_thread(lambda how=how: in_region(**how)) == dtype
     assert fast(X).dtype == in_a_thread(fast, X).dtype == torch.float16
 
 
