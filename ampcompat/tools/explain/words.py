@@ -6,9 +6,8 @@ import json
 from dataclasses import dataclass, field
 
 from ampcompat._log import rank, say
-from ampcompat.tools.data import as_data
+from ampcompat.tools.data import as_data, plain
 from ampcompat.tools.explain.schema import Fault, Said
-from ampcompat.tools.recording.journal import plain
 
 
 @dataclass

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from ampcompat.tools.data import plain
 from ampcompat.tools.parity.compare import Result, skipped_steps
 from ampcompat.tools.parity.table import peak_memory, seconds_per_step, skipped
 from ampcompat.tools.recording.events import Step
-from ampcompat.tools.recording.journal import plain
 
 COLUMNS = ("level", "step", "optimizer", "loss", "deviation", "scale", "grad_norm", "skipped", "seconds", "memory")
 
