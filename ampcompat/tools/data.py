@@ -1,12 +1,10 @@
-"""Dataclasses as plain data, for JSON, and back."""
+"""Dataclasses as plain data, for JSON."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import field, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
-
-T = TypeVar("T")
+from typing import Any
 
 
 def named(key: str) -> Any:
@@ -32,20 +30,6 @@ def plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def from_data(kind: type[T], data: Any) -> T:
-    """The object of type ``kind`` that :func:`as_data` made ``data`` of."""
-    if is_dataclass(kind):
-        kinds = get_type_hints(kind)
-        return kind(**{one.name: from_data(kinds[one.name], data[_key(one)]) for one in fields(kind)})
-    if get_origin(kind) is list:
-        (item,) = get_args(kind)
-        return [from_data(item, one) for one in data]  # type: ignore[return-value]
-    if get_origin(kind) is dict:
-        _, item = get_args(kind)
-        return {key: from_data(item, one) for key, one in data.items()}  # type: ignore[return-value]
-    return data  # type: ignore[no-any-return]
 
 
 def _key(one: Any) -> str:
