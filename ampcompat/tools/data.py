@@ -6,6 +6,9 @@ import math
 from dataclasses import field, fields, is_dataclass
 from typing import Any
 
+#: Metadata of a field that is left out of plain data.
+UNSAID = {"key": None}
+
 
 def named(key: str) -> Any:
     """A field that is called ``key`` in plain data: one that Python keeps for itself."""
@@ -15,7 +18,8 @@ def named(key: str) -> Any:
 def as_data(value: object) -> Any:
     """``value``, and what is in it, as dicts, lists, strings and numbers."""
     if is_dataclass(value):
-        return {_key(one): as_data(getattr(value, one.name)) for one in fields(value)}
+        keys = {one.name: one.metadata.get("key", one.name) for one in fields(value)}
+        return {key: as_data(getattr(value, name)) for name, key in keys.items() if key is not None}
     if isinstance(value, dict):
         return {key: as_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -30,8 +34,3 @@ def plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _key(one: Any) -> str:
-    """The name of a field in plain data."""
-    return str(one.metadata.get("key", one.name))

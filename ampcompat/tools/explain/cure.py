@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.probe import ARGUMENT, Event
-from ampcompat.tools.explain.schema import Grown
 from ampcompat.tools.explain.tensors import LARGEST, LEAST
 
 #: What a dispatcher op does to a zero.

@@ -15,14 +15,13 @@ from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.trees import tensors_in
 from ampcompat.tools.explain import message, numbers, ranges, weights
 from ampcompat.tools.explain.frames import hide_tools
-from ampcompat.tools.explain.growth import History
+from ampcompat.tools.explain.growth import Grown, History
 from ampcompat.tools.explain.live import LiveProbe
 from ampcompat.tools.explain.options import Options
 from ampcompat.tools.explain.record import BufferWatch, Record
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
-from ampcompat.tools.explain.schema import End, Grown, Note
+from ampcompat.tools.explain.said import End, Note, Said
 from ampcompat.tools.explain.tensors import is_finite
-from ampcompat.tools.explain.words import Message
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
 MOST_RECORDS, OLDEST = 16, 3
@@ -46,7 +45,7 @@ class Steps:
         self.history = History()
         self.look(optimizer)
         self.faulty = False
-        self.ranges: list[Message] = []
+        self.ranges: list[Said] = []
 
     def look(self, optimizer: Optimizer) -> None:
         """Look at the weights as something other than a step has written them. One host sync."""
@@ -175,7 +174,7 @@ class Autopsy:
 
     def _made(self, optimizer: Optimizer, steps: Steps) -> None:
         """Look at what a step wrote (one host sync a device), and at its numbers the first time."""
-        written = None
+        written, growth = None, None
         if steps.watched:
             steps.watched, sizes = weights.examine(optimizer)
             steps.history.add(sizes, optimizer)
@@ -183,7 +182,7 @@ class Autopsy:
             if not steps.watched and not steps.faulty:  # else the fault was told
                 written = weights.first_written(optimizer)
                 if written is not None and not written.numbers:  # a division by zero is infinite at any learning rate
-                    written.growth = steps.history.growth(optimizer)
+                    growth = steps.history.growth(optimizer)
         steps.versions = weights.versions(optimizer)
         if steps.made == 0:
             told = written.numbers if written is not None else []
@@ -194,7 +193,7 @@ class Autopsy:
             self._emit(one)
         steps.ranges = []
         if written is not None:
-            self._emit(weights.written_message(written, steps.seen))
+            self._emit(written.told_of(steps.seen, growth))
             self._count()
 
     def _steps(self, optimizer: Optimizer) -> Steps:
@@ -268,9 +267,9 @@ class Autopsy:
         found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
-    def _measured(self, records: list[Record], step: int) -> list[Message]:
+    def _measured(self, records: list[Record], step: int) -> list[Said]:
         """The ranges of ``records``, the last of each model."""
-        messages = []
+        messages: list[Said] = []
         for record in {record.model: record for record in records}.values():
             model = record.model()
             if model is None or not runs_alone(model):
@@ -285,9 +284,9 @@ class Autopsy:
         return messages
 
     def _not_run_again(self, problem: Exception) -> None:
-        self._emit(Message(f"the batch could not be run again: {type(problem).__name__}: {problem}", Note()))
+        self._emit(Note(head=f"the batch could not be run again: {type(problem).__name__}: {problem}"))
 
-    def _emit(self, one: Message) -> None:
+    def _emit(self, one: Said) -> None:
         one.emit(self.options.json)
 
     def _count(self) -> None:
@@ -298,10 +297,10 @@ class Autopsy:
         self.records.clear()
         if not self.options.stop:
             hint = "that was the last explanation; amp.explain_overflows(limit=...) sets how many."
-            self._emit(Message(hint, Note()))
+            self._emit(Note(head=hint))
             return
         given = f"{self.options.limit} explanation{'s' if self.options.limit > 1 else ''}"
-        self._emit(Message(f"the script ends here, after {given}, as asked.", End()))
+        self._emit(End(head=f"the script ends here, after {given}, as asked."))
         raise SystemExit(1)
 
 
