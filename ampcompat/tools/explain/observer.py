@@ -14,14 +14,14 @@ from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.trees import tensors_in
 from ampcompat.tools.explain import message, numbers, ranges, weights
-from ampcompat.tools.explain.frames import hide_tools
 from ampcompat.tools.explain.growth import Grown, History
 from ampcompat.tools.explain.live import LiveProbe
 from ampcompat.tools.explain.options import Options
-from ampcompat.tools.explain.record import BufferWatch, Record
+from ampcompat.tools.explain.record import BufferCopies, Record
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
 from ampcompat.tools.explain.said import End, Note, Said
 from ampcompat.tools.explain.tensors import is_finite
+from ampcompat.tools.frames import hide_tools
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
 MOST_RECORDS, OLDEST = 16, 3
@@ -65,7 +65,7 @@ class Autopsy:
         self.options, self.left = options, options.limit
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.records: deque[Record] = deque(maxlen=MOST_RECORDS)
-        self.watches: weakref.WeakKeyDictionary[torch.nn.Module, BufferWatch] = weakref.WeakKeyDictionary()
+        self.buffers: weakref.WeakKeyDictionary[torch.nn.Module, BufferCopies] = weakref.WeakKeyDictionary()
         self.depth: list[Record | None] = []
         self.block: tuple[int, ...] = ()
         self.scaler: LossScaler | None = None
@@ -81,9 +81,9 @@ class Autopsy:
         if self.left <= 0 or not outermost or not torch.is_grad_enabled() or hasattr(model, "_is_replica"):
             self.depth.append(None)
             return
-        if model not in self.watches:
-            self.watches[model] = BufferWatch(model)
-        self.depth.append(Record(model, args, kwargs, self.watches[model]))
+        if model not in self.buffers:
+            self.buffers[model] = BufferCopies(model)
+        self.depth.append(Record(model, args, kwargs, self.buffers[model]))
 
     def on_output(self, model: torch.nn.Module, output: object) -> None:
         """Have the gradients of the outermost forward's outputs noted when they come."""

@@ -14,10 +14,11 @@ import torch
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.observers import observers
 from ampcompat.amp.trees import map_tree, tensors_in
-from ampcompat.tools.explain.places import Places, shown_line
+from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Event, Probe
 from ampcompat.tools.explain.record import Record, as_it_was
 from ampcompat.tools.explain.tensors import is_finite
+from ampcompat.tools.frames import shown_line
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.observers import observers
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.tools.data import as_data
-from ampcompat.tools.explain.frames import hide_tools
+from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.report import processes, text
 from ampcompat.tools.report.facts import facts_of, process_row
 from ampcompat.tools.report.history import History
