@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ampcompat.tools.parity.record import Run
+from ampcompat.tools.recording.events import Step
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ class Result:
     verdict: str
     judged: bool = True
     reference: Run | None = None
+
+    def steps(self) -> list[tuple[Step, float | None]]:
+        """Each step with its deviation, None beyond what could be compared."""
+        values = self.deviation.by_step if self.deviation else []
+        return [(step, values[at] if at < len(values) else None) for at, step in enumerate(self.run.steps)]
 
 
 def smoothed(run: Run, window: int) -> list[float | None]:

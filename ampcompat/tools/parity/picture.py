@@ -64,9 +64,7 @@ def _draw(panels: Sequence[Axes], result: Result, optimizer: int, row: int) -> N
         "linewidth": WIDTHS[level.opt_level],
         "zorder": 5.0 - WIDTHS[level.opt_level],
     }
-    by_step = result.deviation.by_step if result.deviation else []
-    pairs = zip(result.run.steps, [*by_step, *[None] * len(result.run.steps)], strict=False)
-    steps = [(step, one) for step, one in pairs if step.optimizer == optimizer]
+    steps = [(step, apart) for step, apart in result.steps() if step.optimizer == optimizer]
     apart = [None if one is None else max(one, SMALLEST) for _, one in steps]
     numbers = [step.step for step, _ in steps]
     lost = [step.step for step, _ in steps if step.loss is not None and not math.isfinite(step.loss)]
