@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -17,6 +17,7 @@ from ampcompat.tools.explain import message, numbers, ranges, weights
 from ampcompat.tools.explain.growth import Grown, History
 from ampcompat.tools.explain.live import LiveProbe
 from ampcompat.tools.explain.options import Options
+from ampcompat.tools.explain.probe import Event
 from ampcompat.tools.explain.record import BufferCopies, Record
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
 from ampcompat.tools.explain.said import End, Note, Said
@@ -120,13 +121,11 @@ class Autopsy:
             steps = self._steps(one)
             if steps.watched and steps.versions != weights.versions(one):
                 steps.look(one)
-        step = max([self._steps(one).seen for one in optimizers], default=0) + 1
         event = self.live.look_at(loss)
         if event is not None:
-            self._fault(optimizers)
-            self._tell(Finding(event, ""), scaler, "", step)
+            self._tell_live(event, scaler, optimizers)
         elif not scaler.dynamic and not is_finite(loss):
-            self._fault(optimizers)
+            step = self._begin_fault(optimizers)
             records = [r for r in self.records if not r.owners]
             self._explain(records, scaler, "The loss is not finite", step, backward=False)
 
@@ -135,19 +134,16 @@ class Autopsy:
         self.block = ()
         if self.left <= 0:
             return
-        step = max([self._steps(one).seen for one in optimizers], default=0) + 1
         event = self.live.look_at_gradients(self.records)
         if event is not None:
-            self._fault(optimizers)
-            self._tell(Finding(event, ""), scaler, "", step)
-        elif not scaler.dynamic:
-            grads = [p.grad for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
-            if not all(map(is_finite, grads)):
-                self._fault(optimizers)
-                self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite", step)
-        for one in optimizers if self.options.ranges and self.left > 0 else ():
-            if self._steps(one).made == 0:  # now: the step writes the weights
-                self._steps(one).ranges = self._measured(self._of(one), step)
+            self._tell_live(event, scaler, optimizers)
+        elif not scaler.dynamic and not _finite_gradients(optimizers):
+            step = self._begin_fault(optimizers)
+            self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite", step)
+        if self.options.ranges and self.left > 0:
+            for one in optimizers:
+                if self._steps(one).made == 0:  # now: the step writes the weights
+                    self._steps(one).ranges = self._measured(self._of(one), self._next_step(optimizers))
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the probe in the traceback, and no probe in the run."""
@@ -201,9 +197,14 @@ class Autopsy:
             self.steps[optimizer] = Steps(optimizer)
         return self.steps[optimizer]
 
-    def _fault(self, optimizers: Sequence[Optimizer]) -> None:
+    def _next_step(self, optimizers: Sequence[Optimizer]) -> int:
+        return max([self._steps(one).seen for one in optimizers], default=0) + 1
+
+    def _begin_fault(self, optimizers: Sequence[Optimizer]) -> int:
+        """Note that the next step of ``optimizers`` is at fault for nothing that it writes; return its number."""
         for one in optimizers:
             self._steps(one).faulty = True
+        return self._next_step(optimizers)
 
     # -- what is kept ------------------------------------------------------------------------------------------------
     def _of(self, optimizer: Optimizer) -> list[Record]:
@@ -224,19 +225,15 @@ class Autopsy:
         if self.left <= 0:
             return
         findings = []
-        for record in records:
-            model = record.model()
-            if model is None or not runs_alone(model):
-                continue
+        for record, model in _repeatable(records):
             try:
-                finding = replay(record, backward)
+                finding = replay(record, model, backward)
             except Exception as problem:  # the run that is observed must go on whatever happens here
                 self._not_run_again(problem)
                 self._count()
                 return
-            if finding is not None:
-                findings.append(finding)
-            if finding is not None and finding.event is not None:
+            findings.append(finding)
+            if finding.event is not None:
                 self._tell(finding, record.scaler or scaler, what, step, record)
                 return
         self.live.arm()
@@ -249,6 +246,10 @@ class Autopsy:
         new = key not in self.told
         self.told.add(key)
         return new
+
+    def _tell_live(self, event: Event, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
+        """Tell what the code between a model and ``scale_loss`` did."""
+        self._tell(Finding(event, ""), scaler, "", self._begin_fault(optimizers))
 
     def _tell(self, finding: Finding, scaler: LossScaler, what: str, step: int, record: Record | None = None) -> None:
         event = finding.event
@@ -270,17 +271,13 @@ class Autopsy:
     def _measured(self, records: list[Record], step: int) -> list[Said]:
         """The ranges of ``records``, the last of each model."""
         messages: list[Said] = []
-        for record in {record.model: record for record in records}.values():
-            model = record.model()
-            if model is None or not runs_alone(model):
-                continue
+        for record, model in _repeatable({record.model: record for record in records}.values()):
             try:
-                found = ranges.measure(record)
+                found = ranges.measure(record, model)
             except Exception as problem:  # as above
                 self._not_run_again(problem)
                 return []
-            if found is not None:
-                messages.append(ranges.ranges_message(found, type(model).__name__, step, _scale_of(record)))
+            messages.append(ranges.ranges_message(found, type(model).__name__, step, _scale_of(record)))
         return messages
 
     def _not_run_again(self, problem: Exception) -> None:
@@ -302,6 +299,19 @@ class Autopsy:
         given = f"{self.options.limit} explanation{'s' if self.options.limit > 1 else ''}"
         self._emit(End(head=f"the script ends here, after {given}, as asked."))
         raise SystemExit(1)
+
+
+def _finite_gradients(optimizers: Sequence[Optimizer]) -> bool:
+    grads = [p.grad for one in optimizers for group in one.param_groups for p in group["params"]]
+    return all(is_finite(grad) for grad in grads if grad is not None)
+
+
+def _repeatable(records: Iterable[Record]) -> Iterator[tuple[Record, torch.nn.Module]]:
+    """Those of ``records`` whose model lives and can be run again by one process, each with its model."""
+    for record in records:
+        model = record.model()
+        if model is not None and runs_alone(model):
+            yield record, model
 
 
 def _scale_of(record: Record) -> float:

@@ -121,11 +121,8 @@ class Ranges:
                 )
 
 
-def measure(record: Record) -> Ranges | None:
-    """Run ``record`` again, backward included, and look at every module's results; None where the model is gone."""
-    model = record.model()
-    if model is None:
-        return None
+def measure(record: Record, model: torch.nn.Module) -> Ranges:
+    """Run ``record`` of ``model`` again, backward included, and look at every module's results."""
     ranges = Ranges(model)
     with run_again(record, model) as (args, kwargs, leaves):
         handle = hooks.register_module_forward_hook(ranges.after_forward)

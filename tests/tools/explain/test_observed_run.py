@@ -96,7 +96,7 @@ def test_the_replay_sees_the_same_random_numbers_and_buffers():
     for _ in range(3):
         loss = model(torch.randn(8, 8)).mean()
     after = copy.deepcopy(model.state_dict())
-    assert replay.replay(autopsy().records[-1], backward=False).event is None
+    assert replay.replay(autopsy().records[-1], model, backward=False).event is None
     fc2.remove()
     assert torch.equal(outputs[-1][0], outputs[-2][0])
     assert torch.equal(outputs[-1][1], outputs[-2][1])
@@ -122,7 +122,7 @@ def test_a_forward_that_draws_late_draws_the_same_again():
     for _ in range(5):
         model(torch.ones(2, 4))
     outside = random.getstate()
-    replay.replay(autopsy().records[-1], backward=False)
+    replay.replay(autopsy().records[-1], model, backward=False)
     assert len(drawn) == 2
     assert drawn[0] == drawn[1]
     assert random.getstate() == outside
