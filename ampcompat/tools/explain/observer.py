@@ -13,46 +13,21 @@ from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.trees import tensors_in
-from ampcompat.tools.explain import message, numbers, ranges, weights
-from ampcompat.tools.explain.growth import Grown, History
+from ampcompat.tools.explain import message, ranges
+from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.live import LiveProbe
 from ampcompat.tools.explain.options import Options
 from ampcompat.tools.explain.probe import Event
 from ampcompat.tools.explain.record import BufferCopies, Record
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
 from ampcompat.tools.explain.said import End, Note, Said
+from ampcompat.tools.explain.steps import Steps
 from ampcompat.tools.explain.tensors import is_finite
+from ampcompat.tools.explain.weights import Weights
 from ampcompat.tools.frames import hide_tools
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
 MOST_RECORDS, OLDEST = 16, 3
-
-
-class Steps:
-    """The steps of one optimizer.
-
-    Attributes:
-        seen: How many it was asked for.
-        made: The number of the last that was not skipped; 0 before.
-        watched: Whether weights and state were finite when they were last looked at.
-        versions: Of the weights, then.
-        history: How large the weights were, after each of the last steps.
-        faulty: Whether the loss or a gradient of the step to come is not finite.
-        ranges: Of the batches of the step to come, which is the first that may be made.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.seen = self.made = 0
-        self.history = History()
-        self.look(optimizer)
-        self.faulty = False
-        self.ranges: list[Said] = []
-
-    def look(self, optimizer: Optimizer) -> None:
-        """Look at the weights as something other than a step has written them. One host sync."""
-        self.watched, sizes = weights.examine(optimizer)
-        self.versions = weights.versions(optimizer)
-        self.history.begin(sizes)
 
 
 class Autopsy:
@@ -118,9 +93,7 @@ class Autopsy:
         if self.left <= 0:
             return
         for one in optimizers:
-            steps = self._steps(one)
-            if steps.watched and steps.versions != weights.versions(one):
-                steps.look(one)
+            self._steps(one).look_again(one)
         event = self.live.look_at(loss)
         if event is not None:
             self._tell_live(event, scaler, optimizers)
@@ -164,33 +137,16 @@ class Autopsy:
             scaler = optimizer._amp_stash.session.scalers[0]
             self._explain(self._of(optimizer), scaler, "A step was skipped", steps.seen)
         elif self.left > 0:
-            self._made(optimizer, steps)
-        steps.made, steps.faulty = steps.made if skipped else steps.seen, False
-        self._forget(optimizer)
-
-    def _made(self, optimizer: Optimizer, steps: Steps) -> None:
-        """Look at what a step wrote (one host sync a device), and at its numbers the first time."""
-        written, growth = None, None
-        if steps.watched:
-            steps.watched, sizes = weights.examine(optimizer)
-            steps.history.add(sizes, optimizer)
+            messages = steps.after(optimizer)
             self.lost = self.lost or not steps.watched
-            if not steps.watched and not steps.faulty:  # else the fault was told
-                written = weights.first_written(optimizer)
-                if written is not None and not written.numbers:  # a division by zero is infinite at any learning rate
-                    growth = steps.history.growth(optimizer)
-        steps.versions = weights.versions(optimizer)
-        if steps.made == 0:
-            told = written.numbers if written is not None else []
-            found = [one for one in numbers.unheld(optimizer) if one not in told]
-            if found:
-                self._emit(numbers.numbers_message(found))
-        for one in steps.ranges:
-            self._emit(one)
-        steps.ranges = []
-        if written is not None:
-            self._emit(written.told_of(steps.seen, growth))
-            self._count()
+            for one in messages:
+                self._emit(one)
+                if isinstance(one, Weights):
+                    self._count()
+        if not skipped:
+            steps.made = steps.seen
+        steps.faulty = False
+        self._forget(optimizer)
 
     def _steps(self, optimizer: Optimizer) -> Steps:
         if optimizer not in self.steps:
