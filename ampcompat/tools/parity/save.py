@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ampcompat.tools.data import plain
-from ampcompat.tools.parity.compare import Result, skipped_steps
-from ampcompat.tools.parity.table import peak_memory, seconds_per_step
+from ampcompat.tools.parity.compare import Result
 
 COLUMNS = ("level", "step", "optimizer", "loss", "deviation", "scale", "grad_norm", "skipped", "seconds", "memory")
 
@@ -52,10 +51,10 @@ def _summary(result: Result) -> dict[str, object]:
         "max_deviation": deviation.largest if deviation else None,
         "mean_deviation": deviation.mean if deviation else None,
         "first_beyond": deviation.first_beyond if deviation else None,
-        "skipped": len(skipped_steps(run)),
-        "skipped_steps": skipped_steps(run),
+        "skipped": len(run.skipped_steps),
+        "skipped_steps": run.skipped_steps,
         "reference_losses": [step.loss for step in result.reference.steps] if result.reference else None,
-        "seconds_per_step": seconds_per_step(run),
-        "peak_memory": peak_memory(run),
+        "seconds_per_step": run.seconds_per_step,
+        "peak_memory": run.peak_memory,
         "steps": [{**asdict(step), "deviation": value} for step, value in result.steps()],
     }

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import median
 
 from ampcompat.tools.columns import aligned
-from ampcompat.tools.parity.compare import Result, Tolerance, skipped_steps
-from ampcompat.tools.parity.record import Run
+from ampcompat.tools.parity.compare import Result, Tolerance
 
 HEADER = ("level", "steps", "max dev", "mean dev", "first beyond", "skipped", "s/step", "peak MiB", "verdict")
 
@@ -37,27 +35,27 @@ def table(
 
 def skip_note(result: Result) -> str:
     """Which steps a level skipped, and what it was compared with; "" where it skipped none."""
-    numbers = skipped_steps(result.run)
+    numbers = result.run.skipped_steps
     if not numbers:
         return ""
     more = f" and {len(numbers) - WRITTEN_OUT} more" if len(numbers) > WRITTEN_OUT else ""
     which = f"{'steps' if len(numbers) > 1 else 'step'} {', '.join(map(str, numbers[:WRITTEN_OUT]))}{more}"
-    same = result.reference is not None and skipped_steps(result.reference) == numbers
+    same = result.reference is not None and result.reference.skipped_steps == numbers
     compared = "O0 skipping the same" if same else "O0 skipping none"
     return f"{result.run.level.name} skipped {which} for an overflow; compared with {compared}"
 
 
 def _row(result: Result) -> tuple[str, ...]:
     run, deviation = result.run, result.deviation
-    memory = peak_memory(run)
+    memory = run.peak_memory
     return (
         run.level.name,
         str(len(run.steps)),
         number(deviation.largest if deviation else None, ".2e"),
         number(deviation.mean if deviation else None, ".2e"),
         str((deviation.first_beyond if deviation else None) or "-"),
-        str(len(skipped_steps(run))),
-        number(seconds_per_step(run), ".3g"),
+        str(len(run.skipped_steps)),
+        number(run.seconds_per_step, ".3g"),
         number(None if memory is None else memory / 2**20, ".0f"),
         _verdict(result),
     )
@@ -72,14 +70,3 @@ def _verdict(result: Result) -> str:
 def number(value: float | None, form: str) -> str:
     """``value`` in ``form``, ``-`` for None."""
     return "-" if value is None else format(value, form)
-
-
-def seconds_per_step(run: Run) -> float | None:
-    """Median over the steps, the first left out: it pays for what happens once."""
-    known = [step.seconds for step in run.steps if step.seconds is not None]
-    return median(known) if known else None
-
-
-def peak_memory(run: Run) -> int | None:
-    """The largest memory of the run in bytes."""
-    return max((step.memory for step in run.steps if step.memory is not None), default=None)

@@ -7,7 +7,7 @@ from parity_runs import run, step
 from ampcompat.tools.parity.compare import Tolerance, judge
 from ampcompat.tools.parity.progress import Progress
 from ampcompat.tools.parity.save import save_csv, save_json
-from ampcompat.tools.parity.table import HEADER, peak_memory, seconds_per_step, table
+from ampcompat.tools.parity.table import HEADER, table
 
 
 def results(window=1):
@@ -22,8 +22,8 @@ def test_summaries_of_a_run():
         step(2, 1.0, seconds=0.3, memory=9, skipped=True),
         step(3, 1.0, seconds=0.1, memory=9),
     ]
-    assert (seconds_per_step(mixed), peak_memory(mixed)) == (0.2, 9)
-    assert (seconds_per_step(run("O0", [])), peak_memory(run("O0", []))) == (None, None)
+    assert (mixed.seconds_per_step, mixed.peak_memory) == (0.2, 9)
+    assert (run("O0", []).seconds_per_step, run("O0", []).peak_memory) == (None, None)
 
 
 def test_table():
