@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from ampcompat.tools.dtypes import is_half
 from ampcompat.tools.report.record import Product, Record, Tally
@@ -39,14 +39,15 @@ def facts_of(record: Record, provenance: Provenance, processes: list[ProcessRow]
     tally = record.tally
     flops = _by_direction(tally.flops)
     wide_products = _wide_products(tally)
+    seen = {one.name: getattr(record, one.name) for one in fields(Seen)}
+    seen["memory"] = _memory(record)
     facts = Facts(
         **vars(provenance),
-        **{one.name: getattr(record, one.name) for one in fields(Seen)},
+        **seen,
         ops=_by_direction(tally.ops),
         flops=flops,
         casts=_casts(tally),
         modules=_modules(tally),
-        memory=_memory(record),
         would_repay=wide_products,
         odd_products=_odd_products(tally),
         processes=processes,
@@ -108,12 +109,8 @@ def _modules(tally: Tally) -> list[ModuleFlops]:
 def _memory(record: Record) -> Memory:
     results, casts = record.tally.results, record.tally.cast_results
     in_float32 = sum((2 if is_half(dtype) else 1) * size for dtype, size in results.items())
-    return Memory(
-        **vars(record.held),
-        forward_results=sum(results.values()) + sum(casts.values()),
-        forward_results_in_float32=in_float32,
-        peak=record.peak,
-    )
+    made = sum(results.values()) + sum(casts.values())
+    return replace(record.memory, forward_results=made, forward_results_in_float32=in_float32)
 
 
 def _wide_products(tally: Tally) -> list[WideProduct]:

@@ -11,25 +11,23 @@ from ampcompat.amp.masters import masters_of
 from ampcompat.tools.devices import slow_halves
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.report.record import Record
-from ampcompat.tools.report.schema import Held, Parameters, Setting
+from ampcompat.tools.report.schema import Parameters, Setting
 
 
 def look(record: Record) -> None:
     """Note in ``record`` what ``initialize`` was asked for, and the models that live now, if any do. No host sync."""
     record.setting = _setting()
     if torch.cuda.is_available():
-        record.peak = torch.cuda.max_memory_allocated()
+        record.memory.peak = torch.cuda.max_memory_allocated()
     models = list(state.models.live)
     if not models:
         return
     tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()}
     masters = {id(master): master for m in models for master in masters_of(m)}
     record.devices = sorted({t.device.type for t in tensors.values()})
-    record.held = Held(
-        weights=sum(t.numel() * t.element_size() for t in tensors.values()),
-        weights_in_float32=sum(4 * t.numel() for t in tensors.values()),
-        masters=sum(4 * m.value.numel() for m in masters.values()),
-    )
+    record.memory.weights = sum(t.numel() * t.element_size() for t in tensors.values())
+    record.memory.weights_in_float32 = sum(4 * t.numel() for t in tensors.values())
+    record.memory.masters = sum(4 * m.value.numel() for m in masters.values())
     record.parameters = _parameters(models)
     record.slow = _slow_devices(record)
 

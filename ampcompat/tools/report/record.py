@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ampcompat.tools.report.schema import Held, Seen
+from ampcompat.tools.report.schema import Seen
 
 
 class Product(NamedTuple):
@@ -49,16 +49,9 @@ class Tally:
 
 @dataclass(kw_only=True)
 class Record(Seen):
-    """Add what the receipt works out further.
-
-    Attributes:
-        held: What the models hold.
-        peak: See :class:`ampcompat.tools.report.schema.Memory`.
-    """
+    """Add what the receipt works out further."""
 
     tally: Tally = field(default_factory=Tally)
-    held: Held = field(default_factory=Held)
-    peak: int | None = None
 
 
 def merged(records: list[Record]) -> Record:

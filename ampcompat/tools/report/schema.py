@@ -50,21 +50,15 @@ class Parameters:
 
 
 @dataclass
-class Held:
-    """Count the bytes that the models hold."""
+class Memory:
+    """Count bytes: of what the models hold, of what the forwards made, and the most that the accelerator allocated."""
 
     weights: int = 0
     weights_in_float32: int = 0
     masters: int = 0
-
-
-@dataclass(kw_only=True)
-class Memory(Held):
-    """Add the bytes that the forwards made, and the most that the accelerator had allocated."""
-
-    forward_results: int
-    forward_results_in_float32: int
-    peak: int | None
+    forward_results: int = 0
+    forward_results_in_float32: int = 0
+    peak: int | None = None
 
 
 @dataclass
@@ -139,6 +133,7 @@ class Seen:
     history: list[Point] = field(default_factory=list)
     parameters: list[Parameters] = field(default_factory=list)
     devices: list[str] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
     slow: list[str] = field(default_factory=list)
 
 
@@ -190,7 +185,6 @@ class Facts(Seen, Provenance):
     flops: dict[str, Counts]
     casts: list[Cast]
     modules: list[ModuleFlops]
-    memory: Memory
     would_repay: list[WideProduct]
     odd_products: list[OddProduct]
     processes: list[ProcessRow]
