@@ -128,6 +128,30 @@ def test_a_forward_that_draws_late_draws_the_same_again():
     assert random.getstate() == outside
 
 
+def test_large_buffers_leave_room_for_those_that_are_written(monkeypatch):
+    """Copies of buffers are bounded; what a forward writes is copied first."""
+    monkeypatch.setattr("ampcompat.tools.explain.record.MOST_BUFFER_BYTES", 64)
+    seen = []
+
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_buffer("table", torch.zeros(16))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            seen.append(int(self.calls))
+            return super().forward(x)
+
+    model, _ = initialized(Counts(), "O1")
+    explain_overflows()
+    for _ in range(3):
+        model(torch.ones(1, 2))
+    replay.replay(autopsy().records[1], model, backward=False)
+    assert seen == [1, 2, 3, 2]
+
+
 def test_memory_is_bounded():
     model = nn.Linear(8, 8)
     model, optimizer = initialized(model, "O1")
