@@ -1,7 +1,6 @@
 import contextlib
 import json
 import math
-import sys
 import threading
 
 import numpy
@@ -13,7 +12,6 @@ from ampcompat.tools.recording import child
 from ampcompat.tools.recording.journal import (
     EnoughSteps,
     Journal,
-    Missing,
     Settings,
     error_line,
     read_words,
@@ -120,15 +118,6 @@ def test_seeds_beyond_what_numpy_takes():
         seed_all(seed)
         numbers.append((numpy.random.rand(), torch.rand(1).item()))
     assert numbers[0] == numbers[1] != numbers[2]
-
-
-def test_missing_packages_cannot_be_imported(monkeypatch):
-    monkeypatch.setattr(sys, "meta_path", [Missing(("wave", "amp_C")), *sys.meta_path])
-    monkeypatch.delitem(sys.modules, "wave", raising=False)
-    with pytest.raises(ModuleNotFoundError, match="No module named 'wave'") as error:
-        __import__("wave")
-    assert error.value.name == "wave"
-    assert __import__("colorsys")
 
 
 def test_modules_are_written_once(journal):
