@@ -71,7 +71,7 @@ class BufferCopies:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.homes = [
-            (module, name)
+            (weakref.ref(module), name)
             for module in model.modules()
             if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
             for name, buffer in module._buffers.items()
@@ -81,8 +81,8 @@ class BufferCopies:
 
     def take(self) -> list[BufferCopy]:
         """Copy those that were written since the last time, those most often written first as far as there is room."""
-        found = [buffer for module, name in self.homes if (buffer := module._buffers.get(name)) is not None]
-        buffers = [buffer for buffer in found if not buffer.is_inference()]
+        found = [module._buffers.get(name) for ref, name in self.homes if (module := ref()) is not None]
+        buffers = [buffer for buffer in found if buffer is not None and not buffer.is_inference()]
         room = MOST_BUFFER_BYTES
         copies = {}
         for buffer in sorted(buffers, key=lambda buffer: -buffer._version):

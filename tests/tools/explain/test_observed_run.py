@@ -152,6 +152,16 @@ def test_large_buffers_leave_room_for_those_that_are_written(monkeypatch):
     assert seen == [1, 2, 3, 2]
 
 
+def test_a_model_is_not_kept_alive():
+    model, optimizer = initialized(Net(), "O1")
+    explain_overflows()
+    make_step(optimizer, model(torch.randn(8, 8)).mean())
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
+
+
 def test_memory_is_bounded():
     model = nn.Linear(8, 8)
     model, optimizer = initialized(model, "O1")
