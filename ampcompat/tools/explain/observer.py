@@ -157,7 +157,7 @@ class Autopsy:
         return max([self._steps(one).seen for one in optimizers], default=0) + 1
 
     def _begin_fault(self, optimizers: Sequence[Optimizer]) -> int:
-        """Note that the next step of ``optimizers`` is at fault for nothing that it writes; return its number."""
+        """Note that the next step of ``optimizers`` gets a loss or gradient that is not finite; return its number."""
         for one in optimizers:
             self._steps(one).faulty = True
         return self._next_step(optimizers)
