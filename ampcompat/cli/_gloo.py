@@ -11,9 +11,10 @@ import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 #: What gloo's threads take at most to drop what they hold.
 SECONDS = 0.3
@@ -57,33 +58,18 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The spec of the one module, with a loader that wraps; None for any other."""
+        """The spec of the one module, whose loader wraps this once; None for any other."""
         if fullname != HOME:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+        loader: Any = None if spec is None else spec.loader
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module  # the class's own is found again
+            loader.exec_module(module)
+            _wrap(module)
+
+        if loader is not None:
+            loader.exec_module = exec_module
         return spec
-
-
-class _Loader(Loader):
-    """Loads as ``loader`` does, then wraps."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Let the loader create the module."""
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Execute, wrap, and leave no trace of this loader on the module."""
-        self._loader.exec_module(module)
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        _wrap(module)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._loader, name)

@@ -135,7 +135,7 @@ def _explained(error: BaseException, trace: TracebackType | None) -> TracebackTy
         return trace
     from ampcompat._state import state
     from ampcompat.amp.cures import note_cure
-    from ampcompat.tools.explain.frames import hide_tools
+    from ampcompat.tools.frames import hide_tools
 
     if state.session is not None and state.session.enabled:
         note_cure(error)

@@ -15,7 +15,7 @@ from ampcompat import __version__
 from ampcompat.cli import run as run_command
 from ampcompat.cli import torch_version
 from ampcompat.cli._emit import emit, painted
-from ampcompat.tools.parity.compare import Result, Tolerance, first_not_finite, judge, skipped_steps
+from ampcompat.tools.parity.compare import Result, Tolerance, judge
 from ampcompat.tools.parity.launch import Options, run_level
 from ampcompat.tools.parity.levels import Level, read_levels
 from ampcompat.tools.parity.progress import Progress
@@ -153,7 +153,7 @@ def _run_skipping(runs: Sequence[Run], options: Options, folder: Path) -> dict[t
     reference = runs[0]
     if reference.ending not in ("complete", "ended") or any(run.ending == "interrupted" for run in runs):
         return made
-    for steps in dict.fromkeys(map(skipped_steps, runs[1:])):
+    for steps in dict.fromkeys(run.skipped_steps for run in runs[1:]):
         if steps and len(steps) < options.steps:
             progress = Progress(f"{reference.level.name} skipping the same", options.steps, _write, sys.stderr.isatty())
             made[steps] = run_level(reference.level, options, folder, progress.on_step, steps)
@@ -168,7 +168,7 @@ def _next_commands(results: Sequence[Result], args: argparse.Namespace) -> list[
     commands = []
     for result in results[1:]:
         level = result.run.level
-        if first_not_finite(result.run) and not (result.reference and first_not_finite(result.reference)):
+        if result.run.first_not_finite and not (result.reference and result.reference.first_not_finite):
             words = ["ampcompat", "run", "--explain", "--opt-level", level.opt_level]
             words += ["--dtype", "bf16"] if level.dtype == "bfloat16" else []
             words += ["--keep-fp32", args.keep_fp32] if args.keep_fp32 is not None else []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import SupportsFloat
@@ -13,6 +11,7 @@ import torch
 from ampcompat._state import state
 from ampcompat.amp.observers import observing
 from ampcompat.testing.report import failure
+from ampcompat.tools.generators import random_state, set_random_state
 from ampcompat.tools.parity.compare import Deviation, Tolerance, compare
 from ampcompat.tools.parity.levels import OPT_LEVELS
 from ampcompat.tools.recording.events import Step
@@ -117,13 +116,10 @@ def _losses(
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """The global generators seeded inside, and as they were afterwards."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    numpys = numpy.random.get_state() if numpy else None
+    before = random_state([])
     with torch.random.fork_rng():
         seed_all(seed)
         try:
             yield
         finally:
-            random.setstate(python)
-            if numpy:
-                numpy.random.set_state(numpys)
+            set_random_state(before)

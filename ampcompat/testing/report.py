@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ampcompat.tools.columns import aligned
 from ampcompat.tools.parity.compare import Deviation, Tolerance
 
 BEFORE, AFTER = 2, 2
@@ -48,8 +49,7 @@ def _table(
         for name in names:
             cells.append(_cell(losses[name], results[name] if name != reference else None, at))
         rows.append(cells)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return aligned(rows, right=range(len(rows[0])))
 
 
 def _cell(losses: Sequence[float], result: Deviation | None, at: int) -> str:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]], ruled: bool = False) -> list[str]:
-    """``rows`` as lines whose cells stand below each other; ``ruled`` puts dashes below the first, their head."""
+def aligned(rows: Sequence[Sequence[str]], ruled: bool = False, right: Collection[int] = ()) -> list[str]:
+    """``rows`` as lines whose cells stand below each other.
+
+    Args:
+        rows: The cells.
+        ruled: Put dashes below the first row, the head.
+        right: Indices of the columns whose cells stand on the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     rule = [["-" * width for width in widths]] if ruled else []
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [*rows[:1], *rule, *rows[1:]]
-    ]
+    lines = []
+    for row in [*rows[:1], *rule, *rows[1:]]:
+        cells = zip(row, widths, strict=True)
+        padded = [cell.rjust(width) if at in right else cell.ljust(width) for at, (cell, width) in enumerate(cells)]
+        lines.append("  ".join(padded).rstrip())
+    return lines

@@ -1,11 +1,13 @@
-"""Dataclasses as plain data, for JSON, and back."""
+"""Dataclasses as plain data, for JSON."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import field, fields, is_dataclass
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
-T = TypeVar("T")
+#: Metadata of a field that is left out of plain data.
+UNSAID = {"key": None}
 
 
 def named(key: str) -> Any:
@@ -16,7 +18,8 @@ def named(key: str) -> Any:
 def as_data(value: object) -> Any:
     """``value``, and what is in it, as dicts, lists, strings and numbers."""
     if is_dataclass(value):
-        return {_key(one): as_data(getattr(value, one.name)) for one in fields(value)}
+        keys = {one.name: one.metadata.get("key", one.name) for one in fields(value)}
+        return {key: as_data(getattr(value, name)) for name, key in keys.items() if key is not None}
     if isinstance(value, dict):
         return {key: as_data(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -24,20 +27,10 @@ def as_data(value: object) -> Any:
     return value
 
 
-def from_data(kind: type[T], data: Any) -> T:
-    """The object of type ``kind`` that :func:`as_data` made ``data`` of."""
-    if is_dataclass(kind):
-        kinds = get_type_hints(kind)
-        return kind(**{one.name: from_data(kinds[one.name], data[_key(one)]) for one in fields(kind)})
-    if get_origin(kind) is list:
-        (item,) = get_args(kind)
-        return [from_data(item, one) for one in data]  # type: ignore[return-value]
-    if get_origin(kind) is dict:
-        _, item = get_args(kind)
-        return {key: from_data(item, one) for key, one in data.items()}  # type: ignore[return-value]
-    return data  # type: ignore[no-any-return]
-
-
-def _key(one: Any) -> str:
-    """The name of a field in plain data."""
-    return str(one.metadata.get("key", one.name))
+def plain(value: object) -> object:
+    """``value`` with non-finite floats as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which JSON lacks."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

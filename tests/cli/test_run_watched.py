@@ -176,7 +176,7 @@ def test_ranks_of_a_launcher_on_one_machine_are_added_up(tmp_path, ampcompat_run
     assert [one.returncode for one in ended] == [0, 1], ended
     assert [one.stdout for one in ended] == ["wrote the precision receipt to r.json\n", ""]
     facts = json.loads((tmp_path / "r.json").read_text())
-    assert [(row["rank"], row["steps"]) for row in facts["processes"]] == [(0, 4), (1, 5)]
+    assert [(row["rank"], row["steps"], row["ended"]) for row in facts["processes"]] == [(0, 4, True), (1, 5, True)]
     assert facts["flops"]["forward"] == {"float16": 2 * 3 * (2 * 8 * 8 * 8)}
     assert facts["steps"] == 9
     assert any(said.startswith("2 of 4 ranks are not in this receipt") for said in facts["sentences"])

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.probe import ARGUMENT, Event
-from ampcompat.tools.explain.schema import Grown
 from ampcompat.tools.explain.tensors import LARGEST, LEAST
 
 #: What a dispatcher op does to a zero.
 _DIVISIONS = ("div", "div_", "reciprocal", "rsqrt", "pow", "true_divide")
 _FUNCTIONS = ("matmul", "bmm", "mm", "baddbmm", "einsum", "exp", "pow", "sum", "mean", "norm", "cumsum", "square")
+#: Cures of what came into a forward, or an op, from outside.
+_OF_GIVEN = {
+    "input": "precision is not the cause: look at the data loader; skip or clean such batches",
+    "buffer": "running statistics of a batch that was not finite, or an average: look at what writes it, and reset it",
+    ARGUMENT: "precision is not the cause: look at what makes that tensor",
+}
 BFLOAT16 = "AMPCOMPAT_DTYPE=bfloat16 (or opt_level='O4'/'O5'): bfloat16 reaches as far as float32"
 
 
@@ -37,14 +43,8 @@ class Setting:
 
 def cures(event: Event, setting: Setting) -> list[str]:
     """List the cures of ``event``, the likeliest first."""
-    if event.op == "input":
-        return ["precision is not the cause: look at the data loader; skip or clean such batches"]
-    if event.op == ARGUMENT:
-        return ["precision is not the cause: look at what makes that tensor"]
-    if event.op == "buffer":
-        return [
-            "running statistics of a batch that was not finite, or an average: look at what writes it, and reset it"
-        ]
+    if event.op in _OF_GIVEN:
+        return [_OF_GIVEN[event.op]]
     if event.op == "parameter":
         if setting.made:
             return ["no step is known to have written it: look at what else writes weights, such as load_state_dict"]
@@ -55,7 +55,7 @@ def cures(event: Event, setting: Setting) -> list[str]:
             f"{mask:g} is -inf in {setting.half or 'float16'}: write torch.finfo(scores.dtype).min in place of it",
             *_keep(event, setting),
         ]
-    eps = tiny(event)
+    eps = _tiny(event)
     if eps is not None and setting.half == "float16":
         return [
             f"eps={eps:g} is 0 in float16, whose least number is {LEAST:.0e}: use an eps of 1e-6 or more",
@@ -69,7 +69,7 @@ def cures(event: Event, setting: Setting) -> list[str]:
     return diverges or [*_keep(event, setting), BFLOAT16]
 
 
-def tiny(event: Event) -> float | None:
+def _tiny(event: Event) -> float | None:
     """A number added to, or set as the least of, the zero that ``event`` stumbled over, and itself 0 in float16."""
     if event.op not in (*_DIVISIONS, "log", "sqrt"):
         return None

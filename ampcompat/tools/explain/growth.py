@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,10 +13,44 @@ import torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer, ParamGroup
 from ampcompat.amp.masters import master_of
-from ampcompat.tools.explain.schema import Grown
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
 STEPS, FAR = 10, 20.0
+
+
+@dataclass
+class Grown:
+    """Describe a weight that steps made many times larger.
+
+    Attributes:
+        parameter: Qualified name, or "" where no live model has it.
+        before: Its largest magnitude some steps ago.
+        after: Its largest magnitude now.
+        times: How many times larger that is.
+        steps: How many steps were made in between.
+        lr: The highest learning rate of its group in these; None where that is no number.
+    """
+
+    parameter: str
+    before: float
+    after: float
+    times: float
+    steps: int
+    lr: float | None
+
+    @property
+    def text(self) -> str:
+        """As in "conv2.weight grew from 0.21 to 350 in 3 steps, at lr=50"."""
+        name = self.parameter or "a weight"
+        steps = f"{self.steps} step{'s' if self.steps > 1 else ''}"
+        rate = "" if self.lr is None else f", at lr={self.lr:g}"
+        return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{rate}"
+
+    @property
+    def cure(self) -> str:
+        """What stops it."""
+        than = "" if self.lr is None else f" than {self.lr:g}"
+        return f"a lower learning rate{than}, a warmup, or clipped gradients: no precision holds weights that grow so"
 
 
 class Sizes(NamedTuple):

@@ -1,21 +1,23 @@
-"""Word the message of an autopsy."""
+"""The message of a fault: what happened, where, how large, and what to do."""
 
 from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
 import torch
 
 from ampcompat._state import state
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.tools.data import named
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.cure import Setting, cures
+from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.probe import ARGUMENT, GIVEN, Event
 from ampcompat.tools.explain.replay import Finding
-from ampcompat.tools.explain.schema import Elsewhere, Fault, Grown
+from ampcompat.tools.explain.said import Said, cure_lines
 from ampcompat.tools.explain.tensors import LARGEST
-from ampcompat.tools.explain.words import Message, cure_fields
 
 _NOT_RUN_AGAIN = (
     "No forward of an initialized model could be run again: compiled models, DataParallel replicas and models with"
@@ -24,10 +26,56 @@ _NOT_RUN_AGAIN = (
 )
 
 
-def fault(
-    finding: Finding, scaler: LossScaler, what: str, step: int, made: bool, growth: Grown | None = None
-) -> Message:
-    """Say what happened, where, how large, and what to do.
+@dataclass(kw_only=True)
+class Fault(Said):
+    """Describe what was born not finite. Any rank writes it: no other knows its batch.
+
+    Attributes:
+        step: The number of the step that it belongs to.
+        op: The op's name; see :class:`ampcompat.tools.explain.probe.Event`.
+        function: The torch function that the script called.
+        model: Class name of the model.
+        module: Qualified name of the module; None outside of any.
+        type: Its class name.
+        file, line_number, source: The script's line; None where only torch's code ran.
+        direction: "forward" or "backward".
+        dtype: Of the result.
+        largest: Its largest magnitude in float32.
+        growth: The weight that the last steps made many times larger, if any.
+        cures: The likeliest first.
+        note: What makes the replay unlike the run, if anything.
+    """
+
+    kind = "fault"
+    all_ranks = True
+    step: int
+    op: str
+    function: str
+    model: str
+    module: str | None
+    type: str
+    file: str | None
+    line_number: int | None = named("line")
+    source: str | None
+    direction: str = named("pass")
+    dtype: str
+    largest: float
+    growth: Grown | None
+    cures: list[str]
+    note: str
+
+
+@dataclass(kw_only=True)
+class Elsewhere(Said):
+    """Tell that no model did it, and whether the forwards could be run again."""
+
+    kind = "elsewhere"
+    step: int
+    run_again: bool
+
+
+def fault(finding: Finding, scaler: LossScaler, what: str, step: int, made: bool, growth: Grown | None = None) -> Said:
+    """Describe a fault.
 
     Args:
         finding: Of a replay, with an event, or of a live probe.
@@ -40,25 +88,27 @@ def fault(
     event = finding.event
     if event is None:
         return elsewhere(what, [finding], step)
-    fields = [("what", _what(event)), ("where", _where(event, finding))]
+    lines = [("what", _what(event)), ("where", _where(event, finding))]
     line = event.place.line
     if not line and event.op not in GIVEN:
         line = finding.called_at  # the model is made of torch's modules alone
     if line:
-        fields.append(("line", line))
-    fields += [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
+        lines.append(("line", line))
+    lines += [("pass", "backward" if event.backward else "forward"), ("largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         place = event.spread
         spot = " outside of any module" if place.module is None else f" of {place.module or place.kind}"
-        fields.append(("then", f"became NaN in {place.function or 'an op'}{spot}"))
+        lines.append(("then", f"became NaN in {place.function or 'an op'}{spot}"))
     if growth is not None:
-        fields.append(("growth", growth.text))
+        lines.append(("growth", growth.text))
     advice = cures(event, _setting(scaler, made, growth))
-    fields += cure_fields(advice)
+    lines += cure_lines(advice)
     if finding.caveat:
-        fields.append(("note", finding.caveat))
+        lines.append(("note", finding.caveat))
     file, number, source = _parts(line)
-    data = Fault(
+    return Fault(
+        head=f"{what or 'The loss or a gradient is not finite'}.",
+        lines=lines,
         step=step,
         op=event.op,
         function=event.place.function,
@@ -66,7 +116,7 @@ def fault(
         module=event.place.module,
         type=event.place.kind,
         file=file,
-        line=number,
+        line_number=number,
         source=source,
         direction="backward" if event.backward else "forward",
         dtype=dtype_name(event.dtype),
@@ -75,7 +125,6 @@ def fault(
         cures=advice,
         note=finding.caveat,
     )
-    return Message(f"{what or 'The loss or a gradient is not finite'}.", data, fields)
 
 
 def _parts(line: str) -> tuple[str | None, int | None, str | None]:
@@ -86,7 +135,7 @@ def _parts(line: str) -> tuple[str | None, int | None, str | None]:
     return found[1], int(found[2]), found[3]
 
 
-def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
+def elsewhere(what: str, findings: list[Finding], step: int) -> Elsewhere:
     """No model did it: the code between model and ``scale_loss``, which cannot be run again."""
     if any(finding.entered for finding in findings):
         cause = "The gradient that came into the model was not finite already: the loss function made it."
@@ -96,9 +145,9 @@ def elsewhere(what: str, findings: list[Finding], step: int) -> Message:
             cause += f", or the sum of the gradients of these {len(findings)} forwards overflowed"
         cause += ", or another rank, whose gradients are added." if _has_other_ranks() else "."
     else:
-        return Message(f"{what}. {_NOT_RUN_AGAIN}", Elsewhere(step, run_again=False))
+        return Elsewhere(head=f"{what}. {_NOT_RUN_AGAIN}", step=step, run_again=False)
     head = f"{what}. {cause} That code is watched from now on; the next time it is explained."
-    return Message(head, Elsewhere(step, run_again=True))
+    return Elsewhere(head=head, step=step, run_again=True)
 
 
 def _has_other_ranks() -> bool:

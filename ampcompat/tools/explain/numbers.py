@@ -3,47 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from ampcompat._types import Optimizer, ParamGroup
 from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.tools.data import UNSAID
 from ampcompat.tools.dtypes import dtype_name
-from ampcompat.tools.explain.schema import Number, Numbers
-from ampcompat.tools.explain.words import Message, cure_fields
+from ampcompat.tools.explain.said import Said, cure_lines
 
 #: Read by schedulers, or compared in Python: no tensor meets them.
 _NEVER_IN_HALF = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 MASTERS = "opt_level='O2': its optimizer steps float32 masters"
 
 
-@dataclass(frozen=True)
-class Unheld:
-    """A number that becomes another one in the parameters' dtype.
+@dataclass
+class Number:
+    """A number of a param group that becomes another one in the parameters' dtype.
 
     Attributes:
-        optimizer: Class name.
         group: Index of the param group.
         name: As in "eps" or "betas[1]".
         value: What the script passed.
         becomes: What it is in ``dtype``: 0, 1 or inf.
         dtype: Of the parameters.
+        optimizer: Class name.
         count: Parameters of that dtype in the group.
     """
 
-    optimizer: str
     group: int
     name: str
     value: float
     becomes: float
-    dtype: torch.dtype
-    count: int
+    dtype: str
+    optimizer: str = field(metadata=UNSAID)
+    count: int = field(metadata=UNSAID)
 
     @property
     def text(self) -> str:
         """As in "eps=1e-08 is 0 in float16"."""
-        return f"{self.name}={self.value:g} is {self.becomes:g} in {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.name}={self.value:g} is {self.becomes:g} in {self.dtype}"
 
     @property
     def effect(self) -> str:
@@ -73,7 +73,7 @@ class Unheld:
         return [first, MASTERS]
 
 
-def unheld(optimizer: Optimizer) -> list[Unheld]:
+def unheld(optimizer: Optimizer) -> list[Number]:
     """Every number in the groups of ``optimizer`` that its half parameters' dtype rounds to 0, 1 or inf.
 
     Fused optimizers, torch's and apex's, compute in float32 whatever they step. A learning rate that a scheduler moves
@@ -89,7 +89,8 @@ def unheld(optimizer: Optimizer) -> list[Unheld]:
             for label, value in _numbers(group, name):
                 becomes = torch.tensor(value, dtype=dtype).item()
                 if becomes != value and (becomes in (0, 1) or becomes == float("inf")):
-                    found.append(Unheld(name, index, label, value, becomes, dtype, dtypes.count(dtype)))
+                    count = dtypes.count(dtype)
+                    found.append(Number(index, label, value, becomes, dtype_name(dtype), name, count))
     return found
 
 
@@ -112,18 +113,33 @@ def optimizer_name(optimizer: object) -> str:
     return type(getattr(optimizer, "optim", optimizer)).__name__
 
 
-def _below_one(dtype: torch.dtype) -> float:
-    return 1 - torch.finfo(dtype).eps / 2
+def _below_one(dtype: str) -> float:
+    """The largest number below 1."""
+    return 1 - torch.finfo(getattr(torch, dtype)).eps / 2
 
 
-def numbers_message(found: list[Unheld]) -> Message:
+@dataclass(kw_only=True)
+class Numbers(Said):
+    """List the numbers of an optimizer that its parameters' dtype does not hold."""
+
+    kind = "numbers"
+    optimizer: str
+    numbers: list[Number]
+    cures: list[str]
+
+
+def numbers_message(found: list[Number]) -> Numbers:
     """One message for all of them."""
-    first = found[0]
-    head = f"{first.optimizer} has numbers that the dtype of its parameters does not hold."
-    fields = []
+    optimizer = found[0].optimizer
+    lines = []
     for one in found:
         parameters = f"the dtype of {one.count} of its parameters"
-        fields.append((f"group {one.group}", f"{one.text}, {parameters}: {one.effect}"))
+        lines.append((f"group {one.group}", f"{one.text}, {parameters}: {one.effect}"))
     cures = [*dict.fromkeys(cure for one in found for cure in one.cures if cure != MASTERS), MASTERS]
-    numbers = [Number(one.group, one.name, one.value, one.becomes, dtype_name(one.dtype)) for one in found]
-    return Message(head, Numbers(first.optimizer, numbers, cures), [*fields, *cure_fields(cures)])
+    return Numbers(
+        head=f"{optimizer} has numbers that the dtype of its parameters does not hold.",
+        lines=[*lines, *cure_lines(cures)],
+        optimizer=optimizer,
+        numbers=found,
+        cures=cures,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -13,46 +13,21 @@ from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.trees import tensors_in
-from ampcompat.tools.explain import message, numbers, ranges, weights
-from ampcompat.tools.explain.frames import hide_tools
-from ampcompat.tools.explain.growth import History
+from ampcompat.tools.explain import message, ranges
+from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.live import LiveProbe
 from ampcompat.tools.explain.options import Options
-from ampcompat.tools.explain.record import BufferWatch, Record
+from ampcompat.tools.explain.probe import Event
+from ampcompat.tools.explain.record import BufferCopies, Record
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
-from ampcompat.tools.explain.schema import End, Grown, Note
+from ampcompat.tools.explain.said import End, Note, Said
+from ampcompat.tools.explain.steps import Steps
 from ampcompat.tools.explain.tensors import is_finite
-from ampcompat.tools.explain.words import Message
+from ampcompat.tools.explain.weights import Weights
+from ampcompat.tools.frames import hide_tools
 
 #: Forwards kept at a time, and steps after which a forward that no backward followed is forgotten.
 MOST_RECORDS, OLDEST = 16, 3
-
-
-class Steps:
-    """The steps of one optimizer.
-
-    Attributes:
-        seen: How many it was asked for.
-        made: The number of the last that was not skipped; 0 before.
-        watched: Whether weights and state were finite when they were last looked at.
-        versions: Of the weights, then.
-        history: How large the weights were, after each of the last steps.
-        faulty: Whether the loss or a gradient of the step to come is not finite.
-        ranges: Of the batches of the step to come, which is the first that may be made.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.seen = self.made = 0
-        self.history = History()
-        self.look(optimizer)
-        self.faulty = False
-        self.ranges: list[Message] = []
-
-    def look(self, optimizer: Optimizer) -> None:
-        """Look at the weights as something other than a step has written them. One host sync."""
-        self.watched, sizes = weights.examine(optimizer)
-        self.versions = weights.versions(optimizer)
-        self.history.begin(sizes)
 
 
 class Autopsy:
@@ -66,7 +41,7 @@ class Autopsy:
         self.options, self.left = options, options.limit
         self.steps: weakref.WeakKeyDictionary[Optimizer, Steps] = weakref.WeakKeyDictionary()
         self.records: deque[Record] = deque(maxlen=MOST_RECORDS)
-        self.watches: weakref.WeakKeyDictionary[torch.nn.Module, BufferWatch] = weakref.WeakKeyDictionary()
+        self.buffers: weakref.WeakKeyDictionary[torch.nn.Module, BufferCopies] = weakref.WeakKeyDictionary()
         self.depth: list[Record | None] = []
         self.block: tuple[int, ...] = ()
         self.scaler: LossScaler | None = None
@@ -82,9 +57,9 @@ class Autopsy:
         if self.left <= 0 or not outermost or not torch.is_grad_enabled() or hasattr(model, "_is_replica"):
             self.depth.append(None)
             return
-        if model not in self.watches:
-            self.watches[model] = BufferWatch(model)
-        self.depth.append(Record(model, args, kwargs, self.watches[model]))
+        if model not in self.buffers:
+            self.buffers[model] = BufferCopies(model)
+        self.depth.append(Record(model, args, kwargs, self.buffers[model]))
 
     def on_output(self, model: torch.nn.Module, output: object) -> None:
         """Have the gradients of the outermost forward's outputs noted when they come."""
@@ -118,16 +93,12 @@ class Autopsy:
         if self.left <= 0:
             return
         for one in optimizers:
-            steps = self._steps(one)
-            if steps.watched and steps.versions != weights.versions(one):
-                steps.look(one)
-        step = max([self._steps(one).seen for one in optimizers], default=0) + 1
+            self._steps(one).look_again(one)
         event = self.live.look_at(loss)
         if event is not None:
-            self._fault(optimizers)
-            self._tell(Finding(event, ""), scaler, "", step)
+            self._tell_live(event, scaler, optimizers)
         elif not scaler.dynamic and not is_finite(loss):
-            self._fault(optimizers)
+            step = self._begin_fault(optimizers)
             records = [r for r in self.records if not r.owners]
             self._explain(records, scaler, "The loss is not finite", step, backward=False)
 
@@ -136,19 +107,16 @@ class Autopsy:
         self.block = ()
         if self.left <= 0:
             return
-        step = max([self._steps(one).seen for one in optimizers], default=0) + 1
         event = self.live.look_at_gradients(self.records)
         if event is not None:
-            self._fault(optimizers)
-            self._tell(Finding(event, ""), scaler, "", step)
-        elif not scaler.dynamic:
-            grads = [p.grad for o in optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
-            if not all(map(is_finite, grads)):
-                self._fault(optimizers)
-                self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite", step)
-        for one in optimizers if self.options.ranges and self.left > 0 else ():
-            if self._steps(one).made == 0:  # now: the step writes the weights
-                self._steps(one).ranges = self._measured(self._of(one), step)
+            self._tell_live(event, scaler, optimizers)
+        elif not scaler.dynamic and not _finite_gradients(optimizers):
+            step = self._begin_fault(optimizers)
+            self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite", step)
+        if self.options.ranges and self.left > 0:
+            for one in optimizers:
+                if self._steps(one).made == 0:  # now: the step writes the weights
+                    self._steps(one).ranges = self._measured(self._of(one), self._next_step(optimizers))
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the probe in the traceback, and no probe in the run."""
@@ -169,42 +137,30 @@ class Autopsy:
             scaler = optimizer._amp_stash.session.scalers[0]
             self._explain(self._of(optimizer), scaler, "A step was skipped", steps.seen)
         elif self.left > 0:
-            self._made(optimizer, steps)
-        steps.made, steps.faulty = steps.made if skipped else steps.seen, False
-        self._forget(optimizer)
-
-    def _made(self, optimizer: Optimizer, steps: Steps) -> None:
-        """Look at what a step wrote (one host sync a device), and at its numbers the first time."""
-        written = None
-        if steps.watched:
-            steps.watched, sizes = weights.examine(optimizer)
-            steps.history.add(sizes, optimizer)
+            messages = steps.after(optimizer)
             self.lost = self.lost or not steps.watched
-            if not steps.watched and not steps.faulty:  # else the fault was told
-                written = weights.first_written(optimizer)
-                if written is not None and not written.numbers:  # a division by zero is infinite at any learning rate
-                    written.growth = steps.history.growth(optimizer)
-        steps.versions = weights.versions(optimizer)
-        if steps.made == 0:
-            told = written.numbers if written is not None else []
-            found = [one for one in numbers.unheld(optimizer) if one not in told]
-            if found:
-                self._emit(numbers.numbers_message(found))
-        for one in steps.ranges:
-            self._emit(one)
-        steps.ranges = []
-        if written is not None:
-            self._emit(weights.written_message(written, steps.seen))
-            self._count()
+            for one in messages:
+                self._emit(one)
+                if isinstance(one, Weights):
+                    self._count()
+        if not skipped:
+            steps.made = steps.seen
+        steps.faulty = False
+        self._forget(optimizer)
 
     def _steps(self, optimizer: Optimizer) -> Steps:
         if optimizer not in self.steps:
             self.steps[optimizer] = Steps(optimizer)
         return self.steps[optimizer]
 
-    def _fault(self, optimizers: Sequence[Optimizer]) -> None:
+    def _next_step(self, optimizers: Sequence[Optimizer]) -> int:
+        return max([self._steps(one).seen for one in optimizers], default=0) + 1
+
+    def _begin_fault(self, optimizers: Sequence[Optimizer]) -> int:
+        """Note that the next step of ``optimizers`` gets a loss or gradient that is not finite; return its number."""
         for one in optimizers:
             self._steps(one).faulty = True
+        return self._next_step(optimizers)
 
     # -- what is kept ------------------------------------------------------------------------------------------------
     def _of(self, optimizer: Optimizer) -> list[Record]:
@@ -225,19 +181,15 @@ class Autopsy:
         if self.left <= 0:
             return
         findings = []
-        for record in records:
-            model = record.model()
-            if model is None or not runs_alone(model):
-                continue
+        for record, model in _repeatable(records):
             try:
-                finding = replay(record, backward)
+                finding = replay(record, model, backward)
             except Exception as problem:  # the run that is observed must go on whatever happens here
                 self._not_run_again(problem)
                 self._count()
                 return
-            if finding is not None:
-                findings.append(finding)
-            if finding is not None and finding.event is not None:
+            findings.append(finding)
+            if finding.event is not None:
                 self._tell(finding, record.scaler or scaler, what, step, record)
                 return
         self.live.arm()
@@ -250,6 +202,10 @@ class Autopsy:
         new = key not in self.told
         self.told.add(key)
         return new
+
+    def _tell_live(self, event: Event, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
+        """Tell what the code between a model and ``scale_loss`` did."""
+        self._tell(Finding(event, ""), scaler, "", self._begin_fault(optimizers))
 
     def _tell(self, finding: Finding, scaler: LossScaler, what: str, step: int, record: Record | None = None) -> None:
         event = finding.event
@@ -268,26 +224,22 @@ class Autopsy:
         found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
-    def _measured(self, records: list[Record], step: int) -> list[Message]:
+    def _measured(self, records: list[Record], step: int) -> list[Said]:
         """The ranges of ``records``, the last of each model."""
-        messages = []
-        for record in {record.model: record for record in records}.values():
-            model = record.model()
-            if model is None or not runs_alone(model):
-                continue
+        messages: list[Said] = []
+        for record, model in _repeatable({record.model: record for record in records}.values()):
             try:
-                found = ranges.measure(record)
+                found = ranges.measure(record, model)
             except Exception as problem:  # as above
                 self._not_run_again(problem)
                 return []
-            if found is not None:
-                messages.append(ranges.ranges_message(found, type(model).__name__, step, _scale_of(record)))
+            messages.append(ranges.ranges_message(found, type(model).__name__, step, _scale_of(record)))
         return messages
 
     def _not_run_again(self, problem: Exception) -> None:
-        self._emit(Message(f"the batch could not be run again: {type(problem).__name__}: {problem}", Note()))
+        self._emit(Note(head=f"the batch could not be run again: {type(problem).__name__}: {problem}"))
 
-    def _emit(self, one: Message) -> None:
+    def _emit(self, one: Said) -> None:
         one.emit(self.options.json)
 
     def _count(self) -> None:
@@ -298,11 +250,24 @@ class Autopsy:
         self.records.clear()
         if not self.options.stop:
             hint = "that was the last explanation; amp.explain_overflows(limit=...) sets how many."
-            self._emit(Message(hint, Note()))
+            self._emit(Note(head=hint))
             return
         given = f"{self.options.limit} explanation{'s' if self.options.limit > 1 else ''}"
-        self._emit(Message(f"the script ends here, after {given}, as asked.", End()))
+        self._emit(End(head=f"the script ends here, after {given}, as asked."))
         raise SystemExit(1)
+
+
+def _finite_gradients(optimizers: Sequence[Optimizer]) -> bool:
+    grads = [p.grad for one in optimizers for group in one.param_groups for p in group["params"]]
+    return all(is_finite(grad) for grad in grads if grad is not None)
+
+
+def _repeatable(records: Iterable[Record]) -> Iterator[tuple[Record, torch.nn.Module]]:
+    """Those of ``records`` whose model lives and can be run again by one process, each with its model."""
+    for record in records:
+        model = record.model()
+        if model is not None and runs_alone(model):
+            yield record, model
 
 
 def _scale_of(record: Record) -> float:

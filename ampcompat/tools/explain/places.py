@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,12 +12,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ampcompat import _torch
+from ampcompat.tools.frames import script_line, shown_line
 from ampcompat.tools.running import RunningModules
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
-#: The engine is entered from here.
-_ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
 _KEY = "ampcompat place"
 
 R = TypeVar("R")
@@ -125,33 +120,3 @@ class Places(TorchFunctionMode):
         # The backward of a Function of the script's, or a hook.
         in_backward = shown_line(script_line(sys._getframe(1), self.bottom, of_backward=True))
         return place._replace(function=function, line=in_backward or place.line)
-
-
-def script_line(
-    frame: FrameType | None, bottom: FrameType | None = None, of_backward: bool = False
-) -> tuple[str, int] | None:
-    """File and line of the innermost frame of the script's, from ``frame`` to below ``bottom``.
-
-    With ``of_backward``, only of frames that the autograd engine has called.
-    """
-    while frame is not None and frame is not bottom:
-        file = frame.f_code.co_filename
-        if of_backward and file == _ENGINE:
-            return None
-        if not file.startswith((_TORCH, _OURS, "<")):
-            return file, frame.f_lineno
-        frame = frame.f_back
-    return None
-
-
-def shown_line(line: tuple[str, int] | None) -> str:
-    """``file:number: source``, or "" for None."""
-    return "" if line is None else source_line(*line)
-
-
-def source_line(file: str, number: int) -> str:
-    """``file:number: source``, the file relative to the working directory where it lies below."""
-    text = linecache.getline(file, number).strip()
-    relative = os.path.relpath(file)
-    shown = file if relative.startswith("..") else relative
-    return f"{shown}:{number}: {text}" if text else f"{shown}:{number}"

@@ -27,7 +27,6 @@ from ampcompat.tools.explain.tensors import (
     largest,
     readable,
     storage,
-    zeros,
 )
 
 _CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "clamp_min", "detach", "maximum", "copy_")
@@ -242,7 +241,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
             dtype=out.dtype,
             value=call.largest_in_float32(out, is_written),
             scalars=made.scalars,
-            denominators=sum(zeros(t) for t in call.inputs[-1:] if t is not out),
+            denominators=sum(int((t == 0).sum()) for t in call.inputs[-1:] if t is not out),
             made=sources,
             node="" if node is None else node.name(),
         )

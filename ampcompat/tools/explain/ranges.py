@@ -9,12 +9,38 @@ from torch.nn.modules import module as hooks
 
 from ampcompat.amp.trees import tensors_in
 from ampcompat.tools.columns import aligned
+from ampcompat.tools.data import named
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.record import Record
 from ampcompat.tools.explain.replay import run_again, run_backward
-from ampcompat.tools.explain.schema import LayerRange, LayerRanges
+from ampcompat.tools.explain.said import Said
 from ampcompat.tools.explain.tensors import readable
-from ampcompat.tools.explain.words import Message
+
+
+@dataclass(kw_only=True)
+class LayerRange:
+    """Describe the results of one module in one pass; the shares are of 1."""
+
+    module: str
+    type: str
+    direction: str = named("pass")
+    dtype: str
+    largest: float
+    smallest: float
+    zeros: float
+    infs: float
+    nans: float
+
+
+@dataclass(kw_only=True)
+class LayerRanges(Said):
+    """List the ranges of every layer of a model in one batch."""
+
+    kind = "ranges"
+    model: str
+    step: int
+    scale: float
+    rows: list[LayerRange]
 
 
 @dataclass
@@ -56,11 +82,6 @@ class Row:
             self.smallest = min(self.smallest, float(kept.amin()))
 
     @property
-    def least(self) -> float:
-        """The smallest magnitude that is not 0; 0 where all are."""
-        return self.smallest if self.smallest < float("inf") else 0.0
-
-    @property
     def data(self) -> LayerRange:
         """The row for JSON."""
         return LayerRange(
@@ -69,7 +90,7 @@ class Row:
             direction=self.direction,
             dtype=dtype_name(self.dtype),
             largest=self.largest,
-            smallest=self.least,
+            smallest=self.smallest if self.smallest < float("inf") else 0.0,
             zeros=self.zeros / self.count,
             infs=self.infs / self.count,
             nans=self.nans / self.count,
@@ -100,11 +121,8 @@ class Ranges:
                 )
 
 
-def measure(record: Record) -> Ranges | None:
-    """Run ``record`` again, backward included, and look at every module's results; None where the model is gone."""
-    model = record.model()
-    if model is None:
-        return None
+def measure(record: Record, model: torch.nn.Module) -> Ranges:
+    """Run ``record`` of ``model`` again, backward included, and look at every module's results."""
     ranges = Ranges(model)
     with run_again(record, model) as (args, kwargs, leaves):
         handle = hooks.register_module_forward_hook(ranges.after_forward)
@@ -117,16 +135,17 @@ def measure(record: Record) -> Ranges | None:
     return ranges
 
 
-def ranges_message(ranges: Ranges, model: str, step: int, scale: float) -> Message:
+def ranges_message(ranges: Ranges, model: str, step: int, scale: float) -> LayerRanges:
     """The table."""
     cells = [["module", "type", "pass", "dtype", "largest", "smallest", "zeros", "inf", "nan"]]
-    for row in ranges.rows.values():
-        dtype, sizes = dtype_name(row.dtype), [f"{row.largest:.3g}", f"{row.least:.3g}"]
-        shares = [_percent(count / row.count) for count in (row.zeros, row.infs, row.nans)]
-        cells.append([row.module or "(model)", row.kind, row.direction, dtype, *sizes, *shares])
+    rows = [row.data for row in ranges.rows.values()]
+    for row in rows:
+        sizes = [f"{row.largest:.3g}", f"{row.smallest:.3g}"]
+        shares = [_percent(share) for share in (row.zeros, row.infs, row.nans)]
+        cells.append([row.module or "(model)", row.type, row.direction, row.dtype, *sizes, *shares])
     head = f"ranges of {model} in the batch of step {step}, run again (loss scale {scale:g})."
-    data = LayerRanges(model, step, scale, [row.data for row in ranges.rows.values()])
-    return Message("\n".join([head, *(f"  {line}" for line in aligned(cells))]), data)
+    table = [f"  {line}" for line in aligned(cells)]
+    return LayerRanges(head="\n".join([head, *table]), model=model, step=step, scale=scale, rows=rows)
 
 
 def _percent(share: float) -> str:

@@ -14,10 +14,11 @@ import torch
 from ampcompat.amp.amp_model import Args, Kwargs
 from ampcompat.amp.observers import observers
 from ampcompat.amp.trees import map_tree, tensors_in
-from ampcompat.tools.explain.places import Places, shown_line
+from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Event, Probe
 from ampcompat.tools.explain.record import Record, as_it_was
 from ampcompat.tools.explain.tensors import is_finite
+from ampcompat.tools.frames import shown_line
 
 
 @dataclass
@@ -39,21 +40,16 @@ class Finding:
     called_at: str = ""
 
 
-def replay(record: Record, backward: bool) -> Finding | None:
+def replay(record: Record, model: torch.nn.Module, backward: bool) -> Finding:
     """Run ``record`` again and find the origin of what is not finite in its outputs or gradients.
 
     Nothing of the run changes: generators and buffers are put back, gradients are not accumulated.
 
     Args:
         record: A forward.
+        model: Its model.
         backward: Run the backward too, from the gradients that the outputs got.
-
-    Returns:
-        What was found; None where the model is gone.
     """
-    model = record.model()
-    if model is None:
-        return None
     names = {id(module): name for name, module in model.named_modules()}
     finding = Finding(None, type(model).__name__, caveat=_caveat(record), called_at=shown_line(record.called_at))
     places = Places(names, sys._getframe())

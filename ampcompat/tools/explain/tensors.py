@@ -27,11 +27,6 @@ def largest(tensor: torch.Tensor) -> float:
     return float(tensor.detach().abs().amax())
 
 
-def zeros(tensor: torch.Tensor) -> int:
-    """How many elements of ``tensor`` are zero. Reads the device."""
-    return int((tensor == 0).sum())
-
-
 def storage(tensor: torch.Tensor) -> int:
     """Return a key that identifies memory while it is in use."""
     return tensor.untyped_storage().data_ptr()

@@ -11,50 +11,66 @@ from ampcompat import _torch
 from ampcompat._types import Optimizer, ParamGroup
 from ampcompat.amp.masters import Master, master_of
 from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.tools.data import UNSAID
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.cure import BFLOAT16
-from ampcompat.tools.explain.growth import Sizes, name_of
-from ampcompat.tools.explain.numbers import MASTERS, Unheld, optimizer_name, unheld
-from ampcompat.tools.explain.schema import Grown, Weights
+from ampcompat.tools.explain.growth import Grown, Sizes, name_of
+from ampcompat.tools.explain.numbers import MASTERS, Number, optimizer_name, unheld
+from ampcompat.tools.explain.said import Said, cure_lines
 from ampcompat.tools.explain.tensors import LARGEST, is_finite, largest, readable
-from ampcompat.tools.explain.words import Message, cure_fields
 
 
-@dataclass
-class Written:
-    """Describe what a step left behind.
+@dataclass(kw_only=True)
+class Weights(Said):
+    """Describe a weight, or state, that a step left not finite.
 
     Attributes:
         optimizer: Class name.
         group: Index of the param group.
         parameter: Qualified name, or "" where no live model has it.
-        entry: Name of the state that is not finite; "" for the weight itself.
+        state: Name of the state that is not finite; "" for the weight itself.
         dtype: Of that tensor.
-        bad: How many of its elements are not finite, and of how many.
+        not_finite: How many of its elements are not finite.
+        elements: How many there are.
         why: Causes that were found, the likeliest first.
-        cures: The likeliest first.
-        numbers: Those among the causes that the parameters' dtype does not hold.
         growth: The weight that the last steps made many times larger, if any.
+        cures: The likeliest first.
+        step: The number of the step.
+        numbers: Those among the causes that the parameters' dtype does not hold.
     """
 
+    kind = "weights"
     optimizer: str
     group: int
     parameter: str
-    entry: str
-    dtype: torch.dtype
-    bad: tuple[int, int]
+    state: str
+    dtype: str
+    not_finite: int
+    elements: int
     why: list[str] = field(default_factory=list)
-    cures: list[str] = field(default_factory=list)
-    numbers: list[Unheld] = field(default_factory=list)
     growth: Grown | None = None
+    cures: list[str] = field(default_factory=list)
+    step: int = 0
+    numbers: list[Number] = field(default_factory=list, metadata=UNSAID)
 
-    @property
-    def what(self) -> str:
-        """The tensor, and how much of it is lost."""
-        entry = f"{self.entry} of " if self.entry else ""
-        name = self.parameter or f"a parameter of group {self.group}"
-        dtype = dtype_name(self.dtype)
-        return f"{entry}{name} ({dtype}): {self.bad[0]} of {self.bad[1]} elements are not finite"
+    def told_of(self, step: int, growth: Grown | None) -> Weights:
+        """The message: of the step numbered ``step``, with what grew in the last ones."""
+        self.step, self.growth = step, growth
+        if growth is not None:
+            others = [cure for cure in self.cures if not cure.startswith("a lower learning rate")]
+            self.cures = [growth.cure, *others]
+        self.head = f"Step {step} of {self.optimizer} left {'state' if self.state else 'a weight'} that is not finite."
+        of_what = self.parameter or f"a parameter of group {self.group}"
+        tensor = f"{self.state} of {of_what}" if self.state else of_what
+        self.lines = [
+            ("what", f"{tensor} ({self.dtype}): {self.not_finite} of {self.elements} elements are not finite"),
+            ("where", f"group {self.group} of {self.optimizer}"),
+            *(("and" if index else "why", why) for index, why in enumerate(self.why)),
+        ]
+        if growth is not None:
+            self.lines.append(("growth", growth.text))
+        self.lines += cure_lines(self.cures)
+        return self
 
 
 def examine(optimizer: Optimizer) -> tuple[bool, list[Sizes]]:
@@ -97,7 +113,7 @@ def versions(optimizer: Optimizer) -> list[int]:
     return [param._version + (0 if master is None else master.half._version) for param, master in masters]
 
 
-def first_written(optimizer: Optimizer) -> Written | None:
+def first_written(optimizer: Optimizer) -> Weights | None:
     """The first weight, or state where all weights are finite, that is not, and why."""
     for group, param in _params(optimizer):
         if not is_finite(param):
@@ -112,15 +128,28 @@ def first_written(optimizer: Optimizer) -> Written | None:
     return None
 
 
-def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> Written:
+def _lost(optimizer: Optimizer, group: int, param: torch.Tensor, tensor: torch.Tensor, state: str = "") -> Weights:
+    """Describe ``tensor``, which is ``param`` or its ``state``."""
+    return Weights(
+        optimizer=optimizer_name(optimizer),
+        group=group,
+        parameter=name_of(param),
+        state=state,
+        dtype=dtype_name(tensor.dtype),
+        not_finite=int((~torch.isfinite(tensor.detach())).sum()),
+        elements=tensor.numel(),
+    )
+
+
+def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> Weights:
     """Why a step of ``optimizer`` may have written ``param`` as it is."""
     lost = ~torch.isfinite(param.detach())
-    found = Written(optimizer_name(optimizer), group, name_of(param), "", param.dtype, (int(lost.sum()), param.numel()))
+    found = _lost(optimizer, group, param, param)
     for name, tensor in _state(optimizer, param):
         if not is_finite(tensor):
             found.why.append(f"its {name} is not finite")
     for number in unheld(optimizer):
-        if number.group == group and number.dtype == param.dtype and number.name == "eps":
+        if number.group == group and number.dtype == found.dtype and number.name == "eps":
             found.numbers.append(number)
             found.why.append(f"{number.text}{_zeros(optimizer, param, lost)}")
             found.cures += number.cures
@@ -147,19 +176,19 @@ def _update(param: torch.Tensor, options: ParamGroup) -> str:
     return f"the update left the range of {dtype} ({_rate(options)}{size})"
 
 
-def _half_of_master(optimizer: Optimizer, group: int, master: Master) -> Written:
+def _half_of_master(optimizer: Optimizer, group: int, master: Master) -> Weights:
     """Why the half weight is not finite although its master is."""
-    half, dtype = master.half, dtype_name(master.half.dtype)
-    lost = int((~torch.isfinite(half.detach())).sum())
-    why = f"its float32 master reached {largest(master.value):.6g}, and {dtype} ends at {torch.finfo(half.dtype).max:g}"
-    name, cures = name_of(half), [BFLOAT16, "a lower learning rate, or weight decay"]
-    return Written(optimizer_name(optimizer), group, name, "", half.dtype, (lost, half.numel()), [why], cures)
+    half = master.half
+    found = _lost(optimizer, group, half, half)
+    ends = f"{found.dtype} ends at {torch.finfo(half.dtype).max:g}"
+    found.why = [f"its float32 master reached {largest(master.value):.6g}, and {ends}"]
+    found.cures = [BFLOAT16, "a lower learning rate, or weight decay"]
+    return found
 
 
-def _state_written(optimizer: Optimizer, group: int, param: torch.Tensor, name: str, tensor: torch.Tensor) -> Written:
-    lost = int((~torch.isfinite(tensor)).sum())
-    dtype = dtype_name(tensor.dtype)
-    found = Written(optimizer_name(optimizer), group, name_of(param), name, tensor.dtype, (lost, tensor.numel()))
+def _state_written(optimizer: Optimizer, group: int, param: torch.Tensor, name: str, tensor: torch.Tensor) -> Weights:
+    found = _lost(optimizer, group, param, tensor, name)
+    dtype = found.dtype
     grad = param.grad
     if tensor.dtype in HALF_DTYPES and grad is not None and not grad.is_sparse:
         size = largest(grad)
@@ -170,37 +199,6 @@ def _state_written(optimizer: Optimizer, group: int, param: torch.Tensor, name: 
         found.why.append(f"it left the range of {dtype}")
         found.cures = [*([MASTERS] if tensor.dtype in HALF_DTYPES else []), "clipped gradients"]
     return found
-
-
-def written_message(found: Written, step: int) -> Message:
-    """Describe what the step numbered ``step`` did."""
-    left = "state" if found.entry else "a weight"
-    head = f"Step {step} of {found.optimizer} left {left} that is not finite."
-    fields = [
-        ("what", found.what),
-        ("where", f"group {found.group} of {found.optimizer}"),
-        *(("why" if not index else "and", why) for index, why in enumerate(found.why)),
-    ]
-    cures = found.cures
-    if found.growth is not None:
-        fields.append(("growth", found.growth.text))
-        others = [cure for cure in cures if not cure.startswith("a lower learning rate")]
-        cures = [found.growth.cure, *others]
-    fields += cure_fields(cures)
-    data = Weights(
-        optimizer=found.optimizer,
-        group=found.group,
-        parameter=found.parameter,
-        state=found.entry,
-        dtype=dtype_name(found.dtype),
-        not_finite=found.bad[0],
-        elements=found.bad[1],
-        why=found.why,
-        growth=found.growth,
-        cures=cures,
-        step=step,
-    )
-    return Message(head, data, fields)
 
 
 def _whole(tensor: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ampcompat.tools.parity.record import Run
+from ampcompat.tools.recording.events import Step
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,11 @@ class Result:
     judged: bool = True
     reference: Run | None = None
 
+    def steps(self) -> list[tuple[Step, float | None]]:
+        """Each step with its deviation, None beyond what could be compared."""
+        values = self.deviation.by_step if self.deviation else []
+        return [(step, values[at] if at < len(values) else None) for at, step in enumerate(self.run.steps)]
+
 
 def smoothed(run: Run, window: int) -> list[float | None]:
     """The loss of each step as the mean over the last ``window`` steps of its optimizer (fewer at the start)."""
@@ -114,11 +120,6 @@ def smoothed(run: Run, window: int) -> list[float | None]:
         del losses[:-window]
         means.append(sum(losses) / len(losses))
     return means
-
-
-def skipped_steps(run: Run) -> tuple[int, ...]:
-    """The numbers of the steps that an overflow cost."""
-    return tuple(step.step for step in run.steps if step.skipped)
 
 
 def judge(
@@ -144,27 +145,19 @@ def judge(
     base = smoothed(reference, window)
     others = {steps: run for steps, run in (skipping or {}).items() if run.ending == reference.ending}
     ran = reference.ending in ("complete", "ended") and any(loss is not None for loss in base)
-    broken = first_not_finite(reference)
+    broken = reference.first_not_finite
     verdict = "reference" if ran else reference.message
     if ran and broken is not None:
         verdict = f"{broken} in float32 itself: precision is not the cause"
     results = [Result(reference, None, ran and broken is None, verdict)]
     for run in runs[1:]:
-        other = others.get(skipped_steps(run), reference)
+        other = others.get(run.skipped_steps, reference)
         deviation = compare(smoothed(run, window), base if other is reference else smoothed(other, window), tolerance)
         passed, verdict = _verdict(run, deviation, other)
         if passed and not ran:
             passed, verdict = False, "nothing to compare with"
         results.append(Result(run, deviation, passed, verdict, run.level.opt_level not in shown, other))
     return results
-
-
-def first_not_finite(run: Run) -> str | None:
-    """Say where the loss first is not finite."""
-    for step in run.steps:
-        if step.loss is not None and not math.isfinite(step.loss):
-            return f"loss {step.loss:g} at step {step.step}"
-    return None
 
 
 def _verdict(run: Run, deviation: Deviation, reference: Run) -> tuple[bool, str]:

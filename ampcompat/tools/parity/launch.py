@@ -11,7 +11,8 @@ from ampcompat.tools.parity.ending import describe
 from ampcompat.tools.parity.levels import Level
 from ampcompat.tools.parity.record import Run
 from ampcompat.tools.recording import process
-from ampcompat.tools.recording.events import End, Step, read_step
+from ampcompat.tools.recording.events import End, Step
+from ampcompat.tools.recording.journal import Settings
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,8 @@ def run_level(
 
     def on_line(kind: str, content: Any) -> None:
         if kind == "step":
-            run.steps.append(read_step(content))
+            del content["place"]
+            run.steps.append(Step(**content))
             on_step(run.steps[-1])
         else:
             notes[kind] = content
@@ -64,7 +66,8 @@ def run_level(
         notes["stalled"] = {}
         return True
 
-    command = process.command(journal, options.steps, options.seed, options.target, skips=skips)
+    settings = Settings(str(journal), options.steps, options.seed, skips)
+    command = process.command(settings, options.target)
     code: int | None = None
     try:
         code = process.follow(command, _environment(level, options), journal, log, on_line, must_end)

@@ -8,10 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ampcompat.tools.parity.compare import Result, skipped_steps
-from ampcompat.tools.parity.table import peak_memory, seconds_per_step, skipped
-from ampcompat.tools.recording.events import Step
-from ampcompat.tools.recording.journal import plain
+from ampcompat.tools.data import plain
+from ampcompat.tools.parity.compare import Result
 
 COLUMNS = ("level", "step", "optimizer", "loss", "deviation", "scale", "grad_norm", "skipped", "seconds", "memory")
 
@@ -34,7 +32,7 @@ def save_csv(path: Path, results: Sequence[Result]) -> None:
         rows = csv.writer(file)
         rows.writerow(COLUMNS)
         for result in results:
-            for step, deviation in _steps(result):
+            for step, deviation in result.steps():
                 known = {**asdict(step), "level": result.run.level.name, "deviation": deviation}
                 rows.writerow([known[column] for column in COLUMNS])
 
@@ -53,16 +51,10 @@ def _summary(result: Result) -> dict[str, object]:
         "max_deviation": deviation.largest if deviation else None,
         "mean_deviation": deviation.mean if deviation else None,
         "first_beyond": deviation.first_beyond if deviation else None,
-        "skipped": skipped(run),
-        "skipped_steps": skipped_steps(run),
+        "skipped": len(run.skipped_steps),
+        "skipped_steps": run.skipped_steps,
         "reference_losses": [step.loss for step in result.reference.steps] if result.reference else None,
-        "seconds_per_step": seconds_per_step(run),
-        "peak_memory": peak_memory(run),
-        "steps": [{**asdict(step), "deviation": value} for step, value in _steps(result)],
+        "seconds_per_step": run.seconds_per_step,
+        "peak_memory": run.peak_memory,
+        "steps": [{**asdict(step), "deviation": value} for step, value in result.steps()],
     }
-
-
-def _steps(result: Result) -> list[tuple[Step, float | None]]:
-    """Each step with its deviation, None beyond what could be compared."""
-    values = result.deviation.by_step if result.deviation else []
-    return [(step, values[i] if i < len(values) else None) for i, step in enumerate(result.run.steps)]

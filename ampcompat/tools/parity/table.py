@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from statistics import median
 
-from ampcompat.tools.parity.compare import Result, Tolerance, skipped_steps
-from ampcompat.tools.parity.record import Run
+from ampcompat.tools.columns import aligned
+from ampcompat.tools.parity.compare import Result, Tolerance
 
 HEADER = ("level", "steps", "max dev", "mean dev", "first beyond", "skipped", "s/step", "peak MiB", "verdict")
 
@@ -22,13 +21,13 @@ def table(
 
     ``paint(text, colour)`` gives verdicts their colour.
     """
-    rows = [HEADER, *(_row(result) for result in results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
-    lines = [_line(rows[0], widths), "  ".join("-" * width for width in widths)]
-    for row, result in zip(rows[1:], results, strict=True):
+    head, rule, *rows = aligned([HEADER, *map(_row, results)], ruled=True, right=range(1, len(HEADER) - 1))
+    lines = [head, rule]
+    for line, result in zip(rows, results, strict=True):
         colour = "red" if not result.passed else "" if result.deviation is None else "green"
-        last = paint(row[-1], colour) if colour and result.judged else row[-1]
-        lines.append(_line((*row[:-1], last), widths))
+        if colour and result.judged:
+            line = line.removesuffix(_verdict(result)) + paint(_verdict(result), colour)
+        lines.append(line)
     allowed = f"{tolerance.rtol:g} x |O0's|" + (f" + {tolerance.atol:g}" if tolerance.atol else "")
     lines += ["", f"dev: |loss - O0's| / |O0's|; beyond: |loss - O0's| > {allowed}; s/step: median"]
     return "\n".join([*lines, *(note for result in results[1:] if (note := skip_note(result)))])
@@ -36,53 +35,38 @@ def table(
 
 def skip_note(result: Result) -> str:
     """Which steps a level skipped, and what it was compared with; "" where it skipped none."""
-    numbers = skipped_steps(result.run)
+    numbers = result.run.skipped_steps
     if not numbers:
         return ""
     more = f" and {len(numbers) - WRITTEN_OUT} more" if len(numbers) > WRITTEN_OUT else ""
     which = f"{'steps' if len(numbers) > 1 else 'step'} {', '.join(map(str, numbers[:WRITTEN_OUT]))}{more}"
-    same = result.reference is not None and skipped_steps(result.reference) == numbers
+    same = result.reference is not None and result.reference.skipped_steps == numbers
     compared = "O0 skipping the same" if same else "O0 skipping none"
     return f"{result.run.level.name} skipped {which} for an overflow; compared with {compared}"
 
 
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = [row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:-1], widths[1:-1], strict=True)), row[-1]]
-    return "  ".join(cells).rstrip()
-
-
 def _row(result: Result) -> tuple[str, ...]:
     run, deviation = result.run, result.deviation
-    memory = peak_memory(run)
+    memory = run.peak_memory
     return (
         run.level.name,
         str(len(run.steps)),
         number(deviation.largest if deviation else None, ".2e"),
         number(deviation.mean if deviation else None, ".2e"),
         str((deviation.first_beyond if deviation else None) or "-"),
-        str(skipped(run)),
-        number(seconds_per_step(run), ".3g"),
+        str(len(run.skipped_steps)),
+        number(run.seconds_per_step, ".3g"),
         number(None if memory is None else memory / 2**20, ".0f"),
-        ("" if result.passed else "FAIL: ") + result.verdict if result.judged else f"not judged: {result.verdict}",
+        _verdict(result),
     )
+
+
+def _verdict(result: Result) -> str:
+    if not result.judged:
+        return f"not judged: {result.verdict}"
+    return result.verdict if result.passed else f"FAIL: {result.verdict}"
 
 
 def number(value: float | None, form: str) -> str:
     """``value`` in ``form``, ``-`` for None."""
     return "-" if value is None else format(value, form)
-
-
-def skipped(run: Run) -> int:
-    """Steps that an overflow cost."""
-    return sum(step.skipped for step in run.steps)
-
-
-def seconds_per_step(run: Run) -> float | None:
-    """Median over the steps, the first left out: it pays for what happens once."""
-    known = [step.seconds for step in run.steps if step.seconds is not None]
-    return median(known) if known else None
-
-
-def peak_memory(run: Run) -> int | None:
-    """The largest memory of the run in bytes."""
-    return max((step.memory for step in run.steps if step.memory is not None), default=None)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from ampcompat.tools.recording.events import End, Step
-from ampcompat.tools.recording.journal import APEX, Journal, Missing, read_arguments, seed_all
+from ampcompat.tools.recording.journal import APEX, Journal, Missing, read_words, seed_all
 
 if TYPE_CHECKING:
     from ampcompat.tools.recording.recorder import Recorder
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the script; what it raises is let through when it has been noted."""
-    args, target = read_arguments(sys.argv[1:] if argv is None else argv)
+    settings, target = read_words(sys.argv[1:] if argv is None else argv)
 
     from ampcompat.alias import install_as_apex
     from ampcompat.amp.observers import observers
@@ -25,22 +25,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     from ampcompat.tools.recording.skips import Skips
 
     children = _watch_for_children()
-    seed_all(args.seed)
-    if args.no_apex:
+    seed_all(settings.seed)
+    if settings.no_apex:
         sys.meta_path.insert(0, Missing(APEX))
     else:
         install_as_apex(force=True)  # an installed apex would record nothing
         _script.hand_alias_to_children()
-    journal = Journal(args.journal, args.steps)
+    journal = Journal(settings.journal, settings.steps)
 
     def on_step(step: Step) -> None:
         journal.step(**asdict(step))
 
-    recorder = Recorder(on_step, journal.loss if args.details else None)
+    recorder = Recorder(on_step, journal.loss if settings.details else None)
     observers().append(recorder)
-    if args.skips:
-        observers().append(Skips(recorder, args.skips))
-    if args.details:
+    if settings.skips:
+        observers().append(Skips(recorder, settings.skips))
+    if settings.details:
         journal.watch_modules()
     journal.write("ready")
     with journal.ending(lambda: {**_seen(recorder), "children": children()}):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields
-from typing import Any, TypedDict
+from dataclasses import dataclass
+from typing import TypedDict
 
 
 @dataclass(frozen=True)
@@ -50,22 +49,3 @@ class End(TypedDict, total=False):
     enabled: bool
     blocks: int
     children: bool
-
-
-def read_line(line: str) -> tuple[str, Any]:
-    """Kind and content of a line that :func:`ampcompat.tools.recording.journal.to_line` made."""
-    content = json.loads(line)
-    return content.pop("kind"), content
-
-
-def read_step(content: dict[str, Any]) -> Step:
-    """The step that the content of a line tells of."""
-    values = {one.name: content[one.name] for one in fields(Step)}
-    values["losses"] = [float(loss) for loss in values["losses"]]
-    for name in ("loss", "scale", "grad_norm", "seconds"):
-        values[name] = _number(values[name])
-    return Step(**values)
-
-
-def _number(value: str | float | None) -> float | None:
-    return None if value is None else float(value)

@@ -6,17 +6,15 @@ by its path, in a process that cannot import ampcompat.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.abc
 import json
-import math
 import os
 import random
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +22,35 @@ if TYPE_CHECKING:
 
 #: What a script that was moved off apex must do without.
 APEX = ("apex", "amp_C", "apex_C", "fused_adam_cuda", "fused_layer_norm_cuda")
+
+
+class Settings(NamedTuple):
+    """Tell the recorded process what to do; a line of JSON on its command line.
+
+    Attributes:
+        journal: The file to write.
+        steps: Optimizer steps after which the script is ended.
+        seed: Of Python, numpy and torch.
+        skips: Numbers of the steps that are skipped, as after an overflow.
+        details: Whether to record each loss and the dtypes that modules return, too.
+        no_apex: Whether ``import apex`` fails instead of finding ampcompat.
+    """
+
+    journal: str
+    steps: int
+    seed: int
+    skips: Sequence[int] = ()
+    details: bool = False
+    no_apex: bool = False
+
+    def to_words(self, target: Sequence[str]) -> list[str]:
+        """The arguments of the process that records ``target``."""
+        return [json.dumps(self._asdict()), *target]
+
+
+def read_words(words: Sequence[str]) -> tuple[Settings, list[str]]:
+    """The settings, and the script with its arguments, of the process that got ``words``."""
+    return Settings(**json.loads(words[0])), list(words[1:])
 
 
 class EnoughSteps(SystemExit):
@@ -68,7 +95,7 @@ class Journal:
 
     def write(self, kind: str, **content: object) -> None:
         """Write one line."""
-        self.file.write(to_line(kind, content))
+        self.file.write(json.dumps({"kind": kind, **content}) + "\n")
         self.file.flush()
 
     def loss(self, value: float, scale: float, dtype: torch.dtype) -> None:
@@ -145,20 +172,6 @@ class Journal:
                 self.write("end", error=error_line(error), **seen())
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What the process was asked to record (see :func:`.process.command`), and the script with its arguments."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--journal", required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--skips", type=lambda text: [int(word) for word in text.split(",")], default=[])
-    parser.add_argument("--details", action="store_true")
-    parser.add_argument("--no-apex", action="store_true")
-    words = list(argv)
-    at = words.index("--")  # argparse would take a target's "-m" for an option of its own
-    return parser.parse_args(words[:at]), words[at + 1 :]
-
-
 def error_line(error: BaseException | None) -> str | None:
     """``error`` in one line, or an exit status that is not zero; None for a good end."""
     if error is None:
@@ -166,20 +179,6 @@ def error_line(error: BaseException | None) -> str | None:
     if isinstance(error, SystemExit):
         return None if error.code in (None, 0) else f"it exited with {error.code!r}"
     return f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
-
-
-def to_line(kind: str, content: Mapping[str, object]) -> str:
-    """One line of a journal."""
-    return json.dumps(plain({"kind": kind, **content})) + "\n"
-
-
-def plain(value: object) -> object:
-    """``value`` with non-finite floats as the strings ``"nan"``, ``"inf"`` and ``"-inf"``, which JSON lacks."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def seed_all(seed: int) -> None:

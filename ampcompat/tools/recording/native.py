@@ -26,10 +26,10 @@ def main(argv: Sequence[str]) -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != here]
     ours = runpy.run_path(os.path.join(here, "journal.py"))
-    args, target = ours["read_arguments"](argv)
+    settings, target = ours["read_words"](argv)
     sys.meta_path.insert(0, ours["Missing"]((*ours["APEX"], "ampcompat")))
-    journal: Journal = ours["Journal"](args.journal, args.steps)
-    ours["seed_all"](args.seed)
+    journal: Journal = ours["Journal"](settings.journal, settings.steps)
+    ours["seed_all"](settings.seed)
     _watch_scaler(journal)
     journal.watch_modules()
     with journal.ending():

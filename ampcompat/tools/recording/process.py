@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,45 +13,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from ampcompat.tools.recording.events import read_line
+from ampcompat.tools.recording.journal import Settings
 
 POLL_SECONDS = 0.05
 #: What a script may take to leave after its last step, and after being told to.
 GRACE_SECONDS = 10.0
 
 
-def command(
-    journal: Path,
-    steps: int,
-    seed: int,
-    target: Sequence[str],
-    *,
-    skips: Sequence[int] = (),
-    details: bool = False,
-    no_apex: bool = False,
-    native: bool = False,
-) -> list[str]:
+def command(settings: Settings, target: Sequence[str], native: bool = False) -> list[str]:
     """The command line that runs ``target`` and records it.
 
     Args:
-        journal: The file to write.
-        steps: Optimizer steps after which the script is ended.
-        seed: Of Python, numpy and torch.
+        settings: What to record.
         target: ``[script, args…]`` or ``["-m", module, args…]``.
-        skips: Numbers of the steps that are skipped, as after an overflow.
-        details: Record each loss and the dtypes that modules return, too.
-        no_apex: Have ``import apex`` fail instead of standing in for it.
-        native: Have ``import ampcompat`` fail too: the script is to need torch alone.
+        native: Have ``import ampcompat`` fail, as ``import apex`` does: the script is to need torch alone.
     """
     if native:
         program = [str(Path(__file__).with_name("native.py"))]
     else:
         program = ["-m", "ampcompat.tools.recording.child"]
-    options = ["--journal", str(journal), "--steps", str(steps), "--seed", str(seed)]
-    options += ["--skips", ",".join(map(str, skips))] if skips else []
-    options += ["--details"] if details else []
-    options += ["--no-apex"] if no_apex else []
-    return [sys.executable, *program, *options, "--", *target]
+    return [sys.executable, *program, *settings.to_words(target)]
 
 
 def environment(seed: int, without: Callable[[str], bool]) -> dict[str, str]:
@@ -102,7 +84,8 @@ def _read(
         rest += lines.read()
         *whole, rest = rest.split("\n")
         for line in whole:
-            on_line(*read_line(line))
+            content = json.loads(line)
+            on_line(content.pop("kind"), content)
             last = time.monotonic()
         if code is not None:
             return code

@@ -9,6 +9,7 @@ import torch
 from ampcompat._types import Optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.tools.report import schema
+from ampcompat.tools.report.record import Record
 
 #: Steps kept; beyond, every second one is dropped (skipped ones stay).
 MOST_POINTS = 2000
@@ -45,7 +46,13 @@ class History:
         if len(self.points) > MOST_POINTS:
             self.points = [p for i, p in enumerate(self.points) if i % 2 or p.skipped]
 
-    def read(self) -> list[schema.Point]:
+    def note(self, record: Record) -> None:
+        """Note in ``record`` what happened so far. Reads the device."""
+        record.history = self._read()
+        record.steps, record.blocks = self.steps, self.blocks
+        record.skipped = sum(point.skipped for point in record.history)
+
+    def _read(self) -> list[schema.Point]:
         """The points as plain numbers. Reads the device."""
         found: list[schema.Point] = []
         for point in self.points:
@@ -66,8 +73,3 @@ def _copy_of(scaler: LossScaler) -> float | torch.Tensor:
     if scale is None:
         return float(scaler._init_scale)
     return float(scale) if scale.device.type == "cpu" else scale.detach().clone()
-
-
-def peak_bytes() -> int | None:
-    """The most memory that was allocated on the accelerator; None on the CPU, where torch does not count it."""
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None

@@ -20,12 +20,14 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.observers import observers
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.tools.data import as_data
-from ampcompat.tools.explain.frames import hide_tools
+from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.report import processes, text
-from ampcompat.tools.report.facts import collect, completed, half_share, merged
+from ampcompat.tools.report.facts import facts_of, process_row
 from ampcompat.tools.report.history import History
-from ampcompat.tools.report.models import Models
-from ampcompat.tools.report.schema import Crash, Facts, Own, Process, ProcessRow, Provenance
+from ampcompat.tools.report.models import look
+from ampcompat.tools.report.record import Record, merged
+from ampcompat.tools.report.schema import Crash, Facts, Process, Provenance
+from ampcompat.tools.report.sentences import ending, of_missing_ranks, of_processes
 from ampcompat.tools.report.trace import OpTrace
 
 NEEDS_JINJA = "a page needs jinja2 - pip install 'ampcompat[report]', or name a file that ends in .txt or .json"
@@ -41,18 +43,16 @@ class Receipt:
     """
 
     def __init__(self, steps: int, folder: str | None = None, argv: list[str] | None = None) -> None:
-        self._steps, self._traced = steps, 0
+        self._steps = steps
         self._trace, self._history = OpTrace(), History()
-        self._models = Models()
+        self._record = _new_record()
         self._first: int | None = None
         self._initialized = state.session is not None
         self._folder, self._argv = folder, list(sys.argv if argv is None else argv)
         self._started, self._clock = datetime.now(timezone.utc).astimezone(), time.monotonic()
-        self._process, self._child = os.getpid(), False
-        self._rank, self._world = rank(), int(os.environ.get("WORLD_SIZE", "1"))
+        self._child = False
         self._error: Crash | None = None
         self._exit: int | str | None = None
-        self._ended = False
 
     def start(self) -> None:
         """Observe from here on."""
@@ -87,8 +87,8 @@ class Receipt:
         if not self._initialized:
             self._initialized = True
             self._trace.forget()
-        if self._child and not self._trace.running and not self._traced:
-            self._rank = rank()
+        if self._child and not self._trace.running and not self._record.traced_steps:
+            self._record.process.rank = rank()
             self._trace.start()
             self._leave()
             processes.at_exit(self._leave_at_exit)
@@ -101,8 +101,8 @@ class Receipt:
     def on_forward(self, model: torch.nn.Module, args: object, kwargs: object) -> None:
         """Look at the models before the first op runs in them."""
         self._heed_fork()
-        if not self._models.parameters:
-            self._models.look()
+        if not self._record.parameters:
+            look(self._record)
 
     def on_failure(self, error: Exception) -> None:
         """Leave no frame of the trace in the traceback."""
@@ -115,22 +115,21 @@ class Receipt:
         if self._first is None:
             self._first = id(optimizer)
         if self._trace.running:
-            self._models.look()
-            self._rank = rank()
+            look(self._record)
+            self._record.process.rank = rank()
             if torch.distributed.is_available() and torch.distributed.is_initialized():
-                self._world = torch.distributed.get_world_size()
-            self._traced += id(optimizer) == self._first
-            if self._traced >= self._steps and self._trace.stop() and self._child:
+                self._record.process.world = torch.distributed.get_world_size()
+            self._record.traced_steps += id(optimizer) == self._first
+            if self._record.traced_steps >= self._steps and self._trace.stop() and self._child:
                 self._leave()
 
     # -- other processes ---------------------------------------------------------------------------------------------
     def _heed_fork(self) -> None:
         """Begin anew in a forked process: what it inherited is its parent's."""
-        if os.getpid() == self._process:
+        if os.getpid() == self._record.process.pid:
             return
-        self._process, self._child, self._rank = os.getpid(), True, rank()
-        self._traced, self._first = 0, None
-        self._history = History()
+        self._record, self._history = _new_record(), History()
+        self._child, self._first = True, None
         self._trace.forget()
         if not self._trace.running:
             self._trace.start()
@@ -143,9 +142,9 @@ class Receipt:
             processes.leave(self._folder, self._own())
 
     def _leave_at_exit(self) -> None:
-        if self._ended or os.getpid() != self._process:
+        if self._record.process.ended or os.getpid() != self._record.process.pid:
             return
-        self._ended = True
+        self._record.process.ended = True
         # What a worker of multiprocessing ends with, or what the interpreter has printed. torch.multiprocessing exits
         # while it handles the script's error.
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
@@ -156,18 +155,18 @@ class Receipt:
         self._leave()
 
     # -- what was seen -----------------------------------------------------------------------------------------------
-    def _own(self) -> Own:
-        """The facts of this process alone."""
-        self._models.look()
-        process = Process(
-            pid=self._process,
-            rank=self._rank,
-            world=self._world,
-            ended=self._ended or not self._child,
-            error=f"{self._error.type}: {self._error.message}" if self._error is not None and self._child else None,
-        )
-        whole_steps = self._traced >= self._steps
-        return collect(self._trace, self._history, self._models, self._traced, whole_steps, process)
+    def _own(self) -> Record:
+        """What is known of this process alone. Reads the device."""
+        own = self._record
+        look(own)
+        self._history.note(own)
+        own.tally = self._trace.tally
+        own.whole_steps = own.traced_steps >= self._steps
+        if not self._child:
+            own.process.ended = True
+        elif self._error is not None:
+            own.process.error = f"{self._error.type}: {self._error.message}"
+        return own
 
     def facts(self) -> dict[str, Any]:
         """Everything as plain data, as in the JSON file. Reads the device."""
@@ -177,20 +176,16 @@ class Receipt:
     def _read(self) -> Facts:
         """Everything. Reads the device."""
         own = self._own()
-        others = [one for one in processes.left(self._folder) if one.process.pid != self._process]
+        others = [one for one in processes.left(self._folder) if one.process.pid != own.process.pid]
         trained = [one for one in (own, *others) if one.setting.initialized] or [own]
-        facts = merged(trained)
-        rows = [_row(one) for one in trained] if others else []
-        remarks = processes.sentences(rows)
-        lead = facts.process
-        if lead.world > len(trained):
-            missing = f"{lead.world - len(trained)} of {lead.world} ranks are not in this receipt"
-            why = "they run elsewhere, or have left no counts."
-            if self._folder is None:
-                one = f"it counts one process, of rank {lead.rank}."
-                why = f"{one} `ampcompat run --receipt` adds up the ranks of a machine."
-            remarks.append(f"{missing}: {why}")
-        return completed(facts, self._provenance(facts.steps), rows, remarks)
+        rows = [process_row(one) for one in trained] if others else []
+        remarks = of_processes(rows)
+        record = merged(trained)
+        lead = record.process
+        missing = lead.world - len(trained)
+        if missing > 0:
+            remarks.append(of_missing_ranks(missing, lead.world, lead.rank, alone=self._folder is None))
+        return facts_of(record, self._provenance(record.steps), rows, remarks)
 
     def _provenance(self, steps: int) -> Provenance:
         return Provenance(
@@ -208,20 +203,8 @@ class Receipt:
             children_counted=self._folder is not None,
             error=self._error,
             exit=self._exit,
-            ending=self._ending(steps),
+            ending=ending(self._error, self._exit, steps),
         )
-
-    def _ending(self, steps: int) -> str:
-        """How the script ended, where it did not end well."""
-        if self._error is None:
-            return f"The script ended with {self._exit!r}." if self._exit not in (None, 0) else ""
-        kind = self._error.type
-        after = f"after {steps} optimizer steps"
-        if kind == "KeyboardInterrupt":
-            return f"The script was interrupted {after}."
-        lines = [line.strip() for line in self._error.message.splitlines() if line.strip()]
-        shown = lines[:1] if not lines or not lines[0].endswith(":") else [lines[0], lines[-1]]  # a worker's traceback
-        return f"The script crashed {after}: {kind}{': ' if shown else ''}{' '.join(shown)}"
 
     def __str__(self) -> str:
         return text.render(self._read())
@@ -246,7 +229,12 @@ class Receipt:
             content = _page(facts, target)
         else:
             content = text.render(facts) + "\n"
-        processes.write(target, content)
+        processes.write(target, content.encode())
+
+
+def _new_record() -> Record:
+    """The record of this process, in which nothing was seen so far."""
+    return Record(process=Process(pid=os.getpid(), rank=rank(), world=int(os.environ.get("WORLD_SIZE", "1"))))
 
 
 def _page(facts: Facts, target: Path) -> str:
@@ -255,14 +243,3 @@ def _page(facts: Facts, target: Path) -> str:
     except ImportError as problem:
         raise ImportError(f"{target} - {NEEDS_JINJA}", name=problem.name) from None
     return html.render(facts)
-
-
-def _row(facts: Own) -> ProcessRow:
-    """One process of several."""
-    return ProcessRow(
-        **vars(facts.process),
-        half_flops_share=half_share(facts),
-        traced_steps=facts.traced_steps,
-        steps=facts.steps,
-        skipped=facts.skipped,
-    )

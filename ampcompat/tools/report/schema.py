@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ampcompat.tools.data import named
@@ -15,10 +15,10 @@ Counts: TypeAlias = dict[str, int]
 class Setting:
     """Tell what the latest ``initialize`` was asked for; ``half`` is "" where nothing is half."""
 
-    initialized: bool
-    enabled: bool
-    opt_level: str | None
-    half: str
+    initialized: bool = False
+    enabled: bool = False
+    opt_level: str | None = None
+    half: str = ""
 
 
 @dataclass(kw_only=True)
@@ -50,21 +50,15 @@ class Parameters:
 
 
 @dataclass
-class Held:
-    """Count the bytes that the models hold."""
+class Memory:
+    """Count bytes: of what the models hold, of what the forwards made, and the most that the accelerator allocated."""
 
     weights: int = 0
     weights_in_float32: int = 0
     masters: int = 0
-
-
-@dataclass(kw_only=True)
-class Memory(Held):
-    """Add the bytes that the forwards made, and the most that the accelerator had allocated."""
-
-    forward_results: int
-    forward_results_in_float32: int
-    peak: int | None
+    forward_results: int = 0
+    forward_results_in_float32: int = 0
+    peak: int | None = None
 
 
 @dataclass
@@ -115,32 +109,32 @@ class Process:
     pid: int
     rank: int
     world: int
-    ended: bool
-    error: str | None
+    ended: bool = False
+    error: str | None = None
 
 
 @dataclass(kw_only=True)
-class Own:
-    """Hold the facts of one process, or of several added up; by direction of the pass where there are several."""
+class Seen:
+    """Hold what is said as it was seen, of one process or of several added up.
 
-    setting: Setting
-    traced_steps: int
-    ops: dict[str, Counts]
-    flops: dict[str, Counts]
-    casts: list[Cast]
-    modules: list[ModuleFlops]
-    parameters: list[Parameters]
-    devices: list[str]
-    memory: Memory
-    steps: int
-    blocks: int
-    skipped: int
-    history: list[Point]
-    would_repay: list[WideProduct]
-    odd_products: list[OddProduct]
-    slow: list[str]
-    whole_steps: bool
+    Attributes:
+        traced_steps: Optimizer steps whose ops were counted.
+        whole_steps: Whether these were all that was asked for, so that counts can be divided by them.
+        slow: Sentences on devices without fast half arithmetic.
+    """
+
     process: Process
+    setting: Setting = field(default_factory=Setting)
+    traced_steps: int = 0
+    whole_steps: bool = False
+    steps: int = 0
+    blocks: int = 0
+    skipped: int = 0
+    history: list[Point] = field(default_factory=list)
+    parameters: list[Parameters] = field(default_factory=list)
+    devices: list[str] = field(default_factory=list)
+    memory: Memory = field(default_factory=Memory)
+    slow: list[str] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -184,11 +178,17 @@ class Provenance:
 
 
 @dataclass(kw_only=True)
-class Facts(Own, Provenance):
-    """Hold the whole receipt."""
+class Facts(Seen, Provenance):
+    """Hold the whole receipt; ops and FLOPs by direction of the pass."""
 
+    ops: dict[str, Counts]
+    flops: dict[str, Counts]
+    casts: list[Cast]
+    modules: list[ModuleFlops]
+    would_repay: list[WideProduct]
+    odd_products: list[OddProduct]
     processes: list[ProcessRow]
     of_processes: list[str]
     half_flops_share: float | None
     why_float32: list[Reason]
-    sentences: list[str]
+    sentences: list[str] = field(default_factory=list)

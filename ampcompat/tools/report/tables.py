@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ampcompat.tools.dtypes import is_half
-from ampcompat.tools.report.schema import Cast, Counts, Facts, ModuleFlops, OddProduct, WideProduct
+from ampcompat.tools.report.facts import half_share
+from ampcompat.tools.report.schema import Facts, ModuleFlops
 
 
 @dataclass
@@ -50,33 +50,27 @@ def _traced(facts: Facts) -> str:
 
 def casts(facts: Facts) -> Table:
     """Casts, by dtypes."""
-    return Table("casts", ["from", "to", "casts", "bytes"], [_cast_row(one) for one in facts.casts])
-
-
-def _cast_row(cast: Cast) -> list[str]:
-    return [cast.source, cast.target, str(cast.count), bytes_text(cast.bytes)]
+    rows = [[one.source, one.target, str(one.count), bytes_text(one.bytes)] for one in facts.casts]
+    return Table("casts", ["from", "to", "casts", "bytes"], rows)
 
 
 def modules(facts: Facts, most: int) -> Table:
     """The modules of most FLOPs in the forward."""
     steps, each = unit(facts)
-    rows = [_module_row(one, steps) for one in facts.modules[:most]]
+    rows = []
+    for one in facts.modules[:most]:
+        rows.append([one.module, _share(one), flops_text(sum(one.flops.values()) / steps)])
     return Table("forward FLOPs by module", ["module", "in half", f"FLOPs {each}"], rows)
-
-
-def _module_row(module: ModuleFlops, steps: int) -> list[str]:
-    return [module.module, f"{100 * half_share(module.flops):.0f} %", flops_text(sum(module.flops.values()) / steps)]
 
 
 def shares(facts: Facts) -> Table:
     """The share in half of every module's FLOPs."""
-    rows = [[one.module, f"{100 * half_share(one.flops):.0f} %"] for one in facts.modules]
+    rows = [[one.module, _share(one)] for one in facts.modules]
     return Table("share in half, by module", ["module", "forward FLOPs in half"], rows)
 
 
-def half_share(flops: Counts) -> float:
-    """Share of ``flops`` (by dtype) in half."""
-    return sum(n for dtype, n in flops.items() if is_half(dtype)) / max(sum(flops.values()), 1)
+def _share(module: ModuleFlops) -> str:
+    return f"{100 * half_share(module.flops):.0f} %"
 
 
 def parameters(facts: Facts) -> Table:
@@ -113,24 +107,18 @@ def memory(facts: Facts) -> Table:
 def wide_products(facts: Facts, most: int) -> Table:
     """Float32 products, largest first, and why they are not half."""
     steps, each = unit(facts)
-    rows = [_wide_row(one, steps) for one in facts.would_repay[:most]]
+    rows = []
+    for one in facts.would_repay[:most]:
+        rows.append([one.op, one.module, one.shapes, flops_text(one.flops / steps), one.reason])
     columns = ["op", "module", "shapes", f"FLOPs {each}", "why float32"]
     return Table("float32 products that would most repay half precision", columns, rows)
 
 
-def _wide_row(product: WideProduct, steps: int) -> list[str]:
-    return [product.op, product.module, product.shapes, flops_text(product.flops / steps), product.reason]
-
-
 def odd_products(facts: Facts, most: int) -> Table:
     """Half products with odd dimensions, largest first."""
-    rows = [_odd_row(one) for one in facts.odd_products[:most]]
+    rows = [[one.op, one.module, one.shapes, ", ".join(map(str, one.odd))] for one in facts.odd_products[:most]]
     title = "half products with dimensions that are no multiple of 8"
     return Table(title, ["op", "module", "shapes", "dimensions"], rows)
-
-
-def _odd_row(product: OddProduct) -> list[str]:
-    return [product.op, product.module, product.shapes, ", ".join(map(str, product.odd))]
 
 
 def processes(facts: Facts) -> Table:

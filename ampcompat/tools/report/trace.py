@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -18,58 +16,23 @@ from ampcompat.amp.trees import tensors_in
 from ampcompat.tools.dtypes import dtype_name, is_half
 from ampcompat.tools.explain.tensors import readable
 from ampcompat.tools.report.reasons import OUTSIDE, Called, why_not_half
+from ampcompat.tools.report.record import Product, Tally
 from ampcompat.tools.running import RunningModules
-
-#: Multiplications of these dimensions run on tensor cores without padding.
-MULTIPLE = 8
-
-
-class Product(NamedTuple):
-    """A matrix product, convolution or attention: what FLOPs are counted of; and why it is not half, if it is not."""
-
-    op: str
-    module: str
-    dtype: str
-    shapes: tuple[tuple[int, ...], ...]
-    reason: str = ""
 
 
 class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context that counts every op below autocast.
-
-    Attributes:
-        ops: Number of ops by direction (forward, backward, or no grad: optimizers, evaluation) and dtype.
-        flops: FLOPs of products by direction and dtype.
-        module_flops: FLOPs of forward products by module and dtype.
-        products: FLOPs of each forward product.
-        calls: How often each product ran.
-        casts: Number of casts, by dtypes.
-        cast_bytes: Bytes read by casts, by dtypes.
-        results: Bytes of forward results, by dtype, those of casts apart.
-        cast_results: Bytes of what forward casts made.
-    """
+    """Context that counts every op below autocast, in its ``tally``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ops: Counter[tuple[str, str]] = Counter()
-        self.flops: Counter[tuple[str, str]] = Counter()
-        self.module_flops: Counter[tuple[str, str]] = Counter()
-        self.products: Counter[Product] = Counter()
-        self.calls: Counter[Product] = Counter()
-        self.casts: Counter[tuple[str, str]] = Counter()
-        self.cast_bytes: Counter[tuple[str, str]] = Counter()
-        self.results: Counter[str] = Counter()
-        self.cast_results = 0
+        self.tally = Tally()
         self.modules = RunningModules(self._called)
         self.names: dict[int, str] = {}
         self.running = False
 
     def forget(self) -> None:
         """Begin the counts anew."""
-        for counts in vars(self).values():
-            if isinstance(counts, Counter):
-                counts.clear()
-        self.cast_results = 0
+        self.tally = Tally()
 
     def start(self) -> None:
         """Count from here on."""
@@ -137,20 +100,20 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         formula = _torch.flop_formula(func)
         if formula is not None:
             self._count_product(func, formula, args, kwargs, result, inputs, direction)
-        self.ops[direction, dtype_name(outputs[0].dtype)] += 1
+        self.tally.ops[direction, dtype_name(outputs[0].dtype)] += 1
         if direction == "forward":
             new = [out for out in outputs if not any(out is one for one in inputs)]  # what is in place takes no memory
             for out in new:
-                self.results[dtype_name(out.dtype)] += out.numel() * out.element_size()
+                self.tally.results[dtype_name(out.dtype)] += out.numel() * out.element_size()
 
     def _count_cast(self, source: torch.Tensor, target: torch.Tensor, direction: str) -> None:
         if source.dtype == target.dtype:
             return
         pair = dtype_name(source.dtype), dtype_name(target.dtype)
-        self.casts[pair] += 1
-        self.cast_bytes[pair] += source.numel() * source.element_size()
+        self.tally.casts[pair] += 1
+        self.tally.cast_bytes[pair] += source.numel() * source.element_size()
         if direction == "forward":
-            self.cast_results += target.numel() * target.element_size()
+            self.tally.cast_results[pair[1]] += target.numel() * target.element_size()
 
     def _count_product(
         self,
@@ -164,17 +127,15 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         dtype = dtype_name(inputs[0].dtype)
         flops = formula(*args, **kwargs, out_val=result)
-        self.flops[direction, dtype] += flops
+        self.tally.flops[direction, dtype] += flops
         if direction != "backward":
             called = self.modules.innermost or OUTSIDE
-            shapes = tuple(tuple(t.shape) for t in inputs if t.dim() > 1)
+            shapes = tuple(tuple(t.shape) for t in inputs if t.dim() > 1)[:2]
             reason = ""
             if not is_half(dtype):
                 reason = why_not_half(func, called, inputs[0].dtype, inputs[0].device.type)
             product = Product(func.overloadpacket.__name__, called.name, dtype, shapes, reason)
-            self.products[product] += flops
-            self.calls[product] += 1
-            self.module_flops[called.name, dtype] += flops
+            self.tally.products[product] += flops
 
 
 def _direction() -> str:
@@ -182,12 +143,3 @@ def _direction() -> str:
     if _torch.current_node() is not None:
         return "backward"
     return "forward" if torch.is_grad_enabled() else "no grad"
-
-
-def odd_dimensions(product: Product) -> list[int]:
-    """Dimensions of a half product that are no multiple of 8: those of the matrices, or the channels."""
-    if "conv" in product.op:
-        found = {size for shape in product.shapes[1:2] for size in shape[:2]}
-    else:
-        found = {size for shape in product.shapes for size in shape[-2:]}
-    return sorted(size for size in found if size % MULTIPLE)

@@ -96,7 +96,7 @@ def test_the_replay_sees_the_same_random_numbers_and_buffers():
     for _ in range(3):
         loss = model(torch.randn(8, 8)).mean()
     after = copy.deepcopy(model.state_dict())
-    assert replay.replay(autopsy().records[-1], backward=False).event is None
+    assert replay.replay(autopsy().records[-1], model, backward=False).event is None
     fc2.remove()
     assert torch.equal(outputs[-1][0], outputs[-2][0])
     assert torch.equal(outputs[-1][1], outputs[-2][1])
@@ -122,10 +122,44 @@ def test_a_forward_that_draws_late_draws_the_same_again():
     for _ in range(5):
         model(torch.ones(2, 4))
     outside = random.getstate()
-    replay.replay(autopsy().records[-1], backward=False)
+    replay.replay(autopsy().records[-1], model, backward=False)
     assert len(drawn) == 2
     assert drawn[0] == drawn[1]
     assert random.getstate() == outside
+
+
+def test_large_buffers_leave_room_for_those_that_are_written(monkeypatch):
+    """Copies of buffers are bounded; what a forward writes is copied first."""
+    monkeypatch.setattr("ampcompat.tools.explain.record.MOST_BUFFER_BYTES", 64)
+    seen = []
+
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(2, 2)
+            self.register_buffer("table", torch.zeros(16))
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            seen.append(int(self.calls))
+            return super().forward(x)
+
+    model, _ = initialized(Counts(), "O1")
+    explain_overflows()
+    for _ in range(3):
+        model(torch.ones(1, 2))
+    replay.replay(autopsy().records[1], model, backward=False)
+    assert seen == [1, 2, 3, 2]
+
+
+def test_a_model_is_not_kept_alive():
+    model, optimizer = initialized(Net(), "O1")
+    explain_overflows()
+    make_step(optimizer, model(torch.randn(8, 8)).mean())
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None
 
 
 def test_memory_is_bounded():

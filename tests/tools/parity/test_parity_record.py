@@ -7,7 +7,7 @@ from parity_runs import run, step
 from ampcompat.tools.parity.compare import Tolerance, judge
 from ampcompat.tools.parity.progress import Progress
 from ampcompat.tools.parity.save import save_csv, save_json
-from ampcompat.tools.parity.table import HEADER, peak_memory, seconds_per_step, skipped, table
+from ampcompat.tools.parity.table import table
 
 
 def results(window=1):
@@ -22,17 +22,27 @@ def test_summaries_of_a_run():
         step(2, 1.0, seconds=0.3, memory=9, skipped=True),
         step(3, 1.0, seconds=0.1, memory=9),
     ]
-    assert (skipped(mixed), seconds_per_step(mixed), peak_memory(mixed)) == (1, 0.2, 9)
-    assert (skipped(run("O0", [])), seconds_per_step(run("O0", [])), peak_memory(run("O0", []))) == (0, None, None)
+    assert (mixed.seconds_per_step, mixed.peak_memory) == (0.2, 9)
+    assert (run("O0", []).seconds_per_step, run("O0", []).peak_memory) == (None, None)
+
+
+TABLE = """\
+level    steps  max dev  mean dev  first beyond  skipped  s/step  peak MiB  verdict
+-------  -----  -------  --------  ------------  -------  ------  --------  ----------------------------------
+O0           3        -         -             -        0     0.5         1  reference
+O1 fp16      3      inf       inf             2        0     0.5         1  FAIL: out of tolerance from step 2
+
+dev: |loss - O0's| / |O0's|; beyond: |loss - O0's| > 0.1 x |O0's| + 0.5; s/step: median"""
 
 
 def test_table():
-    lines = table(results(), Tolerance(0.1, 0.5)).splitlines()
-    assert all(word in lines[0] for word in HEADER)
-    assert lines[2].split() == ["O0", "3", "-", "-", "-", "0", "0.5", "1", "reference"]
-    assert lines[3].split()[:9] == ["O1", "fp16", "3", "inf", "inf", "2", "0", "0.5", "1"]
-    assert lines[3].endswith("FAIL: out of tolerance from step 2")
-    assert lines[-1].endswith("> 0.1 x |O0's| + 0.5; s/step: median")
+    assert table(results(), Tolerance(0.1, 0.5)) == TABLE
+
+
+def test_verdicts_are_painted():
+    painted = table(results(), Tolerance(0.1, 0.5), lambda text, colour: f"<{colour}>{text}").splitlines()
+    assert painted[2].endswith("1  reference")
+    assert painted[3].endswith("1  <red>FAIL: out of tolerance from step 2")
 
 
 def test_json_and_csv(tmp_path):

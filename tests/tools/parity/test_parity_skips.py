@@ -9,7 +9,7 @@ from parity_runs import run, step
 from ampcompat import amp
 from ampcompat.amp.observers import observing
 from ampcompat.testing import assert_opt_level_parity
-from ampcompat.tools.parity.compare import Tolerance, judge, skipped_steps
+from ampcompat.tools.parity.compare import Tolerance, judge
 from ampcompat.tools.parity.levels import Level
 from ampcompat.tools.parity.record import Run
 from ampcompat.tools.parity.table import skip_note, table
@@ -127,7 +127,7 @@ def test_many_skipped_steps_are_counted():
     long = with_skips("O1", [1.0] * 30, range(1, 21))
     note = skip_note(judge([run("O0", [1.0] * 30), long], Tolerance(0.1))[1])
     assert note.startswith("O1 fp16 skipped steps 1, 2, 3, 4, 5, 6, 7, 8 and 12 more for an overflow")
-    assert skipped_steps(long) == tuple(range(1, 21))
+    assert long.skipped_steps == tuple(range(1, 21))
 
 
 def test_a_level_that_is_only_shown_is_not_judged():

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from ampcompat.tools.recording import process
+from ampcompat.tools.recording.journal import Settings
+
+ROOT = Path(__file__).parents[3]
 
 WRITE = "import sys, subprocess, time\njournal = open(sys.argv[1], 'a', buffering=1)\n"
 
@@ -91,3 +94,29 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path):
         follow(STARTS_ANOTHER, tmp_path, on_line=interrupt)
     assert gone(children[0])
     assert os.getpid() != children[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "native", "error"),
+    [
+        ({}, False, None),
+        ({"no_apex": True}, False, "ModuleNotFoundError: No module named 'apex'"),
+        ({"no_apex": True}, True, "ModuleNotFoundError: No module named 'apex'"),
+    ],
+)
+def test_what_a_recorded_script_may_import(tmp_path, monkeypatch, options, native, error):
+    """ampcompat stands in for apex, unless the script is to do without."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "script.py").write_text("import apex")
+    settings = Settings(str(tmp_path / "journal"), 1, 0, **options)
+    ends = []
+    process.follow(
+        process.command(settings, ["script.py"], native),
+        process.environment(seed=0, without=lambda name: False),
+        tmp_path / "journal",
+        tmp_path / "log",
+        lambda kind, content: ends.append(content["error"]) if kind == "end" else None,
+        lambda waited: False,
+        tmp_path,
+    )
+    assert ends == [error], (tmp_path / "log").read_text()

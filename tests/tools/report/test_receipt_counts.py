@@ -12,8 +12,9 @@ from ampcompat import _torch, amp
 from ampcompat.amp.observers import observers
 from ampcompat.tools import devices
 from ampcompat.tools.report import Receipt
+from ampcompat.tools.report.facts import odd_dimensions
 from ampcompat.tools.report.history import MOST_POINTS, History
-from ampcompat.tools.report.trace import Product, odd_dimensions
+from ampcompat.tools.report.record import Product
 
 
 def test_o1(capsys):

@@ -1,7 +1,8 @@
 """Receipts of several processes: what each leaves, and what is added up."""
 
-import json
+import dataclasses
 import os
+import pickle
 import re
 import sys
 
@@ -11,19 +12,8 @@ from amp_training import initialized, make_step, reset
 from receipts import train
 from torch import nn
 
-from ampcompat.tools.data import as_data, from_data
 from ampcompat.tools.report import Receipt, processes, schema
 from ampcompat.tools.report import receipt as receipt_module
-
-
-def test_facts_of_a_process_survive_its_file():
-    """What a process leaves for the first one is read as what it was."""
-    _, receipt = train("O1", bad=[1])
-    own = receipt._own()
-    assert from_data(schema.Own, json.loads(json.dumps(as_data(own)))) == own
-    assert own.casts
-    assert own.parameters
-    assert own.history
 
 
 def test_a_forked_copy_begins_anew(tmp_path, monkeypatch):
@@ -56,31 +46,32 @@ def test_a_forked_copy_begins_anew(tmp_path, monkeypatch):
     (written,) = processes.left(str(tmp_path))
     assert written.process.ended
     assert written.process.error == "ValueError: mine"
-    assert written.flops["forward"] == {"float16": before["flops"]["forward"]["float16"]}
+    assert written.tally.flops["forward", "float16"] == before["flops"]["forward"]["float16"]
 
 
-def left_behind(tmp_path, pid, **changes):
-    """The facts of another process of two steps."""
+def left_behind(tmp_path, pid, process=None, **changes):
+    """The record of another process of two steps."""
     _, receipt = train("O1", steps=2, traced=2)
-    facts = receipt._own()
+    record = receipt._own()
     receipt.stop()
-    process = {"pid": pid, "rank": pid, "world": 2, "ended": True, "error": None, **changes.pop("process", {})}
-    data = {**as_data(facts), "process": process, **changes}
-    (tmp_path / f"{pid}.json").write_text(json.dumps(data))
+    of_process = schema.Process(pid=pid, rank=pid, world=2, ended=True)
+    record = dataclasses.replace(record, process=dataclasses.replace(of_process, **(process or {})), **changes)
+    (tmp_path / f"{pid}.pickle").write_bytes(pickle.dumps(record))
     reset()
     return processes.left(str(tmp_path))
 
 
 def test_processes_are_added_up(tmp_path):
-    one = left_behind(tmp_path, 0)[0]
+    left_behind(tmp_path, 0)
+    one = Receipt(2, str(tmp_path)).facts()
     left_behind(tmp_path, 1)
     receipt = Receipt(2, str(tmp_path))
     facts = receipt.facts()
     assert facts["steps"] == 4
     assert facts["traced_steps"] == 4
-    assert facts["flops"]["forward"] == {"float16": 2 * one.flops["forward"]["float16"]}
-    assert facts["modules"][0]["flops"] == {"float16": 2 * one.modules[0].flops["float16"]}
-    assert {c["count"] for c in facts["casts"]} == {2 * c.count for c in one.casts}
+    assert facts["flops"]["forward"] == {"float16": 2 * one["flops"]["forward"]["float16"]}
+    assert facts["modules"][0]["flops"] == {"float16": 2 * one["modules"][0]["flops"]["float16"]}
+    assert [c["count"] for c in facts["casts"]] == [2 * c["count"] for c in one["casts"]]
     assert facts["setting"]["opt_level"] == "O1"
     assert facts["sentences"][0] == "Half precision is on: 100.0 % of the FLOPs ran in float16."
     assert facts["sentences"][-1] == "2 processes trained (ranks 0, 1); their counts are added up."
@@ -90,10 +81,12 @@ def test_processes_are_added_up(tmp_path):
 
 def test_processes_that_are_missing_are_named(tmp_path):
     left_behind(tmp_path, 0)
-    left_behind(tmp_path, 1, traced_steps=0, process={"ended": False})
+    left_behind(tmp_path, 1, traced_steps=0, whole_steps=False, process={"ended": False})
     left_behind(tmp_path, 2, process={"ended": False})
     left_behind(tmp_path, 3, process={"error": "ValueError: no"})
-    said = Receipt(2, str(tmp_path)).facts()["sentences"]
+    receipt = Receipt(2, str(tmp_path))
+    assert "FLOPs in all" in str(receipt)  # counts of unequal numbers of steps are not divided by them
+    said = receipt.facts()["sentences"]
     assert said[-4:] == [
         "4 processes trained (ranks 0, 1, 2, 3); their counts are added up.",
         "Process 1 (rank 1) is missing: it called amp.initialize, and was killed, or still runs, before it counted.",
@@ -158,7 +151,7 @@ def test_rank_0_waits_for_the_others_and_not_for_ever(monkeypatch, tmp_path):
     monkeypatch.setattr(processes.time, "sleep", sleep)
     processes.wait_for_ranks(str(tmp_path))
     assert len(waits) == 3
-    (tmp_path / "2.json").unlink()
+    (tmp_path / "2.pickle").unlink()
     monkeypatch.setattr(processes.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(processes, "PATIENCE", 0.01)
     processes.wait_for_ranks(str(tmp_path))

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.recording import process
+from ampcompat.tools.recording.journal import Settings
 
 #: Lines of a run's output that are kept.
 LAST_LINES = 12
@@ -57,7 +58,7 @@ class Trace:
         """Add what a line of the journal tells."""
         if kind == "loss":
             dtype = dtype_name(content["dtype"])
-            self.losses.append((float(content["value"]), float(content["scale"]), dtype, len(self.steps)))
+            self.losses.append((content["value"], content["scale"], dtype, len(self.steps)))
         elif kind == "step":
             self.steps.append((content["optimizer"], content["skipped"]))
             self.places.append(content["place"])
@@ -85,15 +86,8 @@ def run(folder: Path, options: Options, record: Path, imports: Imports) -> Trace
         timed_out = time.monotonic() > ends_at
         return timed_out
 
-    command = process.command(
-        record,
-        options.steps,
-        options.seed,
-        options.target,
-        details=True,
-        no_apex=imports != "apex",
-        native=imports == "neither",
-    )
+    settings = Settings(str(record), options.steps, options.seed, details=True, no_apex=imports != "apex")
+    command = process.command(settings, options.target, native=imports == "neither")
     log = record.with_suffix(".log")
     code = process.follow(command, _environment(options, imports), record, log, trace.on_line, must_end, folder)
     trace.output = "\n".join(log.read_text("utf-8", "replace").splitlines()[-LAST_LINES:])

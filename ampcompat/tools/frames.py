@@ -1,0 +1,92 @@
+"""Frames: the script's lines, and tracebacks without the tools between them."""
+
+from __future__ import annotations
+
+import linecache
+import os
+from types import FrameType, TracebackType
+
+import torch
+
+_OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TOOLS = (os.path.join(_OURS, "tools", "explain") + os.sep, os.path.join(_OURS, "tools", "report") + os.sep)
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+#: Where the autograd engine is entered.
+_ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
+#: Torch's files that a mode of ours is called from, and that it calls.
+_AROUND_TOOLS = tuple(
+    os.path.join(_TORCH, *path)
+    for path in (("overrides.py",), ("_ops.py",), ("_compile.py",), ("_dynamo", "eval_frame.py"))
+)
+
+
+def script_line(
+    frame: FrameType | None, bottom: FrameType | None = None, of_backward: bool = False
+) -> tuple[str, int] | None:
+    """File and line of the innermost frame of the script's, from ``frame`` to below ``bottom``.
+
+    With ``of_backward``, only of frames that the autograd engine has called.
+    """
+    while frame is not None and frame is not bottom:
+        file = frame.f_code.co_filename
+        if of_backward and file == _ENGINE:
+            return None
+        if _is_of_script(file):
+            return file, frame.f_lineno
+        frame = frame.f_back
+    return None
+
+
+def shown_line(line: tuple[str, int] | None) -> str:
+    """``file:number: source``, or "" for None."""
+    return "" if line is None else source_line(*line)
+
+
+def source_line(file: str, number: int) -> str:
+    """``file:number: source``, the file relative to the working directory where it lies below."""
+    text = linecache.getline(file, number).strip()
+    relative = os.path.relpath(file)
+    shown = file if relative.startswith("..") else relative
+    return f"{shown}:{number}: {text}" if text else f"{shown}:{number}"
+
+
+def hide_tools(trace: TracebackType | None, all_of_ours: bool = False) -> TracebackType | None:
+    """Take the frames of explain and report out of ``trace``, in place, and the frames of torch that come with them.
+
+    Args:
+        trace: Of an error.
+        all_of_ours: Take out every frame of ampcompat that a frame of the script's comes after, as those of an
+            initialized model's forward.
+
+    Returns:
+        The first frame that stays.
+    """
+    entries: list[TracebackType] = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    files = [entry.tb_frame.f_code.co_filename for entry in entries]
+    hidden: tuple[str, ...] = ()
+    if any(file.startswith(_TOOLS) for file in files):
+        hidden = (*_TOOLS, *_AROUND_TOOLS)
+    last_of_script = max((at for at, file in enumerate(files) if _is_of_script(file)), default=-1)
+    stay: list[TracebackType] = []
+    after_hidden = False
+    for at, (entry, file) in enumerate(zip(entries, files, strict=True)):
+        if file.startswith(hidden):
+            after_hidden = True
+            continue
+        if all_of_ours and file.startswith(_OURS) and at < last_of_script:
+            continue
+        # A function of torch's that asks a mode is entered once more from there.
+        if after_hidden and stay and file.startswith(_TORCH) and stay[-1].tb_frame.f_code is entry.tb_frame.f_code:
+            stay.pop()
+        stay.append(entry)
+        after_hidden = False
+    for entry, following in zip(stay, [*stay[1:], None], strict=True):
+        entry.tb_next = following
+    return stay[0] if stay else None
+
+
+def _is_of_script(file: str) -> bool:
+    return not file.startswith((_TORCH, _OURS, "<"))
