@@ -109,3 +109,14 @@ def refuse_open_blocks(optimizers: Sequence[Optimizer]) -> None:
                 " unscaled twice - close the first block before, or give both optimizers to one block:"
                 " `with amp.scale_loss(loss_a + loss_b, [optimizer_a, optimizer_b])` (D38)."
             )
+
+
+def refuse_step_in_block(optimizer: Optimizer) -> None:
+    """Refuse a step of ``optimizer`` while a block of another optimizer is open that holds a tensor of its own."""
+    for other in sharers(optimizer):
+        if other._amp_stash.in_block:
+            raise RuntimeError(
+                f"optimizer.step() inside the scale_loss block of another optimizer ({type(other).__name__}) that shares"
+                " parameters with this one - their gradients are still multiplied by the loss scale there, or put aside"
+                " - leave the block first, then step (D38)."
+            )
