@@ -52,7 +52,8 @@ in ``p.grad``; ``zero_grad`` drops it too.
 Overflows are found in the new gradients alone, and the next ``step`` is skipped. A step is skipped as well while a
 gradient is not finite that an earlier overflow has left: after a skipped step, or after a block of another optimizer in
 a tensor that both hold. ``GradScaler`` skips then too; apex stepped. LOST gradients are cleared, and the next step is
-skipped. "Aside" is ``stash.aside``. Masters need none: new half gradients are unscaled into float32 and added to theirs
+skipped. What a block adds to gradients of optimizers that it was not given stays scaled; a step that uses it warns.
+"Aside" is ``stash.aside``. Masters need none: new half gradients are unscaled into float32 and added to theirs
 (``gradients`` says what ``p.grad`` of a half weight holds when). apex did the same in
 ``apex/amp/handle.py: scale_loss`` and ``apex/amp/_process_optimizer.py: post_backward_with_master_weights``.
 """

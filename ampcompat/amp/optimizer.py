@@ -38,7 +38,7 @@ from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
-from ampcompat.amp.sharing import refuse_pending, refuse_step_in_block, sharers, waited_for
+from ampcompat.amp.sharing import never_held, refuse_pending, refuse_step_in_block, sharers, waited_for
 from ampcompat.amp.stash import (
     AmpOptimizerState,
     Gradients,
@@ -585,24 +585,23 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
             give_up_half(master)
     for model in state.models.live:  # the new group may hold what was put into them since their last forward
         follow_replacements(model.modules())
+    new = never_held(added)
     stash.look_up(optimizer)
     for other in sharers(optimizer):  # the new group may hold gradients of theirs that are not finite
         stash.note_earlier_overflows([*other._amp_stash.overflows, *other._amp_stash.earlier_overflows])
     was_a_loss_scaled = any(scaler.has_scaled for scaler in stash.session.scalers)
     if was_a_loss_scaled and stash.pending is None:
-        _drop_scaled_gradients(optimizer, stash, added)
+        drop_scaled_gradients(new)
 
 
-def _drop_scaled_gradients(optimizer: Optimizer, stash: AmpOptimizerState, added: list[torch.Tensor]) -> None:
-    """Clear ``p.grad`` of params without masters that ``optimizer`` has just got, and no other optimizer holds.
+def drop_scaled_gradients(params: list[torch.Tensor]) -> None:
+    """Clear ``p.grad`` of those of ``params`` without masters, which no optimizer under amp has held before.
 
     Blocks give gradients to every parameter of a model, and unscale those of their optimizers: what the others have
     accumulated is still multiplied by the scales of that time. (The next block drops that of half params with masters.)
     """
-    unscaled = {id(leaf) for other in sharers(optimizer) for leaf in other._amp_stash.leaves()}
-    direct = set(map(id, stash.direct))
-    for param in added:
-        if param.grad is not None and id(param) in direct and id(param) not in unscaled:
+    for param in params:
+        if param.grad is not None and master_of(param) is None:
             param.grad = None
             misuse.warn_of("scaled gradients of a later param")
 

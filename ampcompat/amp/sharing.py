@@ -8,7 +8,9 @@ use the gradient, and a gradient that one step has used up stays for the others 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import torch
 
 from ampcompat._state import state
 from ampcompat._types import Optimizer
@@ -60,6 +62,12 @@ def _find_sharing() -> Sharing:
         others = others_of.get(id(optimizer), {})
         sharing[optimizer] = [weakref.ref(other) for other in others.values()]
     return sharing
+
+
+def never_held(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``params`` that no optimizer under amp holds or has held."""
+    held = state.optimizers.held
+    return [param for param in params if held.get(id(param)) is not param]
 
 
 def waited_for(optimizer: Optimizer) -> set[Master]:
@@ -116,7 +124,7 @@ def refuse_step_in_block(optimizer: Optimizer) -> None:
     for other in sharers(optimizer):
         if other._amp_stash.in_block:
             raise RuntimeError(
-                f"optimizer.step() inside the scale_loss block of another optimizer ({type(other).__name__}) that shares"
-                " parameters with this one - their gradients are still multiplied by the loss scale there, or put aside"
-                " - leave the block first, then step (D38)."
+                f"optimizer.step() inside the scale_loss block of another optimizer ({type(other).__name__}) that"
+                " shares parameters with this one - their gradients are still multiplied by the loss scale there, or"
+                " put aside - leave the block first, then step (D38)."
             )

@@ -215,6 +215,7 @@ class AmpOptimizerState:
         held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
         self.direct = [param for key, param in held.items() if key not in sides]
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        state.optimizers.held.update({id(leaf): leaf for leaf in self.leaves()})
         state.optimizers.sharing = None
 
     def _is_up_to_date(self, optimizer: Optimizer) -> bool:
