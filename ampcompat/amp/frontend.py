@@ -407,14 +407,15 @@ def _release_optimizer(optimizer: Optimizer) -> None:
 
 def _scaled_for_no_optimizer(optimizers: list[Optimizer]) -> list[torch.Tensor]:
     """The params of ``optimizers`` that blocks have reached while no optimizer under amp held them (a frozen stage)."""
-    sessions = [optimizer._amp_stash.session for optimizer in state.optimizers.listed()]
-    if state.session is not None:
-        sessions.append(state.session)
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    new = [param for param in never_held(params) if param.grad is not None]
+    if not new or state.session is None:
+        return []
+    sessions = [state.session, *(optimizer._amp_stash.session for optimizer in state.optimizers.listed())]
     if not any(scaler.has_scaled for each in sessions for scaler in each.scalers):
         return []
-    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     under_amp = {id(param) for model in state.models.live for param in model.parameters()}
-    return [param for param in never_held(params) if id(param) in under_amp]
+    return [param for param in new if id(param) in under_amp]
 
 
 def _unscale_what_others_left(optimizers: list[Optimizer]) -> None:

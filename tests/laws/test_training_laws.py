@@ -390,6 +390,8 @@ JOIN = {"do": "join", "optimizer": 1}
 OF_BOTH = block(0, 1)
 CLEARED_BY_THE_OTHER = {"do": "clear", "optimizer": 1, "who": "optimizer", "how": "none"}
 TOGETHER = {
+    "an overflow in a block of both": (CONFIG, [block(0, 1, size=float("inf")), step(1), step(0), OF_BOTH, step(1)]),
+    "the same, delayed": (CONFIG, [block(0, 1, size=float("inf"), delay_unscale=True), step(1), step(0)]),
     "a step in the block of another": (SHARED, [block(0, inside=[step(1)], late=True), step(0), step(1)]),
     "the same, accumulated": (SHARED, [OF_BOTH, block(0, inside=[step(1)], late=True), step(0), step(1)]),
     "cleared in the block of another": (SHARED, [OF_BOTH, block(0, inside=[CLEARED_BY_THE_OTHER]), step(0)]),
