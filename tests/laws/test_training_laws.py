@@ -412,14 +412,9 @@ def test_optimizers_that_share_weights(config, steps, level, loss_scale):
 
 
 def test_nothing_is_scaled_for_a_weight_that_joins():
-    """At a scale of one its gradient is kept, though a block was delayed."""
-    config = {
-        **CONFIG,
-        "level": "O1",
-        "loss_scale": 1.0,
-        "owners": [0, 0, None, 1, 1, 1],
-        "late": [None] * 2 + [0, *[None] * 3],
-    }
+    """At a scale of one the gradient of a batch norm is kept, though a block was delayed."""
+    config = {**CONFIG, "level": "O5", "models": [["linear", "batchnorm"], ["linear"]], "sharers": [()] * 8}
+    config |= {"loss_scale": 1.0, "owners": [0, 0, 0, None, 0, 1, 1, 1], "late": [None] * 3 + [0] + [None] * 4}
     run({"config": config, "steps": [block(0, delay_unscale=True), block(0), JOIN, step(0)]})
 
 
