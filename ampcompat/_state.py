@@ -129,6 +129,8 @@ class OptimizerIndex:
         live: Those under amp; :meth:`listed` reads them at a third of the cost of iterating.
         pending: Of these, those with scaled gradients that a block has left.
         disabled: Those given to ``initialize(enabled=False)``.
+        held: By id, the models' tensors that optimizers under amp hold or have held, whose blocks unscale the
+            gradients. Check that the tensor found is the one meant: ids are reused.
         sharing: By optimizer, the others that hold a tensor of it; None until asked for, and after any of them has
             changed (see :mod:`ampcompat.amp.sharing`).
     """
@@ -136,6 +138,7 @@ class OptimizerIndex:
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     pending: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
     disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
+    held: weakref.WeakValueDictionary[int, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
     sharing: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]] | None = None
 
     def listed(self) -> list[Optimizer]:

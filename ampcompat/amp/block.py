@@ -52,7 +52,8 @@ in ``p.grad``; ``zero_grad`` drops it too.
 Overflows are found in the new gradients alone, and the next ``step`` is skipped. A step is skipped as well while a
 gradient is not finite that an earlier overflow has left: after a skipped step, or after a block of another optimizer in
 a tensor that both hold. ``GradScaler`` skips then too; apex stepped. LOST gradients are cleared, and the next step is
-skipped. "Aside" is ``stash.aside``. Masters need none: new half gradients are unscaled into float32 and added to theirs
+skipped. What a block adds to gradients of optimizers that it was not given stays scaled; a step that uses it warns.
+"Aside" is ``stash.aside``. Masters need none: new half gradients are unscaled into float32 and added to theirs
 (``gradients`` says what ``p.grad`` of a half weight holds when). apex did the same in
 ``apex/amp/handle.py: scale_loss`` and ``apex/amp/_process_optimizer.py: post_backward_with_master_weights``.
 """
@@ -81,7 +82,7 @@ from ampcompat.amp.properties import is_optimizer
 from ampcompat.amp.scaler import LossScaler, check_scaler
 from ampcompat.amp.session import DISABLED, Session
 from ampcompat.amp.sharing import refuse_open_blocks, refuse_pending, sharers_outside, waited_for
-from ampcompat.amp.stash import AmpOptimizerState, Gradients, Overflow, Pending
+from ampcompat.amp.stash import AmpOptimizerState, Gradients, Overflow, Pending, WaitingGradient
 
 
 @_torch.eager
@@ -165,12 +166,14 @@ class Block:
         is_plain: Whether it leaves gradients to torch: the scale is always one, and there are no masters.
         scale: What the loss was multiplied by; None: nothing was scaled.
         backward_calls: One True for each backward pass of the scaled loss; None where that is not watched.
+        waiting: Of each other optimizer that has yet to step, one gradient; none where that is not watched.
     """
 
     entered = False
     is_plain = False
     scale: torch.Tensor | None = None
     backward_calls: list[bool] | None = None
+    waiting: Sequence[tuple[AmpOptimizerState, WaitingGradient]] = ()
 
     def __init__(
         self, loss: torch.Tensor, optimizers: list[Optimizer], scaler: LossScaler, delay: bool, moves_scale: bool
@@ -252,6 +255,7 @@ class Block:
             scaler.watched_blocks += 1
             calls: list[bool] = []
             self.backward_calls = calls
+            self.waiting = _waiting_gradients(self.optimizers)
             scaled.register_hook(lambda _grad: calls.append(True))  # type: ignore[no-untyped-call]
         return scaled
 
@@ -259,6 +263,9 @@ class Block:
     @_torch.eager
     def __exit__(self, kind: object, error: BaseException | None = None, trace: object = None) -> None:
         """Unscale the new gradients, or leave them scaled; or, after an exception, undo the block."""
+        for stash, gradient in self.waiting:
+            if gradient.was_added_to():
+                stash.mixed_gradient = gradient
         if kind is not None:
             self._undo()
             if isinstance(error, Exception):
@@ -327,6 +334,28 @@ def _drop_cleared_of_all() -> None:
     for optimizer in state.optimizers.listed():
         if optimizer._amp_stash.gradients is Gradients.UNSCALED:
             drop_cleared_gradients(optimizer._amp_stash.masters)
+
+
+def _waiting_gradients(optimizers: Sequence[Optimizer]) -> list[tuple[AmpOptimizerState, WaitingGradient]]:
+    """One gradient of each optimizer outside ``optimizers`` that has yet to step, to see whether a block adds to it.
+
+    Only of params without masters: a half gradient that is written after its block is noticed at the step. Optimizers
+    that share tensors with ``optimizers`` are left out: the block unscales what it adds to those.
+    """
+    if len(state.optimizers.live) <= len(optimizers):
+        return []
+    left_out = set(map(id, [*optimizers, *sharers_outside(optimizers)]))
+    waiting = []
+    for other in state.optimizers.listed():
+        stash: AmpOptimizerState = other._amp_stash
+        if id(other) in left_out or stash.gradients is not Gradients.UNSCALED:
+            continue
+        if stash.in_block or stash.pending is not None:  # then what is added will be unscaled
+            continue
+        param = next((param for param in stash.direct if param.grad is not None), None)
+        if param is not None:
+            waiting.append((stash, WaitingGradient(param)))
+    return waiting
 
 
 def _undo_dropped_blocks() -> None:

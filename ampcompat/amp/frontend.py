@@ -29,7 +29,7 @@ from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
-from ampcompat.amp.sharing import sharers_outside
+from ampcompat.amp.sharing import never_held, sharers_outside
 from ampcompat.amp.stash import holder_of_masters
 from ampcompat.amp.weights import cast_weights
 
@@ -314,6 +314,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     """
     view = _view_of(session, objects)
     policy = session.policy
+    scaled = _scaled_for_no_optimizer(objects.optimizers)
     with ExitStack() as undo:
         undo.callback(set_ambient, state.casts.ambient or OFF, state.casts.device_types)
         undo.callback(session.end_casts)
@@ -340,6 +341,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     state.view = view
     state.session = session
     _unscale_what_others_left(objects.optimizers)
+    amp_optimizer.drop_scaled_gradients(scaled)
     if objects.models and not session.enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
 
@@ -401,6 +403,19 @@ def _release_optimizer(optimizer: Optimizer) -> None:
     if "_amp_stash" in vars(optimizer):
         amp_optimizer.detach(optimizer)
     state.optimizers.disabled[optimizer] = None
+
+
+def _scaled_for_no_optimizer(optimizers: list[Optimizer]) -> list[torch.Tensor]:
+    """The params of ``optimizers`` that blocks have reached while no optimizer under amp held them (a frozen stage)."""
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    new = [param for param in never_held(params) if param.grad is not None]
+    if not new or state.session is None:
+        return []
+    sessions = [state.session, *(optimizer._amp_stash.session for optimizer in state.optimizers.listed())]
+    if not any(scaler.has_scaled for each in sessions for scaler in each.scalers):
+        return []
+    under_amp = {id(param) for model in state.models.live for param in model.parameters()}
+    return [param for param in new if id(param) in under_amp]
 
 
 def _unscale_what_others_left(optimizers: list[Optimizer]) -> None:

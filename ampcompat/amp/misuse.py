@@ -27,7 +27,12 @@ _MISTAKES = {
     " block, or call zero_grad() of the one that is not to step (D39).",
     "scaled gradients of a later param": "A parameter with a gradient was added to an optimizer, and no optimizer under"
     " amp held it before - earlier blocks have left that gradient multiplied by their loss scales, so it was cleared -"
-    " call zero_grad() of the model before add_param_group, or add the parameter before the first block.",
+    " call zero_grad() of the model before add_param_group (or amp.initialize of a new optimizer), or give it to an"
+    " optimizer before the first block.",
+    "scaled gradients of another block": "optimizer.step() with gradients that a scale_loss block of another optimizer"
+    " has added to (a generator's loss reaches the discriminator) - what it has added is still multiplied by the loss"
+    " scale - step before that block, give the block both optimizers: `with amp.scale_loss(loss, [optimizer_a,"
+    " optimizer_b])`, or freeze what the loss is not to train: requires_grad_(False).",
     "half gradients edited": "Gradients of the model's half parameters were edited after scale_loss (clipped?) - the"
     " optimizer steps with the float32 gradients of the masters, which did not change - clip"
     " amp.master_params(optimizer) instead of model.parameters().",

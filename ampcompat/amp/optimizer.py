@@ -38,7 +38,7 @@ from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
-from ampcompat.amp.sharing import refuse_pending, sharers, waited_for
+from ampcompat.amp.sharing import never_held, refuse_pending, refuse_step_in_block, sharers, waited_for
 from ampcompat.amp.stash import (
     AmpOptimizerState,
     Gradients,
@@ -143,6 +143,8 @@ def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwar
             "optimizer.step() inside its scale_loss block - gradients are still multiplied by the loss scale there -"
             " leave the block first: `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step."
         )
+    if len(state.optimizers.live) > 1:
+        refuse_step_in_block(optimizer)
     if closure is not None and not callable(closure):
         raise TypeError(
             f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
@@ -165,7 +167,7 @@ def _is_plain(stash: AmpOptimizerState) -> bool:
     """Whether blocks have left nothing but unscaled gradients: the scale is one, and there are no masters."""
     if stash.masters or stash.gradients is not Gradients.UNSCALED:
         return False
-    noted = stash.overflows or stash.earlier_overflows or stash.undecided_steps
+    noted = stash.overflows or stash.earlier_overflows or stash.undecided_steps or stash.mixed_gradient
     return not noted and not len(state.optimizers.pending)
 
 
@@ -296,6 +298,8 @@ def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = F
         stash.report_arrived()
     if stash.gradients is Gradients.LOST:
         return True
+    if stash.mixed_gradient is not None and stash.mixed_gradient.is_there():
+        misuse.warn_of("scaled gradients of another block")
     if stash.gradients is not Gradients.UNSCALED:
         _warn_of_missing_gradients(stash)
     if on_device or not (stash.overflows or stash.earlier_overflows):
@@ -375,6 +379,7 @@ def _end(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None) -
     elif stash.overflows:
         stash.note_earlier_overflows(stash.overflows)
     stash.overflows = []
+    stash.mixed_gradient = None
     stash.gradients = Gradients.NONE
     gradient = stash.first_gradient()
     stash.last_step.skipped = skipped
@@ -542,7 +547,11 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
         master.added_grad = None
         master.half.grad = None
     stash.earlier_overflows = []
+    stash.mixed_gradient = None
     stash.aside = []
+    for other in sharers(optimizer):
+        if other._amp_stash.aside:
+            _drop_shared_aside(stash, other._amp_stash)
     if stash.pending is not None:
         if state.models.sharded:
             sharded.drop_waiting_gradients(stash.direct)
@@ -550,6 +559,12 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
         state.optimizers.pending.discard(optimizer)
     if stash.gradients is not Gradients.LOST:
         stash.gradients = Gradients.NONE
+
+
+def _drop_shared_aside(cleared: AmpOptimizerState, other: AmpOptimizerState) -> None:
+    """Drop what a block of ``other`` has put aside of parameters whose gradients are ``cleared``."""
+    held = set(map(id, cleared.direct))
+    other.aside = [(param, grad) for param, grad in other.aside if id(param) not in held]
 
 
 def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -570,22 +585,23 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
             give_up_half(master)
     for model in state.models.live:  # the new group may hold what was put into them since their last forward
         follow_replacements(model.modules())
+    new = never_held(added)
     stash.look_up(optimizer)
-    was_a_loss_scaled = any(scaler._scale is not None for scaler in stash.session.scalers)
+    for other in sharers(optimizer):  # the new group may hold gradients of theirs that are not finite
+        stash.note_earlier_overflows([*other._amp_stash.overflows, *other._amp_stash.earlier_overflows])
+    was_a_loss_scaled = any(scaler.has_scaled for scaler in stash.session.scalers)
     if was_a_loss_scaled and stash.pending is None:
-        _drop_scaled_gradients(optimizer, stash, added)
+        drop_scaled_gradients(new)
 
 
-def _drop_scaled_gradients(optimizer: Optimizer, stash: AmpOptimizerState, added: list[torch.Tensor]) -> None:
-    """Clear ``p.grad`` of params without masters that ``optimizer`` has just got, and no other optimizer holds.
+def drop_scaled_gradients(params: list[torch.Tensor]) -> None:
+    """Clear ``p.grad`` of those of ``params`` without masters, which no optimizer under amp has held before.
 
     Blocks give gradients to every parameter of a model, and unscale those of their optimizers: what the others have
     accumulated is still multiplied by the scales of that time. (The next block drops that of half params with masters.)
     """
-    unscaled = {id(leaf) for other in sharers(optimizer) for leaf in other._amp_stash.leaves()}
-    direct = set(map(id, stash.direct))
-    for param in added:
-        if param.grad is not None and id(param) in direct and id(param) not in unscaled:
+    for param in params:
+        if param.grad is not None and master_of(param) is None:
             param.grad = None
             misuse.warn_of("scaled gradients of a later param")
 

@@ -140,6 +140,11 @@ class LossScaler(torch.amp.GradScaler):
         """Whether the scale is 1, and no script has written it: then blocks need not touch gradients. No host sync."""
         return not self.dynamic and self._scale is None and self._init_scale == 1.0
 
+    @property
+    def has_scaled(self) -> bool:
+        """Whether a loss was multiplied by a scale other than 1. Reads the device where the scale is static."""
+        return self._scale is not None and (self.dynamic or self.get_scale() != 1.0)
+
     _scale_seq_len = property(attrgetter("_growth_interval"), lambda self, value: self.set_growth_interval(int(value)))
 
     @property

@@ -8,7 +8,9 @@ use the gradient, and a gradient that one step has used up stays for the others 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import torch
 
 from ampcompat._state import state
 from ampcompat._types import Optimizer
@@ -62,6 +64,12 @@ def _find_sharing() -> Sharing:
     return sharing
 
 
+def never_held(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of ``params`` that no optimizer under amp holds or has held."""
+    held = state.optimizers.held
+    return [param for param in params if held.get(id(param)) is not param]
+
+
 def waited_for(optimizer: Optimizer) -> set[Master]:
     """The masters of other optimizers that have unscaled gradients and have yet to step with them."""
     others = sharers(optimizer)
@@ -108,4 +116,15 @@ def refuse_open_blocks(optimizers: Sequence[Optimizer]) -> None:
                 " parameters with this one - the gradients of the two losses would be added up in the same tensors, and"
                 " unscaled twice - close the first block before, or give both optimizers to one block:"
                 " `with amp.scale_loss(loss_a + loss_b, [optimizer_a, optimizer_b])` (D38)."
+            )
+
+
+def refuse_step_in_block(optimizer: Optimizer) -> None:
+    """Refuse a step of ``optimizer`` while a block of another optimizer is open that holds a tensor of its own."""
+    for other in sharers(optimizer):
+        if other._amp_stash.in_block:
+            raise RuntimeError(
+                f"optimizer.step() inside the scale_loss block of another optimizer ({type(other).__name__}) that"
+                " shares parameters with this one - their gradients are still multiplied by the loss scale there, or"
+                " put aside - leave the block first, then step (D38)."
             )

@@ -44,6 +44,25 @@ class Pending:
     scalers: dict[LossScaler, None]  # whose losses they stem from: the pass counts for each of them
 
 
+class WaitingGradient:
+    """An unscaled gradient that waits for a step, to see what writes to it."""
+
+    def __init__(self, param: torch.Tensor) -> None:
+        grad: torch.Tensor = param.grad  # type: ignore[assignment] # the caller has looked
+        self.param = param
+        self.reference = weakref.ref(grad)
+        self.version = grad._version
+
+    def is_there(self) -> bool:
+        """Whether the param still has this gradient. A block of its own optimizer puts another one in its place."""
+        grad = _torch.tensor_of(self.reference)
+        return grad is not None and grad is self.param.grad
+
+    def was_added_to(self) -> bool:
+        """Whether it is there, and was written since."""
+        return self.is_there() and self.param.grad._version != self.version  # type: ignore[union-attr]
+
+
 #: A scaler, and whether a backward pass of its loss overflowed (0-dim float32 on a device, not 0 if so).
 Overflow = tuple[LossScaler, torch.Tensor]
 
@@ -100,6 +119,8 @@ class AmpOptimizerState:
             optimizer that shares tensors with this one. Any of them skips a step that would use a gradient which is not
             finite. They outlive skipped steps; a step that is made, and ``zero_grad``, reset them.
 
+        mixed_gradient: One that a block of another optimizer has added to, still multiplied by its loss scale.
+
     What steps have left:
 
     Attributes:
@@ -118,6 +139,7 @@ class AmpOptimizerState:
     gradients: Gradients = Gradients.NONE
     overflows: list[Overflow] = field(default_factory=list)
     earlier_overflows: list[Overflow] = field(default_factory=list)
+    mixed_gradient: WaitingGradient | None = None
     last_step: LastStep = field(default_factory=LastStep)
     undecided_steps: list[list[FlagOnItsWay]] = field(default_factory=list)
 
@@ -193,6 +215,7 @@ class AmpOptimizerState:
         held = {id(param): param for group in optimizer.param_groups for param in group["params"]}
         self.direct = [param for key, param in held.items() if key not in sides]
         self.groups = [list(group["params"]) for group in optimizer.param_groups]
+        state.optimizers.held.update({id(leaf): leaf for leaf in self.leaves()})
         state.optimizers.sharing = None
 
     def _is_up_to_date(self, optimizer: Optimizer) -> bool:

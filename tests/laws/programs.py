@@ -170,15 +170,16 @@ def generate(seed):
     }
     count = len(build(config, 0)[1])
     config["frozen"] = sorted(n for n in range(count) if rng.random() < 0.1)
-    optimizers = rng.choice([1, 1, 2, 2, 3])
+    optimizers = rng.choice([1, 1, 2, 2, 2, 3, 3])
     owners, late = spread(rng, config, count, optimizers)
     kept = [n for n in range(optimizers) if n in owners]
     config["owners"] = [kept.index(n) if n in kept else None for n in owners]
-    config["late"] = [kept.index(n) if n in kept else None for n in late]
     config["sharers"] = share(rng, config["owners"], len(kept))
+    late = [kept.index(n) if n in kept else None for n in late]
+    config["late"] = [other if n is None else n for n, other in zip(late, share_late(rng, config, len(kept)))]
     config["optimizers"] = [rng.choice(list(OPTIMIZERS)) for _ in kept]
     # Each program has habits of its own: rare things meet each other in those that do them often.
-    names = ("delays", "puts off", "raises", "clears", "overflows", "edits", "steps again")
+    names = ("delays", "puts off", "raises", "overflows", "edits", "steps again", "inside")
     habits = {name: rng.choice([0, 0.1, 0.3, 0.6]) for name in names}
     habits["weights"] = [12, 9, 7] + [rng.choice([0, 0.5, 2]) for _ in OTHERS]
     steps = []
@@ -226,9 +227,21 @@ def share(rng, owners, optimizers):
     return sharers
 
 
+def share_late(rng, config, optimizers):
+    """The optimizer that some weights of another one are added to in mid-run; None: no optimizer."""
+    chance = rng.choice([0, 0, 0.3]) if optimizers > 1 else 0
+    late = []
+    for owner, sharers in zip(config["owners"], config["sharers"], strict=True):
+        others = [n for n in range(optimizers) if n != owner and n not in sharers]
+        shares = owner is not None and others and rng.random() < chance
+        late.append(rng.choice(others) if shares else None)
+    return late
+
+
 OTHERS = ("edit", "nested", "load_scaler", "clip", "save", "snapshot", "rewind", "write", "join", "scale", "freeze")
 OTHERS += ("plain", *CHANGES)
 EDITS = ("half", "nothing", "value")
+INSIDE = ("clear", "clear", "step", "block", "block", "clip", "scale")
 
 
 def draw_steps(rng, config, habits):
@@ -261,9 +274,22 @@ def draw_block(rng, config, habits):
     return drawn
 
 
-def draw_step(rng, config, habits):
+def draw_inside(rng, config, habits, late):
+    """What a script does in a block, before the backward pass or ``late``, after it.
+
+    Torch refuses a backward pass through weights that were stepped after the forward.
+    """
+    kinds = INSIDE if late else [kind for kind in INSIDE if kind != "step"]
+    habits = habits if late else {**habits, "inside": 0}
+    steps = []
+    while len(steps) < 3 and rng.random() < habits["inside"]:
+        steps.append(draw_step(rng, config, habits, rng.choice(kinds)))
+    return steps
+
+
+def draw_step(rng, config, habits, kind=None):
     optimizers, models = len(config["optimizers"]), len(config["models"])
-    kind = rng.choices(["block", "step", "clear", *OTHERS], habits["weights"])[0]
+    kind = kind or rng.choices(["block", "step", "clear", *OTHERS], habits["weights"])[0]
     step = {"do": kind, "optimizer": rng.randrange(optimizers)}
     if kind in CHANGES:
         return draw_change(rng, config, step)
@@ -282,9 +308,10 @@ def draw_step(rng, config, habits):
             "passes": rng.choice([0, 1, 1, 1, 1, 1, 1, 2]),
             "delay_unscale": rng.random() < habits["delays"],
             "delay_overflow_check": rng.random() < habits["puts off"],
-            "clears": rng.random() < habits["clears"],  # zero_grad inside the block
             "raises": rng.choice(["before", "after"]) if rng.random() < habits["raises"] else None,
+            "late": rng.random() < 0.6,
         }
+        step["inside"] = draw_inside(rng, config, habits, step["late"])
     elif kind == "clear":
         step |= {"who": rng.choice(["optimizer", "model", "all", "one"]), "how": rng.choice(["none", "zeros"])}
         step |= {"weight": rng.randrange(len(config["owners"])), "model": rng.randrange(models)}

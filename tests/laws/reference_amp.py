@@ -226,6 +226,7 @@ class Reference:
         # As in apex: where nothing is scaled and there are no masters, a block does nothing and counts nothing.
         self.idle = loss_scale == 1.0 and not (masters and self.casts)
         self.joined = False
+        self.open = []  # optimizers that a block is open of
         self.has_scaled = False
         self.kept, self.saved, self.skipped = None, {}, None
 
@@ -252,7 +253,10 @@ class Reference:
 
     def seen(self):
         """What a script may look at, by name; nothing where masters hear of a clearing only when they are needed."""
-        found = {f"weight {n}": w.leaf.detach().clone() for n, w in enumerate(self.weights)}
+        # The half of a master that no model holds any more is written whenever somebody looks at it.
+        placed = {id(p) for model in self.models for p in model.parameters()}
+        looked_at = [(n, w) for n, w in enumerate(self.weights) if id(w.leaf) in placed or not w.has_master]
+        found = {f"weight {n}": w.leaf.detach().clone() for n, w in looked_at}
         found |= {f"p.grad of weight {n}": clone(w.leaf.grad) for n, w in enumerate(self.weights)}
         for number, one in enumerate(self.optimizers):
             for index, weight in enumerate(one.weights):
@@ -297,6 +301,9 @@ class Reference:
         places = self.places(weight)
         if not places or (step["when"] == "early" and self.owner(weight) is None):
             return False  # nothing tells amp of a parameter that a model comes to hold without one before it
+        held = weight.value.grad
+        if weight.has_master and weight.is_zero and held is not None and not (held < 0).any():
+            raise Untold
         step["wide"] = step["wide"] and weight.has_master and self.owner(weight) is not None
         leaf = programs.replacement(weight.leaf, step, step["wide"])
         exact = leaf.detach().float()
@@ -344,6 +351,8 @@ class Reference:
         kind = operator.attrgetter("dtype", "shape")
         if weight is other or not places or not self.places(other) or kind(weight.leaf) != kind(other.leaf):
             return False
+        if weight.has_master and self.owner(weight) is None:
+            return False  # amp does not follow what nobody trains
         module, name = places[step["home"] % len(places)]
         module._parameters[name] = other.leaf
         self.changes += 1
@@ -356,12 +365,18 @@ class Reference:
 
     # -- steps of programs ---------------------------------------------------------------------------------------------
     def join(self, step):
-        late = [w for w, owner in zip(self.weights, self.config["late"], strict=False) if owner is not None]
-        if self.joined or any(self.owner(w) for w in late):
+        late = [(w, owner) for w, owner in zip(self.weights, self.config["late"], strict=False) if owner is not None]
+        if self.joined or any(self.changes and self.owner(w) or w in self.optimizers[n].weights for w, n in late):
             return False
+        late = [w for w, _ in late if self.owner(w) is None]
         programs.join(self.config, [one.torch for one in self.optimizers], [w.value for w in self.weights])
         self.list_weights()
         self.joined = True
+        for one in self.optimizers:
+            if any(owner is not None and self.optimizers[owner] is one for owner in self.config["late"]):
+                one.earlier |= any(
+                    other.overflow or other.earlier for other in self.optimizers if one.shares_with(other)
+                )
         if self.has_scaled and any(scaler.dynamic or scaler.scale != 1.0 for scaler in self.scalers):
             for weight in late:  # what blocks have left to weights of no optimizer is scaled, by whatever scales
                 if not weight.has_master and self.owner(weight).pending is None:
@@ -384,10 +399,12 @@ class Reference:
         chosen, scaler = [self.optimizers[n] for n in step["optimizers"]], self.scalers[step["loss_id"]]
         scale, loss = scaler.scale, self.loss(step)
         if self.idle:
-            self.backward(loss, chosen, step)
+            self.backward(loss, step)
             return
         self.begin(chosen, scale, step["delay_unscale"])
-        self.backward(loss.float() * scale, chosen, step)
+        self.open += chosen
+        self.backward(loss.float() * scale, step)
+        self.open = self.open[: -len(chosen)]
         if step["raises"]:
             self.put_back(chosen, scale)
         elif step["delay_unscale"]:
@@ -414,25 +431,40 @@ class Reference:
         if step["how"] == "outer first":
             self.backward_of(losses[:1])
             losses = losses[1:]
+        self.open = sides[0]
         try:
-            if any(a is b or a.shares_with(b) for a in sides[0] for b in sides[1]):
-                raise Refused
             self.begin(sides[1], scales[1])
         except Refused:
             self.end(sides[0], scalers[0], scales[0])
             return
+        finally:
+            self.open = []
         self.backward_of(losses, step["how"])
         for side, scaler, scale in reversed(list(zip(sides, scalers, scales, strict=True))):
             self.end(side, scaler, scale)
 
-    def backward(self, loss, chosen, step):
+    def backward(self, loss, step):
         if step["raises"] == "before":
             return
-        if step["clears"]:
-            for one in chosen:
-                one.zero_grad()
+        if not step["late"]:
+            self.take_inside(step["inside"])
         for _ in range(step["passes"] if loss.requires_grad else 0):
             loss.backward(retain_graph=True)
+        if step["late"]:
+            self.take_inside(step["inside"])
+
+    def take_inside(self, steps):
+        """Take ``steps`` in an open block, and note the fate of each."""
+        for step in steps:
+            try:
+                step["fate"] = "impossible" if getattr(self, step["do"])(step) is False else "taken"
+            except Refused:
+                step["fate"] = "refused"
+
+    def refuse_open(self, chosen):
+        """A block or a step of an optimizer that a block is open of, or that shares a weight with one."""
+        if any(one is other or one.shares_with(other) for one in chosen for other in self.open):
+            raise Refused
 
     def backward_of(self, losses, how="apart"):
         for loss in [sum(losses)] if how == "together" else losses:
@@ -448,6 +480,7 @@ class Reference:
                 raise Refused
 
     def begin(self, chosen, scale, delay=False):
+        self.refuse_open(chosen)
         self.refuse_pending(chosen, delay)
         for one in chosen:
             self.begin_one(one, scale)
@@ -523,6 +556,7 @@ class Reference:
 
     def step(self, step):
         one = self.optimizers[step["optimizer"]]
+        self.refuse_open([one])
         self.refuse_pending([one])
         if one.pending:
             pending = one.pending
@@ -536,6 +570,8 @@ class Reference:
         if who == "optimizer":
             one = self.optimizers[step["optimizer"]]
             one.zero_grad(how == "none")
+            for other in self.optimizers:  # the gradients of shared weights are gone for all
+                other.aside = {weight: grad for weight, grad in other.aside.items() if weight not in one.weights}
             return
         for weight in self.cleared_by(step):
             if how == "none":

@@ -83,13 +83,21 @@ class Real:
         with contextlib.suppress(Raised), block as scaled:
             if step["raises"] == "before":
                 raise Raised
-            if step["clears"]:
-                for one in chosen:
-                    one.zero_grad()
+            if not step["late"]:
+                self.take_inside(step["inside"])
             for _ in range(step["passes"] if scaled.requires_grad else 0):
                 scaled.backward(retain_graph=True)
+            if step["late"]:
+                self.take_inside(step["inside"])
             if step["raises"] == "after":
                 raise Raised
+
+    def take_inside(self, steps):
+        for step in steps:
+            if step["fate"] == "refused":
+                assert refuses(self, step), f"inside of a block, {step} is not refused"
+            elif step["fate"] == "taken":
+                getattr(self, step["do"])(step)
 
     def nested(self, step):
         parts = step["outer"], step["inner"]
@@ -264,12 +272,15 @@ def check(index, seen, expected):
             raise AssertionError(f"after {index} steps: {name} is {seen[name]}, should be {value}")
 
 
+REFUSED = ("are pending", "inside a scale_loss block of the same", "inside its scale_loss", "of another optimizer")
+
+
 def refuses(real, step):
-    """Whether ``step`` is refused for scaled gradients that two optimizers share."""
+    """Whether ``step`` is refused for scaled gradients that others would use or add to."""
     try:
-        real.take(step)
+        getattr(real, step["do"])(step)
     except RuntimeError as error:
-        return "are pending" in str(error)
+        return any(words in str(error) for words in REFUSED)
     return False
 
 
@@ -285,6 +296,7 @@ def run(program):
     check(0, real.seen(), expected[0][1])
     for index, (step, (fate, values)) in enumerate(zip(program["steps"], expected[1:], strict=False), 1):
         if fate == "refused":
+            real.take(None)
             assert refuses(real, step), f"step {index} is not refused"
         else:
             real.take(None if fate == "impossible" else step)
@@ -341,7 +353,7 @@ def block(*optimizers, paths=((0,), (1,)), **more):
     """A block that reaches both models, for some of the optimizers."""
     step = {"do": "block", "optimizer": 0, "optimizers": optimizers, "paths": paths, "data": 0, "size": 2.0**-6}
     step |= {"loss_id": 0, "passes": 1, "delay_unscale": False, "delay_overflow_check": False}
-    return {**step, "clears": False, "raises": None, **more}
+    return {**step, "raises": None, "inside": [], "late": False, **more}
 
 
 def step(optimizer):
@@ -369,6 +381,41 @@ STALE = {
 @pytest.mark.parametrize("steps", STALE.values(), ids=STALE)
 def test_no_gradient_is_used_twice_or_after_it_was_cleared(level, steps):
     run({"config": {**CONFIG, "level": level}, "steps": steps})
+
+
+# The three weights of the first model are held by both optimizers.
+SHARED = {**CONFIG, "sharers": [(1,)] * 3 + [()] * 3}
+LATER = {**CONFIG, "late": [1] * 3 + [None] * 3, "optimizers": ["sgd", "fused"]}
+JOIN = {"do": "join", "optimizer": 1}
+OF_BOTH = block(0, 1)
+CLEARED_BY_THE_OTHER = {"do": "clear", "optimizer": 1, "who": "optimizer", "how": "none"}
+TOGETHER = {
+    "an overflow in a block of both": (CONFIG, [block(0, 1, size=float("inf")), step(1), step(0), OF_BOTH, step(1)]),
+    "the same, delayed": (CONFIG, [block(0, 1, size=float("inf"), delay_unscale=True), step(1), step(0)]),
+    "a step in the block of another": (SHARED, [block(0, inside=[step(1)], late=True), step(0), step(1)]),
+    "the same, accumulated": (SHARED, [OF_BOTH, block(0, inside=[step(1)], late=True), step(0), step(1)]),
+    "cleared in the block of another": (SHARED, [OF_BOTH, block(0, inside=[CLEARED_BY_THE_OTHER]), step(0)]),
+    "cleared while others wait": (SHARED, [block(0), block(0, delay_unscale=True), CLEARED_BY_THE_OTHER, step(0)]),
+    "shared after an overflow": (LATER, [block(0, size=float("inf")), JOIN, step(1), step(0), OF_BOTH, step(1)]),
+    "shared after a skipped step": (
+        LATER,
+        [block(0, size=float("inf")), step(0), JOIN, step(1), clear("all", "none"), OF_BOTH, step(1)],
+    ),
+}
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O5"])
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+@pytest.mark.parametrize(("config", "steps"), TOGETHER.values(), ids=TOGETHER)
+def test_optimizers_that_share_weights(config, steps, level, loss_scale):
+    run({"config": {**config, "level": level, "loss_scale": loss_scale}, "steps": steps})
+
+
+def test_nothing_is_scaled_for_a_weight_that_joins():
+    """At a scale of one the gradient of a batch norm is kept, though a block was delayed."""
+    config = {**CONFIG, "level": "O5", "models": [["linear", "batchnorm"], ["linear"]], "sharers": [()] * 8}
+    config |= {"loss_scale": 1.0, "owners": [0, 0, 0, None, 0, 1, 1, 1], "late": [None] * 3 + [0] + [None] * 4}
+    run({"config": config, "steps": [block(0, delay_unscale=True), block(0), JOIN, step(0)]})
 
 
 OVERTAKEN = {

@@ -1,8 +1,10 @@
 """What a block does with gradients: accumulation, overflow in the new ones alone, sparse ones, windows into buckets."""
 
+import gc
+
 import pytest
 import torch
-from core_kit import Net, assert_tied, backward, loss_of, masters, same, sgd, start, train
+from core_kit import Net, assert_tied, backward, loss_of, masters, net, same, sgd, start, train
 
 from ampcompat import amp
 
@@ -185,6 +187,35 @@ def test_gradients_of_a_later_param_begin_with_it(level):
     torch.testing.assert_close(grad, wanted, rtol=5e-2, atol=1e-3)
     optimizer.step()
     torch.testing.assert_close(model.bn.weight.detach(), before - 0.1 * grad)
+
+
+@pytest.mark.parametrize("level", ["O1", "O3"])
+@pytest.mark.parametrize("is_first_gone", [False, True])
+def test_gradients_of_a_new_optimizer_begin_with_it(level, is_first_gone):
+    """Blocks of the first stage have left the rest of the model gradients that are still scaled."""
+    model, optimizer = start(level, a_head, loss_scale=2.0**10)
+    backward(model, optimizer)
+    optimizer.step()
+    kept = model.b.weight.grad
+    assert model.bn.weight.grad.any()
+    if is_first_gone:
+        del optimizer
+        gc.collect()
+    with pytest.warns(UserWarning, match="earlier blocks have left that gradient multiplied"):
+        amp.initialize(model, sgd(model), opt_level=level, verbosity=0, loss_scale=2.0**10)
+    assert model.bn.weight.grad is None
+    assert model.b.weight.grad is kept
+
+
+def test_a_new_optimizer_keeps_gradients_of_no_block():
+    """Those of a model that was not under amp are the script's own."""
+    model, optimizer = start("O1")
+    backward(model, optimizer)
+    model = net()
+    loss_of(model).backward()
+    grad = model.bn.weight.grad
+    amp.initialize(model, sgd(model), opt_level="O1", verbosity=0)
+    assert model.bn.weight.grad is grad
 
 
 def unscaled_by_another_optimizer(level):

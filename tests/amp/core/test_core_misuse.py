@@ -199,3 +199,143 @@ def test_a_plain_backward_gives_masters_no_gradient(level, trains):
     assert len(warned(lambda: without_a_block(model, optimizer))) == 1
     after = list(amp.master_params(optimizer))
     assert torch.equal(before[0], after[0]) is not trains
+
+
+# -- several optimizers ------------------------------------------------------------------------------------------------
+class Gan:
+    """A generator and a discriminator, each with an optimizer; blocks of either loss."""
+
+    def __init__(self, level, **kwargs):
+        torch.manual_seed(0)
+        nets = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)]
+        optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in nets]
+        (self.g, self.d), (self.for_g, self.for_d) = amp.initialize(
+            nets, optimizers, opt_level=level, verbosity=0, **kwargs
+        )
+        self.x = torch.randn(8, 4)
+
+    def train_d(self, detach=True, **kwargs):
+        made = self.g(self.x)
+        with amp.scale_loss(self.d(made.detach() if detach else made).mean(), self.for_d, **kwargs) as scaled:
+            scaled.backward()
+
+    def train_g(self, optimizers=None):
+        with amp.scale_loss(-self.d(self.g(self.x)).mean(), optimizers or self.for_g) as scaled:
+            scaled.backward()
+
+    def train_d_in_a_block_of_g(self):
+        with amp.scale_loss(self.g(self.x).mean(), self.for_g) as scaled:
+            self.train_d()
+            scaled.backward()
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+def test_gradients_scaled_for_another_optimizer(loss_scale):
+    """At O1 the discriminator would step with a sum of unscaled and scaled gradients, as it did under apex."""
+    gan = Gan("O1", loss_scale=loss_scale)
+
+    def steps_late():
+        gan.train_d()
+        gan.train_g()
+        gan.for_d.step()
+
+    (message,) = warned(steps_late)
+    assert "a scale_loss block of another optimizer has added to" in message
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("detach", [True, False])
+def test_the_usual_gan_is_not_warned_of(level, detach):
+    gan = Gan(level)
+
+    def loop():
+        for _ in range(3):
+            gan.d.zero_grad()
+            gan.train_d()
+            gan.train_d(detach)
+            gan.for_d.step()
+            gan.g.zero_grad()
+            gan.train_g()
+            gan.for_g.step()
+
+    assert warned(loop) == []
+
+
+BEFORE_G = {
+    "stepped": lambda gan: gan.for_d.step(),
+    "cleared": lambda gan: gan.for_d.zero_grad(),
+    "cleared in the model": lambda gan: gan.d.zero_grad(),
+    "frozen": lambda gan: gan.d.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("before", BEFORE_G.values(), ids=BEFORE_G)
+def test_no_gradients_scaled_for_another(before):
+    gan = Gan("O1")
+
+    def train():
+        gan.train_d()
+        before(gan)
+        gan.train_g()
+        gan.d.requires_grad_(True)
+        if before is BEFORE_G["frozen"]:
+            gan.for_d.step()
+
+    assert warned(train) == []
+
+
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_a_step_that_is_left_out_is_not_warned_of(clear):
+    """Scripts do so where the discriminator is too good; what a generator's loss has left is cleared."""
+    gan = Gan("O1")
+
+    def train():
+        gan.train_d()
+        gan.train_g()
+        (gan.for_d if clear == "optimizer" else gan.d).zero_grad()
+        gan.train_d()
+        gan.for_d.step()
+
+    assert warned(train) == []
+
+
+RIGHT_TOGETHER = {
+    "one block of both": lambda gan: gan.train_g([gan.for_g, gan.for_d]),
+    "a block in a block": lambda gan: gan.train_d_in_a_block_of_g(),
+}
+
+
+@pytest.mark.parametrize("act", RIGHT_TOGETHER.values(), ids=RIGHT_TOGETHER)
+def test_blocks_of_both_scale_for_none_else(act):
+    gan = Gan("O1")
+
+    def train():
+        gan.train_d()
+        act(gan)
+        gan.for_d.step()
+
+    assert warned(train) == []
+
+
+def test_gradients_that_a_later_block_unscales_are_not_warned_of():
+    """Both losses are scaled alike, and the step unscales their sum."""
+    gan = Gan("O1")
+
+    def train():
+        gan.train_d(delay_unscale=True)
+        gan.train_g()
+        gan.for_d.step()
+
+    assert warned(train) == []
+
+
+@pytest.mark.parametrize("level", ["O0", "O4"])
+def test_where_the_scale_is_one_no_other_is_warned_of(level):
+    gan = Gan(level)
+
+    def train():
+        gan.train_d()
+        gan.train_g()
+        gan.for_d.step()
+
+    assert warned(train) == []
