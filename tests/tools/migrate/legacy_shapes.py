@@ -298,6 +298,18 @@ for i in range(6):
         + scaled_backward()
         + f"if (i + 1) % 2 == 0:\n    {CLIP}\n    opt.step()\n    opt.zero_grad()\nLOSSES.append(loss.item())\n"
     ),
+    "step left out by continue after clipping": SETUP + loop(f"{CLIP}\nif i == 3:\n    continue\nopt.step()"),
+    "step left out by return after clipping": SETUP
+    + "def go(i):\n"
+    + indented(f"{CLIP}\nif i == 3:\n    return\nopt.step()")
+    + loop("go(i)"),
+    "gradients cleared in finally": SETUP
+    + turns(
+        "try:\n"
+        + indented("for n in range(2):\n" + indented(f"loss = F.cross_entropy(model(x), y)\n{scaled_backward()}"))
+        + indented("norm = sum(p.grad.norm() for p in model.parameters())\nif i == 3:\n    continue\nopt.step()")
+        + "finally:\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
+    ),
     "a norm clipped at each accumulated loss": SETUP
     + turns(
         "loss = F.cross_entropy(model(x), y) / 2\n"
@@ -487,7 +499,6 @@ MARKED = {
     + "s = Stepper(opt)\n"
     + loop("s.go()"),
     "no step": SETUP + loop("pass"),
-    "step left out on a path after unscaling": SETUP + loop(f"{CLIP}\nif i > 9:\n    continue\nopt.step()"),
     "clip on some iterations before an accumulated step": SETUP + loop(f"{CLIP}\nif i % 2:\n    opt.step()", before=""),
     "clip inside the block": SETUP
     + loop("opt.step()").replace("scaled.backward()", f"scaled.backward()\n        {CLIP}"),

@@ -172,6 +172,12 @@ def replace_steps(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
         _update(group, facts, walk, home, edits)
 
 
+def update_at_exits(walk: Walk, home: Home, edits: Edits) -> None:
+    """``scaler.update()`` where a step is left out after ``unscale_``."""
+    for node, found in walk.exits.items():
+        edits.insert_before(node, f"{home.scaler(walk.file.function(node), found.losses)}.update()")
+
+
 def _groups(steps: list[Step], walk: Walk) -> list[list[Step]]:
     """Steps that share an update: one that others wait for belongs to them."""
     groups: list[list[Step]] = []

@@ -18,9 +18,16 @@ from ampcompat.tools.migrate.native.control import ControlFlow, Frame
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_STEPS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import Function, Variable
 from ampcompat.tools.migrate.native.gradients import CLEARS, READS, READS_NOT, Gradients, is_autograd, is_plain_clip
-from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
-from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join
-from ampcompat.tools.migrate.native.places import Path, innermost_loop, is_beside, meeting, shared_length
+from ampcompat.tools.migrate.native.nodes import argument, descendants, elements, last_name
+from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join, updated
+from ampcompat.tools.migrate.native.places import (
+    Path,
+    innermost_loop,
+    is_beside,
+    meeting,
+    shared_length,
+    start_of_function,
+)
 from ampcompat.tools.migrate.text import code_of
 
 #: More paths than this are not followed.
@@ -63,12 +70,32 @@ class Unscale:
     losses: set[str] = field(default_factory=set)
 
 
+@dataclass
+class Exit:
+    """A ``return``, ``break`` or ``continue`` after gradients were unscaled.
+
+    Attributes:
+        path: One way to it.
+        ids: The optimizers whose gradients are unscaled there.
+        places: Where they were unscaled.
+        losses: The ``loss_id`` of each loss that they come from.
+        sure: Whether they are unscaled on all ways that lead here.
+    """
+
+    path: Path
+    ids: set[Variable] = field(default_factory=set)
+    places: set[cst.CSTNode] = field(default_factory=set)
+    losses: set[str] = field(default_factory=set)
+    sure: bool = True
+
+
 class Walk(ControlFlow):
     """The walk over all functions of a file.
 
     Attributes:
         steps: The optimizer steps, by their calls.
         unscales: Where ``unscale_`` is needed, by the statement before which it stands.
+        exits: Where a step is left out after ``unscale_``, which the scaler forgets by an update.
         scaled_clips: Calls that clip gradients while these are scaled, since more are added before the step.
         scaled_backward: Plain ``backward()`` calls whose gradients are stepped together with scaled ones.
         problems: What ``GradScaler`` would get wrong without a word: statement and message.
@@ -84,6 +111,7 @@ class Walk(ControlFlow):
         #: Those after which the gradients may be cleared, and the step left out.
         self.refused_for_cleared: set[cst.CSTNode] = set()
         self.scaled_backward: dict[cst.CSTNode, set[Variable]] = {}
+        self.exits: dict[cst.CSTNode, Exit] = {}
         self.problems: dict[tuple[cst.CSTNode, str], None] = {}
         self.interesting = self._interesting()
         self.uses = self._uses()
@@ -145,6 +173,10 @@ class Walk(ControlFlow):
                 {k: set(v) for k, v in self.scaled_backward.items()},
             )  # fmt: skip
             self._once()
+            if self._find_exits():
+                continue
+            self.refused |= self.newly_refused
+            self.refused_for_cleared |= self.newly_refused_for_cleared
             self._hoist_branches()
             after = (self.forced, len(self.refused), len(self.refused_for_cleared), self.scaled_backward)
             if before == after:
@@ -161,6 +193,9 @@ class Walk(ControlFlow):
         self.scaled_clips: set[cst.Call] = set()
         self.unscaled_clips: set[cst.Call] = set()
         self.seen: set[Function | None] = set()
+        self.left: dict[cst.CSTNode, Exit] = {}
+        self.newly_refused: set[cst.CSTNode] = set()
+        self.newly_refused_for_cleared: set[cst.CSTNode] = set()
         self.losses_of: dict[Variable, set[str]] = {}
         self.scaled_at: dict[Variable, cst.CSTNode] = {}
         self.backward_of_scaled: set[cst.CSTNode] = set()
@@ -188,7 +223,50 @@ class Walk(ControlFlow):
 
     def surely_runs(self, node: cst.For) -> bool:
         """Whether a loop has something to go round for: parameters, or optimizers."""
+        if any(isinstance(n, cst.Call) and self.facts.symbol(n.func) in SCALE_LOSS for n in descendants(node.body)):
+            return True  # without a loss the scaler's step raises
         return "param" in code_of(node.iter) or bool(self._ids(node.iter)) or self.facts.is_model(node.iter)
+
+    def leave(self, node: cst.CSTNode, state: State) -> State:
+        """The state after a ``return``, ``break`` or ``continue``: after an update where the step is left out."""
+        if node in self.exits:
+            return {one: frozenset(map(updated, phases)) for one, phases in state.items()}
+        known = self.left.setdefault(node, Exit(tuple(self.path)))
+        for one, phases in state.items():
+            unscaled = {phase for phase in phases if phase.kind in ("unscaled", "spent")}
+            if unscaled:
+                known.ids.add(one)
+                known.places |= {place for phase in unscaled for place in phase.places}
+                known.losses |= {loss for phase in unscaled for loss in phase.losses}
+                known.sure = known.sure and unscaled == phases
+            elif any(phase.kind == "scaled" for phase in phases):
+                known.sure = False  # an update would give these gradients another scale than later ones
+        return state
+
+    def _find_exits(self) -> bool:
+        """Whether there are new exits that leave out a step: one in the same loop, or function, behind them."""
+        found = False
+        for node, one in self.left.items():
+            inside = start_of_function(one.path) - 1 if isinstance(node, cst.Return) else innermost_loop(one.path)
+            steps = [step for step in self.steps.values() if step.ids & one.ids]
+            if not any(self._stands_behind(step.path, one.path, inside) for step in steps):
+                continue
+            places = {place for place in one.places if place in self.unscales}
+            if one.sure and all(shared_length(self.unscales[place].path, one.path) > inside for place in places):
+                self.exits[node] = one
+                found = True
+            elif not places <= self.refused:
+                self.refused |= places
+                self.refused_for_cleared |= places
+                found = True
+        return found
+
+    def _stands_behind(self, step: Path, node: Path, inside: int) -> bool:
+        """Whether a step stands behind a node in the loop or function that begins at a place of its path."""
+        common = shared_length(step, node)
+        if common <= inside or common == len(step):
+            return False
+        return self.file.order(step[common].statement) > self.file.order(node[-1].statement)
 
     def _function(
         self, frame: Frame, body: Iterable[cst.CSTNode], state: State, scaled: set[str] | None = None
@@ -313,11 +391,11 @@ class Walk(ControlFlow):
             phases = set()
             for phase in state.get(one, ()):
                 if phase.kind == "unscaled":
-                    self.refused |= phase.places
+                    self.newly_refused |= phase.places
                 elif phase.kind == "spent":
                     refused = {place for place in phase.places if not self._is_updated(one, place)}
-                    self.refused |= refused
-                    self.refused_for_cleared |= refused
+                    self.newly_refused |= refused
+                    self.newly_refused_for_cleared |= refused
                 self._convert(phase.plain, one)
                 stale = phase.stale | {node} if phase.kind == "stepped" else phase.stale
                 over = phase.over if phase.kind == "scaled" else frozenset()

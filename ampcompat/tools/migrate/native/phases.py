@@ -7,7 +7,7 @@
 | scaled | a scaled loss had its backward pass |
 | unscaled | the same, and ``unscale_`` was called |
 | spent | they were cleared after ``unscale_``, which the scaler remembers until its update |
-| stepped | the optimizer stepped; they are still there |
+| stepped | the optimizer stepped, or the step was left out; they are still there |
 
 Beside its phase an optimizer has the plain ``backward()`` calls whose gradients it may hold.
 """
@@ -51,6 +51,13 @@ State = dict[Variable, frozenset[Phase]]
 def cleared(phase: Phase) -> Phase:
     """The phase after the gradients were cleared."""
     return Phase("spent", places=phase.places) if phase.kind in ("unscaled", "spent") else CLEAR
+
+
+def updated(phase: Phase) -> Phase:
+    """The phase after an update of the scaler, without a step."""
+    if phase.kind == "spent":
+        return CLEAR
+    return Phase("stepped") if phase.kind == "unscaled" else phase
 
 
 def join(states: Iterable[State | None]) -> State | None:
