@@ -316,6 +316,44 @@ for i in range(6):
         + scaled_backward()
         + f"norm = {CLIP}\nif (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
     ),
+    "amp recognised by what it leaves on an optimizer": SETUP
+    + turns(
+        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif hasattr(opt, '_amp_stash'):\n"
+        + indented(scaled_backward())
+        + "else:\n    loss.backward()\nopt.step()\nLOSSES.append(loss.item())\n"
+    ),
+    "a norm of its own at each accumulated loss": "def get_grad_norm(params):\n"
+    + "    return torch.stack([p.grad.norm() for p in params]).norm()\n"
+    + SETUP
+    + turns(
+        "loss = F.cross_entropy(model(x), y) / 2\n"
+        + scaled_backward()
+        + "norm = get_grad_norm(amp.master_params(opt))\n"
+        + "if (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
+    ),
+    "the scale written and read": SETUP
+    + "amp._amp_state.loss_scalers[0]._loss_scale = 2.0**7\n"
+    + loop("opt.step()")
+    + "LOSSES.append(amp.state_dict()['loss_scaler0']['loss_scale'])\n",
+    "a float function": """\
+class Loss(nn.Module):
+    @amp.float_function
+    def forward(self, out, y):
+        return F.nll_loss(out.exp().log_softmax(1), y)
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.loss = Loss()
+
+    def forward(self, x, y):
+        return self.loss(super().forward(x), y)
+
+
+"""
+    + SETUP.replace("nn.Linear(4, 3)", "Net()")
+    + loop("opt.step()", forward="loss = model(x, y)"),
     "values clipped at each accumulated loss": SETUP
     + turns(
         "loss = F.cross_entropy(model(x), y) / 2\n"
@@ -571,12 +609,6 @@ MARKED = {
     "an auxiliary loss after the block": SETUP
     + loop(
         "auxiliary.backward()\nopt.step()", forward="loss = F.cross_entropy(model(x), y)\nauxiliary = model(-x).mean()"
-    ),
-    "amp recognised by what it leaves on an optimizer": SETUP
-    + turns(
-        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif hasattr(opt, '_amp_stash'):\n"
-        + indented(scaled_backward())
-        + "else:\n    loss.backward()\nopt.step()\n"
     ),
     "gradients by getattr": SETUP
     + loop("norm = sum(getattr(p, 'grad').norm() for p in model.parameters())\nopt.step()"),

@@ -15,6 +15,7 @@ import libcst as cst
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.lines import lines_of
 from ampcompat.tools.migrate.native.arguments import drop_amp_arguments
+from ampcompat.tools.migrate.native.casts import replace_casts
 from ampcompat.tools.migrate.native.edits import SCALER, Edits
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts, drop_aliases
 from ampcompat.tools.migrate.native.file import File, Function
@@ -36,7 +37,7 @@ from ampcompat.tools.migrate.native.merge import answer_probes, merge_branches
 from ampcompat.tools.migrate.native.paths import Walk
 from ampcompat.tools.migrate.native.place import caller_of, has_helper, helper_names
 from ampcompat.tools.migrate.native.replaced import replace_classes
-from ampcompat.tools.migrate.native.state import drop_registrations, replace_disable_casts, replace_state, state_uses
+from ampcompat.tools.migrate.native.state import replace_state, state_uses
 from ampcompat.tools.migrate.native.wrap import wrap_long_lines
 from ampcompat.tools.migrate.result import Result
 from ampcompat.tools.migrate.text import INSTALL_APEX
@@ -132,8 +133,7 @@ def _translate(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
     scale_thresholds(walk, home, edits)
     replace_master_params(facts, edits)
     replace_state(facts, home, edits)
-    replace_disable_casts(facts, edits)
-    drop_registrations(facts, edits)
+    replace_casts(facts, edits)
     drop_aliases(facts, edits)
     replace_classes(facts, edits)
     for statement, message in sorted(walk.problems, key=lambda problem: facts.file.order(problem[0])):

@@ -201,11 +201,7 @@ class _Replacement:
     def _say_what_changes(self, literal: str | None) -> None:
         outputs = self._argument("cast_model_outputs")
         if outputs is not None and not code_of(outputs).endswith("float32"):
-            self.edits.mark(
-                self.file.statement(self.made.node),
-                f"cast_model_outputs={code_of(outputs)}: the model returns float32 now; cast what it returns where "
-                "that is needed",
-            )
+            self.edits.note(f"cast_model_outputs={code_of(outputs)} of amp.initialize: the model returns float32 now")
         if literal in HALF_WEIGHTS or literal is None:
             self.edits.note("O2, O3 and O5 become autocast over float32 weights, which also take the masters' place")
         dropped = [name for name in DROPPED if self._argument(name) is not None]

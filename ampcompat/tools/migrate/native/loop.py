@@ -9,7 +9,7 @@ import libcst as cst
 from ampcompat.tools.migrate.native.edits import Edits, Statement
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import File, Function
-from ampcompat.tools.migrate.native.gradients import clip_threshold, is_autograd
+from ampcompat.tools.migrate.native.gradients import clip_threshold, is_autograd, is_plain_clip
 from ampcompat.tools.migrate.native.home import Home
 from ampcompat.tools.migrate.native.initialize import never_scales
 from ampcompat.tools.migrate.native.merge import in_brackets, one_line, scaled_loss
@@ -243,24 +243,33 @@ def scale_thresholds(walk: Walk, home: Home, edits: Edits) -> None:
     """
     for call in sorted(walk.scaled_clips, key=walk.file.order):
         scale = f"{home.scaler(walk.file.function(call))}.get_scale()"
+        if not is_plain_clip(call, walk.file):
+            edits.expressions[call] = lambda new, s=scale: _divided(new, s)  # type: ignore[misc]
+            continue
+        edits.expressions[call] = lambda new, s=scale: _clipped(new, s)  # type: ignore[misc]
+        if last_name(call.func) != "clip_grad_norm_":
+            continue
         parent = walk.file.parents[call]
         target = parent.targets[0].target if isinstance(parent, cst.Assign) and len(parent.targets) == 1 else None
-        is_norm = last_name(call.func) == "clip_grad_norm_"
-        if is_norm and isinstance(target, cst.Name | cst.Attribute):
+        if isinstance(target, cst.Name | cst.Attribute):
             edits.insert_after(parent, f"{code_of(target)} /= {scale}")
-        is_read = is_norm and target is None and not isinstance(parent, cst.Expr)
-        edits.expressions[call] = lambda new, s=scale, r=is_read: _clipped(new, s, r)  # type: ignore[misc]
+        elif not isinstance(parent, cst.Expr):
+            edits.expressions[call] = lambda new, s=scale: _divided(_clipped(new, s), s)  # type: ignore[misc]
 
 
-def _clipped(call: cst.CSTNode, scale: str, is_read: bool) -> cst.CSTNode:
-    """A call of torch's clipping with a scaled threshold, and with its norm divided where an expression reads it."""
+def _clipped(call: cst.CSTNode, scale: str) -> cst.CSTNode:
+    """A call of torch's clipping with a scaled threshold."""
     threshold = clip_threshold(call) if isinstance(call, cst.Call) else None
     if threshold is None or not isinstance(call, cst.Call):
         return call
     scaled = cst.parse_expression(f"{in_brackets(threshold)} * {scale}")
     args = [arg.with_changes(value=scaled) if arg.value is threshold else arg for arg in call.args]
-    clipped = call.with_changes(args=args)
-    return cst.parse_expression(f"{code_of(clipped)} / {scale}") if is_read else clipped
+    return call.with_changes(args=args)
+
+
+def _divided(norm: cst.CSTNode, scale: str) -> cst.CSTNode:
+    """A norm of scaled gradients as that of unscaled ones."""
+    return cst.parse_expression(f"{code_of(norm)} / {scale}")
 
 
 def replace_master_params(facts: Facts, edits: Edits) -> None:

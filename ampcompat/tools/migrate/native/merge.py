@@ -192,9 +192,10 @@ def answer_probes(facts: Facts) -> cst.Module | None:
     names = _optional(file)
     asked: list[cst.CSTNode] = [node for node in file.of_type(cst.Name) if node.value in names or node.value in modules]
     asked += [call for call in file.of_type(cst.Call) if _looks_for_apex(call)]
-    if not asked:
+    stashes = {call for call in file.of_type(cst.Call) if _asks_for_stash(call, facts)}
+    if not asked and not stashes:
         return None
-    visitor = _Answer(file, asked, names, modules)
+    visitor = _Answer(file, [*asked, *stashes], names, modules, stashes)
     answered = file.module.visit(visitor)
     return cst.parse_module(answered.code) if visitor.changed else None
 
@@ -226,8 +227,11 @@ def _small(line: cst.CSTNode) -> Sequence[cst.CSTNode]:
 class _Answer(Pruned):
     """Answers the tests, and folds what they stood in."""
 
-    def __init__(self, file: File, asked: list[cst.CSTNode], names: set[str], modules: set[str]) -> None:
+    def __init__(
+        self, file: File, asked: list[cst.CSTNode], names: set[str], modules: set[str], stashes: set[cst.Call]
+    ) -> None:
         super().__init__(file, asked)
+        self.stashes = stashes
         self.names = names
         self.modules = modules
         self.changed = False
@@ -251,7 +255,9 @@ class _Answer(Pruned):
         return None
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
-        """``hasattr(amp, "state_dict")``."""
+        """``hasattr(amp, "state_dict")``, ``hasattr(optimizer, "_amp_stash")``."""
+        if original_node in self.stashes:
+            return self._answer(True)
         if last_name(updated_node.func) == "hasattr" and code_of(updated_node.args[0].value) in self.modules:
             return self._answer(True)
         return updated_node
@@ -344,6 +350,14 @@ class _Answer(Pruned):
         if original_node.body and not updated_node.body:
             return updated_node.with_changes(body=[cst.SimpleStatementLine([cst.Pass()])])
         return updated_node
+
+
+def _asks_for_stash(node: cst.Call, facts: Facts) -> bool:
+    """Whether a call asks if an optimizer is under amp, by what apex leaves on it."""
+    if last_name(node.func) != "hasattr" or len(node.args) != 2:
+        return False
+    optimizer, name = node.args
+    return code_of(name.value).strip("\"'") == "_amp_stash" and facts.is_optimizer(optimizer.value)
 
 
 def _looks_for_apex(node: cst.BaseExpression) -> bool:

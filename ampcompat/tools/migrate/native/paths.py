@@ -17,7 +17,15 @@ from libcst.metadata import GlobalScope
 from ampcompat.tools.migrate.native.control import ControlFlow, Frame
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_STEPS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import Function, Variable
-from ampcompat.tools.migrate.native.gradients import CLEARS, READS, READS_NOT, Gradients, is_autograd, is_plain_clip
+from ampcompat.tools.migrate.native.gradients import (
+    CLEARS,
+    READS,
+    READS_NOT,
+    Gradients,
+    is_autograd,
+    is_norm,
+    is_plain_clip,
+)
 from ampcompat.tools.migrate.native.nodes import argument, descendants, elements, last_name
 from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join, updated
 from ampcompat.tools.migrate.native.places import (
@@ -96,7 +104,7 @@ class Walk(ControlFlow):
         steps: The optimizer steps, by their calls.
         unscales: Where ``unscale_`` is needed, by the statement before which it stands.
         exits: Where a step is left out after ``unscale_``, which the scaler forgets by an update.
-        scaled_clips: Calls that clip gradients while these are scaled, since more are added before the step.
+        scaled_clips: Calls that clip or measure gradients while these are scaled, since more are added before the step.
         scaled_backward: Plain ``backward()`` calls whose gradients are stepped together with scaled ones.
         problems: What ``GradScaler`` would get wrong without a word: statement and message.
     """
@@ -323,6 +331,9 @@ class Walk(ControlFlow):
         if symbol.startswith("apex."):
             return state
         callee = self.facts.flows.callee(call)
+        if is_norm(call, callee[0] if callee is not None else None):
+            self.seen.add(callee[0] if callee is not None else None)
+            return self._read(None, state, call)
         if callee is not None:
             return self._enter(call, *callee, state) if callee[0] in self.interesting else state
         if name == "step" and base is not None:
@@ -498,10 +509,9 @@ class Walk(ControlFlow):
         named = set(ids) if ids else self._named_in(call)
         # A name that leads to no scaled gradients may mean another optimizer than it seems to.
         wanted = {one for one in named if any(p.kind in PENDING for p in state.get(one, ()))}
-        if not wanted:
-            wanted = {one for one, phases in state.items() if any(p.kind == "scaled" for p in phases)}
-        if not wanted:
-            wanted = {one for one, phases in state.items() if any(p.kind in PENDING for p in phases)}
+        for kind in ("scaled", "unscaled", "entry"):
+            if not wanted:
+                wanted = {one for one, phases in state.items() if any(p.kind == kind for p in phases)}
         return self._unscale(wanted, state, None, call)
 
     def _named_in(self, call: cst.Call | None) -> set[Variable]:
@@ -571,7 +581,7 @@ class Walk(ControlFlow):
                 if outer not in self.refused:
                     continue
                 accumulates = outer not in self.refused_for_cleared
-                if accumulates and reader is not None and is_plain_clip(reader, self.file):
+                if accumulates and reader is not None and self._can_stay_scaled(reader):
                     self.scaled_clips.add(reader)
                 else:
                     self._problem(statement, ACCUMULATED)
@@ -583,6 +593,11 @@ class Walk(ControlFlow):
             return place
         self._problem(self.path[-1].statement, UNNAMED)
         return None
+
+    def _can_stay_scaled(self, reader: cst.Call) -> bool:
+        """Whether what a call computes of scaled gradients is that of unscaled ones times the scale."""
+        callee = self.facts.flows.callee(reader)
+        return is_plain_clip(reader, self.file) or is_norm(reader, callee[0] if callee is not None else None)
 
     def _name_of(self, one: Variable, number: int, index: int) -> str | None:
         """An expression for an optimizer in a function that the walk is in, before a statement on the path."""
