@@ -10,7 +10,19 @@ from pathlib import Path
 FUNCTIONS = ("mixed_precision", "under_autocast", "to_float32")
 NAME = FUNCTIONS[0]
 HELPER_FILE = Path(__file__).with_name("native") / "helper.py"
+#: The scaler of a run that calls no ``mixed_precision``.
+NO_SCALER = "scaler = torch.amp.GradScaler(enabled=False)  # until mixed_precision() is called"
 BLANK_LINES = re.compile(r"(?:[ \t\f]*(?:\r\n|\r|\n))*")
+
+
+def helper_module(shares_scaler: bool) -> str:
+    """The text of the module with the helper, which keeps the scaler where several files use it."""
+    code = HELPER_FILE.read_text("utf-8")
+    if not shares_scaler:
+        return code
+    made = code[code.index("    return torch.amp.GradScaler") :].partition("\n")[0]
+    kept = f"    global scaler\n{made.replace('return', 'scaler =')}\n    return scaler"
+    return code.replace(made, kept).replace("import torch\n", f"import torch\n\n{NO_SCALER}\n", 1)
 
 
 @dataclass(frozen=True)

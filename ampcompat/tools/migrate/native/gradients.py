@@ -162,7 +162,10 @@ def _in_order(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         for target in node.targets:
             yield from _in_order(target.target)
         return
-    for child in children(node):
+    inner = children(node)
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        inner = [node.func.value, *node.args]  # torch.autograd.grad is no gradient
+    for child in inner:
         yield from _in_order(child)
     if isinstance(node, cst.Call) or (isinstance(node, cst.Attribute) and node.attr.value == "grad"):
         yield node

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import libcst as cst
 
+from ampcompat.tools.migrate.caller import NAME
 from ampcompat.tools.migrate.native.facts import Facts
 from ampcompat.tools.migrate.native.file import File, Function
 from ampcompat.tools.migrate.native.nodes import argument
@@ -19,7 +20,8 @@ class Home:
     """The name of the scaler in each function.
 
     Attributes:
-        kind: ``local`` to one function or the module, an ``attribute`` of ``self``, or ``global``.
+        kind: ``local`` to one function or the module, an ``attribute`` of ``self``, ``global``, or in the helper's
+            module where another file makes it.
         name: Its name, without ``self``; that of a list where there are several.
         groups: The losses of each scaler, by ``loss_id``.
     """
@@ -27,9 +29,13 @@ class Home:
     def __init__(self, facts: Facts, uses: set[Function | None], groups: list[set[str]]) -> None:
         self.file = facts.file
         self.groups = groups
+        self.uses = uses
+        if not facts.initialized:
+            self.kind = "helper"
+            self.name = f"{NAME}.scaler"
+            return
         makers = {self.file.function(made.node) for made in facts.initialized}
         self.name = _free_name(self.file, MANY_NAMES if len(groups) > 1 else NAMES)
-        self.uses = uses
         self.kind = self._kind(makers)
 
     def _kind(self, makers: set[Function | None]) -> str:

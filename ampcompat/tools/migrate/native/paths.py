@@ -51,7 +51,7 @@ class Step:
         call: ``optimizer.step()``.
         path: One way to it.
         scaled: Whether gradients may be scaled there.
-        plain: Whether they may come from plain backward passes alone.
+        unseen: Whether there may be none that this file computes.
         ids: The optimizers that may step here.
         later: Steps that the update must wait for.
         losses: The ``loss_id`` of each loss whose gradients step here.
@@ -60,7 +60,7 @@ class Step:
     call: cst.Call
     path: Path
     scaled: bool = False
-    plain: bool = False
+    unseen: bool = False
     ids: frozenset[Variable] = frozenset()
     later: set[cst.CSTNode] = field(default_factory=set)
     losses: set[str] = field(default_factory=set)
@@ -448,7 +448,7 @@ class Walk(ControlFlow):
         for one in self.facts.ordered(ids):
             phases = state.get(one, frozenset())
             scaled = [p for p in phases if p.kind in ("scaled", "unscaled") or (p.kind == "entry" and not p.plain)]
-            step.plain = step.plain or any(p not in scaled and (p.plain or p.kind == "clear") for p in phases)
+            step.unseen = step.unseen or CLEAR in phases
             step.scaled = step.scaled or bool(scaled)
             step.losses |= self._losses(scaled, one)
             for phase in phases:
