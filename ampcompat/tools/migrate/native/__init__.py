@@ -158,8 +158,7 @@ def _finished(module: cst.Module, old: str, facts: Facts, home: Home) -> Result:
     if home.kind == "global":
         shared = f"{home.name} = {switched_off(home)}  # until {names[HELPER]}() is called"
     caller = caller_of(module, code, facts.file, names, shared)
-    above, with_copy, below = map(finish, (caller.above, caller.above_with_copy, caller.below))
-    caller = replace(caller, above=above, above_with_copy=with_copy, below=below)
+    caller = replace(caller, above=finish(caller.above), below=finish(caller.below))
     result = Result.of(caller.with_helper())
     result.caller = caller
     return result
