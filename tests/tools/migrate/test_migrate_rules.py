@@ -180,14 +180,16 @@ def test_an_unknown_target_is_refused():
         migrate_source("", "jax")
 
 
-def test_reading_keys_of_the_state_is_marked():
-    """A GradScaler's state has other keys, so the line gets a note; saving the whole state is rewritten."""
+def test_the_scale_in_the_state_is_read_from_the_scaler():
+    """A GradScaler's state has other keys, so other looks into it are marked; saving the whole state is rewritten."""
     code = (
         LOOP.format(arguments="", more="", backward="", step="")
         + "print(amp.state_dict()['loss_scaler0']['loss_scale'])\ntorch.save(amp.state_dict(), 'x')\n"
+        + "print(amp.state_dict()['loss_scaler0']['unskipped'])\n"
     )
     result = migrate_source(code, "native")
-    assert "amp.state_dict()['loss_scaler0']" in result.code
+    assert "print(scaler.get_scale())" in result.code
+    assert "amp.state_dict()['loss_scaler0']['unskipped']" in result.code
     assert "torch.save(scaler.state_dict(), 'x')" in result.code
     assert [note for _, note in result.todos] == [
         "apex.amp.state_dict: a GradScaler's state has other keys; use scaler.get_scale()"

@@ -22,9 +22,9 @@ from ampcompat.tools.migrate.native.casts import replace_casts
 from ampcompat.tools.migrate.native.edits import SCALER, Edits
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts, drop_aliases
 from ampcompat.tools.migrate.native.file import File, Function
-from ampcompat.tools.migrate.native.home import Home, loss_groups
+from ampcompat.tools.migrate.native.home import Home
 from ampcompat.tools.migrate.native.imports import drop_imports, with_torch
-from ampcompat.tools.migrate.native.initialize import HELPER, replace_initialize, switched_off
+from ampcompat.tools.migrate.native.initialize import HELPER, SWITCHED_OFF, replace_initialize
 from ampcompat.tools.migrate.native.leftovers import mark_mentions, mark_objects
 from ampcompat.tools.migrate.native.loop import (
     insert_unscale,
@@ -75,7 +75,7 @@ def rewrite_native(code: str, tree: Tree = ALONE) -> Result:
     facts = _simplified(facts)
     edits = Edits()
     walk = Walk(facts)
-    home = Home(facts, _functions_that_use_it(facts, walk), loss_groups(facts, walk))
+    home = Home(facts, _functions_that_use_it(facts, walk))
     makes_optimizers = any(made.optimizers for made in facts.initialized)
     used = bool(home.uses) or (makes_optimizers and not tree.trains_elsewhere)
     replace_initialize(facts, home, edits, used)
@@ -129,7 +129,7 @@ def _borrowing(old: Facts, tree: Tree) -> Result | None:
     if walk.unstepped() or (reads_gradients and not facts.scaled):
         return None
     edits = Edits()
-    home = Home(facts, _functions_that_use_it(facts, walk), loss_groups(facts, walk))
+    home = Home(facts, _functions_that_use_it(facts, walk))
     _translate(facts, walk, home, edits)
     module = with_torch(_marked_where_needed(drop_imports(edits.apply(facts.file))))
     package, name = (".", NAME) if tree.helper.startswith(".") else (tree.helper, None)
@@ -156,7 +156,7 @@ def _finished(module: cst.Module, old: str, facts: Facts, home: Home) -> Result:
         return Result.of(finish(with_torch(module).code))
     shared = ""
     if home.kind == "global":
-        shared = f"{home.name} = {switched_off(home)}  # until {names[HELPER]}() is called"
+        shared = f"{home.name} = {SWITCHED_OFF}  # until {names[HELPER]}() is called"
     caller = caller_of(module, code, facts.file, names, shared)
     caller = replace(caller, above=finish(caller.above), below=finish(caller.below))
     result = Result.of(caller.with_helper())

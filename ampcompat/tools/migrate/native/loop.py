@@ -29,15 +29,12 @@ def replace_losses(facts: Facts, home: Home, edits: Edits) -> None:
     """``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`` becomes one line."""
     for node in facts.file.of_type(cst.With):
         if any(_is_scaling(item, facts) for item in node.items):
-            losses = [
-                facts.loss_id(i.item) for i in node.items if isinstance(i.item, cst.Call) and _is_scaling(i, facts)
-            ]
-            _replace_block(node, facts, home.scaler(facts.file.function(node), losses), edits)
+            _replace_block(node, facts, home.scaler(facts.file.function(node)), edits)
     for call in facts.scaled:
         parent = facts.file.parents[call]
         if isinstance(parent, cst.WithItem):
             continue
-        scaler = home.scaler(facts.file.function(call), [facts.loss_id(call)])
+        scaler = home.scaler(facts.file.function(call))
         outer = facts.file.parents.get(parent)
         entered = isinstance(parent, cst.Arg) and isinstance(outer, cst.Call)
         if entered and last_name(outer.func) == "enter_context":  # type: ignore[union-attr]
@@ -160,7 +157,7 @@ def replace_steps(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
             if not never_scales(facts):
                 edits.mark(facts.file.statement(call), CLOSURE)
             continue
-        scaler = home.scaler(facts.file.function(call), step.losses)
+        scaler = home.scaler(facts.file.function(call))
 
         def stepped(new: cst.CSTNode, scaler: str = scaler) -> cst.CSTNode:
             if not isinstance(new, cst.Call) or not isinstance(new.func, cst.Attribute):
@@ -174,8 +171,8 @@ def replace_steps(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
 
 def update_at_exits(walk: Walk, home: Home, edits: Edits) -> None:
     """``scaler.update()`` where a step is left out after ``unscale_``."""
-    for node, found in walk.exits.items():
-        edits.insert_before(node, f"{home.scaler(walk.file.function(node), found.losses)}.update()")
+    for node in walk.exits:
+        edits.insert_before(node, f"{home.scaler(walk.file.function(node))}.update()")
 
 
 def _groups(steps: list[Step], walk: Walk) -> list[list[Step]]:
@@ -206,7 +203,7 @@ def _update(group: list[Step], facts: Facts, walk: Walk, home: Home, edits: Edit
             index = min(index, len(place.path) - 1)
     statement = last.path[index].statement
     function = facts.file.function(statement)
-    edits.insert_after(statement, f"{home.scaler(function, last.losses)}.update()")
+    edits.insert_after(statement, f"{home.scaler(function)}.update()")
 
 
 def _loop_over(step: Step, facts: Facts, index: int) -> int:
@@ -229,7 +226,7 @@ def insert_unscale(walk: Walk, home: Home, edits: Edits) -> None:
         if place.statement in walk.refused:
             continue
         for name in place.names:
-            scaler = home.scaler(place.function, place.losses)
+            scaler = home.scaler(place.function)
             code = f"{scaler}.unscale_({name})"
             if name.startswith("*"):
                 code = f"for one in {name[1:]}:\n    {scaler}.unscale_(one)"
@@ -244,6 +241,7 @@ def scale_thresholds(walk: Walk, home: Home, edits: Edits) -> None:
     for call in sorted(walk.scaled_clips, key=walk.file.order):
         scale = f"{home.scaler(walk.file.function(call))}.get_scale()"
         if not is_plain_clip(call, walk.file):
+            edits.note(f"{code_of(call.func)}() is taken for a norm of gradients: its result is divided by the scale")
             edits.expressions[call] = lambda new, s=scale: _divided(new, s)  # type: ignore[misc]
             continue
         edits.expressions[call] = lambda new, s=scale: _clipped(new, s)  # type: ignore[misc]

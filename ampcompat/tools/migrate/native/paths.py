@@ -54,7 +54,6 @@ class Step:
         unseen: Whether there may be none that this file computes.
         ids: The optimizers that may step here.
         later: Steps that the update must wait for.
-        losses: The ``loss_id`` of each loss whose gradients step here.
     """
 
     call: cst.Call
@@ -63,7 +62,6 @@ class Step:
     unseen: bool = False
     ids: frozenset[Variable] = frozenset()
     later: set[cst.CSTNode] = field(default_factory=set)
-    losses: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -75,7 +73,6 @@ class Unscale:
     function: Function | None
     names: dict[str, None] = field(default_factory=dict)
     ids: set[Variable] = field(default_factory=set)
-    losses: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -86,14 +83,12 @@ class Exit:
         path: One way to it.
         ids: The optimizers whose gradients are unscaled there.
         places: Where they were unscaled.
-        losses: The ``loss_id`` of each loss that they come from.
         sure: Whether they are unscaled on all ways that lead here.
     """
 
     path: Path
     ids: set[Variable] = field(default_factory=set)
     places: set[cst.CSTNode] = field(default_factory=set)
-    losses: set[str] = field(default_factory=set)
     sure: bool = True
 
 
@@ -204,7 +199,6 @@ class Walk(ControlFlow):
         self.left: dict[cst.CSTNode, Exit] = {}
         self.newly_refused: set[cst.CSTNode] = set()
         self.newly_refused_for_cleared: set[cst.CSTNode] = set()
-        self.losses_of: dict[Variable, set[str]] = {}
         self.scaled_at: dict[Variable, cst.CSTNode] = {}
         self.backward_of_scaled: set[cst.CSTNode] = set()
         self.calls = 0
@@ -245,7 +239,6 @@ class Walk(ControlFlow):
             if unscaled:
                 known.ids.add(one)
                 known.places |= {place for phase in unscaled for place in phase.places}
-                known.losses |= {loss for phase in unscaled for loss in phase.losses}
                 known.sure = known.sure and unscaled == phases
             elif any(phase.kind == "scaled" for phase in phases):
                 known.sure = False  # an update would give these gradients another scale than later ones
@@ -394,10 +387,8 @@ class Walk(ControlFlow):
         ids = self._ids(self.facts.optimizer_of(call))
         if not ids:
             self._problem(node, NO_OPTIMIZER)
-        loss = self.facts.loss_id(call)
         state = dict(state)
         for one in self.facts.ordered(ids):
-            self.losses_of.setdefault(one, set()).add(loss)
             self.scaled_at.setdefault(one, node)
             phases = set()
             for phase in state.get(one, ()):
@@ -410,8 +401,7 @@ class Walk(ControlFlow):
                 self._convert(phase.plain, one)
                 stale = phase.stale | {node} if phase.kind == "stepped" else phase.stale
                 over = phase.over if phase.kind == "scaled" else frozenset()
-                losses = phase.losses if phase.kind == "scaled" else frozenset()
-                phases.add(Phase("scaled", over=over, stale=stale, losses=losses | {loss}))
+                phases.add(Phase("scaled", over=over, stale=stale))
             state[one] = frozenset(phases)
         return state
 
@@ -450,7 +440,6 @@ class Walk(ControlFlow):
             scaled = [p for p in phases if p.kind in ("scaled", "unscaled") or (p.kind == "entry" and not p.plain)]
             step.unseen = step.unseen or CLEAR in phases
             step.scaled = step.scaled or bool(scaled)
-            step.losses |= self._losses(scaled, one)
             for phase in phases:
                 if scaled:
                     self._convert(phase.plain, one)
@@ -546,19 +535,9 @@ class Walk(ControlFlow):
             self._convert(frozenset().union(*(p.plain for p in waiting)), one)
             if done:
                 self._hoist(one, place, done)
-            place.losses |= self._losses(waiting, one)
             unscaled = Phase("unscaled", places=frozenset({place.statement}))
-            state[one] = frozenset(
-                unscaled._replace(over=p.over, stale=p.stale, losses=p.losses) if p in waiting else p for p in phases
-            )
+            state[one] = frozenset(unscaled._replace(over=p.over, stale=p.stale) if p in waiting else p for p in phases)
         return state
-
-    def _losses(self, phases: Iterable[Phase], one: Variable) -> set[str]:
-        """The losses that gradients come from: any of the optimizer's where the path does not tell."""
-        found: set[str] = set()
-        for phase in phases:
-            found |= self.losses_of.get(one, set()) if phase.kind == "entry" else phase.losses
-        return found
 
     def unstepped(self) -> list[cst.CSTNode]:
         """The scaled losses of optimizers whose step is not seen."""

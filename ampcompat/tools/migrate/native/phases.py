@@ -31,7 +31,6 @@ class Phase(NamedTuple):
         places: Where ``unscale_`` was called.
         over: Steps of other optimizers that were made since they were scaled.
         stale: Scaled losses whose gradients were added to those of a step before.
-        losses: The ``loss_id`` of each loss that they come from.
     """
 
     kind: str
@@ -39,7 +38,6 @@ class Phase(NamedTuple):
     places: frozenset[cst.CSTNode] = frozenset()
     over: frozenset[cst.CSTNode] = frozenset()
     stale: frozenset[cst.CSTNode] = frozenset()
-    losses: frozenset[str] = frozenset()
 
 
 CLEAR = Phase("clear")

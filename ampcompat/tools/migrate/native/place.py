@@ -48,8 +48,6 @@ def caller_of(module: cst.Module, code: str, file: File, names: Mapping[str, str
     if bound.get("torch", "torch") != "torch":
         renamed["torch"] = "torch_module"
     missing = [ImportItem("torch", alias=renamed.get("torch"))] if bound.get("torch") != "torch" else []
-    if "copy.deepcopy(" in code and "copy" not in bound:
-        missing.append(ImportItem("copy"))
     if missing:
         top = AddImportsVisitor(CodemodContext(), missing).transform_module(top)
     plain = [

@@ -54,9 +54,6 @@ def replace_state(facts: Facts, home: Home, edits: Edits) -> None:
         if _looks_inside(parent, facts):
             edits.mark(facts.file.statement(node), OTHER_KEYS.format(scaler=scaler))
             continue
-        if len(home.groups) > 1:
-            _several(node, facts, home.all(facts.file.function(node)), edits)
-            continue
         name = "state_dict" if facts.symbol(node.func) == STATE_DICT else "load_state_dict"
         edits.expressions[node] = lambda new, s=f"{scaler}.{name}": _renamed(new, s)  # type: ignore[misc]
 
@@ -81,19 +78,6 @@ def _saved_scale(parent: cst.CSTNode, facts: Facts) -> cst.CSTNode | None:
 
 def _replace(node: cst.CSTNode, code: str, edits: Edits) -> None:
     edits.expressions[node] = lambda _: cst.parse_expression(code)
-
-
-def _several(node: cst.Call, facts: Facts, scalers: str, edits: Edits) -> None:
-    """The state of several scalers: a list."""
-    statement = facts.file.statement(node)
-    if facts.symbol(node.func) == STATE_DICT:
-        edits.expressions[node] = lambda _: cst.parse_expression(f"[s.state_dict() for s in {scalers}]")
-    elif isinstance(statement, cst.Expr) and statement.value is node and node.args:
-        given = code_of(node.args[0].value)
-        loop = f"for s, state in zip({scalers}, {given}):\n    s.load_state_dict(state)\n"
-        edits.statements[statement] = lambda _: [cst.parse_statement(loop)]
-    else:
-        edits.mark(statement, f"write: for s, state in zip({scalers}, ...): s.load_state_dict(state)")
 
 
 def _looks_inside(parent: cst.CSTNode, facts: Facts) -> bool:
