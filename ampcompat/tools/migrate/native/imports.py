@@ -36,12 +36,8 @@ class _Drop(Pruned):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.RemovalSentinel:
-        kept: list[cst.BaseSmallStatement] = []
-        for old, new in zip(original_node.body, updated_node.body, strict=True):
-            left = self._import(old, new) if isinstance(old, cst.Import | cst.ImportFrom) else new
-            if left is not None:
-                kept.append(left)
-        if len(kept) == len(updated_node.body) and all(a is b for a, b in zip(kept, updated_node.body, strict=True)):
+        kept = self._kept(original_node.body, updated_node.body)
+        if kept == list(updated_node.body):
             return updated_node
         if not kept:
             return cst.RemoveFromParent()
@@ -51,14 +47,21 @@ class _Drop(Pruned):
     def leave_SimpleStatementSuite(
         self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
     ) -> cst.SimpleStatementSuite:
-        kept: list[cst.BaseSmallStatement] = []
-        for old, new in zip(original_node.body, updated_node.body, strict=True):
-            left = self._import(old, new) if isinstance(old, cst.Import | cst.ImportFrom) else new
-            if left is not None:
-                kept.append(left)
+        kept = self._kept(original_node.body, updated_node.body)
         if len(kept) == len(updated_node.body):
             return updated_node
         return updated_node.with_changes(body=kept or [cst.Pass()])
+
+    def _kept(
+        self, original: Sequence[cst.BaseSmallStatement], updated: Sequence[cst.BaseSmallStatement]
+    ) -> list[cst.BaseSmallStatement]:
+        """What is left of the statements of a line."""
+        kept: list[cst.BaseSmallStatement] = []
+        for old, new in zip(original, updated, strict=True):
+            left = self._import(old, new) if isinstance(old, cst.Import | cst.ImportFrom) else new
+            if left is not None:
+                kept.append(left)
+        return kept
 
     def _import(self, old: cst.Import | cst.ImportFrom, new: cst.BaseSmallStatement) -> cst.BaseSmallStatement | None:
         """What is left of an import."""

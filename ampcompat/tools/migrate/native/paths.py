@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import libcst as cst
-from libcst.metadata import GlobalScope
 
 from ampcompat.tools.migrate.native.control import ControlFlow, Frame
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_STEPS, SCALE_LOSS, Facts
@@ -26,7 +24,8 @@ from ampcompat.tools.migrate.native.gradients import (
     is_norm,
     is_plain_clip,
 )
-from ampcompat.tools.migrate.native.nodes import argument, descendants, elements, last_name
+from ampcompat.tools.migrate.native.nodes import argument, descendants, last_name
+from ampcompat.tools.migrate.native.optimizers import Optimizers
 from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join, updated
 from ampcompat.tools.migrate.native.places import (
     Path,
@@ -117,36 +116,10 @@ class Walk(ControlFlow):
         self.exits: dict[cst.CSTNode, Exit] = {}
         self.problems: dict[tuple[cst.CSTNode, str], None] = {}
         self.interesting = self._interesting()
-        self.uses = self._uses()
-        self.all_ids = facts.ordered(self._all_ids())
+        self.optimizers = Optimizers(facts, self.frames)
         self._run()
 
     # What there is to walk.
-
-    def _all_ids(self) -> frozenset[Variable]:
-        found: set[Variable] = set()
-        for names in self.uses.values():
-            for node in names:
-                variable = self.file.variable(node)
-                if variable is not None:
-                    found |= self.facts.roots(variable)
-        return frozenset(found)
-
-    def _uses(self) -> dict[Function | None, list[cst.BaseExpression]]:
-        """Expressions of each function that are optimizers under amp."""
-        found: defaultdict[Function | None, list[cst.BaseExpression]] = defaultdict(list)
-        expressions: Iterable[Any] = self.file.of_types(cst.Name, cst.Attribute, cst.Subscript)
-        for node in expressions:
-            parent = self.file.parents.get(node)
-            if isinstance(parent, cst.Attribute) and parent.attr is node:
-                continue
-            if isinstance(parent, cst.Param) and parent.name is node:
-                continue
-            if isinstance(parent, cst.Arg) and parent.keyword is node:
-                continue
-            if self.facts.is_optimizer(node):
-                found[self.file.function(node)].append(node)
-        return found
 
     def _interesting(self) -> set[Function]:
         """Functions that touch gradients, themselves or through what they call."""
@@ -203,12 +176,18 @@ class Walk(ControlFlow):
         self.backward_of_scaled: set[cst.CSTNode] = set()
         self.calls = 0
         self.blocks: list[set[str]] = []
-        self._function(Frame(None), self.file.module.body, dict.fromkeys(self.all_ids, frozenset({CLEAR})))
+        clear = dict.fromkeys(self.optimizers.all, frozenset({CLEAR}))
+        self._function(Frame(None), self.file.module.body, clear)
         for function in sorted(self.interesting - self.called, key=self.file.order):
-            self._function(Frame(function), function.body.body, dict.fromkeys(self.all_ids, frozenset({ENTRY})))
+            self._from_its_start(function)
         for function in sorted(self.interesting, key=self.file.order):
             if function not in self.seen:  # called from where the walk does not go, as from a lambda
-                self._function(Frame(function), function.body.body, dict.fromkeys(self.all_ids, frozenset({ENTRY})))
+                self._from_its_start(function)
+
+    def _from_its_start(self, function: Function) -> None:
+        """Walk a function that is called from somewhere else."""
+        entry = dict.fromkeys(self.optimizers.all, frozenset({ENTRY}))
+        self._function(Frame(function), function.body.body, entry)
 
     # What the statements do.
 
@@ -227,7 +206,9 @@ class Walk(ControlFlow):
         """Whether a loop has something to go round for: parameters, or optimizers."""
         if any(isinstance(n, cst.Call) and self.facts.symbol(n.func) in SCALE_LOSS for n in descendants(node.body)):
             return True  # without a loss the scaler's step raises
-        return "param" in code_of(node.iter) or bool(self._ids(node.iter)) or self.facts.is_model(node.iter)
+        return (
+            "param" in code_of(node.iter) or bool(self.optimizers.meant_by(node.iter)) or self.facts.is_model(node.iter)
+        )
 
     def leave(self, node: cst.CSTNode, state: State) -> State:
         """The state after a ``return``, ``break`` or ``continue``: after an update where the step is left out."""
@@ -315,14 +296,8 @@ class Walk(ControlFlow):
         name = last_name(call.func)
         symbol = self.facts.symbol(call.func) or ""
         base = call.func.value if isinstance(call.func, cst.Attribute) else None
-        if symbol == "apex.amp.initialize":
-            return dict.fromkeys(state, frozenset({CLEAR}))
-        if symbol in SCALE_LOSS:
-            return self._scale(call, state, call)
-        if symbol in MASTER_PARAMS:
-            return self._master_params(call, state)
         if symbol.startswith("apex."):
-            return state
+            return self._call_of_apex(call, symbol, state)
         callee = self.facts.flows.callee(call)
         if is_norm(call, callee[0] if callee is not None else None):
             self.seen.add(callee[0] if callee is not None else None)
@@ -335,6 +310,19 @@ class Walk(ControlFlow):
             return self._clear(base if name == "zero_grad" else None, state)
         if name == "backward" and base is not None and not self.facts.is_model(base):
             return self._backward(call, base, state)
+        return self._unknown(call, state)
+
+    def _call_of_apex(self, call: cst.Call, symbol: str, state: State) -> State:
+        if symbol == "apex.amp.initialize":
+            return dict.fromkeys(state, frozenset({CLEAR}))
+        if symbol in SCALE_LOSS:
+            return self._scale(call, state, call)
+        if symbol in MASTER_PARAMS:
+            return self._master_params(call, state)
+        return state
+
+    def _unknown(self, call: cst.Call, state: State) -> State:
+        """The state after a call of something else, which may read gradients as its name says."""
         for meant in self.gradients.functions_meant(call.func):
             if isinstance(meant, cst.Lambda):
                 state = self.events(meant.body, state)
@@ -351,40 +339,14 @@ class Walk(ControlFlow):
         for parameter, value in self.facts.flows.bound(call, function, skip_first):
             if any(code_of(value) in names for names in self.blocks):
                 scaled.add(parameter.name.value)
-            ids = self._ids(value)
+            ids = self.optimizers.meant_by(value)
             variable = self.file.variable(parameter.name)
             if ids and variable is not None:
                 frame.held[variable] = ids
         return self._function(frame, function.body.body, state, scaled)
 
-    def _ids(self, node: cst.CSTNode | None) -> frozenset[Variable]:
-        """The optimizers that an expression may be, here."""
-        if node is None:
-            return frozenset()
-        inner = elements(node) if isinstance(node, cst.BaseExpression) else None
-        if inner is not None:
-            return frozenset().union(*map(self._ids, inner))
-        if isinstance(node, cst.Call):
-            return self._elements_of(node)
-        variable = self.file.variable(node)
-        if variable is None or not self.facts.is_optimizer(node):
-            return frozenset()
-        for frame in reversed(self.frames):
-            if variable in frame.held:
-                return frame.held[variable]
-        return self.facts.roots(variable)
-
-    def _elements_of(self, call: cst.Call) -> frozenset[Variable]:
-        """The optimizers that ``optimizers.values()``, ``reversed(optimizers)`` and the like go through."""
-        name = last_name(call.func)
-        if name in ("values", "items") and isinstance(call.func, cst.Attribute):
-            return self._ids(call.func.value)
-        if name in ("list", "reversed", "enumerate", "zip", "tuple"):
-            return frozenset().union(*(self._ids(arg.value) for arg in call.args))
-        return frozenset()
-
     def _scale(self, call: cst.Call, state: State, node: cst.CSTNode) -> State:
-        ids = self._ids(self.facts.optimizer_of(call))
+        ids = self.optimizers.meant_by(self.facts.optimizer_of(call))
         if not ids:
             self._problem(node, NO_OPTIMIZER)
         state = dict(state)
@@ -427,7 +389,7 @@ class Walk(ControlFlow):
         return state
 
     def _step(self, call: cst.Call, base: cst.BaseExpression, state: State) -> State:
-        ids = self._ids(base)
+        ids = self.optimizers.meant_by(base)
         if not ids:
             return self._other_step(call, base, state)
         for arg in call.args:
@@ -470,15 +432,9 @@ class Walk(ControlFlow):
     def _clear(self, base: cst.BaseExpression | None, state: State) -> State:
         ids: Iterable[Variable] = state.keys()
         if base is not None:
-            ids = self._ids(base) or self._optimizers_of_model(base) or state.keys()
+            ids = self.optimizers.meant_by(base) or self.optimizers.of_model(base) or state.keys()
         chosen = set(ids)
         return {one: frozenset(map(cleared, phases)) if one in chosen else phases for one, phases in state.items()}
-
-    def _optimizers_of_model(self, base: cst.BaseExpression) -> set[Variable]:
-        text = code_of(base)
-        if text not in self.facts.model_of.values():
-            return set()
-        return {root for v, model in self.facts.model_of.items() if model == text for root in self.facts.roots(v)}
 
     def _master_params(self, call: cst.Call, state: State) -> State:
         """``amp.master_params(optimizer)`` that is handed to a function, which may read their gradients."""
@@ -488,34 +444,20 @@ class Walk(ControlFlow):
             if isinstance(outer, cst.Call) and last_name(outer.func) in ("list", "tuple", "len", "iter", "set"):
                 return state
             if isinstance(outer, cst.Call) and self.facts.flows.callee(outer) is None:
-                return self._read(self._ids(argument(call, 0, "optimizer")), state, outer)
+                return self._read(self.optimizers.meant_by(argument(call, 0, "optimizer")), state, outer)
         return state
 
     def _read(self, ids: Iterable[Variable] | None, state: State, call: cst.Call | None = None) -> State:
         """Gradients are read or edited: by then they must be unscaled."""
         if self.blocks:
             return state
-        named = set(ids) if ids else self._named_in(call)
+        named = set(ids) if ids else self.optimizers.named_in(call)
         # A name that leads to no scaled gradients may mean another optimizer than it seems to.
         wanted = {one for one in named if any(p.kind in PENDING for p in state.get(one, ()))}
         for kind in ("scaled", "unscaled", "entry"):
             if not wanted:
                 wanted = {one for one, phases in state.items() if any(p.kind == kind for p in phases)}
         return self._unscale(wanted, state, None, call)
-
-    def _named_in(self, call: cst.Call | None) -> set[Variable]:
-        """The optimizers whose gradients a call reads, by its arguments."""
-        found: set[Variable] = set()
-        for arg in call.args if call is not None else ():
-            value = arg.value
-            if isinstance(value, cst.Call) and self.facts.symbol(value.func) in MASTER_PARAMS:
-                found |= self._ids(argument(value, 0, "optimizer"))
-            elif isinstance(value, cst.Call) and last_name(value.func) == "parameters":
-                if isinstance(value.func, cst.Attribute):
-                    found |= self._optimizers_of_model(value.func.value)
-            else:
-                found |= self._ids(value)
-        return found
 
     def _unscale(
         self, ids: Iterable[Variable], state: State, forced: cst.CSTNode | None, reader: cst.Call | None = None
@@ -551,7 +493,7 @@ class Walk(ControlFlow):
             if not statements:
                 continue
             index = statements[-1]
-            name = self._name_of(one, number, index) or self._list_of(one, number)
+            name = self.optimizers.name(one, number, tuple(self.path[:index]))
             if name is None:
                 continue
             statement = self.path[index].statement
@@ -577,47 +519,6 @@ class Walk(ControlFlow):
         """Whether what a call computes of scaled gradients is that of unscaled ones times the scale."""
         callee = self.facts.flows.callee(reader)
         return is_plain_clip(reader, self.file) or is_norm(reader, callee[0] if callee is not None else None)
-
-    def _name_of(self, one: Variable, number: int, index: int) -> str | None:
-        """An expression for an optimizer in a function that the walk is in, before a statement on the path."""
-        around = {at.statement for at in self.path[:index]}
-        frame = self.frames[number]
-        inner = self.frames[number + 1 :]
-        del self.frames[number + 1 :]
-        found = None
-        for node in [*self.uses.get(frame.function, ()), *self._visible(frame.function)]:
-            if self.file.variable(node) in self.facts.containers and not isinstance(node, cst.Subscript):
-                continue
-            if self.file.variable(node) not in self.facts.used_as_optimizers:
-                continue
-            loops = self.facts.loops.get(self.file.variable(node), [])
-            if loops and not around.intersection(loops):
-                continue
-            if self._ids(node) == {one} and isinstance(node, cst.Name | cst.Attribute | cst.Subscript):
-                found = code_of(node)
-                break
-        self.frames.extend(inner)
-        return found
-
-    def _list_of(self, one: Variable, number: int) -> str | None:
-        """A list of optimizers that holds one, in a function that the walk is in."""
-        for node in self.uses.get(self.frames[number].function, ()):
-            if self.file.variable(node) in self.facts.containers and one in self._ids(node):
-                return f"*{code_of(node)}"
-        return None
-
-    def _visible(self, function: Function | None) -> list[cst.BaseExpression]:
-        """Expressions of other functions that mean the same here: globals, attributes of ``self``."""
-        found: list[cst.BaseExpression] = []
-        owner = self.file.class_of(function)
-        for other, nodes in self.uses.items():
-            for node in nodes:
-                variable = self.file.variable(node)
-                is_global = isinstance(node, cst.Name) and variable is not None and isinstance(variable[0], GlobalScope)
-                same_class = owner is not None and self.file.class_of(other) is owner
-                if is_global or (same_class and code_of(node).startswith("self.")):
-                    found.append(node)
-        return found
 
     # One ``unscale_`` for several readers.
 
