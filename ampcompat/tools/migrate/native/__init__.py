@@ -36,9 +36,10 @@ from ampcompat.tools.migrate.native.loop import (
     scaled_steps,
     update_at_exits,
 )
-from ampcompat.tools.migrate.native.merge import answer_probes, merge_branches
+from ampcompat.tools.migrate.native.merge import merge_branches
 from ampcompat.tools.migrate.native.paths import Walk
 from ampcompat.tools.migrate.native.place import caller_of, has_helper, helper_names
+from ampcompat.tools.migrate.native.probes import answer_probes
 from ampcompat.tools.migrate.native.replaced import replace_classes
 from ampcompat.tools.migrate.native.state import replace_state, state_uses
 from ampcompat.tools.migrate.native.wrap import wrap_long_lines

@@ -8,7 +8,7 @@ import libcst as cst
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor, ImportItem
 
-from ampcompat.tools.migrate.native.file import PACKAGES, File, Pruned
+from ampcompat.tools.migrate.native.file import PACKAGES, Dropping, File
 from ampcompat.tools.migrate.text import code_of
 
 
@@ -27,7 +27,7 @@ def drop_imports(module: cst.Module) -> cst.Module:
     return dropped.with_changes(body=[dropped.body[0], first, *dropped.body[2:]])
 
 
-class _Drop(Pruned):
+class _Drop(Dropping):
     def __init__(self, file: File) -> None:
         super().__init__(file, [*file.of_type(cst.Import), *file.of_type(cst.ImportFrom)])
         self.file = file
@@ -111,11 +111,6 @@ class _Drop(Pruned):
         elif_branch = isinstance(self.file.parents.get(original_node), cst.If)
         if is_empty and not was_empty and updated_node.orelse is None and not elif_branch:
             return cst.RemoveFromParent()
-        return updated_node
-
-    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
-        if original_node.body and not updated_node.body:
-            return updated_node.with_changes(body=[cst.SimpleStatementLine([cst.Pass()])])
         return updated_node
 
 
