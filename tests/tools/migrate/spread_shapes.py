@@ -103,6 +103,10 @@ RIGHT["the loop in a package below"] = {
     "engine/loop.py": ENGINE,
     "train.py": ENGINE_RUN,
 }
+RIGHT["an engine that has the name of the helper"] = {
+    "engine.py": ENGINE.replace("x, y):", "x, y, mixed_precision=True):"),
+    "train.py": ENGINE_RUN,
+}
 RIGHT["checkpoints in another module"] = {
     "saves.py": APEX + "def save():\n    return {'amp': amp.state_dict()}\n",
     "train.py": TRAIN.replace(APEX, APEX + "from saves import save\n") + "save()['amp']\n",

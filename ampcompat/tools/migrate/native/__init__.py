@@ -133,14 +133,18 @@ def _borrowing(old: Facts, tree: Tree) -> Result | None:
     home = Home(facts, _functions_that_use_it(facts, walk))
     _translate(facts, walk, home, edits)
     module = with_torch(_marked_where_needed(drop_imports(edits.apply(facts.file))))
-    package, name = (".", NAME) if tree.helper.startswith(".") else (tree.helper, None)
-    module = AddImportsVisitor(
-        CodemodContext(), [ImportItem("" if package == "." else package, name, relative=int(package == "."))]
-    ).transform_module(module)
+    module = _importing_helper(module, tree.helper, helper_names(facts.file)[NAME])
     result = Result.of(module.code.replace(SCALER, home.name))
     result.notes = edits.notes
     result.shares = True
     return result
+
+
+def _importing_helper(module: cst.Module, helper: str, name: str) -> cst.Module:
+    """The module with ``import mixed_precision``, or ``from . import mixed_precision``, under a name."""
+    alias = name if name != NAME else None
+    item = ImportItem("", NAME, alias, relative=1) if helper.startswith(".") else ImportItem(helper, alias=alias)
+    return AddImportsVisitor(CodemodContext(), [item]).transform_module(module)
 
 
 def _finished(module: cst.Module, old: str, facts: Facts, home: Home) -> Result:

@@ -7,6 +7,7 @@ import libcst as cst
 from ampcompat.tools.migrate.caller import NAME
 from ampcompat.tools.migrate.native.facts import Facts
 from ampcompat.tools.migrate.native.file import File, Function
+from ampcompat.tools.migrate.native.place import helper_names
 
 NAMES = ("scaler", "grad_scaler", "amp_scaler", "loss_grad_scaler")
 
@@ -25,7 +26,7 @@ class Home:
         self.uses = uses
         if not facts.initialized:
             self.kind = "helper"
-            self.name = f"{NAME}.scaler"
+            self.name = f"{helper_names(self.file)[NAME]}.scaler"
             return
         makers = {self.file.function(made.node) for made in facts.initialized}
         self.name = _free_name(self.file)
