@@ -89,7 +89,7 @@ def test_a_norm_of_ones_own_is_divided_by_the_scale():
     code = CLIPPED.format(limit=1.0, options="").replace("torch.nn.utils.clip_grad_norm_", "get_grad_norm")
     result = migrate_source("from engine import get_grad_norm\n" + code, "native")
     assert result.todos == []
-    assert re.search(r"get_grad_norm\(.*\) / scaler.get_scale\(\)\n", result.code)
+    assert re.search(r"get_grad_norm\(.*\) / scaler.get_scale\(\)$", result.code, re.MULTILINE)
     assert [note for note in result.notes if note.startswith("get_grad_norm() is taken for a norm")]
 
 
