@@ -28,7 +28,8 @@ class Change:
         problem: Why the file was left alone, or ``""``.
         notes: What differs, and needs no action.
         makes: The line on which it calls ``amp.initialize``, 0 for none.
-        needs: Whether it uses a scaler that another file makes.
+        needs: Whether it uses a scaler that another file makes, and does not reach it.
+        shares: Whether it uses the scaler of the helper's module.
         optimizers: The last parts of the names of optimizers whose gradients its scaler scales.
         caller: The text before it got the helper; None where it needs none.
         is_new: Whether the file does not exist yet.
@@ -43,6 +44,7 @@ class Change:
     notes: list[str] = field(default_factory=list)
     makes: int = 0
     needs: bool = False
+    shares: bool = False
     optimizers: tuple[str, ...] = ()
     caller: Caller | None = None
     is_new: bool = False

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ampcompat.tools.check.files import Text
-from ampcompat.tools.migrate.caller import HELPER_FILE, NAME
+from ampcompat.tools.migrate.caller import NAME, helper_module
 from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.result import Result
 
@@ -16,28 +16,29 @@ RELATIVE = re.compile(r"^\s*from\s+\.", re.MULTILINE)
 
 
 def with_one_helper(changes: list[Change]) -> list[Change]:
-    """``changes`` in which the files of a folder import the helper, where more than one of them has it pasted."""
+    """``changes`` in which the files of a folder import the helper, where more than one file needs it."""
     folders: defaultdict[tuple[Path, str], list[Change]] = defaultdict(list)
     for change in changes:
-        module = _module_for(change)
-        if module:
+        if change.caller is not None and change.old is not None:
+            module = module_for(change.path, change.path.parent, change.old.code)
             folders[change.path.parent, module].append(change)
     anew: dict[Path, Change] = {}
     added: list[Change] = []
-    for (folder, module), wanting in folders.items():
-        if len(wanting) > 1 and not (folder / f"{NAME}.py").exists():
+    for (_, module), wanting in folders.items():
+        shares = any(change.shares for change in wanting)
+        if module and (len(wanting) > 1 or shares):
             anew.update({change.path: _importing(change, module) for change in wanting})
-            added.append(_helper_beside(wanting[0]))
+            added.append(_helper_beside(wanting[0], shares))
     return [anew.get(change.path, change) for change in changes] + added
 
 
-def _module_for(change: Change) -> str:
-    """How a file names a module next to it; ``""`` where it needs no helper or may be run in two ways."""
-    if change.path.suffix != ".py" or change.old is None or change.caller is None:
+def module_for(path: Path, folder: Path, code: str) -> str:
+    """How a file names the module with the helper in ``folder``; ``""`` where it may be run in several ways."""
+    if path.suffix != ".py" or (folder / f"{NAME}.py").exists():
         return ""
-    if not (change.path.parent / "__init__.py").exists():
-        return NAME
-    return f".{NAME}" if RELATIVE.search(change.old.code) else ""
+    if not (folder / "__init__.py").exists():
+        return NAME if path.is_relative_to(folder) else ""
+    return f".{NAME}" if path.parent == folder and RELATIVE.search(code) else ""
 
 
 def _importing(change: Change, module: str) -> Change:
@@ -46,8 +47,8 @@ def _importing(change: Change, module: str) -> Change:
     return replace(change, new=code, todos=Result.of(code).todos)
 
 
-def _helper_beside(change: Change) -> Change:
+def _helper_beside(change: Change, shares_scaler: bool) -> Change:
     """The new file with the helper."""
     path = change.path.with_name(f"{NAME}.py")
     name = change.name.removesuffix(change.path.name) + path.name
-    return Change(path, name, Text("", "utf-8"), HELPER_FILE.read_text("utf-8"), is_new=True)
+    return Change(path, name, Text("", "utf-8"), helper_module(shares_scaler), is_new=True)

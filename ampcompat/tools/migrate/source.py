@@ -8,7 +8,7 @@ import re
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.source import Source, children
 from ampcompat.tools.migrate.elsewhere import BORROWS, mark_borrowed_amp
-from ampcompat.tools.migrate.result import MissingLibcst, Result
+from ampcompat.tools.migrate.result import ALONE, MissingLibcst, Result, Tree
 
 TARGETS = ("ampcompat", "native")
 #: As deep as Python 3.11 parses. libcst recurses without a bound, and its time grows with the square of the depth.
@@ -16,13 +16,13 @@ MAX_NESTING = 1000
 MENTION = re.compile(rf"\b({'|'.join(('apex', *EXTENSIONS))})\b")
 
 
-def migrate_source(code: str, to: str = "ampcompat", made_in: str = "") -> Result:
+def migrate_source(code: str, to: str = "ampcompat", tree: Tree = ALONE) -> Result:
     """Migrate one source text.
 
     Args:
         code: The source.
         to: ``"ampcompat"`` rewrites imports only; ``"native"`` rewrites the calls to ``torch.amp``.
-        made_in: For ``native``: where ``amp.initialize`` stands (``train.py:12``) if another file calls it.
+        tree: For ``native``: what the other files of a tree say.
 
     Raises:
         MissingLibcst: libcst is not installed.
@@ -46,7 +46,7 @@ def migrate_source(code: str, to: str = "ampcompat", made_in: str = "") -> Resul
             return rewrite_imports(code)
         from ampcompat.tools.migrate.native import rewrite_native
 
-        return rewrite_native(code, made_in)
+        return rewrite_native(code, tree)
     except cst.ParserSyntaxError as problem:
         raise SyntaxError(problem.message) from None
 

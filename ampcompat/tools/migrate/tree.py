@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +14,8 @@ from ampcompat.tools.check.workers import workers
 from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.elsewhere import USES, connected, imported_names, mark_uses
 from ampcompat.tools.migrate.notebook import as_source, written
-from ampcompat.tools.migrate.result import MARK, Result
-from ampcompat.tools.migrate.shared import with_one_helper
+from ampcompat.tools.migrate.result import ALONE, MARK, Result, Tree
+from ampcompat.tools.migrate.shared import module_for, with_one_helper
 from ampcompat.tools.migrate.source import migrate_source
 
 #: Below this many files a process costs more to start than it saves: one file takes some 0.3 s.
@@ -64,25 +64,48 @@ def _job(job: tuple[Path, str, str]) -> Change:
 
 
 def _told_of_each_other(changes: list[Change], to: str) -> list[Change]:
-    """``changes`` with marks that say in which other file ``amp.initialize`` stands."""
+    """``changes`` of files that reach the scaler of another, or with marks that say where ``amp.initialize`` stands."""
     makers = [change for change in changes if change.makes]
     if not makers:
         return changes
-    made_in = ", ".join(f"{change.name}:{change.makes}" for change in makers)
-    told = [migrate_file(c.path, c.name, to, made_in) if c.needs else c for c in changes]
-    codes = {change.path: code for change in told if (code := change.source()) is not None}
+    codes = {change.path: code for change in changes if (code := change.source()) is not None}
     imports = {path.stem: imported_names(code) for path, code in codes.items()}
+    near = {maker.path: connected(maker.path.stem, imports) for maker in makers}
+    made_in = ", ".join(f"{change.name}:{change.makes}" for change in makers)
+    told = []
+    for change in changes:
+        if change.needs:
+            mine = [maker for maker in makers if change.path.stem in near[maker.path]]
+            helper = _helper_for(change.path, mine, codes)
+            change = migrate_file(change.path, change.name, to, Tree(made_in, helper))
+        told.append(change)
+    sharing = {change.path.stem for change in told if change.shares}
+    told = [
+        migrate_file(c.path, c.name, to, Tree(trains_elsewhere=True)) if sharing & near.get(c.path, set()) else c
+        for c in told
+    ]
     for maker in makers:
-        others = connected(maker.path.stem, imports)
         told = [
-            _with_uses_marked(c, maker, codes[c.path]) if c.path.stem in others and c.path in codes else c for c in told
+            _with_uses_marked(c, maker, codes[c.path]) if c.path.stem in near[maker.path] and c.path in codes else c
+            for c in told
         ]
     return told
 
 
+def _helper_for(path: Path, makers: list[Change], codes: Mapping[Path, str]) -> str:
+    """What a file imports to reach the scaler that others make; ``""`` where it cannot."""
+    folders = {maker.path.parent for maker in makers}
+    if len(folders) != 1 or any(maker.caller is None for maker in makers):
+        return ""
+    folder = folders.pop()
+    if not all(module_for(maker.path, folder, codes[maker.path]) for maker in makers):
+        return ""
+    return module_for(path, folder, codes[path])
+
+
 def _with_uses_marked(change: Change, maker: Change, code: str) -> Change:
     """A file with marks where it steps an optimizer, or reads gradients, that the scaler of another file scales."""
-    if change.makes or not USES.search(code):
+    if change.makes or change.shares or not USES.search(code):
         return change
     try:
         result = mark_uses(change.new or code, maker.optimizers, f"{maker.name}:{maker.makes}")
@@ -93,14 +116,14 @@ def _with_uses_marked(change: Change, maker: Change, code: str) -> Change:
         return change  # said of the file already
 
 
-def migrate_file(file: Path, name: str, to: str, made_in: str = "") -> Change:
+def migrate_file(file: Path, name: str, to: str, tree: Tree = ALONE) -> Change:
     """Describe what becomes of one file.
 
     Args:
         file: The file.
         name: Its path relative to the migrated directory.
         to: The target.
-        made_in: Where ``amp.initialize`` stands if another file calls it.
+        tree: What the other files say.
 
     Raises:
         MissingLibcst: libcst is not installed.
@@ -111,11 +134,11 @@ def migrate_file(file: Path, name: str, to: str, made_in: str = "") -> Change:
             return Change(file, name, old, *_installs(old.code, to))
         if is_notebook(file.name):
             return Change(file, name, old, *_notebook(old.code, to))
-        result = migrate_source(old.code, to, made_in)
+        result = migrate_source(old.code, to, tree)
         if result.code == old.code and not result.todos:
             return Change(file, name, makes=result.makes, needs=result.needs)
         old.encode(result.code)
-        made = (result.notes, result.makes, result.needs, result.optimizers, result.caller)
+        made = (result.notes, result.makes, result.needs, result.shares, result.optimizers, result.caller)
         return Change(file, name, old, result.code, result.todos, "", *made)
     except Unreadable as problem:
         return Change(file, name, problem=f"the file {problem}")

@@ -298,12 +298,62 @@ for i in range(6):
         + scaled_backward()
         + f"if (i + 1) % 2 == 0:\n    {CLIP}\n    opt.step()\n    opt.zero_grad()\nLOSSES.append(loss.item())\n"
     ),
+    "step left out by continue after clipping": SETUP + loop(f"{CLIP}\nif i == 3:\n    continue\nopt.step()"),
+    "step left out by return after clipping": SETUP
+    + "def go(i):\n"
+    + indented(f"{CLIP}\nif i == 3:\n    return\nopt.step()")
+    + loop("go(i)"),
+    "gradients cleared in finally": SETUP
+    + turns(
+        "try:\n"
+        + indented("for n in range(2):\n" + indented(f"loss = F.cross_entropy(model(x), y)\n{scaled_backward()}"))
+        + indented("norm = sum(p.grad.norm() for p in model.parameters())\nif i == 3:\n    continue\nopt.step()")
+        + "finally:\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
+    ),
     "a norm clipped at each accumulated loss": SETUP
     + turns(
         "loss = F.cross_entropy(model(x), y) / 2\n"
         + scaled_backward()
         + f"norm = {CLIP}\nif (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
     ),
+    "amp recognised by what it leaves on an optimizer": SETUP
+    + turns(
+        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif hasattr(opt, '_amp_stash'):\n"
+        + indented(scaled_backward())
+        + "else:\n    loss.backward()\nopt.step()\nLOSSES.append(loss.item())\n"
+    ),
+    "a norm of its own at each accumulated loss": "def get_grad_norm(params):\n"
+    + "    return torch.stack([p.grad.norm() for p in params]).norm()\n"
+    + SETUP
+    + turns(
+        "loss = F.cross_entropy(model(x), y) / 2\n"
+        + scaled_backward()
+        + "norm = get_grad_norm(amp.master_params(opt))\n"
+        + "if (i + 1) % 2 == 0:\n    opt.step()\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
+    ),
+    "the scale written and read": SETUP
+    + "amp._amp_state.loss_scalers[0]._loss_scale = 2.0**7\n"
+    + loop("opt.step()")
+    + "LOSSES.append(amp.state_dict()['loss_scaler0']['loss_scale'])\n",
+    "a float function": """\
+class Loss(nn.Module):
+    @amp.float_function
+    def forward(self, out, y):
+        return F.nll_loss(out.exp().log_softmax(1), y)
+
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.loss = Loss()
+
+    def forward(self, x, y):
+        return self.loss(super().forward(x), y)
+
+
+"""
+    + SETUP.replace("nn.Linear(4, 3)", "Net()")
+    + loop("opt.step()", forward="loss = model(x, y)"),
     "values clipped at each accumulated loss": SETUP
     + turns(
         "loss = F.cross_entropy(model(x), y) / 2\n"
@@ -487,7 +537,6 @@ MARKED = {
     + "s = Stepper(opt)\n"
     + loop("s.go()"),
     "no step": SETUP + loop("pass"),
-    "step left out on a path after unscaling": SETUP + loop(f"{CLIP}\nif i > 9:\n    continue\nopt.step()"),
     "clip on some iterations before an accumulated step": SETUP + loop(f"{CLIP}\nif i % 2:\n    opt.step()", before=""),
     "clip inside the block": SETUP
     + loop("opt.step()").replace("scaled.backward()", f"scaled.backward()\n        {CLIP}"),
@@ -560,12 +609,6 @@ MARKED = {
     "an auxiliary loss after the block": SETUP
     + loop(
         "auxiliary.backward()\nopt.step()", forward="loss = F.cross_entropy(model(x), y)\nauxiliary = model(-x).mean()"
-    ),
-    "amp recognised by what it leaves on an optimizer": SETUP
-    + turns(
-        "opt.zero_grad()\nloss = F.cross_entropy(model(x), y)\nif hasattr(opt, '_amp_stash'):\n"
-        + indented(scaled_backward())
-        + "else:\n    loss.backward()\nopt.step()\n"
     ),
     "gradients by getattr": SETUP
     + loop("norm = sum(getattr(p, 'grad').norm() for p in model.parameters())\nopt.step()"),

@@ -39,6 +39,21 @@ class Trainer:
 """
 BASE = HEAD + APEX + DATA + TRAINER
 
+ENGINE = f"""\
+{HEAD}{APEX}
+def train(model, opt, x, y):
+    losses = []
+    for i in range(4):
+        loss = F.cross_entropy(model(x), y)
+        opt.zero_grad()
+        with amp.scale_loss(loss, opt) as s:
+            s.backward()
+        nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)
+        opt.step()
+        losses.append(loss.item())
+    return losses
+"""
+ENGINE_RUN = HEAD + APEX + "from engine import train\n" + DATA + MADE + INIT + "LOSSES += train(model, opt, x, y)\n"
 #: Trees that train like the original, run by the recorder of ``--verify``.
 RIGHT = {
     "the network in another module": {
@@ -82,6 +97,20 @@ RIGHT = {
     },
 }
 
+RIGHT["the loop in an engine"] = {"engine.py": ENGINE, "train.py": ENGINE_RUN}
+RIGHT["the loop in a package below"] = {
+    "engine/__init__.py": "from .loop import train\n",
+    "engine/loop.py": ENGINE,
+    "train.py": ENGINE_RUN,
+}
+RIGHT["an engine that has the name of the helper"] = {
+    "engine.py": ENGINE.replace("x, y):", "x, y, mixed_precision=True):"),
+    "train.py": ENGINE_RUN,
+}
+RIGHT["checkpoints in another module"] = {
+    "saves.py": APEX + "def save():\n    return {'amp': amp.state_dict()}\n",
+    "train.py": TRAIN.replace(APEX, APEX + "from saves import save\n") + "save()['amp']\n",
+}
 RUN = "from engine import Trainer\n"
 #: Trees that must be marked, and the file where.
 MARKED = {
@@ -99,14 +128,31 @@ MARKED = {
             + "for i in range(4):\n    loss = F.cross_entropy(model(x), y)\n    backward(loss, opt)\n    opt.step()\n",
         },
     ),
-    "the loop in an engine": (
-        "engine.py",
+    "the loop in an engine, and a step beside it": (
+        "train.py",
         {
-            "engine.py": HEAD
+            "engine.py": ENGINE,
+            "train.py": HEAD
             + APEX
-            + "def train(model, opt, x, y):\n    loss = F.cross_entropy(model(x), y)\n"
-            + "    with amp.scale_loss(loss, opt) as s:\n        s.backward()\n    opt.step()\n",
-            "main.py": HEAD + APEX + "from engine import train\n" + DATA + MADE + INIT + "train(model, opt, x, y)\n",
+            + "from engine import train\n"
+            + DATA
+            + MADE
+            + INIT
+            + "LOSSES += train(model, opt, x, y)\nopt.step()\n",
+        },
+    ),
+    "an engine in a package that may be run in two ways": (
+        "pkg/engine.py",
+        {
+            "pkg/__init__.py": "",
+            "pkg/engine.py": ENGINE,
+            "pkg/train.py": HEAD
+            + APEX
+            + "from pkg.engine import train\n"
+            + DATA
+            + MADE
+            + INIT
+            + "train(model, opt, x, y)\n",
         },
     ),
     "a subclass steps": (

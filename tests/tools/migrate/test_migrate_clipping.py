@@ -1,5 +1,7 @@
 """Clipping while losses are accumulated: ``unscale_`` may be called once before a step, so the threshold is scaled."""
 
+import re
+
 import pytest
 import torch
 
@@ -83,9 +85,23 @@ def test_a_step_that_is_left_out_after_clearing_stays_marked():
     assert "* scaler.get_scale()" not in result.code
 
 
-def test_a_norm_of_ones_own_is_marked_with_what_to_write():
+def test_a_norm_of_ones_own_is_divided_by_the_scale():
     code = CLIPPED.format(limit=1.0, options="").replace("torch.nn.utils.clip_grad_norm_", "get_grad_norm")
     result = migrate_source("from engine import get_grad_norm\n" + code, "native")
+    assert result.todos == []
+    assert re.search(r"get_grad_norm\(.*\) / scaler.get_scale\(\)$", result.code, re.MULTILINE)
+    assert [note for note in result.notes if note.startswith("get_grad_norm() is taken for a norm")]
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["from engine import gradient_stats", "def get_grad_norm(parameters, limit):\n    parameters[0].grad.mul_(limit)"],
+    ids=["another name", "gradients are changed"],
+)
+def test_other_looks_while_accumulating_are_marked(function):
+    name = "gradient_stats" if "stats" in function else "get_grad_norm"
+    code = CLIPPED.format(limit=1.0, options="").replace("torch.nn.utils.clip_grad_norm_", name)
+    result = migrate_source(f"{function}\n{code}", "native")
     assert [line for line, message in result.todos if "divide a norm of them by scaler.get_scale()" in message]
 
 

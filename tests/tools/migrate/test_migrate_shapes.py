@@ -64,6 +64,14 @@ def test_what_is_right_trains_like_the_original(name, monkeypatch):
     assert (True in under) == (name != "a level that does not cast")
 
 
+@pytest.mark.parametrize("name", ["lists of models and optimizers", "a switch", "O2", "delayed unscaling"])
+def test_renamed_imports_change_no_number(name, monkeypatch):
+    before = HEAD + RIGHT[name]
+    renamed = migrate_source(before).code
+    assert "ampcompat" in renamed
+    assert run(renamed, monkeypatch, apex=True) == run(before, monkeypatch, apex=True)
+
+
 # The original says so of a loss that is scaled some of the time.
 @pytest.mark.filterwarnings("ignore:.*step.. with gradients, but no scale_loss block:UserWarning")
 @pytest.mark.parametrize("name", MARKED)

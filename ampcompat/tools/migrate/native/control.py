@@ -78,6 +78,10 @@ class ControlFlow(ABC):
     def surely_runs(self, node: cst.For) -> bool:
         """Whether the body of a loop runs at least once."""
 
+    @abstractmethod
+    def leave(self, node: cst.CSTNode, state: State) -> State:
+        """The state after a ``return``, ``break`` or ``continue``."""
+
     def follow(self, frame: Frame, body: Iterable[cst.CSTNode], state: State) -> State:
         """The state where a function ends that begins in ``state``."""
         loops, self.loops = self.loops, []
@@ -124,18 +128,23 @@ class ControlFlow(ABC):
             state = self.events(node.subject, state)
             return join([self.statements(case.body.body, dict(state)) for case in node.cases] + [state])
         state = self.events(node, state)
-        if isinstance(node, cst.Return):
-            self.frames[-1].returned.append(state)
-            return None
         if isinstance(node, cst.Raise):
             return None
+        ends = self._ends_at(node)
+        if ends is None:
+            return state
+        ends.append(self.leave(node, state))
+        return None
+
+    def _ends_at(self, node: cst.CSTNode) -> list[State] | None:
+        """The states at exits like ``node``; None for a statement that is none."""
+        if isinstance(node, cst.Return):
+            return self.frames[-1].returned
         if isinstance(node, cst.Break) and self.loops:
-            self.loops[-1].broken.append(state)
-            return None
+            return self.loops[-1].broken
         if isinstance(node, cst.Continue) and self.loops:
-            self.loops[-1].continued.append(state)
-            return None
-        return state
+            return self.loops[-1].continued
+        return None
 
     def _if(self, node: cst.If, state: State) -> State | None:
         state = self.events(node.test, state)
@@ -200,6 +209,20 @@ class ControlFlow(ABC):
         return join([left, *loop.broken])
 
     def _try(self, node: cst.Try | cst.TryStar, state: State) -> State | None:
+        if node.finalbody is None:
+            return self._handled(node, state)
+        exits = [self.frames[-1].returned]
+        if self.loops:
+            exits += [self.loops[-1].broken, self.loops[-1].continued]
+        before = [len(states) for states in exits]
+        result = self._handled(node, state)
+        for states, count in zip(exits, before, strict=True):
+            left = self.statements(node.finalbody.body.body, join(states[count:]))
+            states[count:] = [] if left is None else [left]
+        return self.statements(node.finalbody.body.body, result)
+
+    def _handled(self, node: cst.Try | cst.TryStar, state: State) -> State | None:
+        """The state before ``finally``."""
         left = self.statements(node.body.body, dict(state))
         failed = join([state, left])
         ends = []
@@ -207,10 +230,7 @@ class ControlFlow(ABC):
             ends.append(self.statements(handler.body.body, dict(failed or state)))
         if node.orelse is not None and left is not None:
             left = self.statements(node.orelse.body.body, left)
-        result = join([left, *ends])
-        if node.finalbody is not None:
-            result = self.statements(node.finalbody.body.body, dict(result or failed or state)) if result else None
-        return result
+        return join([left, *ends])
 
 
 def _assigned_names(node: cst.CSTNode) -> Iterator[cst.Name]:

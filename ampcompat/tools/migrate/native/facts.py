@@ -167,11 +167,6 @@ class Facts:
         """The optimizers that a ``scale_loss`` is given."""
         return argument(self.full_call(call), 1, "optimizers")
 
-    def loss_id(self, call: cst.Call) -> str:
-        """The ``loss_id`` of a ``scale_loss``, as text."""
-        given = argument(self.full_call(call), 2, "loss_id")
-        return code_of(given) if given is not None else "0"
-
     # Objects.
 
     def _managed(self, given: list[cst.BaseExpression | None], what: str) -> set[Variable]:

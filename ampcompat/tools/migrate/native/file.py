@@ -214,3 +214,12 @@ class Pruned(cst.CSTTransformer):
 
     def on_visit(self, node: cst.CSTNode) -> bool:
         return node in self.entered and super().on_visit(node)
+
+
+class Dropping(Pruned):
+    """One that removes statements: a block that loses all of them holds ``pass``."""
+
+    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
+        if original_node.body and not updated_node.body:
+            return updated_node.with_changes(body=[cst.SimpleStatementLine([cst.Pass()])])
+        return updated_node

@@ -219,13 +219,7 @@ class Flows:
         elif isinstance(value, cst.Call):
             self._result(target, value)
         elif isinstance(value, cst.Dict):
-            for entry in value.elements:
-                if isinstance(entry, cst.DictElement):
-                    self._assign(target, entry.value)
-                    if isinstance(entry.key, cst.SimpleString):
-                        key: Variable = ("key", str(entry.key.raw_value))
-                        self._assign(key, entry.value)
-                        self._edge(key, target)
+            self._entries(target, value)
         elif isinstance(value, cst.List | cst.Tuple | cst.Set):
             for index, element in enumerate(value.elements):
                 self._assign(target, element.value)
@@ -234,6 +228,17 @@ class Flows:
             self._assign(target, value.elt)
         else:
             self._edge(self.file.variable(value), target)
+
+    def _entries(self, target: Variable, value: cst.Dict) -> None:
+        """The values of a dict go to its variable, and those with a literal key to that key."""
+        for entry in value.elements:
+            if not isinstance(entry, cst.DictElement):
+                continue
+            self._assign(target, entry.value)
+            if isinstance(entry.key, cst.SimpleString):
+                key: Variable = ("key", str(entry.key.raw_value))
+                self._assign(key, entry.value)
+                self._edge(key, target)
 
     def _result(self, target: Variable, call: cst.Call) -> None:
         found = self.callee(call)

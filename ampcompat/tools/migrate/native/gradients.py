@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import libcst as cst
 
 from ampcompat.tools.migrate.native.facts import Facts
-from ampcompat.tools.migrate.native.file import File, Variable
-from ampcompat.tools.migrate.native.nodes import argument, children, last_name
+from ampcompat.tools.migrate.native.file import File, Function, Variable
+from ampcompat.tools.migrate.native.nodes import argument, children, descendants, last_name
 from ampcompat.tools.migrate.text import code_of
 
 #: Calls that read or edit gradients, by name.
@@ -19,6 +19,8 @@ READS_NOT = re.compile(
     r"accumulat|^grad$|GradCAM|Reversal|penalty|zero_out",
     re.IGNORECASE,
 )
+#: Functions whose result grows with the gradients: ``get_grad_norm``.
+NORM = re.compile(r"^_*(get|compute|calc|calculate|total|global)?_*grad(ient)?s?_*norm$", re.IGNORECASE)
 CLEARS = re.compile(r"zero_?grad|clear_?grad|zero_out_grad", re.IGNORECASE)
 #: torch's functions that clip, which may be imported under other names.
 PLAIN_CLIPS = tuple(
@@ -114,6 +116,22 @@ class Gradients:
         return [variable[1]]
 
 
+def is_norm(call: cst.Call, function: Function | None) -> bool:
+    """Whether a call only computes a norm of gradients: by its name, and what the function does if it is known."""
+    if not NORM.search(last_name(call.func)) or last_name(call.func).endswith("_"):
+        return False
+    if function is None:
+        return True
+    return not any(_changes_gradients(node) for node in descendants(function))
+
+
+def _changes_gradients(node: cst.CSTNode) -> bool:
+    """Whether a node assigns to something of ``.grad``, or calls a method in place."""
+    if isinstance(node, cst.AssignTarget | cst.AugAssign):
+        return any(isinstance(n, cst.Attribute) and n.attr.value == "grad" for n in descendants(node.target))
+    return isinstance(node, cst.Call) and last_name(node.func).endswith("_") and not last_name(node.func).endswith("__")
+
+
 def is_plain_clip(call: cst.Call, file: File) -> bool:
     """Whether a call is torch's clipping of gradients, with a threshold."""
     known = file.qualified_name(call.func) in PLAIN_CLIPS and not any(arg.star for arg in call.args)
@@ -144,7 +162,10 @@ def _in_order(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
         for target in node.targets:
             yield from _in_order(target.target)
         return
-    for child in children(node):
+    inner = children(node)
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        inner = [node.func.value, *node.args]  # torch.autograd.grad is no gradient
+    for child in inner:
         yield from _in_order(child)
     if isinstance(node, cst.Call) or (isinstance(node, cst.Attribute) and node.attr.value == "grad"):
         yield node

@@ -1,15 +1,13 @@
 """Mixed precision for a model, with plain torch."""
 
-import copy
-
 import torch
 
 
 def mixed_precision(model, enabled=True, dtype=torch.float16, loss_scale=None):
     """Run the forward of a model, or of each in a list, under autocast, and return the scaler for its losses.
 
-    Weights stay float32, and so is what forward returns. Methods other than forward are not touched. A pickle
-    (torch.save(model)) holds the plain model. loss_scale is a number, or None for dynamic scaling.
+    Weights stay float32, and so is what forward returns. Methods other than forward are not touched, and copies and
+    pickles of the model are plain. loss_scale is a number, or None for dynamic scaling.
     """
     models = model if isinstance(model, (list, tuple)) else [model]
     device_type = next(p.device.type for m in models for p in m.parameters())
@@ -33,32 +31,21 @@ def under_autocast(plain, device_type, dtype):
         def __reduce_ex__(self, protocol):
             return (plain.__new__, (plain,), *plain.__reduce_ex__(self, protocol)[2:])
 
-        def __deepcopy__(self, memo):
-            twin = memo[id(self)] = plain.__new__(type(self))
-            twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-            return twin
-
-    if hasattr(plain, "__deepcopy__"):
-        del Autocast.__deepcopy__
     Autocast.__name__ = plain.__name__
     return Autocast
 
 
 def to_float32(value):
-    """Return a value with the half tensors in it as float32: in lists, tuples, dicts and dataclasses."""
+    """Return a value with the half tensors in it as float32; dicts and dataclasses are changed themselves."""
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
     if isinstance(value, (list, tuple)):
-        items = [to_float32(item) for item in value]
+        items = map(to_float32, value)
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is dict:
-        return {key: to_float32(item) for key, item in value.items()}
-    if isinstance(value, dict):  # a class of its own, such as ModelOutput
-        value = copy.copy(value)
+    if isinstance(value, dict):
         for key, item in value.items():
             value[key] = to_float32(item)
     elif hasattr(type(value), "__dataclass_fields__"):
-        value = copy.copy(value)
         for name in value.__dataclass_fields__:
             object.__setattr__(value, name, to_float32(getattr(value, name)))
     return value

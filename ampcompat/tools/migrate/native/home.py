@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import libcst as cst
 
+from ampcompat.tools.migrate.caller import NAME
 from ampcompat.tools.migrate.native.facts import Facts
 from ampcompat.tools.migrate.native.file import File, Function
-from ampcompat.tools.migrate.native.nodes import argument
-from ampcompat.tools.migrate.native.paths import Walk
+from ampcompat.tools.migrate.native.place import helper_names
 
-MANY_NAMES = ("scalers", "grad_scalers", "amp_scalers")
 NAMES = ("scaler", "grad_scaler", "amp_scaler", "loss_grad_scaler")
 
 
@@ -19,17 +16,20 @@ class Home:
     """The name of the scaler in each function.
 
     Attributes:
-        kind: ``local`` to one function or the module, an ``attribute`` of ``self``, or ``global``.
-        name: Its name, without ``self``; that of a list where there are several.
-        groups: The losses of each scaler, by ``loss_id``.
+        kind: ``local`` to one function or the module, an ``attribute`` of ``self``, ``global``, or in the helper's
+            module where another file makes it.
+        name: Its name, without ``self``.
     """
 
-    def __init__(self, facts: Facts, uses: set[Function | None], groups: list[set[str]]) -> None:
+    def __init__(self, facts: Facts, uses: set[Function | None]) -> None:
         self.file = facts.file
-        self.groups = groups
-        makers = {self.file.function(made.node) for made in facts.initialized}
-        self.name = _free_name(self.file, MANY_NAMES if len(groups) > 1 else NAMES)
         self.uses = uses
+        if not facts.initialized:
+            self.kind = "helper"
+            self.name = f"{helper_names(self.file)[NAME]}.scaler"
+            return
+        makers = {self.file.function(made.node) for made in facts.initialized}
+        self.name = _free_name(self.file)
         self.kind = self._kind(makers)
 
     def _kind(self, makers: set[Function | None]) -> str:
@@ -53,21 +53,11 @@ class Home:
         roots = [c for c in classes if not any(_base_name(base) in names for base in c.bases)]
         return len(roots) == 1
 
-    def all(self, function: Function | None) -> str:
-        """The scaler, or the list of several, as a function writes it."""
+    def scaler(self, function: Function | None) -> str:
+        """The scaler as a function writes it."""
         if self.kind != "attribute":
             return self.name
         return f"{_first_parameter(self._method(function)) or 'self'}.{self.name}"
-
-    def scaler(self, function: Function | None, losses: Iterable[str] = ()) -> str:
-        """The scaler of some losses as a function writes it."""
-        if len(self.groups) < 2:
-            return self.all(function)
-        wanted = set(losses)
-        for number, group in enumerate(self.groups):
-            if wanted & group:
-                return f"{self.all(function)}[{number}]"
-        return f"{self.all(function)}[0]"
 
     def _method(self, function: Function | None) -> Function | None:
         """The outermost function that holds this one."""
@@ -91,32 +81,10 @@ def _first_parameter(function: Function | None) -> str | None:
     return params[0].name.value if params and params[0].name.value == "self" else None
 
 
-def loss_groups(facts: Facts, walk: Walk) -> list[set[str]]:
-    """The losses that have a scaler of their own: those that no step adds to others, as their ``loss_id`` says."""
-    known = {facts.loss_id(call) for call in facts.scaled}
-    several = any(argument(made.call, 10, "num_losses") is not None for made in facts.initialized)
-    if not several or len(known) < 2 or not all(one.isdigit() for one in known) or walk.scaled_backward:
-        return [known]
-    groups = [{one} for one in sorted(known, key=int)]
-    together = [set(step.losses) for step in walk.steps.values() if step.scaled]
-    together += [place.losses for place in walk.unscales.values()]
-    for losses in together:
-        joined = [group for group in groups if group & losses]
-        if len(joined) > 1:
-            rest = [group for group in groups if group not in joined]
-            groups = [*rest, set().union(*joined)]
-    # Optimizers that step together share an update.
-    for step in walk.steps.values():
-        for call in step.later:
-            if call in walk.steps and walk.steps[call].losses != step.losses:
-                return [known]
-    return sorted(groups, key=lambda group: min(map(int, group)))
-
-
-def _free_name(file: File, names: Sequence[str]) -> str:
+def _free_name(file: File) -> str:
     """A name for the scaler that the file does not use."""
     taken = {node.value for node in file.of_type(cst.Name)}
-    for name in names:
+    for name in NAMES:
         if name not in taken:
             return name
     number = 2

@@ -8,7 +8,7 @@ import libcst as cst
 from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor, ImportItem
 
-from ampcompat.tools.migrate.native.file import PACKAGES, File, Pruned
+from ampcompat.tools.migrate.native.file import PACKAGES, Dropping, File
 from ampcompat.tools.migrate.text import code_of
 
 
@@ -27,7 +27,7 @@ def drop_imports(module: cst.Module) -> cst.Module:
     return dropped.with_changes(body=[dropped.body[0], first, *dropped.body[2:]])
 
 
-class _Drop(Pruned):
+class _Drop(Dropping):
     def __init__(self, file: File) -> None:
         super().__init__(file, [*file.of_type(cst.Import), *file.of_type(cst.ImportFrom)])
         self.file = file
@@ -36,12 +36,8 @@ class _Drop(Pruned):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.RemovalSentinel:
-        kept: list[cst.BaseSmallStatement] = []
-        for old, new in zip(original_node.body, updated_node.body, strict=True):
-            left = self._import(old, new) if isinstance(old, cst.Import | cst.ImportFrom) else new
-            if left is not None:
-                kept.append(left)
-        if len(kept) == len(updated_node.body) and all(a is b for a, b in zip(kept, updated_node.body, strict=True)):
+        kept = self._kept(original_node.body, updated_node.body)
+        if kept == list(updated_node.body):
             return updated_node
         if not kept:
             return cst.RemoveFromParent()
@@ -51,14 +47,21 @@ class _Drop(Pruned):
     def leave_SimpleStatementSuite(
         self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
     ) -> cst.SimpleStatementSuite:
-        kept: list[cst.BaseSmallStatement] = []
-        for old, new in zip(original_node.body, updated_node.body, strict=True):
-            left = self._import(old, new) if isinstance(old, cst.Import | cst.ImportFrom) else new
-            if left is not None:
-                kept.append(left)
+        kept = self._kept(original_node.body, updated_node.body)
         if len(kept) == len(updated_node.body):
             return updated_node
         return updated_node.with_changes(body=kept or [cst.Pass()])
+
+    def _kept(
+        self, original: Sequence[cst.BaseSmallStatement], updated: Sequence[cst.BaseSmallStatement]
+    ) -> list[cst.BaseSmallStatement]:
+        """What is left of the statements of a line."""
+        kept: list[cst.BaseSmallStatement] = []
+        for old, new in zip(original, updated, strict=True):
+            left = self._import(old, new) if isinstance(old, cst.Import | cst.ImportFrom) else new
+            if left is not None:
+                kept.append(left)
+        return kept
 
     def _import(self, old: cst.Import | cst.ImportFrom, new: cst.BaseSmallStatement) -> cst.BaseSmallStatement | None:
         """What is left of an import."""
@@ -108,11 +111,6 @@ class _Drop(Pruned):
         elif_branch = isinstance(self.file.parents.get(original_node), cst.If)
         if is_empty and not was_empty and updated_node.orelse is None and not elif_branch:
             return cst.RemoveFromParent()
-        return updated_node
-
-    def leave_IndentedBlock(self, original_node: cst.IndentedBlock, updated_node: cst.IndentedBlock) -> cst.BaseSuite:
-        if original_node.body and not updated_node.body:
-            return updated_node.with_changes(body=[cst.SimpleStatementLine([cst.Pass()])])
         return updated_node
 
 

@@ -14,6 +14,8 @@ from ampcompat.tools.migrate.native.nodes import argument, elements
 from ampcompat.tools.migrate.text import code_of
 
 HELPER = "mixed_precision"
+#: A scaler that does nothing.
+SWITCHED_OFF = "torch.amp.GradScaler(enabled=False)"
 LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5")
 BFLOAT16 = ("O4", "O5")
 HALF_WEIGHTS = ("O2", "O3", "O5")
@@ -79,7 +81,7 @@ class _Replacement:
         given = code_of(made.models)
         if made.optimizers is not None:
             given = f"{given}, {code_of(made.optimizers)}"
-        scaler = self.home.all(self.function)
+        scaler = self.home.scaler(self.function)
         if isinstance(statement, cst.Return) and statement.value is made.node:
             if not _is_plain(made.models):
                 raise Unclear(self._by_hand("its model has no name"))
@@ -122,11 +124,7 @@ class _Replacement:
         call = f"{HELPER}({', '.join([models, *self._options()])})"
         if not self.used:
             return [call]
-        others = len(self.home.groups) - 1
-        if others < 1:
-            return [f"{scaler} = {call}"]
-        copies = ", ".join([f"copy.deepcopy({scaler}[0])"] * others)
-        return [f"{scaler} = [{call}]", f"{scaler} += [{copies}]"]
+        return [f"{scaler} = {call}"]
 
     # Its arguments.
 
@@ -201,11 +199,7 @@ class _Replacement:
     def _say_what_changes(self, literal: str | None) -> None:
         outputs = self._argument("cast_model_outputs")
         if outputs is not None and not code_of(outputs).endswith("float32"):
-            self.edits.mark(
-                self.file.statement(self.made.node),
-                f"cast_model_outputs={code_of(outputs)}: the model returns float32 now; cast what it returns where "
-                "that is needed",
-            )
+            self.edits.note(f"cast_model_outputs={code_of(outputs)} of amp.initialize: the model returns float32 now")
         if literal in HALF_WEIGHTS or literal is None:
             self.edits.note("O2, O3 and O5 become autocast over float32 weights, which also take the masters' place")
         dropped = [name for name in DROPPED if self._argument(name) is not None]
@@ -247,7 +241,7 @@ class _Replacement:
             elif isinstance(parent, cst.For | cst.While | cst.With | cst.Try) and outermost is not None:
                 break
         if outermost is not None and not self._all_branches(outermost):
-            self.edits.insert_before(outermost, f"{self.home.all(self.function)} = {switched_off(self.home)}")
+            self.edits.insert_before(outermost, f"{self.home.scaler(self.function)} = {SWITCHED_OFF}")
 
     def _all_branches(self, branch: cst.CSTNode) -> bool:
         """Whether each branch of an ``if`` makes a scaler."""
@@ -280,12 +274,6 @@ def never_scales(facts: Facts) -> bool:
         if not by_level and literal not in ("1", "1.0"):
             return False
     return True
-
-
-def switched_off(home: Home) -> str:
-    """A scaler that does nothing, or as many as there are."""
-    off = "torch.amp.GradScaler(enabled=False)"
-    return f"[{off}] * {len(home.groups)}" if len(home.groups) > 1 else off
 
 
 def imports_apex_only(statement: cst.CSTNode, facts: Facts) -> bool:

@@ -9,7 +9,7 @@ import libcst as cst
 from ampcompat.tools.migrate.native.edits import Edits, Statement
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import File, Function
-from ampcompat.tools.migrate.native.gradients import clip_threshold, is_autograd
+from ampcompat.tools.migrate.native.gradients import clip_threshold, is_autograd, is_plain_clip
 from ampcompat.tools.migrate.native.home import Home
 from ampcompat.tools.migrate.native.initialize import never_scales
 from ampcompat.tools.migrate.native.merge import in_brackets, one_line, scaled_loss
@@ -29,15 +29,12 @@ def replace_losses(facts: Facts, home: Home, edits: Edits) -> None:
     """``with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`` becomes one line."""
     for node in facts.file.of_type(cst.With):
         if any(_is_scaling(item, facts) for item in node.items):
-            losses = [
-                facts.loss_id(i.item) for i in node.items if isinstance(i.item, cst.Call) and _is_scaling(i, facts)
-            ]
-            _replace_block(node, facts, home.scaler(facts.file.function(node), losses), edits)
+            _replace_block(node, facts, home.scaler(facts.file.function(node)), edits)
     for call in facts.scaled:
         parent = facts.file.parents[call]
         if isinstance(parent, cst.WithItem):
             continue
-        scaler = home.scaler(facts.file.function(call), [facts.loss_id(call)])
+        scaler = home.scaler(facts.file.function(call))
         outer = facts.file.parents.get(parent)
         entered = isinstance(parent, cst.Arg) and isinstance(outer, cst.Call)
         if entered and last_name(outer.func) == "enter_context":  # type: ignore[union-attr]
@@ -160,7 +157,7 @@ def replace_steps(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
             if not never_scales(facts):
                 edits.mark(facts.file.statement(call), CLOSURE)
             continue
-        scaler = home.scaler(facts.file.function(call), step.losses)
+        scaler = home.scaler(facts.file.function(call))
 
         def stepped(new: cst.CSTNode, scaler: str = scaler) -> cst.CSTNode:
             if not isinstance(new, cst.Call) or not isinstance(new.func, cst.Attribute):
@@ -170,6 +167,12 @@ def replace_steps(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
         edits.expressions[call] = stepped
     for group in _groups([step for step in steps if step not in closures], walk):
         _update(group, facts, walk, home, edits)
+
+
+def update_at_exits(walk: Walk, home: Home, edits: Edits) -> None:
+    """``scaler.update()`` where a step is left out after ``unscale_``."""
+    for node in walk.exits:
+        edits.insert_before(node, f"{home.scaler(walk.file.function(node))}.update()")
 
 
 def _groups(steps: list[Step], walk: Walk) -> list[list[Step]]:
@@ -200,7 +203,7 @@ def _update(group: list[Step], facts: Facts, walk: Walk, home: Home, edits: Edit
             index = min(index, len(place.path) - 1)
     statement = last.path[index].statement
     function = facts.file.function(statement)
-    edits.insert_after(statement, f"{home.scaler(function, last.losses)}.update()")
+    edits.insert_after(statement, f"{home.scaler(function)}.update()")
 
 
 def _loop_over(step: Step, facts: Facts, index: int) -> int:
@@ -223,7 +226,7 @@ def insert_unscale(walk: Walk, home: Home, edits: Edits) -> None:
         if place.statement in walk.refused:
             continue
         for name in place.names:
-            scaler = home.scaler(place.function, place.losses)
+            scaler = home.scaler(place.function)
             code = f"{scaler}.unscale_({name})"
             if name.startswith("*"):
                 code = f"for one in {name[1:]}:\n    {scaler}.unscale_(one)"
@@ -237,24 +240,34 @@ def scale_thresholds(walk: Walk, home: Home, edits: Edits) -> None:
     """
     for call in sorted(walk.scaled_clips, key=walk.file.order):
         scale = f"{home.scaler(walk.file.function(call))}.get_scale()"
+        if not is_plain_clip(call, walk.file):
+            edits.note(f"{code_of(call.func)}() is taken for a norm of gradients: its result is divided by the scale")
+            edits.expressions[call] = lambda new, s=scale: _divided(new, s)  # type: ignore[misc]
+            continue
+        edits.expressions[call] = lambda new, s=scale: _clipped(new, s)  # type: ignore[misc]
+        if last_name(call.func) != "clip_grad_norm_":
+            continue
         parent = walk.file.parents[call]
         target = parent.targets[0].target if isinstance(parent, cst.Assign) and len(parent.targets) == 1 else None
-        is_norm = last_name(call.func) == "clip_grad_norm_"
-        if is_norm and isinstance(target, cst.Name | cst.Attribute):
+        if isinstance(target, cst.Name | cst.Attribute):
             edits.insert_after(parent, f"{code_of(target)} /= {scale}")
-        is_read = is_norm and target is None and not isinstance(parent, cst.Expr)
-        edits.expressions[call] = lambda new, s=scale, r=is_read: _clipped(new, s, r)  # type: ignore[misc]
+        elif not isinstance(parent, cst.Expr):
+            edits.expressions[call] = lambda new, s=scale: _divided(_clipped(new, s), s)  # type: ignore[misc]
 
 
-def _clipped(call: cst.CSTNode, scale: str, is_read: bool) -> cst.CSTNode:
-    """A call of torch's clipping with a scaled threshold, and with its norm divided where an expression reads it."""
+def _clipped(call: cst.CSTNode, scale: str) -> cst.CSTNode:
+    """A call of torch's clipping with a scaled threshold."""
     threshold = clip_threshold(call) if isinstance(call, cst.Call) else None
     if threshold is None or not isinstance(call, cst.Call):
         return call
     scaled = cst.parse_expression(f"{in_brackets(threshold)} * {scale}")
     args = [arg.with_changes(value=scaled) if arg.value is threshold else arg for arg in call.args]
-    clipped = call.with_changes(args=args)
-    return cst.parse_expression(f"{code_of(clipped)} / {scale}") if is_read else clipped
+    return call.with_changes(args=args)
+
+
+def _divided(norm: cst.CSTNode, scale: str) -> cst.CSTNode:
+    """A norm of scaled gradients as that of unscaled ones."""
+    return cst.parse_expression(f"{code_of(norm)} / {scale}")
 
 
 def replace_master_params(facts: Facts, edits: Edits) -> None:

@@ -9,18 +9,32 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import libcst as cst
-from libcst.metadata import GlobalScope
 
 from ampcompat.tools.migrate.native.control import ControlFlow, Frame
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_STEPS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import Function, Variable
-from ampcompat.tools.migrate.native.gradients import CLEARS, READS, READS_NOT, Gradients, is_autograd, is_plain_clip
-from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
-from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join
-from ampcompat.tools.migrate.native.places import Path, innermost_loop, is_beside, meeting, shared_length
+from ampcompat.tools.migrate.native.gradients import (
+    CLEARS,
+    READS,
+    READS_NOT,
+    Gradients,
+    is_autograd,
+    is_norm,
+    is_plain_clip,
+)
+from ampcompat.tools.migrate.native.nodes import argument, descendants, last_name
+from ampcompat.tools.migrate.native.optimizers import Optimizers
+from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join, updated
+from ampcompat.tools.migrate.native.places import (
+    Path,
+    innermost_loop,
+    is_beside,
+    meeting,
+    shared_length,
+    start_of_function,
+)
 from ampcompat.tools.migrate.text import code_of
 
 #: More paths than this are not followed.
@@ -36,19 +50,17 @@ class Step:
         call: ``optimizer.step()``.
         path: One way to it.
         scaled: Whether gradients may be scaled there.
-        plain: Whether they may come from plain backward passes alone.
+        unseen: Whether there may be none that this file computes.
         ids: The optimizers that may step here.
         later: Steps that the update must wait for.
-        losses: The ``loss_id`` of each loss whose gradients step here.
     """
 
     call: cst.Call
     path: Path
     scaled: bool = False
-    plain: bool = False
+    unseen: bool = False
     ids: frozenset[Variable] = frozenset()
     later: set[cst.CSTNode] = field(default_factory=set)
-    losses: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -60,7 +72,23 @@ class Unscale:
     function: Function | None
     names: dict[str, None] = field(default_factory=dict)
     ids: set[Variable] = field(default_factory=set)
-    losses: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Exit:
+    """A ``return``, ``break`` or ``continue`` after gradients were unscaled.
+
+    Attributes:
+        path: One way to it.
+        ids: The optimizers whose gradients are unscaled there.
+        places: Where they were unscaled.
+        sure: Whether they are unscaled on all ways that lead here.
+    """
+
+    path: Path
+    ids: set[Variable] = field(default_factory=set)
+    places: set[cst.CSTNode] = field(default_factory=set)
+    sure: bool = True
 
 
 class Walk(ControlFlow):
@@ -69,7 +97,8 @@ class Walk(ControlFlow):
     Attributes:
         steps: The optimizer steps, by their calls.
         unscales: Where ``unscale_`` is needed, by the statement before which it stands.
-        scaled_clips: Calls that clip gradients while these are scaled, since more are added before the step.
+        exits: Where a step is left out after ``unscale_``, which the scaler forgets by an update.
+        scaled_clips: Calls that clip or measure gradients while these are scaled, since more are added before the step.
         scaled_backward: Plain ``backward()`` calls whose gradients are stepped together with scaled ones.
         problems: What ``GradScaler`` would get wrong without a word: statement and message.
     """
@@ -84,38 +113,13 @@ class Walk(ControlFlow):
         #: Those after which the gradients may be cleared, and the step left out.
         self.refused_for_cleared: set[cst.CSTNode] = set()
         self.scaled_backward: dict[cst.CSTNode, set[Variable]] = {}
+        self.exits: dict[cst.CSTNode, Exit] = {}
         self.problems: dict[tuple[cst.CSTNode, str], None] = {}
         self.interesting = self._interesting()
-        self.uses = self._uses()
-        self.all_ids = facts.ordered(self._all_ids())
+        self.optimizers = Optimizers(facts, self.frames)
         self._run()
 
     # What there is to walk.
-
-    def _all_ids(self) -> frozenset[Variable]:
-        found: set[Variable] = set()
-        for names in self.uses.values():
-            for node in names:
-                variable = self.file.variable(node)
-                if variable is not None:
-                    found |= self.facts.roots(variable)
-        return frozenset(found)
-
-    def _uses(self) -> dict[Function | None, list[cst.BaseExpression]]:
-        """Expressions of each function that are optimizers under amp."""
-        found: defaultdict[Function | None, list[cst.BaseExpression]] = defaultdict(list)
-        expressions: Iterable[Any] = self.file.of_types(cst.Name, cst.Attribute, cst.Subscript)
-        for node in expressions:
-            parent = self.file.parents.get(node)
-            if isinstance(parent, cst.Attribute) and parent.attr is node:
-                continue
-            if isinstance(parent, cst.Param) and parent.name is node:
-                continue
-            if isinstance(parent, cst.Arg) and parent.keyword is node:
-                continue
-            if self.facts.is_optimizer(node):
-                found[self.file.function(node)].append(node)
-        return found
 
     def _interesting(self) -> set[Function]:
         """Functions that touch gradients, themselves or through what they call."""
@@ -145,6 +149,10 @@ class Walk(ControlFlow):
                 {k: set(v) for k, v in self.scaled_backward.items()},
             )  # fmt: skip
             self._once()
+            if self._find_exits():
+                continue
+            self.refused |= self.newly_refused
+            self.refused_for_cleared |= self.newly_refused_for_cleared
             self._hoist_branches()
             after = (self.forced, len(self.refused), len(self.refused_for_cleared), self.scaled_backward)
             if before == after:
@@ -161,17 +169,25 @@ class Walk(ControlFlow):
         self.scaled_clips: set[cst.Call] = set()
         self.unscaled_clips: set[cst.Call] = set()
         self.seen: set[Function | None] = set()
-        self.losses_of: dict[Variable, set[str]] = {}
+        self.left: dict[cst.CSTNode, Exit] = {}
+        self.newly_refused: set[cst.CSTNode] = set()
+        self.newly_refused_for_cleared: set[cst.CSTNode] = set()
         self.scaled_at: dict[Variable, cst.CSTNode] = {}
         self.backward_of_scaled: set[cst.CSTNode] = set()
         self.calls = 0
         self.blocks: list[set[str]] = []
-        self._function(Frame(None), self.file.module.body, dict.fromkeys(self.all_ids, frozenset({CLEAR})))
+        clear = dict.fromkeys(self.optimizers.all, frozenset({CLEAR}))
+        self._function(Frame(None), self.file.module.body, clear)
         for function in sorted(self.interesting - self.called, key=self.file.order):
-            self._function(Frame(function), function.body.body, dict.fromkeys(self.all_ids, frozenset({ENTRY})))
+            self._from_its_start(function)
         for function in sorted(self.interesting, key=self.file.order):
             if function not in self.seen:  # called from where the walk does not go, as from a lambda
-                self._function(Frame(function), function.body.body, dict.fromkeys(self.all_ids, frozenset({ENTRY})))
+                self._from_its_start(function)
+
+    def _from_its_start(self, function: Function) -> None:
+        """Walk a function that is called from somewhere else."""
+        entry = dict.fromkeys(self.optimizers.all, frozenset({ENTRY}))
+        self._function(Frame(function), function.body.body, entry)
 
     # What the statements do.
 
@@ -188,7 +204,51 @@ class Walk(ControlFlow):
 
     def surely_runs(self, node: cst.For) -> bool:
         """Whether a loop has something to go round for: parameters, or optimizers."""
-        return "param" in code_of(node.iter) or bool(self._ids(node.iter)) or self.facts.is_model(node.iter)
+        if any(isinstance(n, cst.Call) and self.facts.symbol(n.func) in SCALE_LOSS for n in descendants(node.body)):
+            return True  # without a loss the scaler's step raises
+        return (
+            "param" in code_of(node.iter) or bool(self.optimizers.meant_by(node.iter)) or self.facts.is_model(node.iter)
+        )
+
+    def leave(self, node: cst.CSTNode, state: State) -> State:
+        """The state after a ``return``, ``break`` or ``continue``: after an update where the step is left out."""
+        if node in self.exits:
+            return {one: frozenset(map(updated, phases)) for one, phases in state.items()}
+        known = self.left.setdefault(node, Exit(tuple(self.path)))
+        for one, phases in state.items():
+            unscaled = {phase for phase in phases if phase.kind in ("unscaled", "spent")}
+            if unscaled:
+                known.ids.add(one)
+                known.places |= {place for phase in unscaled for place in phase.places}
+                known.sure = known.sure and unscaled == phases
+            elif any(phase.kind == "scaled" for phase in phases):
+                known.sure = False  # an update would give these gradients another scale than later ones
+        return state
+
+    def _find_exits(self) -> bool:
+        """Whether there are new exits that leave out a step: one in the same loop, or function, behind them."""
+        found = False
+        for node, one in self.left.items():
+            inside = start_of_function(one.path) - 1 if isinstance(node, cst.Return) else innermost_loop(one.path)
+            steps = [step for step in self.steps.values() if step.ids & one.ids]
+            if not any(self._stands_behind(step.path, one.path, inside) for step in steps):
+                continue
+            places = {place for place in one.places if place in self.unscales}
+            if one.sure and all(shared_length(self.unscales[place].path, one.path) > inside for place in places):
+                self.exits[node] = one
+                found = True
+            elif not places <= self.refused:
+                self.refused |= places
+                self.refused_for_cleared |= places
+                found = True
+        return found
+
+    def _stands_behind(self, step: Path, node: Path, inside: int) -> bool:
+        """Whether a step stands behind a node in the loop or function that begins at a place of its path."""
+        common = shared_length(step, node)
+        if common <= inside or common == len(step):
+            return False
+        return self.file.order(step[common].statement) > self.file.order(node[-1].statement)
 
     def _function(
         self, frame: Frame, body: Iterable[cst.CSTNode], state: State, scaled: set[str] | None = None
@@ -236,15 +296,12 @@ class Walk(ControlFlow):
         name = last_name(call.func)
         symbol = self.facts.symbol(call.func) or ""
         base = call.func.value if isinstance(call.func, cst.Attribute) else None
-        if symbol == "apex.amp.initialize":
-            return dict.fromkeys(state, frozenset({CLEAR}))
-        if symbol in SCALE_LOSS:
-            return self._scale(call, state, call)
-        if symbol in MASTER_PARAMS:
-            return self._master_params(call, state)
         if symbol.startswith("apex."):
-            return state
+            return self._call_of_apex(call, symbol, state)
         callee = self.facts.flows.callee(call)
+        if is_norm(call, callee[0] if callee is not None else None):
+            self.seen.add(callee[0] if callee is not None else None)
+            return self._read(None, state, call)
         if callee is not None:
             return self._enter(call, *callee, state) if callee[0] in self.interesting else state
         if name == "step" and base is not None:
@@ -253,6 +310,19 @@ class Walk(ControlFlow):
             return self._clear(base if name == "zero_grad" else None, state)
         if name == "backward" and base is not None and not self.facts.is_model(base):
             return self._backward(call, base, state)
+        return self._unknown(call, state)
+
+    def _call_of_apex(self, call: cst.Call, symbol: str, state: State) -> State:
+        if symbol == "apex.amp.initialize":
+            return dict.fromkeys(state, frozenset({CLEAR}))
+        if symbol in SCALE_LOSS:
+            return self._scale(call, state, call)
+        if symbol in MASTER_PARAMS:
+            return self._master_params(call, state)
+        return state
+
+    def _unknown(self, call: cst.Call, state: State) -> State:
+        """The state after a call of something else, which may read gradients as its name says."""
         for meant in self.gradients.functions_meant(call.func):
             if isinstance(meant, cst.Lambda):
                 state = self.events(meant.body, state)
@@ -269,60 +339,31 @@ class Walk(ControlFlow):
         for parameter, value in self.facts.flows.bound(call, function, skip_first):
             if any(code_of(value) in names for names in self.blocks):
                 scaled.add(parameter.name.value)
-            ids = self._ids(value)
+            ids = self.optimizers.meant_by(value)
             variable = self.file.variable(parameter.name)
             if ids and variable is not None:
                 frame.held[variable] = ids
         return self._function(frame, function.body.body, state, scaled)
 
-    def _ids(self, node: cst.CSTNode | None) -> frozenset[Variable]:
-        """The optimizers that an expression may be, here."""
-        if node is None:
-            return frozenset()
-        inner = elements(node) if isinstance(node, cst.BaseExpression) else None
-        if inner is not None:
-            return frozenset().union(*map(self._ids, inner))
-        if isinstance(node, cst.Call):
-            return self._elements_of(node)
-        variable = self.file.variable(node)
-        if variable is None or not self.facts.is_optimizer(node):
-            return frozenset()
-        for frame in reversed(self.frames):
-            if variable in frame.held:
-                return frame.held[variable]
-        return self.facts.roots(variable)
-
-    def _elements_of(self, call: cst.Call) -> frozenset[Variable]:
-        """The optimizers that ``optimizers.values()``, ``reversed(optimizers)`` and the like go through."""
-        name = last_name(call.func)
-        if name in ("values", "items") and isinstance(call.func, cst.Attribute):
-            return self._ids(call.func.value)
-        if name in ("list", "reversed", "enumerate", "zip", "tuple"):
-            return frozenset().union(*(self._ids(arg.value) for arg in call.args))
-        return frozenset()
-
     def _scale(self, call: cst.Call, state: State, node: cst.CSTNode) -> State:
-        ids = self._ids(self.facts.optimizer_of(call))
+        ids = self.optimizers.meant_by(self.facts.optimizer_of(call))
         if not ids:
             self._problem(node, NO_OPTIMIZER)
-        loss = self.facts.loss_id(call)
         state = dict(state)
         for one in self.facts.ordered(ids):
-            self.losses_of.setdefault(one, set()).add(loss)
             self.scaled_at.setdefault(one, node)
             phases = set()
             for phase in state.get(one, ()):
                 if phase.kind == "unscaled":
-                    self.refused |= phase.places
+                    self.newly_refused |= phase.places
                 elif phase.kind == "spent":
                     refused = {place for place in phase.places if not self._is_updated(one, place)}
-                    self.refused |= refused
-                    self.refused_for_cleared |= refused
+                    self.newly_refused |= refused
+                    self.newly_refused_for_cleared |= refused
                 self._convert(phase.plain, one)
                 stale = phase.stale | {node} if phase.kind == "stepped" else phase.stale
                 over = phase.over if phase.kind == "scaled" else frozenset()
-                losses = phase.losses if phase.kind == "scaled" else frozenset()
-                phases.add(Phase("scaled", over=over, stale=stale, losses=losses | {loss}))
+                phases.add(Phase("scaled", over=over, stale=stale))
             state[one] = frozenset(phases)
         return state
 
@@ -348,7 +389,7 @@ class Walk(ControlFlow):
         return state
 
     def _step(self, call: cst.Call, base: cst.BaseExpression, state: State) -> State:
-        ids = self._ids(base)
+        ids = self.optimizers.meant_by(base)
         if not ids:
             return self._other_step(call, base, state)
         for arg in call.args:
@@ -359,9 +400,8 @@ class Walk(ControlFlow):
         for one in self.facts.ordered(ids):
             phases = state.get(one, frozenset())
             scaled = [p for p in phases if p.kind in ("scaled", "unscaled") or (p.kind == "entry" and not p.plain)]
-            step.plain = step.plain or any(p not in scaled and (p.plain or p.kind == "clear") for p in phases)
+            step.unseen = step.unseen or CLEAR in phases
             step.scaled = step.scaled or bool(scaled)
-            step.losses |= self._losses(scaled, one)
             for phase in phases:
                 if scaled:
                     self._convert(phase.plain, one)
@@ -392,15 +432,9 @@ class Walk(ControlFlow):
     def _clear(self, base: cst.BaseExpression | None, state: State) -> State:
         ids: Iterable[Variable] = state.keys()
         if base is not None:
-            ids = self._ids(base) or self._optimizers_of_model(base) or state.keys()
+            ids = self.optimizers.meant_by(base) or self.optimizers.of_model(base) or state.keys()
         chosen = set(ids)
         return {one: frozenset(map(cleared, phases)) if one in chosen else phases for one, phases in state.items()}
-
-    def _optimizers_of_model(self, base: cst.BaseExpression) -> set[Variable]:
-        text = code_of(base)
-        if text not in self.facts.model_of.values():
-            return set()
-        return {root for v, model in self.facts.model_of.items() if model == text for root in self.facts.roots(v)}
 
     def _master_params(self, call: cst.Call, state: State) -> State:
         """``amp.master_params(optimizer)`` that is handed to a function, which may read their gradients."""
@@ -410,35 +444,20 @@ class Walk(ControlFlow):
             if isinstance(outer, cst.Call) and last_name(outer.func) in ("list", "tuple", "len", "iter", "set"):
                 return state
             if isinstance(outer, cst.Call) and self.facts.flows.callee(outer) is None:
-                return self._read(self._ids(argument(call, 0, "optimizer")), state, outer)
+                return self._read(self.optimizers.meant_by(argument(call, 0, "optimizer")), state, outer)
         return state
 
     def _read(self, ids: Iterable[Variable] | None, state: State, call: cst.Call | None = None) -> State:
         """Gradients are read or edited: by then they must be unscaled."""
         if self.blocks:
             return state
-        named = set(ids) if ids else self._named_in(call)
+        named = set(ids) if ids else self.optimizers.named_in(call)
         # A name that leads to no scaled gradients may mean another optimizer than it seems to.
         wanted = {one for one in named if any(p.kind in PENDING for p in state.get(one, ()))}
-        if not wanted:
-            wanted = {one for one, phases in state.items() if any(p.kind == "scaled" for p in phases)}
-        if not wanted:
-            wanted = {one for one, phases in state.items() if any(p.kind in PENDING for p in phases)}
+        for kind in ("scaled", "unscaled", "entry"):
+            if not wanted:
+                wanted = {one for one, phases in state.items() if any(p.kind == kind for p in phases)}
         return self._unscale(wanted, state, None, call)
-
-    def _named_in(self, call: cst.Call | None) -> set[Variable]:
-        """The optimizers whose gradients a call reads, by its arguments."""
-        found: set[Variable] = set()
-        for arg in call.args if call is not None else ():
-            value = arg.value
-            if isinstance(value, cst.Call) and self.facts.symbol(value.func) in MASTER_PARAMS:
-                found |= self._ids(argument(value, 0, "optimizer"))
-            elif isinstance(value, cst.Call) and last_name(value.func) == "parameters":
-                if isinstance(value.func, cst.Attribute):
-                    found |= self._optimizers_of_model(value.func.value)
-            else:
-                found |= self._ids(value)
-        return found
 
     def _unscale(
         self, ids: Iterable[Variable], state: State, forced: cst.CSTNode | None, reader: cst.Call | None = None
@@ -458,19 +477,9 @@ class Walk(ControlFlow):
             self._convert(frozenset().union(*(p.plain for p in waiting)), one)
             if done:
                 self._hoist(one, place, done)
-            place.losses |= self._losses(waiting, one)
             unscaled = Phase("unscaled", places=frozenset({place.statement}))
-            state[one] = frozenset(
-                unscaled._replace(over=p.over, stale=p.stale, losses=p.losses) if p in waiting else p for p in phases
-            )
+            state[one] = frozenset(unscaled._replace(over=p.over, stale=p.stale) if p in waiting else p for p in phases)
         return state
-
-    def _losses(self, phases: Iterable[Phase], one: Variable) -> set[str]:
-        """The losses that gradients come from: any of the optimizer's where the path does not tell."""
-        found: set[str] = set()
-        for phase in phases:
-            found |= self.losses_of.get(one, set()) if phase.kind == "entry" else phase.losses
-        return found
 
     def unstepped(self) -> list[cst.CSTNode]:
         """The scaled losses of optimizers whose step is not seen."""
@@ -484,7 +493,7 @@ class Walk(ControlFlow):
             if not statements:
                 continue
             index = statements[-1]
-            name = self._name_of(one, number, index) or self._list_of(one, number)
+            name = self.optimizers.name(one, number, tuple(self.path[:index]))
             if name is None:
                 continue
             statement = self.path[index].statement
@@ -493,7 +502,7 @@ class Walk(ControlFlow):
                 if outer not in self.refused:
                     continue
                 accumulates = outer not in self.refused_for_cleared
-                if accumulates and reader is not None and is_plain_clip(reader, self.file):
+                if accumulates and reader is not None and self._can_stay_scaled(reader):
                     self.scaled_clips.add(reader)
                 else:
                     self._problem(statement, ACCUMULATED)
@@ -506,46 +515,10 @@ class Walk(ControlFlow):
         self._problem(self.path[-1].statement, UNNAMED)
         return None
 
-    def _name_of(self, one: Variable, number: int, index: int) -> str | None:
-        """An expression for an optimizer in a function that the walk is in, before a statement on the path."""
-        around = {at.statement for at in self.path[:index]}
-        frame = self.frames[number]
-        inner = self.frames[number + 1 :]
-        del self.frames[number + 1 :]
-        found = None
-        for node in [*self.uses.get(frame.function, ()), *self._visible(frame.function)]:
-            if self.file.variable(node) in self.facts.containers and not isinstance(node, cst.Subscript):
-                continue
-            if self.file.variable(node) not in self.facts.used_as_optimizers:
-                continue
-            loops = self.facts.loops.get(self.file.variable(node), [])
-            if loops and not around.intersection(loops):
-                continue
-            if self._ids(node) == {one} and isinstance(node, cst.Name | cst.Attribute | cst.Subscript):
-                found = code_of(node)
-                break
-        self.frames.extend(inner)
-        return found
-
-    def _list_of(self, one: Variable, number: int) -> str | None:
-        """A list of optimizers that holds one, in a function that the walk is in."""
-        for node in self.uses.get(self.frames[number].function, ()):
-            if self.file.variable(node) in self.facts.containers and one in self._ids(node):
-                return f"*{code_of(node)}"
-        return None
-
-    def _visible(self, function: Function | None) -> list[cst.BaseExpression]:
-        """Expressions of other functions that mean the same here: globals, attributes of ``self``."""
-        found: list[cst.BaseExpression] = []
-        owner = self.file.class_of(function)
-        for other, nodes in self.uses.items():
-            for node in nodes:
-                variable = self.file.variable(node)
-                is_global = isinstance(node, cst.Name) and variable is not None and isinstance(variable[0], GlobalScope)
-                same_class = owner is not None and self.file.class_of(other) is owner
-                if is_global or (same_class and code_of(node).startswith("self.")):
-                    found.append(node)
-        return found
+    def _can_stay_scaled(self, reader: cst.Call) -> bool:
+        """Whether what a call computes of scaled gradients is that of unscaled ones times the scale."""
+        callee = self.facts.flows.callee(reader)
+        return is_plain_clip(reader, self.file) or is_norm(reader, callee[0] if callee is not None else None)
 
     # One ``unscale_`` for several readers.
 

@@ -7,7 +7,7 @@
 | scaled | a scaled loss had its backward pass |
 | unscaled | the same, and ``unscale_`` was called |
 | spent | they were cleared after ``unscale_``, which the scaler remembers until its update |
-| stepped | the optimizer stepped; they are still there |
+| stepped | the optimizer stepped, or the step was left out; they are still there |
 
 Beside its phase an optimizer has the plain ``backward()`` calls whose gradients it may hold.
 """
@@ -31,7 +31,6 @@ class Phase(NamedTuple):
         places: Where ``unscale_`` was called.
         over: Steps of other optimizers that were made since they were scaled.
         stale: Scaled losses whose gradients were added to those of a step before.
-        losses: The ``loss_id`` of each loss that they come from.
     """
 
     kind: str
@@ -39,7 +38,6 @@ class Phase(NamedTuple):
     places: frozenset[cst.CSTNode] = frozenset()
     over: frozenset[cst.CSTNode] = frozenset()
     stale: frozenset[cst.CSTNode] = frozenset()
-    losses: frozenset[str] = frozenset()
 
 
 CLEAR = Phase("clear")
@@ -51,6 +49,13 @@ State = dict[Variable, frozenset[Phase]]
 def cleared(phase: Phase) -> Phase:
     """The phase after the gradients were cleared."""
     return Phase("spent", places=phase.places) if phase.kind in ("unscaled", "spent") else CLEAR
+
+
+def updated(phase: Phase) -> Phase:
+    """The phase after an update of the scaler, without a step."""
+    if phase.kind == "spent":
+        return CLEAR
+    return Phase("stepped") if phase.kind == "unscaled" else phase
 
 
 def join(states: Iterable[State | None]) -> State | None:

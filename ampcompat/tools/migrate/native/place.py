@@ -13,9 +13,6 @@ from ampcompat.tools.migrate.native.file import File
 from ampcompat.tools.migrate.native.imports import bound_names, is_docstring
 from ampcompat.tools.migrate.text import code_of
 
-#: Modules that the helper needs.
-MODULES = ("copy", "torch")
-
 
 def has_helper(file: File) -> bool:
     """Whether the helper was pasted into a file already, or is imported."""
@@ -48,25 +45,18 @@ def caller_of(module: cst.Module, code: str, file: File, names: Mapping[str, str
     below = code[len(top.code) :]
     bound = bound_names(file)
     renamed = dict(names)
-    missing = []
-    for name in MODULES:
-        if bound.get(name, name) != name:
-            renamed[name] = f"{name}_module"
-            missing.append(ImportItem(name, alias=renamed[name]))
-        elif name not in bound and name != "copy":
-            missing.append(ImportItem(name))
+    if bound.get("torch", "torch") != "torch":
+        renamed["torch"] = "torch_module"
+    missing = [ImportItem("torch", alias=renamed.get("torch"))] if bound.get("torch") != "torch" else []
     if missing:
         top = AddImportsVisitor(CodemodContext(), missing).transform_module(top)
-    with_copy = top if "copy" in bound else _with_copy(top)
     plain = [
         index
         for index, line in enumerate(top.body)
         if isinstance(line, cst.SimpleStatementLine) and _holds_import(line)
     ]
     imports = top.with_changes(body=top.body[: plain[-1] + 1]) if plain else top
-    return Caller(
-        top.code, len(top.code) - len(imports.code), with_copy.code, below, renamed, scaler, module.default_newline
-    )
+    return Caller(top.code, len(top.code) - len(imports.code), below, renamed, scaler, module.default_newline)
 
 
 def _place(module: cst.Module) -> int:
@@ -88,27 +78,3 @@ def _holds_import(statement: cst.CSTNode) -> bool:
     if isinstance(statement, cst.Try | cst.If):
         return any(_holds_import(part) for part in statement.body.body)
     return False
-
-
-def _with_copy(module: cst.Module) -> cst.Module:
-    """The module with ``import copy`` in the place that the alphabet gives it among its imports."""
-    body = list(module.body)
-    plain = [index for index, line in enumerate(body) if _plain_import(line)]
-    if not plain:
-        return AddImportsVisitor(CodemodContext(), [ImportItem("copy")]).transform_module(module)
-    earlier = [index for index in plain if _plain_import(body[index]) < "copy"]
-    new = cst.ensure_type(cst.parse_statement("import copy\n"), cst.SimpleStatementLine)
-    if earlier:
-        index = earlier[-1] + 1
-        return module.with_changes(body=[*body[:index], new, *body[index:]])
-    first = cst.ensure_type(body[plain[0]], cst.SimpleStatementLine)
-    if not any(line.comment is not None for line in first.leading_lines):
-        new = new.with_changes(leading_lines=first.leading_lines)
-        first = first.with_changes(leading_lines=())
-    return module.with_changes(body=[*body[: plain[0]], new, first, *body[plain[0] + 1 :]])
-
-
-def _plain_import(statement: cst.CSTNode) -> str:
-    """What ``import x`` imports; ``""`` for other statements."""
-    part = statement.body[0] if isinstance(statement, cst.SimpleStatementLine) else None
-    return code_of(part.names[0].name) if isinstance(part, cst.Import) else ""

@@ -46,6 +46,11 @@ def innermost_loop(path: Path) -> int:
     return len(path) - 1
 
 
+def start_of_function(path: Path) -> int:
+    """The place of the first statement in the function that a path ends in."""
+    return next(index for index, at in enumerate(path) if at.frame == path[-1].frame)
+
+
 def shared_length(one: Path, other: Path) -> int:
     """How many statements two paths share from the beginning."""
     count = 0

@@ -7,28 +7,14 @@ import libcst as cst
 from ampcompat.tools.migrate.native.edits import Edits
 from ampcompat.tools.migrate.native.facts import Facts
 from ampcompat.tools.migrate.native.home import Home
-from ampcompat.tools.migrate.native.nodes import last_name
+from ampcompat.tools.migrate.native.nodes import last_name, literal_key
 from ampcompat.tools.migrate.text import code_of
 
 STATE_DICT = "apex.amp.state_dict"
 LOAD = "apex.amp.load_state_dict"
 SCALERS = ("apex.amp._amp_state.loss_scalers", "apex.amp._amp_state._amp_state.loss_scalers")
 OTHER_KEYS = "apex.amp.state_dict: a GradScaler's state has other keys; use {scaler}.get_scale()"
-#: Functions that autocast casts as they were registered.
-REGISTERED = {
-    "apex.amp.register_half_function": (
-        "einsum", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "linear", "conv1d", "conv2d", "conv3d",
-        "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "chain_matmul", "prelu",
-        "scaled_dot_product_attention",
-    ),
-    "apex.amp.register_float_function": (
-        "softmax", "log_softmax", "layer_norm", "group_norm", "exp", "log", "pow", "prod", "cumsum", "cumprod", "norm",
-        "cosine_similarity", "cross_entropy", "mse_loss", "l1_loss", "smooth_l1_loss", "nll_loss", "kl_div",
-        "binary_cross_entropy_with_logits", "softplus", "cdist",
-    ),
-}  # fmt: skip
 LOOKS = ("sorted", "list", "set", "len", "iter", "print", "tuple", "str", "format")
-NO_CASTS = 'torch.autocast("cuda" if torch.cuda.is_available() else "cpu", enabled=False)'
 
 
 def state_uses(facts: Facts) -> list[cst.Call | cst.Attribute]:
@@ -40,7 +26,8 @@ def state_uses(facts: Facts) -> list[cst.Call | cst.Attribute]:
         if calls_amp or asks:
             found.append(call)
     for node in facts.file.of_type(cst.Attribute):
-        if _asks_scale(node, facts) and not _is_written(node, facts):
+        called = isinstance(parent := facts.file.parents[node], cst.Call) and parent.func is node
+        if _asks_scale(node, facts) and not called and not isinstance(parent, cst.AugAssign):
             found.append(node)
     return found
 
@@ -52,41 +39,45 @@ def _asks_scale(node: cst.Attribute, facts: Facts) -> bool:
     return facts.symbol(node.value.value) in SCALERS
 
 
-def _is_written(node: cst.Attribute, facts: Facts) -> bool:
-    parent = facts.file.parents[node]
-    called = isinstance(parent, cst.Call) and parent.func is node
-    return called or isinstance(parent, cst.AssignTarget | cst.AugAssign)
-
-
 def replace_state(facts: Facts, home: Home, edits: Edits) -> None:
     """``amp.state_dict()`` becomes the scaler's."""
     for node in state_uses(facts):
         scaler = home.scaler(facts.file.function(node))
         if isinstance(node, cst.Attribute) or facts.symbol(node.func) not in (STATE_DICT, LOAD):
-            edits.expressions[node] = lambda _, s=scaler: cst.parse_expression(f"{s}.get_scale()")  # type: ignore[misc]
+            _scale(node, facts, scaler, edits)
             continue
         parent = facts.file.parents[node]
+        saved_scale = _saved_scale(parent, facts)
+        if saved_scale is not None:
+            _replace(saved_scale, f"{scaler}.get_scale()", edits)
+            continue
         if _looks_inside(parent, facts):
             edits.mark(facts.file.statement(node), OTHER_KEYS.format(scaler=scaler))
-            continue
-        if len(home.groups) > 1:
-            _several(node, facts, home.all(facts.file.function(node)), edits)
             continue
         name = "state_dict" if facts.symbol(node.func) == STATE_DICT else "load_state_dict"
         edits.expressions[node] = lambda new, s=f"{scaler}.{name}": _renamed(new, s)  # type: ignore[misc]
 
 
-def _several(node: cst.Call, facts: Facts, scalers: str, edits: Edits) -> None:
-    """The state of several scalers: a list."""
+def _scale(node: cst.Call | cst.Attribute, facts: Facts, scaler: str, edits: Edits) -> None:
+    """``amp._amp_state.loss_scalers[0]._loss_scale``, read or written."""
     statement = facts.file.statement(node)
-    if facts.symbol(node.func) == STATE_DICT:
-        edits.expressions[node] = lambda _: cst.parse_expression(f"[s.state_dict() for s in {scalers}]")
-    elif isinstance(statement, cst.Expr) and statement.value is node and node.args:
-        given = code_of(node.args[0].value)
-        loop = f"for s, state in zip({scalers}, {given}):\n    s.load_state_dict(state)\n"
-        edits.statements[statement] = lambda _: [cst.parse_statement(loop)]
-    else:
-        edits.mark(statement, f"write: for s, state in zip({scalers}, ...): s.load_state_dict(state)")
+    if not isinstance(facts.file.parents[node], cst.AssignTarget):
+        _replace(node, f"{scaler}.get_scale()", edits)
+    elif isinstance(statement, cst.Assign) and len(statement.targets) == 1:
+        new = f'{scaler}.load_state_dict({{**{scaler}.state_dict(), "scale": {code_of(statement.value)}}})'
+        edits.statements[statement] = lambda _: [cst.parse_statement(new)]
+
+
+def _saved_scale(parent: cst.CSTNode, facts: Facts) -> cst.CSTNode | None:
+    """The whole of ``amp.state_dict()["loss_scaler0"]["loss_scale"]``, around the first of the two brackets."""
+    outer = facts.file.parents.get(parent)
+    if not isinstance(parent, cst.Subscript) or not isinstance(outer, cst.Subscript):
+        return None
+    return outer if (literal_key(parent), literal_key(outer)) == ("loss_scaler0", "loss_scale") else None
+
+
+def _replace(node: cst.CSTNode, code: str, edits: Edits) -> None:
+    edits.expressions[node] = lambda _: cst.parse_expression(code)
 
 
 def _looks_inside(parent: cst.CSTNode, facts: Facts) -> bool:
@@ -99,22 +90,3 @@ def _looks_inside(parent: cst.CSTNode, facts: Facts) -> bool:
 
 def _renamed(call: cst.CSTNode, function: str) -> cst.CSTNode:
     return call.with_changes(func=cst.parse_expression(function))
-
-
-def replace_disable_casts(facts: Facts, edits: Edits) -> None:
-    """``amp.disable_casts()``: autocast that is switched off."""
-    for call in facts.file.of_type(cst.Call):
-        if facts.symbol(call.func) in ("apex.amp.disable_casts", "apex.amp.handle.disable_casts"):
-            edits.expressions[call] = lambda _: cst.parse_expression(NO_CASTS)
-
-
-def drop_registrations(facts: Facts, edits: Edits) -> None:
-    """``amp.register_half_function(torch, "einsum")`` goes where autocast runs the function in half anyway."""
-    for call in facts.file.of_type(cst.Call):
-        rule = REGISTERED.get(facts.symbol(call.func) or "")
-        statement = facts.file.statement(call)
-        if rule is None or len(call.args) != 2 or not isinstance(statement, cst.Expr) or statement.value is not call:
-            continue
-        module, name = (code_of(arg.value).strip("\"'") for arg in call.args)
-        if module in ("torch", "F", "torch.nn.functional", "torch.Tensor") and name in rule:
-            edits.statements[statement] = lambda _: []

@@ -36,6 +36,8 @@ def _wrapped(line: str, longest: int) -> list[str]:
     indent = indent_of(line)
     inner = indent + "    "
     together = inner + line[opening + 1 : -1]
+    if not together.strip():
+        return [line]
     if len(together) <= longest:
         return [line[: opening + 1], together, f"{indent})"]
     starts = [opening, *commas]
