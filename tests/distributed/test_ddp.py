@@ -39,6 +39,7 @@ def failures(request, tmp_path_factory):
         command += [launch, str(directory)]
     environment = {**os.environ, "PYTHONPATH": PATH_WITH_TESTS, "TEST_PORT": port, "OMP_NUM_THREADS": "1"}
     environment["TEST_STEPS"] = str(steps)
+    environment["TMPDIR"] = str(tmp_path_factory.mktemp("checkpoints"))
     run = run_python(command, env=environment, timeout=600)
     found: dict[str, dict[int, str]] = {}
     for rank in range(world):

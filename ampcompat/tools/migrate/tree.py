@@ -15,7 +15,7 @@ from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.elsewhere import USES, connected, imported_names, mark_uses
 from ampcompat.tools.migrate.notebook import as_source, written
 from ampcompat.tools.migrate.result import ALONE, MARK, Result, Tree
-from ampcompat.tools.migrate.shared import module_for, with_one_helper
+from ampcompat.tools.migrate.shared import codes_of, module_for, with_one_helper
 from ampcompat.tools.migrate.source import migrate_source
 
 #: Below this many files a process costs more to start than it saves: one file takes some 0.3 s.
@@ -68,7 +68,7 @@ def _told_of_each_other(changes: list[Change], to: str) -> list[Change]:
     makers = [change for change in changes if change.makes]
     if not makers:
         return changes
-    codes = {change.path: code for change in changes if (code := change.source()) is not None}
+    codes = codes_of(changes)
     imports = {path.stem: imported_names(code) for path, code in codes.items()}
     near = {maker.path: connected(maker.path.stem, imports) for maker in makers}
     made_in = ", ".join(f"{change.name}:{change.makes}" for change in makers)
@@ -98,9 +98,9 @@ def _helper_for(path: Path, makers: list[Change], codes: Mapping[Path, str]) -> 
     if len(folders) != 1 or any(maker.caller is None for maker in makers):
         return ""
     folder = folders.pop()
-    if not all(module_for(maker.path, folder, codes[maker.path]) for maker in makers):
+    if not all(module_for(maker.path, folder, codes) for maker in makers):
         return ""
-    return module_for(path, folder, codes[path])
+    return module_for(path, folder, codes)
 
 
 def _with_uses_marked(change: Change, maker: Change, code: str) -> Change:

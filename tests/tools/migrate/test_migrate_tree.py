@@ -256,6 +256,43 @@ def test_modules_of_a_package_import_the_helper_relatively(tmp_path):
     assert "def mixed_precision" in files["p/c.py"]  # it may be run as a script
 
 
+MAKER = """\
+import torch
+from apex import amp
+
+def train():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer)
+    step(model, optimizer)
+"""
+STEP = """\
+from apex import amp
+
+def step(model, optimizer):
+    with amp.scale_loss(model.weight.sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "main"),
+    [
+        ("from .hooks import step", ""),
+        ("from . import hooks", ""),
+        ("from . import other", "from p import train\nfrom p.hooks import step\n"),
+    ],
+)
+def test_a_module_that_others_import_is_in_its_package(tmp_path, imports, main):
+    """It has no relative import of its own, and reaches the scaler of a module that trains by it."""
+    files = {"p/__init__.py": "", "p/train.py": f"{imports}\n{MAKER}", "p/hooks.py": STEP, "main.py": main}
+    new = written(tmp_path, "native", files)
+    assert "from . import mixed_precision\n" in new["p/hooks.py"]
+    assert "mixed_precision.scaler.step(optimizer)\n" in new["p/hooks.py"]
+    assert "TODO" not in "".join(new.values())
+
+
 def test_a_module_of_that_name_is_left_alone(tmp_path):
     files = written(tmp_path, "native", {"a.py": LOOP, "b.py": LOOP, "mixed_precision.py": "x = 1\n"})
     assert files["mixed_precision.py"] == "x = 1\n"
