@@ -267,6 +267,7 @@ def train():
     step(model, optimizer)
 """
 STEP = """\
+from torch.nn import functional
 from apex import amp
 
 def step(model, optimizer):
@@ -290,6 +291,7 @@ def test_a_module_that_others_import_is_in_its_package(tmp_path, imports, main):
     new = written(tmp_path, "native", files)
     assert "from . import mixed_precision\n" in new["p/hooks.py"]
     assert "mixed_precision.scaler.step(optimizer)\n" in new["p/hooks.py"]
+    assert "import torch\n" not in new["p/hooks.py"]
     assert "TODO" not in "".join(new.values())
 
 

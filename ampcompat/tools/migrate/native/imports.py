@@ -172,10 +172,7 @@ def _cannot_fail(statement: cst.CSTNode) -> bool:
 def with_torch(module: cst.Module) -> cst.Module:
     """The module with ``import torch`` where it names torch and does not import it."""
     file = File(module)
-    names_torch = any(
-        isinstance(node.value, cst.Name) and node.value.value == "torch" for node in file.of_type(cst.Attribute)
-    )
-    if not names_torch or "torch" in bound_names(file):
+    if "torch" not in _names_read(file) or "torch" in bound_names(file):
         return module
     return AddImportsVisitor(CodemodContext(), [ImportItem("torch")]).transform_module(module)
 
