@@ -219,9 +219,15 @@ class Trainer:
             LOSSES.append(loss.item())
 Trainer().train()
 """,
-    "scaling in another class": f"""\
-def loss_backwards(loss, optimizer, loss_id, **kwargs):
-{indented(scaled_backward("loss", "optimizer, loss_id", backward="**kwargs"))}\
+    "scaling by a partial, in another class": f"""\
+import functools
+from torch.autograd import grad as torch_grad
+
+def loss_backwards(fp16, loss, optimizer, loss_id, **kwargs):
+    if fp16:
+{indented(scaled_backward("loss", "optimizer, loss_id", backward="**kwargs"), 2)}\
+    else:
+        loss.backward(**kwargs)
 
 class GAN(nn.Module):
     def __init__(self):
@@ -237,13 +243,17 @@ class Trainer:
     def __init__(self):
         self.GAN = GAN()
     def train(self):
+        backwards = functools.partial(loss_backwards, True)
         self.GAN.D_opt.zero_grad()
-        d = self.GAN.D(self.GAN.G(x).detach()).float().pow(2).mean()
-        loss_backwards(d, self.GAN.D_opt, 0)
+        for _ in range(2):
+            fake = self.GAN.G(x).detach().requires_grad_()
+            d = self.GAN.D(fake).float().pow(2).mean()
+            d = d + torch_grad(d, fake, create_graph=True)[0].pow(2).sum()
+            backwards(d / 2, self.GAN.D_opt, 0)
         self.GAN.D_opt.step()
         self.GAN.G_opt.zero_grad()
         g = self.GAN.D(self.GAN.G(x)).float().pow(2).mean()
-        loss_backwards(g, self.GAN.G_opt, 1)
+        backwards(g, self.GAN.G_opt, 1)
         self.GAN.G_opt.step()
         LOSSES.append(g.item())
 t = Trainer()

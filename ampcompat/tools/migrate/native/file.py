@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import libcst as cst
-from libcst.metadata import BuiltinScope, Scope
+from libcst.metadata import BuiltinScope, QualifiedNameSource, Scope
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.bindings import apex_name
@@ -162,7 +162,8 @@ class File:
     def qualified_name(self, node: cst.CSTNode) -> str:
         """The name of an expression by the imports of the file, ``torch.optim.SGD``; ``""`` where there is none."""
         scope = self.scope(node)
-        names = sorted(q.name for q in scope.get_qualified_names_for(node)) if scope is not None else []
+        known = scope.get_qualified_names_for(node) if scope is not None else ()
+        names = sorted(one.name for one in known if one.source is QualifiedNameSource.IMPORT)
         return names[0] if names else ""
 
     @staticmethod

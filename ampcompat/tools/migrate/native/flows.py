@@ -41,6 +41,8 @@ class Flows:
         self.classes: dict[Variable, cst.ClassDef] = {}
         self.methods: defaultdict[str, list[tuple[cst.ClassDef, Function]]] = defaultdict(list)
         self.instances: dict[Variable, cst.ClassDef] = {}
+        #: Variables that hold ``functools.partial(function, ...)``: the function, and how many parameters are bound.
+        self.partials: dict[Variable, tuple[Function, int]] = {}
         self.optimizer_classes: set[cst.ClassDef] = set()
         self._definitions()
         self._objects()
@@ -80,10 +82,21 @@ class Flows:
             if not isinstance(node.value, cst.Call):
                 continue
             made = self.classes.get(self.file.variable(node.value.func) or (None, ""))
+            partial = self._partial(node.value)
             for target in node.targets:
                 variable = self.file.variable(target.target)
                 if made is not None and variable is not None:
                     self.instances[variable] = made
+                if partial is not None and variable is not None:
+                    self.partials[variable] = partial
+
+    def _partial(self, call: cst.Call) -> tuple[Function, int] | None:
+        """The function that ``partial(function, ...)`` calls, and how many of its parameters are bound by place."""
+        if last_name(call.func) != "partial" or not call.args:
+            return None
+        function = self.functions.get(self.file.variable(call.args[0].value) or (None, ""))
+        places = [arg for arg in call.args[1:] if arg.keyword is None]
+        return None if function is None else (function, len(places))
 
     def method(self, owner: cst.ClassDef, name: str) -> Function | None:
         """A method of a class or of its bases in this file."""
@@ -103,13 +116,15 @@ class Flows:
                     waiting.append(self.classes[variable])
         return None
 
-    def callee(self, call: cst.Call) -> tuple[Function, bool] | None:
-        """The function of this file that a call runs, and whether its first parameter is bound already."""
+    def callee(self, call: cst.Call) -> tuple[Function, int] | None:
+        """The function of this file that a call runs, and how many of its first parameters are bound already."""
         func = call.func
         variable = self.file.variable(func)
         if isinstance(func, cst.Name) and variable is not None:
             if variable in self.functions:
-                return self.functions[variable], False
+                return self.functions[variable], 0
+            if variable in self.partials:
+                return self.partials[variable]
             if variable in self.classes:
                 return _bound(self.method(self.classes[variable], "__init__"))
         if variable in self.instances:
@@ -137,11 +152,17 @@ class Flows:
             return self.file.class_of(self.file.function(call))
         return self.instances.get(self.file.variable(base) or (None, ""))
 
-    def bound(self, call: cst.Call, function: Function, skip_first: bool) -> Iterator[tuple[cst.Param, cst.CSTNode]]:
-        """The parameters of a function, each with the argument that a call gives it."""
+    def bound(self, call: cst.Call, function: Function, already: int) -> Iterator[tuple[cst.Param, cst.CSTNode]]:
+        """The parameters of a function, each with the argument that a call gives it.
+
+        Args:
+            call: The call.
+            function: What it runs.
+            already: How many of the first parameters are bound before the call.
+        """
         params = [*function.params.posonly_params, *function.params.params]
         named = {p.name.value: p for p in (*params, *function.params.kwonly_params)}
-        places = params[1:] if skip_first else params
+        places = params[already:]
         index = 0
         for arg in call.args:
             if arg.star:
@@ -305,8 +326,9 @@ def _position(variable: Variable, index: int) -> Variable:
     return (("position", variable), str(index))
 
 
-def _bound(function: Function | None) -> tuple[Function, bool] | None:
-    return None if function is None else (function, True)
+def _bound(function: Function | None) -> tuple[Function, int] | None:
+    """A method, whose first parameter is the object."""
+    return None if function is None else (function, 1)
 
 
 def _closure(start: Iterable[Variable], edges: dict[Variable, set[Variable]]) -> set[Variable]:

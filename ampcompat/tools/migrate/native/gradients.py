@@ -92,7 +92,10 @@ class Gradients:
 
     def functions_meant(self, func: cst.BaseExpression) -> list[str | cst.Lambda]:
         """The names of what a call may run, and lambdas: through imports, ``partial``, variables and parameters."""
-        found: list[str | cst.Lambda] = [last_name(func), self.file.qualified_name(func).rpartition(".")[2]]
+        imported = self.file.qualified_name(func).rpartition(".")[2]
+        if imported:
+            return [imported]
+        found: list[str | cst.Lambda] = [last_name(func)]
         variable = self.file.variable(func)
         # A method of some object is meant by its name alone.
         on_self = isinstance(func, cst.Attribute) and isinstance(func.value, cst.Name) and func.value.value == "self"

@@ -330,13 +330,13 @@ class Walk(ControlFlow):
                 return self._read(None, state, call)
         return state
 
-    def _enter(self, call: cst.Call, function: Function, skip_first: bool, state: State) -> State:
+    def _enter(self, call: cst.Call, function: Function, already: int, state: State) -> State:
         self.calls += 1
         if self.calls > MOST_CALLS or any(frame.function is function for frame in self.frames):
             return state
         frame = Frame(function)
         scaled: set[str] = set()
-        for parameter, value in self.facts.flows.bound(call, function, skip_first):
+        for parameter, value in self.facts.flows.bound(call, function, already):
             if any(code_of(value) in names for names in self.blocks):
                 scaled.add(parameter.name.value)
             ids = self.optimizers.meant_by(value)
