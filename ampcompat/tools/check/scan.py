@@ -31,18 +31,8 @@ T = TypeVar("T")
 #: Suffixes of files that hold Python.
 READ = (*SUFFIXES, ".ipynb")
 MENTION = re.compile(rf"^[ \t\f]*(from|import)[ \t]+({'|'.join(('apex', *EXTENSIONS))})\b", re.MULTILINE)
-#: What only Python 2 has, on the line that Python 3 does not parse, strings left out.
-PYTHON_2 = re.compile(
-    r"^\s*(print|exec)\s+[^(=\s]"
-    r"|^\s*raise\s[^,(]*,"
-    r"|^\s*except\b[^(:]*,\s*\w+\s*:"
-    r"|`|<>|\b0\d+[lL]?\b|\b\d+[lL]\b|\bur''"
-)
-STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
 #: Nodes of a tree that is searched for traps, some 15,000 lines: the work grows with their square.
 MOST_NODES = 150_000
-#: Characters of that line that are looked at.
-LONGEST_LINE = 10_000
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
 # What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
@@ -214,29 +204,16 @@ def _unparsable(path: str, code: str, problem: BaseException, file: str = "x.py"
         return Finding(path, 0, 0, "file", "not_python", WARNING, "is not a Python file")
     uses_apex = MENTION.search(code) is not None
     level = ERROR if uses_apex else WARNING
-    conflict = next((number for number, line in enumerate(lines_of(code), 1) if line.startswith("<<<<<<< ")), 0)
-    if conflict and ">>>>>>> " in code:
-        note = "the file has an unresolved merge conflict: resolve it first"
-        return Finding(path, conflict, 0, "file", "unparsable", level, note)
     line, reason = 0, str(problem) or type(problem).__name__
     if isinstance(problem, SyntaxError):
         line, reason = problem.lineno or 0, problem.msg
     note = f"Python 3 cannot parse the file ({reason})"
     if uses_apex:
-        note += "; it imports apex"
-    if uses_apex and _is_python_2(problem):
-        note += ", and it is Python 2: port it (2to3) first"
+        note += "; it imports apex - correct it first, or port it (2to3) if it is Python 2"
     return Finding(path, max(line, 0), 0, "file", "unparsable", level, note)
 
 
-def _is_python_2(problem: BaseException) -> bool:
-    line = (problem.text or "")[:LONGEST_LINE] if isinstance(problem, SyntaxError) else ""
-    return PYTHON_2.search(STRING.sub("''", line)) is not None
-
-
 def _symbols(source: Source) -> list[Finding]:
-    if not source.mentions_apex:
-        return []
     found: list[Finding] = []
     for node in source.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
