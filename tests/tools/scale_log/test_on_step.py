@@ -260,6 +260,15 @@ def test_late_numbers_come_with_a_later_step(monkeypatch):
     assert (seen[3].skipped, seen[3].scale) == (True, 2.0**14)
 
 
+def test_another_observer_may_have_asked_the_device():
+    """As explain does after each step: then the host knows."""
+    amp.explain_overflows()
+    seen = []
+    amp.on_step(seen.append)
+    train(*build(fused=True), [1.0, INF])
+    assert [one.skipped for one in seen] == [False, True]
+
+
 # -- where records go ------------------------------------------------------------------------------------------------
 def test_a_summary_writer():
     class SummaryWriter:
