@@ -120,8 +120,11 @@ def _read_file(job: tuple[str, str]) -> Read:
     except (Unreadable, NotANotebook) as problem:
         return Read([_unreadable(name, file, problem)])
     if installs(file):
-        return Read(_installed(name, code.text))
-    found = _kept(_installed_by_cells(name, code.notebook), code) if code.notebook is not None else []
+        return Read(_kept(_installing(name, install_lines(code.text)), code))
+    found: list[Finding] = []
+    if code.notebook is not None:
+        commands = [number for number, command in code.notebook.commands() if installs_apex(command)]
+        found = _kept(_installing(name, commands), code)
     if not mentions_apex(code.text):
         return Read(found, may_hold_traps=code.notebook is None)  # notebooks are not imported
     try:
@@ -135,7 +138,10 @@ def _read_file(job: tuple[str, str]) -> Read:
 def _traps_of_file(repository: Repository, job: tuple[str, str]) -> list[Finding]:
     """The traps in a file that could be read, judged by what the repository does."""
     name, file = job
-    code = _code_of(file)
+    try:
+        code = _code_of(file)
+    except (Unreadable, NotANotebook) as problem:  # it could be read before: it has changed since
+        return [_unreadable(name, file, problem)]
     try:
         return _kept(_traps(Source(name, code.text), repository), code)
     except UNPARSABLE as problem:
@@ -167,16 +173,8 @@ def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
 INSTALLED = "apex is installed here: nothing has to be built any more; install ampcompat, and drop this"
 
 
-def _installed(name: str, text: str) -> list[Finding]:
+def _installing(name: str, lines: Iterable[int]) -> list[Finding]:
     """Lines that install apex, which nothing needs any more."""
-    lines = lines_of(text)
-    found = [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in install_lines(text)]
-    return [finding for finding in found if not is_ignored(finding, lines)]
-
-
-def _installed_by_cells(name: str, notebook: Notebook) -> list[Finding]:
-    """The same of commands in the cells of a notebook, at the lines of its code."""
-    lines = [number for number, command in notebook.commands() if installs_apex(command)]
     return [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in lines]
 
 

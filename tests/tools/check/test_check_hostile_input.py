@@ -108,6 +108,17 @@ def test_a_file_that_cannot_be_opened_is_a_finding(tmp_path, monkeypatch):
     assert "Permission denied" in finding.note
 
 
+def test_a_file_that_goes_while_the_tree_is_read_is_a_finding(tmp_path):
+    (tmp_path / "a.py").write_bytes(TRAIN)
+    (tmp_path / "b.py").write_text("import torch\n")
+
+    def goes(what, done, total):
+        if (what, done) == ("reading", total):
+            (tmp_path / "b.py").unlink()
+
+    assert [(f.path, f.name) for f in scan(tmp_path, progress=goes).findings][-1] == ("b.py", "unreadable")
+
+
 def test_nothing_that_is_read_is_run(tmp_path):
     mark = tmp_path / "ran"
     evil = f"import os\nopen({str(mark)!r}, 'w').write('x')\nfrom apex import amp\n"
