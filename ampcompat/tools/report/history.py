@@ -25,7 +25,7 @@ class Point(NamedTuple):
 
 
 class History:
-    """Steps, skips and scales of a run. Waits for the device when it is asked, and once in many steps."""
+    """Steps, skips and scales of a run. Waits for the device only when it is asked."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
@@ -37,7 +37,7 @@ class History:
         scales = tuple(_copy_of(scaler) for scaler in optimizer._amp_stash.session.scalers)
         self.points.append(Point(self.steps, Skip(optimizer, skipped), scales))
         if len(self.points) > MOST_POINTS:
-            self.points = [point for at, point in enumerate(self.points) if at % 2 or point.skip.read()]
+            self.points = [point for at, point in enumerate(self.points) if at % 2 or _may_be_skipped(point)]
 
     def note(self, record: Record) -> None:
         """Note in ``record`` what happened so far. Reads the device."""
@@ -47,6 +47,11 @@ class History:
         ]
         record.steps, record.blocks = self.steps, self.blocks
         record.skipped = sum(point.skipped for point in record.history)
+
+
+def _may_be_skipped(point: Point) -> bool:
+    """Whether a step was skipped, or that is not known yet."""
+    return not point.skip.arrived() or point.skip.read()
 
 
 def _copy_of(scaler: LossScaler) -> float | torch.Tensor:
