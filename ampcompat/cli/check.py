@@ -11,8 +11,7 @@ from collections.abc import Callable
 from ampcompat.cli._emit import emit, painted
 from ampcompat.tools.check import Report, scan
 from ampcompat.tools.check.config import read_config
-from ampcompat.tools.check.formats import github, sarif
-from ampcompat.tools.check.table import plain, table
+from ampcompat.tools.check.formats import github, plain, sarif, table
 
 #: Seconds before progress is shown, and between two looks at it.
 FIRST, BETWEEN = 0.5, 0.1

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ampcompat.cli._emit import emit, painted, painted_diff
-from ampcompat.tools.check.table import plain
+from ampcompat.tools.check.formats import plain
 from ampcompat.tools.migrate import MissingLibcst
 from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.source import TARGETS

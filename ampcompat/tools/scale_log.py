@@ -107,24 +107,45 @@ class StepHandle:
         self.remove()
 
 
+class Skip:
+    """Whether a step was skipped; where only the device knows, that is on its way to the host for amp's own message.
+
+    Args:
+        optimizer: It has just made the step, or skipped it.
+        skipped: What an observer is told of that; None where only the device knows.
+    """
+
+    def __init__(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        stash = optimizer._amp_stash
+        if skipped is None:
+            skipped = stash.last_step.skipped  # another observer may have asked the device meanwhile
+        self._known = skipped
+        self._flags = [copy for _, copy in stash.undecided_steps[-1]] if skipped is None else []
+
+    def arrived(self) -> bool:
+        """Whether :meth:`read` need not wait."""
+        return all(flag.arrived() for flag in self._flags)
+
+    def read(self) -> bool:
+        """Whether it was skipped; waits for the device where that has not arrived."""
+        return self._known or any(flag.read()[0] for flag in self._flags)
+
+
 @dataclass
 class _Underway:
     """A record whose numbers may still be on the device."""
 
     step: int
     loss_id: int
-    skipped: bool | None
+    skip: Skip
     numbers: _Numbers
-    flags: list[_torch.HostCopy]  # each begins with the overflow flag, where ``skipped`` is None
 
     def arrived(self) -> bool:
-        copies = [*([] if isinstance(self.numbers, tuple) else [self.numbers]), *self.flags]
-        return all(copy.arrived() for copy in copies)
+        return self.skip.arrived() and (isinstance(self.numbers, tuple) or self.numbers.arrived())
 
     def read(self) -> StepRecord:
         scale, passes = self.numbers if isinstance(self.numbers, tuple) else self.numbers.read()
-        skipped = any(flag.read()[0] for flag in self.flags) if self.skipped is None else self.skipped
-        return StepRecord(self.step, self.loss_id, scale, bool(skipped), int(passes))
+        return StepRecord(self.step, self.loss_id, scale, self.skip.read(), int(passes))
 
 
 class _Watcher:
@@ -153,11 +174,10 @@ class _Watcher:
         if _torch.is_capturing():
             return
         step = optimizer._amp_stash.session.steps
-        # What the device decided is on its way to the host for amp's own message.
-        flags = [copy for _, copy in optimizer._amp_stash.undecided_steps[-1]] if skipped is None else []
+        skip = Skip(optimizer, skipped)
         for scaler, copied in sorted(self._blocks.pop(optimizer, {}).items(), key=lambda one: one[0].loss_id):
             numbers = _numbers(scaler) if copied is None else copied  # None: gradients were left scaled until the step
-            self._underway.append(_Underway(step, scaler.loss_id, skipped, numbers, flags))
+            self._underway.append(_Underway(step, scaler.loss_id, skip, numbers))
         self.deliver()
 
     def deliver(self, wait: bool = False) -> None:

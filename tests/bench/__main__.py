@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from . import compiled, footprint, hardware, own_cost, paper, report, rules, steps
+from . import compiled, footprint, hardware, own_cost, report, rules, steps
 from .workers import KEEP_MEMORY
 
 #: name -> function of (device, quick) that returns a Section, in the page's order
@@ -21,10 +21,7 @@ SECTIONS = {
     "once": footprint.section,
     "ops": rules.section,
     "compiled": compiled.section,
-    "paper": paper.section,
 }
-#: Counts for docs/benchmarks/gpu_on_paper.md; they change with the code and not with the hardware.
-ON_REQUEST = {"paper"}
 
 
 def _measured(names, device, quick):
@@ -62,7 +59,7 @@ def main():
     if not KEEP_MEMORY.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **KEEP_MEMORY})
     torch.set_num_threads(1)
-    found = _measured(given.only or [name for name in SECTIONS if name not in ON_REQUEST], given.device, given.quick)
+    found = _measured(given.only or SECTIONS, given.device, given.quick)
     if given.only:
         sys.stdout.write(_page(given, found, ""))
         return

@@ -24,17 +24,17 @@ LAYERS, WIDTH = 12, 512
 WIDTHS = {"3 million parameters": 512, "13 million parameters": 1024}
 
 
-def _model(width=WIDTH):
+def _model(width):
     return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(LAYERS)))
 
 
-def bytes_per_parameter(make_optimizer, accumulated=False, layers=LAYERS):
+def bytes_per_parameter(make_optimizer, accumulated):
     """The peaks of leaving the last ``scale_loss`` block at O2 and of the optimizer's own step, in bytes per parameter.
 
     Counted with what is held anyway: half weights (2), masters (4) and Adam's moments (8).
     """
     reset()
-    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     model, optimizer = amp.initialize(model, make_optimizer(model.parameters()), opt_level="O2", verbosity=0)
     x = torch.randn(4, WIDTH)
     count = sum(p.numel() for p in model.parameters())
@@ -86,16 +86,15 @@ def import_seconds(times):
     return {statement: min(values) for statement, values in found.items()}
 
 
-def initialize_ratio(times, width=WIDTH, sides=("initialize", "by hand")):
+def initialize_ratio(times, width):
     """Seconds of ``initialize`` at O2 with an optimizer, and of casting by hand what it casts, once.
 
     By hand: a float32 clone of every parameter (the masters, values taken before the cast) and ``model.half()``. Making
     the model, its copy and the optimizer is in neither. Medians of six processes' medians (best turns of the same code
     differ by 4 % there, medians by 1 %), in which memory that was freed is kept and not given back to the system: else
-    what a turn costs is mostly page faults, by what the turn before it left. With ``sides=("by hand", "by hand")`` the
-    two must be alike.
+    what a turn costs is mostly page faults, by what the turn before it left.
     """
-    code = f"from tests.bench import footprint; print(*footprint.initialize_turns({times}, {width}, {sides!r}))"
+    code = f"from tests.bench import footprint; print(*footprint.initialize_turns({times}, {width}))"
     root, pairs = Path(__file__).parents[2], []
     for _ in range(6):
         command = [sys.executable, "-c", code]
@@ -106,8 +105,8 @@ def initialize_ratio(times, width=WIDTH, sides=("initialize", "by hand")):
     return tuple(map(statistics.median, zip(*pairs, strict=True)))
 
 
-def initialize_turns(times, width, sides):
-    """Median seconds of each of two ``sides`` (names in ``ONCE``) in this process, turn and turn about."""
+def initialize_turns(times, width):
+    """Median seconds of ``initialize``, and by hand, in this process, turn and turn about."""
     torch.set_num_threads(1)
     plain = _model(width)
     found = [], []
@@ -120,7 +119,7 @@ def initialize_turns(times, width, sides):
         model = copy.deepcopy(plain)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         start = time.process_time()
-        made = ONCE[sides[side]](model, optimizer)
+        made = (_initialize, _by_hand)[side](model, optimizer)
         found[side].append(time.process_time() - start)
         del model, optimizer, made
     reset()
@@ -137,13 +136,10 @@ def _initialize(model, optimizer):
     return amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
 
 
-ONCE = {"initialize": _initialize, "by hand": _by_hand}
-
-
 def state_dict_ratio(times):
     """Best seconds of ``state_dict()`` at O2 after a step, over plain torch's plus one copy of the values."""
     reset()
-    plain = _model()
+    plain = _model(WIDTH)
     model = copy.deepcopy(plain)
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
     x = torch.randn(8, WIDTH)

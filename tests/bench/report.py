@@ -39,35 +39,21 @@ def verdict(value, limit):
     return f"{value:.3f}", f"≤ {limit}", "met" if round(value, 3) <= limit else "**missed**"
 
 
-def _pyplot():
-    """matplotlib without a screen; None where it is not installed."""
-    try:
-        import matplotlib
-    except ImportError:
-        return None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _saved(pyplot, figure, path):
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
-    return True
-
-
 def plot(path, bars):
     """Draw horizontal bars with quartiles; returns whether matplotlib was there, and anything to draw."""
-    pyplot = _pyplot()
-    if pyplot is None or not bars:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
         return False
-    figure, axes = pyplot.subplots(figsize=(8, 0.32 * len(bars) + 1.2))
+    if not bars:
+        return False
+    figure = Figure(figsize=(8, 0.32 * len(bars) + 1.2), layout="tight")
+    axes = figure.subplots()
     medians = [ratio.median for _, ratio in bars]
     spread = [[r.median - r.low for _, r in bars], [r.high - r.median for _, r in bars]]
     axes.barh([label for label, _ in bars], medians, xerr=spread, color="#4878a8", ecolor="#333333", capsize=2)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xlabel("step time, as a ratio (below 1: ampcompat is faster)")
     axes.invert_yaxis()
-    return _saved(pyplot, figure, path)
+    figure.savefig(path)
+    return True

@@ -8,9 +8,9 @@ import io
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from internals import float32_masters, masters_of, reset
@@ -60,18 +60,28 @@ def everything_is_equal(model: nn.Module, optimizer: Any) -> None:
     assert all(one == scales[0] for one in scales), scales
 
 
-def made(level: str, seed: int | None = None, wrap: Any = DistributedDataParallel, **options: Any) -> Any:
+def made(
+    level: str,
+    seed: int | None = None,
+    wrap: Any = DistributedDataParallel,
+    momentum: float = 0.9,
+    **options: Any,
+) -> Any:
     torch.manual_seed(dist.get_rank() if seed is None else seed)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return model, optimizer, wrap(model, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    return model, optimizer, wrap(model)
+
+
+def backward(loss: torch.Tensor, optimizer: Any, **options: Any) -> None:
+    with amp.scale_loss(loss, optimizer, **options) as scaled:
+        scaled.backward()
 
 
 def step(run: Any, optimizer: Any, at: int, factor: float = 1.0) -> None:
     optimizer.zero_grad()
-    with amp.scale_loss(run(batch(at)).float().pow(2).mean() * factor, optimizer) as scaled:
-        scaled.backward()
+    backward(run(batch(at)).float().pow(2).mean() * factor, optimizer)
     optimizer.step()
 
 
@@ -175,13 +185,10 @@ def sync_batch_norm(level: str) -> None:
 
 
 def two_losses(level: str) -> Any:
-    torch.manual_seed(3)
-    model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, num_losses=2, verbosity=0)
+    parts = made(level, seed=3, momentum=0.0, num_losses=2)
     if level in ("O1", "O2"):
         amp._amp_state.loss_scalers[1]._loss_scale = 2.0**12
-    return model, optimizer, DistributedDataParallel(model)
+    return parts
 
 
 def part_of_a_loss(run: Any, at: int, rank: int | None = None) -> torch.Tensor:
@@ -209,10 +216,8 @@ def accumulation_with_no_sync(level: str) -> None:
         optimizer.zero_grad()
         with run.no_sync():
             for micro in (0, 1):
-                with amp.scale_loss(part_of_a_loss(run, 10 * at + micro), optimizer) as scaled:
-                    scaled.backward()
-        with amp.scale_loss(part_of_a_loss(run, 10 * at + 2), optimizer) as scaled:
-            scaled.backward()
+                backward(part_of_a_loss(run, 10 * at + micro), optimizer)
+        backward(part_of_a_loss(run, 10 * at + 2), optimizer)
         if at == 0:
             gradients_are_those_of_one_process(level, optimizer, alone, parts=(0, 1, 2))
         optimizer.step()
@@ -225,12 +230,10 @@ def several_losses_with_no_sync(level: str) -> None:
     alone = copy.deepcopy(model)
     with run.no_sync():
         for loss_id in (0, 1, 0):
-            with amp.scale_loss(part_of_a_loss(run, loss_id), optimizer, loss_id=loss_id) as scaled:
-                scaled.backward()
+            backward(part_of_a_loss(run, loss_id), optimizer, loss_id=loss_id)
             if level in ("O1", "O2"):
                 amp._amp_state.loss_scalers[loss_id]._loss_scale = 2.0 ** (13 + loss_id)
-    with amp.scale_loss(part_of_a_loss(run, 2), optimizer, loss_id=1) as scaled:
-        scaled.backward()
+    backward(part_of_a_loss(run, 2), optimizer, loss_id=1)
     gradients_are_those_of_one_process(level, optimizer, alone, parts=(0, 1, 0, 2))
     optimizer.step()
     everything_is_equal(model, optimizer)
@@ -241,10 +244,8 @@ def overflow_of_one_of_several_losses_with_no_sync(level: str) -> None:
     model, optimizer, run = two_losses(level)
     with run.no_sync():
         loss = part_of_a_loss(run, 0) * (float("inf") if dist.get_rank() == 1 else 1.0)
-        with amp.scale_loss(loss, optimizer, loss_id=0) as scaled:
-            scaled.backward()
-    with amp.scale_loss(part_of_a_loss(run, 1), optimizer, loss_id=1) as scaled:
-        scaled.backward()
+        backward(loss, optimizer, loss_id=0)
+    backward(part_of_a_loss(run, 1), optimizer, loss_id=1)
     optimizer.step()
     assert amp.step_was_skipped(optimizer)
     everything_is_equal(model, optimizer)
@@ -275,8 +276,7 @@ def a_block_that_raises_after_no_sync(level: str) -> None:
             assert all(p.grad is None for p in model.parameters())
             with run.no_sync(), amp.scale_loss(part_of_a_loss(run, 0), optimizer) as scaled:
                 scaled.backward()
-        with amp.scale_loss(part_of_a_loss(run, 2), optimizer) as scaled:
-            scaled.backward()
+        backward(part_of_a_loss(run, 2), optimizer)
         return [p.grad.detach().clone() for p in amp.master_params(optimizer)]
 
     accumulated("")  # DDP lays its buckets out anew after its first backward, and gloo sums in bucket order
@@ -295,12 +295,11 @@ def a_block_that_raises_after_no_sync(level: str) -> None:
 def gradient_as_bucket_view(level: str) -> None:
     results = []
     for view in (False, True):
-        model, optimizer, run = made(level, seed=3, gradient_as_bucket_view=view)
+        model, optimizer, run = made(level, seed=3, wrap=partial(DistributedDataParallel, gradient_as_bucket_view=view))
         for at in range(3):
             optimizer.zero_grad()
             for micro in (0, 1):
-                with amp.scale_loss(run(batch(10 * at + micro)).float().pow(2).mean(), optimizer) as scaled:
-                    scaled.backward()
+                backward(run(batch(10 * at + micro)).float().pow(2).mean(), optimizer)
             optimizer.step()
         everything_is_equal(model, optimizer)
         results.append([p.detach().clone() for p in amp.master_params(optimizer)])
@@ -356,60 +355,6 @@ def a_write_on_every_rank_by_broadcast(level: str) -> None:
     everything_is_equal(model, optimizer)
 
 
-def sharded(level: str) -> None:
-    """``fully_shard`` at levels without half weights trains as in plain torch: same skips, same weights."""
-    from torch.distributed._composable.fsdp import fully_shard
-
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-
-    def sharded_net() -> Any:
-        torch.manual_seed(3)
-        model = Net()
-        fully_shard(model, mesh=mesh)
-        return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-
-    def shards(model: nn.Module) -> list[torch.Tensor]:
-        return [p.to_local().detach().clone() for p in model.parameters()]
-
-    model, optimizer = sharded_net()
-    plain, plain_optimizer = sharded_net()
-    start = shards(plain)
-    for at in (0, 1, 3, 4):  # the second step is skipped below
-        plain_optimizer.zero_grad()
-        plain(batch(at)).pow(2).mean().div(64).backward()  # times 2^16 it must fit into float16
-        plain_optimizer.step()
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    for at in range(5):
-        if at == 2 and level != "O1":
-            continue
-        optimizer.zero_grad()
-        factor = float("inf") if at == 2 and dist.get_rank() == 1 else 1.0
-        with amp.scale_loss(model(batch(at)).float().pow(2).mean().div(64) * factor, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
-        assert amp.step_was_skipped(optimizer) == (at == 2), (at, amp.state_dict())
-    # Products in half are off by 2^-11 (float16) or 2^-8 (bfloat16) each; four steps add up.
-    loose = {"O0": 0.0, "O1": 2.0**-8, "O4": 2.0**-4}[level]
-    for got, want, first in zip(shards(model), shards(plain), start, strict=True):
-        if want.numel():
-            moved = (want - first).abs().max().item()
-            assert moved > 1e-3
-            torch.testing.assert_close(got, want, rtol=0.0, atol=loose * moved)
-    scales: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(scales, amp.state_dict())
-    assert all(one == scales[0] for one in scales), scales
-
-
-def sharded_after_initialize(level: str) -> None:
-    from torch.distributed._composable.fsdp import fully_shard
-
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
-    model, optimizer, _ = made(level, wrap=lambda model: model)
-    fully_shard(model, mesh=mesh)
-    with pytest.raises(RuntimeError, match="was sharded .fully_shard. after amp.initialize"):
-        step(model, optimizer, 0)
-
-
 MASTERS = ["O2", "O5"]
 
 
@@ -422,8 +367,7 @@ def reduced_after_accumulation(level: str) -> None:
         for block in range(2):
             factor = float("inf") if (at, block) == (2, 0) and dist.get_rank() == 1 else 1.0
             loss = model(batch(2 * at + block)).float().pow(2).mean() * factor / 2
-            with amp.scale_loss(loss, optimizer, delay_overflow_check=True) as scaled:
-                scaled.backward()
+            backward(loss, optimizer, delay_overflow_check=True)
         grads = [p.grad for p in amp.master_params(optimizer)]
         flat = torch.empty(sum(g.numel() for g in grads), dtype=torch.float16)
         views, scale = apex_C.unflatten(flat, grads), scaler.loss_scale()
@@ -461,9 +405,6 @@ CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
     (resume, LEVELS),
     (o0_is_plain_ddp, ["O0"]),
     (a_write_on_every_rank_by_broadcast, MASTERS),
-    # Before torch 2.7, fully_shard runs on CUDA only.
-    (sharded, ["O0", "O1", "O4"] if SHARDS_ON_CPU else []),
-    (sharded_after_initialize, MASTERS if SHARDS_ON_CPU else []),
 ]
 
 

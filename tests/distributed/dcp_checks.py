@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from checks import LEVELS, MASTERS, SHARDS_ON_CPU, Net, batch, step
+from checks import LEVELS, MASTERS, SHARDS_ON_CPU, Net, backward, batch, step
+from sharded_checks import mesh
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -106,8 +107,7 @@ def asking_changes_nothing(level: str) -> None:
                 if at == 0:  # torch has made Adam's state, with a first step counted, as it does without amp
                     optimizer.state.clear()
             optimizer.zero_grad()
-            with amp.scale_loss(run(batch(at)).float().pow(2).mean() / 64, optimizer) as scaled:
-                scaled.backward()
+            backward(run(batch(at)).float().pow(2).mean() / 64, optimizer)
             if asks and at:
                 states(run, optimizer)
             optimizer.step()
@@ -188,9 +188,8 @@ def into_a_sharded_model(level: str) -> None:
 
     run, optimizer = trained(level)
     saved = states(run, optimizer, full_state_dict=True)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(7)
-    model = fully_shard(Net(), mesh=mesh)
+    model = fully_shard(Net(), mesh=mesh())
     model, other = amp.initialize(model, adam(model), opt_level=level, verbosity=0)
     load(model, other, copy.deepcopy(saved), full_state_dict=True)  # torch puts shards into what it is given
     gathered = states(model, other, full_state_dict=True)

@@ -56,13 +56,7 @@ def power_sgd(level: str) -> None:
         _, _, run = made(level, seed=3)
         with pytest.raises(RuntimeError, match="PowerSGD for a model with a dynamic loss scale"):
             run.register_comm_hook(hook_state(), powerSGD_hook.powerSGD_hook)
-        torch.manual_seed(3)
-        model: Any = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
-        run = DistributedDataParallel(model)
-    else:
-        model, optimizer, run = made(level, seed=3)
+    model, optimizer, run = made(level, seed=3, loss_scale=128.0 if level in ("O1", "O2") else None)
     run.register_comm_hook(hook_state(), powerSGD_hook.powerSGD_hook)
     losses = []
     for at in range(12):
@@ -74,11 +68,7 @@ def power_sgd(level: str) -> None:
 
 def uneven_inputs(level: str) -> None:
     """``join()``: afterwards all ranks have the weights, masters and scales of one that had the most inputs."""
-    torch.manual_seed(3)
-    model: Any = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    run = DistributedDataParallel(model)
+    model, optimizer, run = made(level, seed=3, momentum=0.0)
     last = dist.get_rank() == dist.get_world_size() - 1
     with run.join():
         for at in range(6 if last else 3):

@@ -7,10 +7,11 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import checks
 import pytest
 import torch
 import torch.distributed as dist
-from checks import MAKES_SHARDS_ON_CPU, SHARDS_ON_CPU, batch
+from checks import MAKES_SHARDS_ON_CPU, MASTERS, SHARDS_ON_CPU, backward, batch
 from internals import has_scaled_gradients, is_under_amp
 from packaging.version import Version
 from torch import nn
@@ -70,8 +71,7 @@ def step(model: Any, optimizer: Any, at: int, factor: float = 1.0, clip: float =
     if ADDS_GRADIENTS_UP and is_fully_sharded(model):
         factor /= dist.get_world_size()
     loss = model(batch(at)).float().pow(2).mean()
-    with amp.scale_loss(loss * factor / 64, optimizer) as scaled:
-        scaled.backward()
+    backward(loss * factor / 64, optimizer)
     torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), clip)
     optimizer.step()
     return loss.item()
@@ -105,6 +105,53 @@ def equal_on_ranks(model: Any) -> None:
     for theirs, scale in everyone:
         assert scale == everyone[0][1]
         assert all(torch.equal(params[name], value) for name, value in theirs.items())
+
+
+def trains_as_in_plain_torch(level: str) -> None:
+    """At levels without half weights: same skips, same weights."""
+    from torch.distributed.fsdp import fully_shard
+
+    def sharded_net() -> Any:
+        torch.manual_seed(3)
+        model = fully_shard(checks.Net(), mesh=mesh())
+        return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+
+    def shards(model: Any) -> list[torch.Tensor]:
+        return [p.to_local().detach().clone() for p in model.parameters()]
+
+    model, optimizer = sharded_net()
+    plain, plain_optimizer = sharded_net()
+    start = shards(plain)
+    for at in (0, 1, 3, 4):  # the second step is skipped below
+        plain_optimizer.zero_grad()
+        plain(batch(at)).pow(2).mean().div(64).backward()  # times 2^16 it must fit into float16
+        plain_optimizer.step()
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for at in range(5):
+        if at == 2 and level != "O1":
+            continue
+        optimizer.zero_grad()
+        factor = INF if at == 2 and dist.get_rank() == 1 else 1.0
+        backward(model(batch(at)).float().pow(2).mean().div(64) * factor, optimizer)
+        optimizer.step()
+        assert amp.step_was_skipped(optimizer) == (at == 2), (at, amp.state_dict())
+    # Products in half are off by 2^-11 (float16) or 2^-8 (bfloat16) each; four steps add up.
+    loose = {"O0": 0.0, "O1": 2.0**-8, "O4": 2.0**-4}[level]
+    for got, want, first in zip(shards(model), shards(plain), start, strict=True):
+        if want.numel():
+            moved = (want - first).abs().max().item()
+            assert moved > 1e-3
+            torch.testing.assert_close(got, want, rtol=0.0, atol=loose * moved)
+    equal_on_ranks(model)
+
+
+def after_initialize(level: str) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    model, optimizer, _ = checks.made(level, wrap=lambda model: model)
+    fully_shard(model, mesh=mesh())
+    with pytest.raises(RuntimeError, match="was sharded .fully_shard. after amp.initialize"):
+        step(model, optimizer, 0)
 
 
 def trains_as_under_ddp(level: str) -> None:
@@ -180,8 +227,7 @@ def an_overflow_in_one_shard(level: str) -> None:
         output = model(batch(at))
         factor = torch.ones(output.shape[1])
         factor[-1] = 1.0 if at else INF
-        with amp.scale_loss((output * factor).sum() / 64, optimizer) as scaled:
-            scaled.backward()
+        backward((output * factor).sum() / 64, optimizer)
         gradient = local_part(next(model.parameters()).grad)
         if not at:
             assert bool(gradient.isfinite().all()) == (dist.get_rank() < dist.get_world_size() - 1)
@@ -191,8 +237,7 @@ def an_overflow_in_one_shard(level: str) -> None:
         assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
         assert all(torch.equal(before[name], value) for name, value in whole(model).items())
     optimizer.zero_grad()
-    with amp.scale_loss(model(batch(2)).sum() / 64, optimizer) as scaled:
-        scaled.backward()
+    backward(model(batch(2)).sum() / 64, optimizer)
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
     equal_on_ranks(model)
@@ -213,8 +258,7 @@ def accumulated(level: str, how: str) -> list[torch.Tensor]:
             model.set_requires_gradient_sync(last)
         loss = model(batch(micro)).float().pow(2).mean() / 64
         delay = how == "delay_unscale" and not last
-        with amp.scale_loss(loss, optimizer, loss_id=min(micro, 1), delay_unscale=delay) as scaled:
-            scaled.backward()
+        backward(loss, optimizer, loss_id=min(micro, 1), delay_unscale=delay)
         if how == "set_requires_gradient_sync" and not last:
             assert has_scaled_gradients(optimizer)
     return gradients_of(optimizer)
@@ -237,8 +281,7 @@ def an_overflow_while_gradients_wait(level: str) -> None:
         for micro in range(2):
             model.set_requires_gradient_sync(micro == 1)
             factor = INF if (at, micro, dist.get_rank()) == (0, 0, 1) else 1.0
-            with amp.scale_loss(model(batch(micro)).float().pow(2).mean() * factor / 64, optimizer) as scaled:
-                scaled.backward()
+            backward(model(batch(micro)).float().pow(2).mean() * factor / 64, optimizer)
         optimizer.step()
         assert amp.step_was_skipped(optimizer) == (at == 0)
         assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**15
@@ -461,8 +504,7 @@ def a_scaler_for_each_shard_mesh(level: str) -> None:
             output = model(batch(at * 2 + micro))
             factor = torch.ones(2)
             factor[1] = INF if (at, micro, dist.get_rank()) == (1, 0, 2) else 1.0
-            with amp.scale_loss((output * factor).sum() / 64, optimizer) as scaled:
-                scaled.backward()
+            backward((output * factor).sum() / 64, optimizer)
         optimizer.step()
         assert amp.step_was_skipped(optimizer) == (at == 1)
     equal_on_ranks(model)
@@ -470,6 +512,8 @@ def a_scaler_for_each_shard_mesh(level: str) -> None:
 
 CASTING = ["O2", "O3", "O5"]
 CHECKS: list[tuple[Callable[[str], None], list[str]]] = [
+    (trains_as_in_plain_torch, ["O0", "O1", "O4"]),
+    (after_initialize, MASTERS),
     (trains_as_under_ddp, CASTING),
     (dtypes_of_everything, CASTING),
     (an_overflow_in_one_shard, ["O2"]),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checks import LEVELS, MASTERS, Net, batch, equal_on_ranks, step
+from checks import LEVELS, MASTERS, Net, backward, batch, equal_on_ranks, step
 from internals import masters_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -104,8 +104,7 @@ def shards_masters_and_state(level: str) -> None:
         own = own_params(optimizer)
         assert 0 < len(own) < len(list(model.parameters()))
         optimizer.zero_grad()
-        with amp.scale_loss(run(batch(at)).float().pow(2).mean() * 1e-3, optimizer) as scaled:
-            scaled.backward()
+        backward(run(batch(at)).float().pow(2).mean() * 1e-3, optimizer)
         assert {id(m.half) for m in masters_of(model) if m.value.grad is not None} == {id(p) for p in own}
         optimizer.step()
         assert {id(m.half) for m in masters_of(model)} == {id(p) for p in own}
@@ -137,8 +136,7 @@ def clipping_sees_all_gradients(level: str) -> None:
         model, optimizer, run = made(level, optimizer_of)
         for at in range(3):
             optimizer.zero_grad()
-            with amp.scale_loss(run(batch(at)).float().pow(2).mean(), optimizer) as scaled:
-                scaled.backward()
+            backward(run(batch(at)).float().pow(2).mean(), optimizer)
             norms.append(float(nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 0.01)))
             optimizer.step()
         equal_on_ranks(model.parameters())
@@ -156,8 +154,7 @@ def accumulates_under_no_sync(level: str) -> None:
             for block in range(3):
                 with contextlib.nullcontext() if block else run.no_sync():
                     loss = run(batch(10 * block + at)).float().pow(2).mean()
-                    with amp.scale_loss(loss, optimizer) as scaled:
-                        scaled.backward()
+                    backward(loss, optimizer)
             optimizer.step()
             optimizer.zero_grad()
         ends.append(weights(model))
@@ -246,8 +243,7 @@ def steps_with_a_closure(level: str) -> None:
             def closure(at: int = at) -> torch.Tensor:
                 optimizer.zero_grad()
                 found: torch.Tensor = run(batch(at)).float().pow(2).mean()
-                with amp.scale_loss(found * (float("inf") if at == 2 else 1e-3), optimizer) as scaled:
-                    scaled.backward()
+                backward(found * (float("inf") if at == 2 else 1e-3), optimizer)
                 return found
 
             assert optimizer.step(closure) is not None
@@ -266,8 +262,7 @@ def clears_what_it_is_told_to(level: str) -> None:
         clear()
         optimizer.step()
         assert same(weights(model), before)
-    with amp.scale_loss(run(batch(1)).float().pow(2).mean() * 1e-3, optimizer) as scaled:
-        scaled.backward()
+    backward(run(batch(1)).float().pow(2).mean() * 1e-3, optimizer)
     optimizer.zero_grad()
     assert all(p.grad is None for p in [*model.parameters(), *amp.master_params(optimizer)])
 

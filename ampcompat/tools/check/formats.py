@@ -1,13 +1,50 @@
-"""The report as GitHub annotations and as SARIF, for CI."""
+"""The report as text for a terminal, and as GitHub annotations and SARIF for CI."""
 
 from __future__ import annotations
 
 import json
 import posixpath
+from collections.abc import Callable
 from pathlib import Path
 
 from ampcompat import __version__
 from ampcompat.tools.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
+
+VERDICTS = {"works": "works", "differs": "works with a difference", UNSUPPORTED: "not supported"}
+COLOURS = {"works": "green", "differs": "yellow", "warning": "yellow", UNSUPPORTED: "red", "error": "red"}
+
+
+def plain(text: str) -> str:
+    """``text`` without what a terminal would obey: file names and messages come from the scanned directory."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode("ascii") for c in text)
+
+
+def table(report: Report, paint: Callable[[str, str], str] = lambda text, colour: text) -> str:
+    """Symbols first, then traps and files, each with ``file:line``; a summary line last.
+
+    ``paint(text, colour)`` gives verdicts their colour.
+    """
+    lines: list[str] = []
+    for title, kind in (("apex symbols", "symbol"), ("traps", "trap"), ("files", "file")):
+        chosen = [f for f in report.findings if f.kind == kind]
+        if not chosen:
+            continue
+        lines.append(title)
+        places = [f"{f.path}:{f.line}" if f.line else f.path for f in chosen]
+        wide = min(max(map(len, places)), 48)
+        for where, finding in zip(places, chosen, strict=True):
+            verdict = VERDICTS.get(finding.level, finding.level)
+            cell = f"{verdict:<{23 if kind == 'symbol' else 8}}"
+            if finding.level in COLOURS:
+                cell = paint(cell, COLOURS[finding.level])
+            lines.append(f"  {plain(where):<{wide}}  {cell}  {plain(finding.name)}")
+            if finding.note:
+                lines.append(plain(f"  {'':<{wide}}    {finding.note}"))
+        lines.append("")
+    counts = ", ".join(f"{n} {VERDICTS.get(level, level)}" for level, n in report.counts.items() if n)
+    lines.append(f"{report.files} files: {counts or 'no apex symbol found'}")
+    return "\n".join(lines)
+
 
 SEVERITY = {UNSUPPORTED: ERROR, ERROR: ERROR, WARNING: WARNING, DIFFERS: NOTE, NOTE: NOTE}
 GITHUB = {ERROR: "error", WARNING: "warning", NOTE: "notice"}

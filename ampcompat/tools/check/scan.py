@@ -31,18 +31,8 @@ T = TypeVar("T")
 #: Suffixes of files that hold Python.
 READ = (*SUFFIXES, ".ipynb")
 MENTION = re.compile(rf"^[ \t\f]*(from|import)[ \t]+({'|'.join(('apex', *EXTENSIONS))})\b", re.MULTILINE)
-#: What only Python 2 has, on the line that Python 3 does not parse, strings left out.
-PYTHON_2 = re.compile(
-    r"^\s*(print|exec)\s+[^(=\s]"
-    r"|^\s*raise\s[^,(]*,"
-    r"|^\s*except\b[^(:]*,\s*\w+\s*:"
-    r"|`|<>|\b0\d+[lL]?\b|\b\d+[lL]\b|\bur''"
-)
-STRING = re.compile(r"'[^']*'|\"[^\"]*\"")
 #: Nodes of a tree that is searched for traps, some 15,000 lines: the work grows with their square.
 MOST_NODES = 150_000
-#: Characters of that line that are looked at.
-LONGEST_LINE = 10_000
 PROBES = ("find_spec", "import_module", "__import__", "version", "get_distribution")
 ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
 # What parsing hostile text raises: bad syntax, null bytes, nesting too deep for the parser or for us.
@@ -130,8 +120,11 @@ def _read_file(job: tuple[str, str]) -> Read:
     except (Unreadable, NotANotebook) as problem:
         return Read([_unreadable(name, file, problem)])
     if installs(file):
-        return Read(_installed(name, code.text))
-    found = _kept(_installed_by_cells(name, code.notebook), code) if code.notebook is not None else []
+        return Read(_kept(_installing(name, install_lines(code.text)), code))
+    found: list[Finding] = []
+    if code.notebook is not None:
+        commands = [number for number, command in code.notebook.commands() if installs_apex(command)]
+        found = _kept(_installing(name, commands), code)
     if not mentions_apex(code.text):
         return Read(found, may_hold_traps=code.notebook is None)  # notebooks are not imported
     try:
@@ -145,7 +138,10 @@ def _read_file(job: tuple[str, str]) -> Read:
 def _traps_of_file(repository: Repository, job: tuple[str, str]) -> list[Finding]:
     """The traps in a file that could be read, judged by what the repository does."""
     name, file = job
-    code = _code_of(file)
+    try:
+        code = _code_of(file)
+    except (Unreadable, NotANotebook) as problem:  # it could be read before: it has changed since
+        return [_unreadable(name, file, problem)]
     try:
         return _kept(_traps(Source(name, code.text), repository), code)
     except UNPARSABLE as problem:
@@ -177,16 +173,8 @@ def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
 INSTALLED = "apex is installed here: nothing has to be built any more; install ampcompat, and drop this"
 
 
-def _installed(name: str, text: str) -> list[Finding]:
+def _installing(name: str, lines: Iterable[int]) -> list[Finding]:
     """Lines that install apex, which nothing needs any more."""
-    lines = lines_of(text)
-    found = [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in install_lines(text)]
-    return [finding for finding in found if not is_ignored(finding, lines)]
-
-
-def _installed_by_cells(name: str, notebook: Notebook) -> list[Finding]:
-    """The same of commands in the cells of a notebook, at the lines of its code."""
-    lines = [number for number, command in notebook.commands() if installs_apex(command)]
     return [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in lines]
 
 
@@ -214,29 +202,16 @@ def _unparsable(path: str, code: str, problem: BaseException, file: str = "x.py"
         return Finding(path, 0, 0, "file", "not_python", WARNING, "is not a Python file")
     uses_apex = MENTION.search(code) is not None
     level = ERROR if uses_apex else WARNING
-    conflict = next((number for number, line in enumerate(lines_of(code), 1) if line.startswith("<<<<<<< ")), 0)
-    if conflict and ">>>>>>> " in code:
-        note = "the file has an unresolved merge conflict: resolve it first"
-        return Finding(path, conflict, 0, "file", "unparsable", level, note)
     line, reason = 0, str(problem) or type(problem).__name__
     if isinstance(problem, SyntaxError):
         line, reason = problem.lineno or 0, problem.msg
     note = f"Python 3 cannot parse the file ({reason})"
     if uses_apex:
-        note += "; it imports apex"
-    if uses_apex and _is_python_2(problem):
-        note += ", and it is Python 2: port it (2to3) first"
+        note += "; it imports apex - correct it first, or port it (2to3) if it is Python 2"
     return Finding(path, max(line, 0), 0, "file", "unparsable", level, note)
 
 
-def _is_python_2(problem: BaseException) -> bool:
-    line = (problem.text or "")[:LONGEST_LINE] if isinstance(problem, SyntaxError) else ""
-    return PYTHON_2.search(STRING.sub("''", line)) is not None
-
-
 def _symbols(source: Source) -> list[Finding]:
-    if not source.mentions_apex:
-        return []
     found: list[Finding] = []
     for node in source.nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):

@@ -73,14 +73,12 @@ class Source:
         path: Path for the report.
         code: Its text.
         tree: The parsed file.
-        mentions_apex: Whether the text names apex at all; without that no symbol and no call is apex's.
         known: What :func:`once` keeps.
     """
 
     def __init__(self, path: str, code: str) -> None:
         self.path, self.code, self.tree = path, code, parse(code)
         self.known: dict[Hashable, Any] = {}
-        self.mentions_apex = mentions_apex(code)
 
     @functools.cached_property
     def _walked(self) -> tuple[list[ast.AST], dict[ast.AST, ast.AST], dict[type[ast.AST], list[ast.AST]]]:
@@ -130,7 +128,7 @@ class Source:
     @functools.cached_property
     def bindings(self) -> Bindings:
         """The file's apex names."""
-        return Bindings(self.nodes if self.mentions_apex else ())
+        return Bindings(self.nodes)
 
     def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
         """Parents of ``node``, nearest first."""
@@ -184,8 +182,6 @@ class Source:
 
     def apex(self, node: ast.AST) -> str | None:
         """The apex symbol that an expression names, or None; parameters shadow imports."""
-        if not self.mentions_apex:
-            return None
         root = node
         while isinstance(root, ast.Attribute):
             root = root.value
@@ -212,8 +208,7 @@ class Source:
 
     @functools.cached_property
     def _apex_calls(self) -> list[tuple[ast.Call, str]]:
-        calls = self.calls if self.mentions_apex else ()
-        return [(call, symbol) for call in calls if (symbol := self.apex(call.func)) is not None]
+        return [(call, symbol) for call in self.calls if (symbol := self.apex(call.func)) is not None]
 
     @once
     def within(self, node: ast.AST) -> list[ast.AST]:

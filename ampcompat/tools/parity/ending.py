@@ -58,6 +58,7 @@ def _without_steps(end: End, notes: Mapping[str, End]) -> str:
 
 def _exit(code: int | None) -> str:
     if code is not None and code < 0:
-        name = signal.Signals(-code).name
+        names = {int(one): one.name for one in signal.Signals}
+        name = names.get(-code, f"signal {-code}")
         return f"ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
     return f"exit status {code}"

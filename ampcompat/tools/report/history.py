@@ -10,62 +10,48 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.tools.report import schema
 from ampcompat.tools.report.record import Record
+from ampcompat.tools.scale_log import Skip
 
 #: Steps kept; beyond, every second one is dropped (skipped ones stay).
 MOST_POINTS = 2000
 
 
 class Point(NamedTuple):
-    """One step: its number, whether it was skipped (None: only the device knows), and the scales after it."""
+    """One step: its number, whether it was skipped, and the scales after it."""
 
     step: int
-    skipped: bool | None
+    skip: Skip
     scales: tuple[float | torch.Tensor, ...]
 
 
 class History:
-    """Steps, skips and scales of a run. Reads nothing from the device until asked."""
+    """Steps, skips and scales of a run. Waits for the device only when it is asked."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
-        self.steps = self.blocks = self.skips = 0
-        self._first: dict[int, float | torch.Tensor] = {}  # scales before their first block, by loss_id
-
-    def block(self, scaler: LossScaler | None) -> None:
-        """A block of ``scaler`` was entered."""
-        self.blocks += 1
-        if scaler is not None and scaler.loss_id not in self._first:
-            self._first[scaler.loss_id] = _copy_of(scaler)
+        self.steps = self.blocks = 0
 
     def step(self, optimizer: Optimizer, skipped: bool | None) -> None:
         """One step of ``optimizer`` was made or skipped."""
         self.steps += 1
-        self.skips += bool(skipped)
         scales = tuple(_copy_of(scaler) for scaler in optimizer._amp_stash.session.scalers)
-        self.points.append(Point(self.steps, skipped, scales))
+        self.points.append(Point(self.steps, Skip(optimizer, skipped), scales))
         if len(self.points) > MOST_POINTS:
-            self.points = [p for i, p in enumerate(self.points) if i % 2 or p.skipped]
+            self.points = [point for at, point in enumerate(self.points) if at % 2 or _may_be_skipped(point)]
 
     def note(self, record: Record) -> None:
         """Note in ``record`` what happened so far. Reads the device."""
-        record.history = self._read()
+        record.history = [
+            schema.Point(point.step, point.skip.read(), [float(scale) for scale in point.scales])
+            for point in self.points
+        ]
         record.steps, record.blocks = self.steps, self.blocks
         record.skipped = sum(point.skipped for point in record.history)
 
-    def _read(self) -> list[schema.Point]:
-        """The points as plain numbers. Reads the device."""
-        found: list[schema.Point] = []
-        for point in self.points:
-            scales = [float(scale) for scale in point.scales]
-            if found:
-                before = found[-1].scales
-            else:
-                before = [float(self._first.get(loss_id, now)) for loss_id, now in enumerate(scales)]
-            skipped = point.skipped
-            if skipped is None:
-                skipped = any(now < then for now, then in zip(scales, before, strict=False))
-            found.append(schema.Point(point.step, skipped, scales))
-        return found
+
+def _may_be_skipped(point: Point) -> bool:
+    """Whether a step was skipped, or that is not known yet."""
+    return not point.skip.arrived() or point.skip.read()
 
 
 def _copy_of(scaler: LossScaler) -> float | torch.Tensor:

@@ -48,16 +48,5 @@ def _shown(facts: Facts) -> dict[str, Any]:
         "facts": facts,
         "plots": drawn or [],
         "no_plots": NO_PLOTS if drawn is None else "",
-        "tables": [
-            tables.passes(facts),
-            tables.memory(facts),
-            tables.parameters(facts),
-            tables.casts(facts),
-            tables.wide_products(facts, TOP),
-            tables.odd_products(facts, TOP),
-            tables.shares(facts),
-            tables.parameters_by_module(facts),
-            tables.processes(facts),
-            tables.run(facts),
-        ],
+        "tables": [*tables.receipt_tables(facts, TOP), tables.parameters_by_module(facts)],
     }

@@ -96,7 +96,7 @@ class Receipt:
     def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler | None, optimizers: object) -> None:
         """Count blocks."""
         self._heed_fork()
-        self._history.block(scaler)
+        self._history.blocks += 1
 
     def on_forward(self, model: torch.nn.Module, args: object, kwargs: object) -> None:
         """Look at the models before the first op runs in them."""

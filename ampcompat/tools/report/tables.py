@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ampcompat.tools.report.facts import half_share
-from ampcompat.tools.report.schema import Facts, ModuleFlops
+from ampcompat.tools.report.schema import Facts
 
 
 @dataclass
@@ -21,6 +21,21 @@ class Table:
     title: str
     columns: list[str]
     rows: list[list[str]]
+
+
+def receipt_tables(facts: Facts, most: int) -> list[Table]:
+    """All tables but that of every module's parameters; of a long one the first ``most`` rows."""
+    return [
+        passes(facts),
+        casts(facts),
+        modules(facts, most),
+        parameters(facts),
+        memory(facts),
+        wide_products(facts, most),
+        odd_products(facts, most),
+        processes(facts),
+        run(facts),
+    ]
 
 
 def unit(facts: Facts) -> tuple[int, str]:
@@ -59,18 +74,9 @@ def modules(facts: Facts, most: int) -> Table:
     steps, each = unit(facts)
     rows = []
     for one in facts.modules[:most]:
-        rows.append([one.module, _share(one), flops_text(sum(one.flops.values()) / steps)])
+        in_half = f"{100 * half_share(one.flops):.0f} %"
+        rows.append([one.module, in_half, flops_text(sum(one.flops.values()) / steps)])
     return Table("forward FLOPs by module", ["module", "in half", f"FLOPs {each}"], rows)
-
-
-def shares(facts: Facts) -> Table:
-    """The share in half of every module's FLOPs."""
-    rows = [[one.module, _share(one)] for one in facts.modules]
-    return Table("share in half, by module", ["module", "forward FLOPs in half"], rows)
-
-
-def _share(module: ModuleFlops) -> str:
-    return f"{100 * half_share(module.flops):.0f} %"
 
 
 def parameters(facts: Facts) -> Table:

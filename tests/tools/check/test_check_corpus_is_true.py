@@ -103,19 +103,18 @@ RAISES = {
     "wrapped_before_initialize": "Parallel",
     "banned_cross_entropy": "binary_cross_entropy",
 }
-RAISING = [name for name, (traps, _) in TRUE.items() if traps & set(RAISES)]
+RAISING = [name for name, (trap, _) in TRUE.items() if trap in RAISES]
 
 
 @pytest.mark.parametrize("name", RAISING)
 def test_it_is_refused(name):
-    traps, code = TRUE[name]
+    trap, code = TRUE[name]
     _, problem, _ = run(name, code)
     assert problem is not None
-    (trap,) = traps
     assert any(word in str(problem) for word in RAISES[trap].split("|")), problem
 
 
-FILLS = [n for n, (traps, code) in TRUE.items() if "overflowing_fill" in traps and "class Attention" in code]
+FILLS = [n for n, (trap, code) in TRUE.items() if trap == "overflowing_fill" and "class Attention" in code]
 
 
 @pytest.mark.parametrize("name", FILLS)
@@ -147,7 +146,7 @@ def test_a_limit_that_vanishes_limits_nothing():
     assert (small == 0).all()
 
 
-@pytest.mark.parametrize("name", [n for n, (traps, _) in TRUE.items() if "adam_eps_in_half" in traps])
+@pytest.mark.parametrize("name", [n for n, (trap, _) in TRUE.items() if trap == "adam_eps_in_half"])
 def test_adam_at_O3_ends_in_nan(name):
     found, problem, _ = run(name, TRUE[name][1])
     assert problem is None
@@ -169,7 +168,7 @@ def norms(name, code):
     return torch.stack(moved)
 
 
-UNTOUCHED = [n for n, (traps, _) in TRUE.items() if traps & {"clip_of_model_params", "edit_of_model_gradients"}]
+UNTOUCHED = [n for n, (trap, _) in TRUE.items() if trap in ("clip_of_model_params", "edit_of_model_gradients")]
 
 
 @pytest.mark.parametrize("name", UNTOUCHED)

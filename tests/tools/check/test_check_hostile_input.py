@@ -52,47 +52,16 @@ def test_deep_and_odd_sources_give_findings(name):
         assert finding.kind in ("file", "symbol")
 
 
-def test_a_python_2_file_is_an_error_if_it_uses_apex():
-    (finding,) = scan_source(DEEP["python 2"])
-    assert (finding.level, finding.line) == ("error", 2)
-    assert scan_source("print 'loss'\n")[0].level == "warning"
-
-
-CONFLICT = "from apex import amp\n<<<<<<< HEAD\nlr = 1\n=======\nlr = 2\n>>>>>>> theirs\n"
-
-
-def test_merge_conflicts_are_said_to_be_there():
-    (finding,) = scan_source(CONFLICT)
+@pytest.mark.parametrize("rest", ["print 'loss'\n", "x = (", "  x = 1", "<<<<<<< HEAD\nlr = 1\n>>>>>>> theirs\n"])
+def test_a_file_that_python_3_cannot_parse(rest):
+    """It is an error if it uses apex, and the line is named."""
+    (finding,) = scan_source(f"from apex import amp\n{rest}")
     assert (finding.name, finding.level, finding.line) == ("unparsable", "error", 2)
-    assert "merge conflict" in finding.note
-    assert "Python" not in finding.note
-    assert "2to3" not in finding.note
-
-
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "print 'loss', loss",
-        "print loss",
-        "exec 'x'",
-        "raise E, 'text'",
-        "x = `y`",
-        "x = 1 <> 2",
-        "x = 0777",
-        "x = ur''",
-    ],
-)
-def test_python_2_is_told_by_its_statements(statement):
-    (finding,) = scan_source(f"from apex import amp\n{statement}\n")
-    assert "it is Python 2: port it (2to3) first" in finding.note
-
-
-@pytest.mark.parametrize("statement", ["x = (", "def f(:", "x = 1 +", "print('a'", "  x = 1", "match x:\n"])
-def test_other_errors_are_no_python_2(statement):
-    (finding,) = scan_source(f"from apex import amp\n{statement}\n")
-    assert finding.level == "error"
-    assert "2to3" not in finding.note
-    assert "Python 3 cannot parse the file (" in finding.note
+    assert finding.note.startswith("Python 3 cannot parse the file (")
+    assert finding.note.endswith("; it imports apex - correct it first, or port it (2to3) if it is Python 2")
+    (finding,) = scan_source(rest)
+    assert (finding.level, finding.line) == ("warning", 1)
+    assert "apex" not in finding.note
 
 
 @pytest.mark.parametrize("charset", ["latin-1", "cp1252", "gbk", "euc-jp"])
@@ -137,6 +106,17 @@ def test_a_file_that_cannot_be_opened_is_a_finding(tmp_path, monkeypatch):
     (finding,) = scan(tmp_path).findings
     assert finding.name == "unreadable"
     assert "Permission denied" in finding.note
+
+
+def test_a_file_that_goes_while_the_tree_is_read_is_a_finding(tmp_path):
+    (tmp_path / "a.py").write_bytes(TRAIN)
+    (tmp_path / "b.py").write_text("import torch\n")
+
+    def goes(what, done, total):
+        if (what, done) == ("reading", total):
+            (tmp_path / "b.py").unlink()
+
+    assert [(f.path, f.name) for f in scan(tmp_path, progress=goes).findings][-1] == ("b.py", "unreadable")
 
 
 def test_nothing_that_is_read_is_run(tmp_path):

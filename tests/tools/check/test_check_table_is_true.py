@@ -1,12 +1,16 @@
-"""What the table says works must be there: every such symbol of the modules that ampcompat has is looked up."""
+"""What the check says of ampcompat's own names is read from source: the interpreter agrees."""
 
+import ast
 import importlib
 import importlib.util
+from pathlib import Path
 
 import pytest
 import torch
 
+import ampcompat
 from ampcompat import amp
+from ampcompat.tools.check import scan, scan_source
 from ampcompat.tools.check.symbols import MODULES, SYMBOLS, verdict
 
 CLAIMED = [s for s in SYMBOLS if SYMBOLS[s].verdict != "unsupported" and s.startswith("apex.")]
@@ -23,19 +27,7 @@ def test_what_the_table_refuses_is_not_there(symbol):
     assert importlib.util.find_spec(f"{parent}.{name}") is None
 
 
-# Names that one package takes from another, and the module that completes a package.
-NEEDS = {
-    "ampcompat.optimizers.FP16_Optimizer": "ampcompat.fp16_utils",
-    "ampcompat.parallel": "ampcompat.parallel.distributed",
-}
-
-
-def present(name: str) -> bool:
-    package = ".".join(name.split(".")[:2])
-    return importlib.util.find_spec(NEEDS.get(name, NEEDS.get(package, package))) is not None
-
-
-@pytest.mark.parametrize("symbol", [s for s, name in sorted(WORKING.items()) if s.count(".") > 1 and present(name)])
+@pytest.mark.parametrize("symbol", sorted(s for s in WORKING if s.count(".") > 1))
 def test_the_symbol_exists(symbol):
     if symbol in MODULES:
         assert importlib.import_module(WORKING[symbol])
@@ -86,3 +78,56 @@ def test_second_homes_work(name):
     assert verdict(name).verdict != "unsupported"
     module, _, attribute = name.replace("apex", "ampcompat", 1).rpartition(".")
     assert hasattr(importlib.import_module(module), attribute)
+
+
+# -- names that apex never had -----------------------------------------------------------------------------------------
+OURS = [
+    "import ampcompat\nampcompat.install_as_apex()",
+    "from ampcompat import amp\namp.report()\namp.unwrap(model)\namp.explain_overflows()",
+    "from ampcompat import amp\namp.autocast.set_ambient(x, y)",
+    "from ampcompat.amp import lists\nlists.torch_overrides.CASTS",
+    "from ampcompat import amp\namp.lists.functional_overrides.FP32_FUNCS.remove('softmax')",
+    "from ampcompat.amp.masters import Master",
+    "from ampcompat.amp import scaler\nscaler.LossScaler",
+    "from ampcompat.testing import assert_opt_level_parity",
+    "from ampcompat._state import state\nstate.reset()",
+    "import ampcompat.tools.report as r\nr.Receipt",
+    "from ampcompat.cli import main\nmain([])",
+    "from ampcompat.optimizers._rules import adam_",
+]
+
+
+@pytest.mark.parametrize("code", OURS)
+def test_what_ampcompat_has_is_not_unsupported(code):
+    assert {f.level for f in scan_source(code)} <= {"works", "differs"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from ampcompat import nonsense",
+        "import ampcompat\nampcompat.nonsense()",
+        "from ampcompat import amp\namp.autocasts()",
+        "from ampcompat.amp.masters import nonsense",
+        "from ampcompat.RNN import LSTM",
+        "from ampcompat.contrib.fmha import FMHA",
+        "import ampcompat.transformer",
+        "from apex.amp import casts",
+        "from apex import amp\namp.lists.functional_overrides.CASTS",
+    ],
+)
+def test_what_it_has_not_still_is(code):
+    assert "unsupported" in {f.level for f in scan_source(code)}
+
+
+def test_the_package_is_clean_by_its_own_check():
+    report = scan(Path(ampcompat.__file__).parent)
+    assert [f for f in report.findings if f.level in ("unsupported", "error")] == []
+
+
+def test_the_modules_that_passed_import():
+    """The verdict is read from source; the interpreter agrees."""
+    for code in OURS:
+        for node in ast.walk(ast.parse(code)):
+            if isinstance(node, ast.ImportFrom):
+                importlib.import_module(node.module)

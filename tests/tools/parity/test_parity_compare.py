@@ -81,57 +81,37 @@ def verdicts(*runs, rtol=0.1, **kwargs):
     return [(result.passed, result.verdict) for result in judge(runs, Tolerance(rtol), **kwargs)]
 
 
-def test_a_run_within_the_tolerance_passes():
-    assert verdicts(run("O0", [1.0, 2.0]), run("O1", [1.0, 2.1])) == [(True, "reference"), (True, "within tolerance")]
+CRASHED = {"ending": "crashed", "message": "crashed after 1 of 2 steps: KeyError: 'x'"}
+ENDED = {"ending": "ended", "message": "the script ended by itself after 1 of 2 steps"}
+NO_LOSS = {"message": "no loss was seen"}
+#: The losses of O0 and of a level, how each run ended, and the verdicts.
+JUDGED = {
+    "within": (([1.0, 2.0], {}), ([1.0, 2.1], {}), (True, "reference"), (True, "within tolerance")),
+    "beyond": (([1.0, 1.0], {}), ([1.0, 0.8], {}), (True, "reference"), (False, "out of tolerance from step 2")),
+    "not finite": (([1.0, 1.0], {}), ([1.0, NAN], {}), (True, "reference"), (False, "loss nan at step 2")),
+    "stops early": (([1.0, 1.0], {}), ([1.0], CRASHED), (True, "reference"), (False, CRASHED["message"])),
+    "ends before O0": (([1.0, 1.0], {}), ([1.0], ENDED), (True, "reference"), (False, ENDED["message"])),
+    "both end early": (([1.0], ENDED), ([1.0], ENDED), (True, "reference"), (True, "within tolerance")),
+    "no losses": (([1.0], {}), ([None], NO_LOSS), (True, "reference"), (False, "no loss was seen")),
+    "O0 stops early": (([1.0], CRASHED), ([1.0], {}), (False, CRASHED["message"]), (False, "nothing to compare with")),
+    "O0 ends at once": (([], ENDED), ([1.0], {}), (False, ENDED["message"]), (False, "no loss to compare")),
+    "O0 has no losses": (([None], NO_LOSS), ([1.0], {}), (False, "no loss was seen"), (False, "no loss to compare")),
+    "float32 breaks": (
+        ([1.0, NAN], {}),
+        ([1.0, NAN], {}),
+        (False, "loss nan at step 2 in float32 itself: precision is not the cause"),
+        (True, "within tolerance"),
+    ),
+}
 
 
-def test_a_run_out_of_tolerance_fails_and_smoothing_may_save_it():
+@pytest.mark.parametrize("name", JUDGED)
+def test_the_verdict_of_the_reference_and_of_a_level(name):
+    (o0, o0_ended), (o1, o1_ended), *expected = JUDGED[name]
+    assert verdicts(run("O0", o0, **o0_ended), run("O1", o1, **o1_ended)) == expected
+
+
+def test_smoothing_may_bring_a_run_into_tolerance():
     runs = run("O0", [1.0, 1.0, 1.0, 1.0]), run("O1", [1.2, 0.8, 1.2, 0.8])
     assert verdicts(*runs)[1] == (False, "out of tolerance from step 1")
     assert verdicts(*runs, rtol=0.2, window=2)[1] == (True, "within tolerance")
-
-
-def test_a_loss_that_is_not_finite_is_named():
-    assert verdicts(run("O0", [1.0, 1.0]), run("O1", [1.0, NAN]))[1] == (False, "loss nan at step 2")
-
-
-def test_a_run_that_stops_early_fails_however_well_it_went():
-    crashed = run("O1", [1.0], ending="crashed", message="crashed after 1 of 2 steps: KeyError: 'x'")
-    assert verdicts(run("O0", [1.0, 1.0]), crashed)[1] == (False, crashed.message)
-
-
-def test_a_script_that_ends_early_at_every_level():
-    """It is compared up to where it ends."""
-    runs = [run(level, [1.0, 2.0], ending="ended", message="the script ended by itself") for level in ("O0", "O1")]
-    assert verdicts(*runs) == [(True, "reference"), (True, "within tolerance")]
-
-
-def test_a_level_that_ends_before_float32_does_fails():
-    short = run("O1", [1.0], ending="ended", message="the script ended by itself after 1 of 2 steps")
-    assert verdicts(run("O0", [1.0, 1.0]), short)[1] == (False, short.message)
-
-
-@pytest.mark.parametrize(
-    "reference",
-    [
-        run("O0", [1.0], ending="crashed", message="crashed"),
-        run("O0", [], ending="ended", message="the script never called amp.initialize"),
-        run("O0", [None, None], message="no loss was seen"),
-    ],
-)
-def test_without_a_reference_nothing_passes(reference):
-    results = verdicts(reference, run("O1", [1.0]))
-    assert results[0] == (False, reference.message)
-    assert results[1][0] is False
-    assert results[1][1] in ("nothing to compare with", "no loss to compare")
-
-
-def test_a_float32_run_that_breaks_fails():
-    """Its verdict says that precision is not the cause."""
-    results = verdicts(run("O0", [1.0, NAN]), run("O1", [1.0, NAN]))
-    assert results[0] == (False, "loss nan at step 2 in float32 itself: precision is not the cause")
-    assert results[1] == (True, "within tolerance")
-
-
-def test_runs_without_losses_do_not_pass():
-    assert verdicts(run("O0", [1.0]), run("O1", [None], message="no loss was seen"))[1] == (False, "no loss was seen")

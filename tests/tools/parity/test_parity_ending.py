@@ -23,6 +23,7 @@ def end(initialized=True, enabled=True, blocks=3, error=None, children=False):
         ([], 7, {}, "crashed", "crashed after 0 of 2 steps: exit status 7"),
         ([], -9, {}, "crashed", "ended by SIGKILL (out of memory?)"),
         ([], -11, {}, "crashed", "ended by SIGSEGV"),
+        ([], -40, {}, "crashed", "ended by signal 40"),  # a real-time signal, which has no name
         ([1.0], None, {"stalled": True}, "stalled", "no step for 60 s, ended after 1 of 2 steps"),
         ([], None, {"stalled": True}, "stalled", "raise --timeout if the script is just slow to start"),
         ([1.0], None, {"interrupted": True}, "interrupted", "interrupted after 1 of 2 steps"),

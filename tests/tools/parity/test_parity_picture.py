@@ -46,15 +46,6 @@ def test_a_level_without_a_finite_loss_is_marked_at_each_step(tmp_path):
     assert pixels(lost, "O3") > pixels(kept, "O3") + 100
 
 
-def test_the_title_has_room_of_its_own(tmp_path):
-    """Nothing is drawn over anything: with and without the legend's entries, the title looks the same."""
-    image = drawn(tmp_path, *[run(level, [1.0, 2.0], None if level == "O0" else "float16") for level in COLOURS])
-    dark = (image.max(axis=2) < 128).any(axis=1)  # rows of pixels with text or lines in them
-    first = int(dark.argmax())
-    title_ends = first + int((~dark[first:]).argmax())
-    assert title_ends - first < 25  # one line of text, and a gap below it
-
-
 def test_skipped_steps_are_marked(tmp_path):
     def steps(skip):
         return [step(i, 1.0, scale=2.0**16, skipped=skip and i == 3) for i in range(1, 6)]

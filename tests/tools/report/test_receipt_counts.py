@@ -176,8 +176,27 @@ def test_the_history_is_bounded_and_keeps_skips():
     for step in range(5 * MOST_POINTS):
         history.step(optimizer, step % 1000 == 7)
     assert len(history.points) <= MOST_POINTS
-    assert sum(bool(p.skipped) for p in history.points) == history.skips == 10
+    assert sum(p.skip.read() for p in history.points) == 10
     assert history.points[-1].step == history.steps == 5 * MOST_POINTS
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_skip_of_a_long_run_is_counted(monkeypatch, fused):
+    """Those that only the device knows of too, and at the floor, where the scale stays."""
+    monkeypatch.setattr("ampcompat.tools.report.history.MOST_POINTS", 8)
+    receipt = amp.report(steps=1)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    options = {"opt_level": "O1", "verbosity": 0, "min_loss_scale": 2.0**14}
+    model, optimizer = amp.initialize(model, optimizer, **options)
+    skips = (2, 3, 11, 12, 13)
+    for number in range(1, 31):
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.ones(1, 4)).float().mean() * (float("inf") if number in skips else 1.0))
+    facts = receipt.facts()
+    assert (facts["steps"], facts["skipped"]) == (30, len(skips))
+    assert tuple(point["step"] for point in facts["history"] if point["skipped"]) == skips
+    assert len(facts["history"]) <= 8 + len(skips)
 
 
 def test_devices_without_fast_half_arithmetic():

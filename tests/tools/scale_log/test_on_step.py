@@ -31,69 +31,76 @@ def train(model, optimizer, factors):
         optimizer.step()
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_each_step_has_a_record(level):
-    """Its scale is that of the next loss."""
-    seen = []
-    amp.on_step(seen.append)
-    model, optimizer = build(level)
-    train(model, optimizer, [1.0, INF, 1.0])
-    assert seen == [
-        StepRecord(1, 0, 2.0**16, False, 1),
-        StepRecord(2, 0, 2.0**15, True, 0),
-        StepRecord(3, 0, 2.0**15, False, 1),
-    ]
-    assert amp.state_dict()["loss_scaler0"] == {"loss_scale": seen[-1].scale, "unskipped": seen[-1].clean_passes}
+def trains(*factors):
+    return lambda model, optimizer: train(model, optimizer, factors)
 
 
-@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O3", 1.0), ("O1", 128.0), ("O4", 1.0)])
-def test_static_scales(level, scale):
-    model, optimizer = build(level, loss_scale=scale)
-    seen = []
-    amp.on_step(seen.append)
-    train(model, optimizer, [1.0, 1.0])
-    assert [(one.step, one.scale, one.skipped) for one in seen] == [(1, scale, False), (2, scale, False)]
-
-
-def test_a_growth_is_in_the_record_of_its_step():
-    model, optimizer = build()
+def grows(model, optimizer):
     amp._amp_state.loss_scalers[0]._scale_seq_len = 2
-    seen = []
-    amp.on_step(seen.append)
     train(model, optimizer, [1.0] * 4)
-    assert [(one.scale, one.clean_passes) for one in seen] == [(2.0**16, 1), (2.0**17, 0), (2.0**17, 1), (2.0**18, 0)]
 
 
-def test_each_loss_scaler_of_a_step_has_a_record():
-    model, optimizer = build(num_losses=3)
-    seen = []
-    amp.on_step(seen.append)
+def overflows_in_one_of_two_losses(model, optimizer):
     block(model, optimizer, loss_id=2)
     block(model, optimizer, loss_id=0, factor=INF)
     optimizer.step()
-    assert [(one.step, one.loss_id, one.scale, one.skipped) for one in seen] == [
-        (1, 0, 2.0**15, True),
-        (1, 2, 2.0**16, True),
-    ]
 
 
-def test_accumulated_passes_make_one_record():
-    model, optimizer = build()
-    seen = []
-    amp.on_step(seen.append)
+def accumulates(model, optimizer):
     block(model, optimizer)
     block(model, optimizer)
     optimizer.step()
-    assert seen == [StepRecord(1, 0, 2.0**16, False, 2)]
 
 
-def test_gradients_that_are_unscaled_by_the_step_itself():
-    model, optimizer = build()
-    seen = []
-    amp.on_step(seen.append)
+def unscales_in_the_step(model, optimizer):
     block(model, optimizer, delay_unscale=True)
     optimizer.step()
-    assert seen == [StepRecord(1, 0, 2.0**16, False, 1)]
+
+
+def steps_with_a_closure(model, optimizer):
+    optimizer.step(lambda: block(model, optimizer))
+
+
+def puts_a_scaler_there_by_hand(model, optimizer):
+    amp._amp_state.loss_scalers[:] = [LossScaler(4.0)]
+    train(model, optimizer, [1.0])
+
+
+AN_OVERFLOW = [(1, 0, 2.0**16, False, 1), (2, 0, 2.0**15, True, 0), (3, 0, 2.0**15, False, 1)]
+#: What is initialized, what a script does, and the records: step, loss_id, scale for the next loss, skipped, clean.
+RECORDS = {
+    "O1": ({"level": "O1"}, trains(1.0, INF, 1.0), AN_OVERFLOW),
+    "O2": ({"level": "O2"}, trains(1.0, INF, 1.0), AN_OVERFLOW),
+    "O0": ({"level": "O0"}, trains(1.0, 1.0), [(1, 0, 1.0, False, 0), (2, 0, 1.0, False, 0)]),
+    "O3": ({"level": "O3"}, trains(1.0, 1.0), [(1, 0, 1.0, False, 0), (2, 0, 1.0, False, 0)]),
+    "O4": ({"level": "O4"}, trains(1.0, 1.0), [(1, 0, 1.0, False, 0), (2, 0, 1.0, False, 0)]),
+    "a static scale": ({"loss_scale": 128.0}, trains(1.0, 1.0), [(1, 0, 128.0, False, 1), (2, 0, 128.0, False, 2)]),
+    "a growth is in the record of its step": (
+        {},
+        grows,
+        [(1, 0, 2.0**16, False, 1), (2, 0, 2.0**17, False, 0), (3, 0, 2.0**17, False, 1), (4, 0, 2.0**18, False, 0)],
+    ),
+    "each loss scaler of a step has one": (
+        {"num_losses": 3},
+        overflows_in_one_of_two_losses,
+        [(1, 0, 2.0**15, True, 0), (1, 2, 2.0**16, True, 1)],
+    ),
+    "accumulated passes have one": ({}, accumulates, [(1, 0, 2.0**16, False, 2)]),
+    "gradients that the step unscales": ({}, unscales_in_the_step, [(1, 0, 2.0**16, False, 1)]),
+    "a closure": ({"level": "O2"}, steps_with_a_closure, [(1, 0, 2.0**16, False, 1)]),
+    "a scaler put there by hand": ({}, puts_a_scaler_there_by_hand, [(1, 0, 4.0, False, 1)]),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_records_of_a_script(name):
+    options, script, records = RECORDS[name]
+    seen = []
+    amp.on_step(seen.append)
+    script(*build(**options))
+    assert seen == [StepRecord(*record) for record in records]
+    last = seen[-1]
+    assert amp.state_dict()[f"loss_scaler{last.loss_id}"]["loss_scale"] == last.scale
 
 
 def test_steps_are_counted_over_all_optimizers():
@@ -140,14 +147,6 @@ def test_each_call_of_initialize_counts_its_own_steps():
     train(*build(), [1.0, 1.0])
     train(*build(), [1.0])
     assert [one.step for one in seen] == [1, 2, 1]
-
-
-def test_a_step_with_a_closure():
-    model, optimizer = build("O2")
-    seen = []
-    amp.on_step(seen.append)
-    optimizer.step(lambda: block(model, optimizer))
-    assert seen == [StepRecord(1, 0, 2.0**16, False, 1)]
 
 
 # -- ends ----------------------------------------------------------------------------------------------------------
@@ -261,6 +260,15 @@ def test_late_numbers_come_with_a_later_step(monkeypatch):
     assert (seen[3].skipped, seen[3].scale) == (True, 2.0**14)
 
 
+def test_another_observer_may_have_asked_the_device():
+    """As explain does after each step: then the host knows."""
+    amp.explain_overflows()
+    seen = []
+    amp.on_step(seen.append)
+    train(*build(fused=True), [1.0, INF])
+    assert [one.skipped for one in seen] == [False, True]
+
+
 # -- where records go ------------------------------------------------------------------------------------------------
 def test_a_summary_writer():
     class SummaryWriter:
@@ -309,12 +317,3 @@ def test_what_cannot_be_called_or_logged_to_is_refused(wrong):
     with pytest.raises(TypeError, match=r"amp.on_step got \w+ - it takes a function of one record"):
         amp.on_step(wrong)
     assert not observers()
-
-
-def test_a_scaler_put_there_by_hand():
-    model, optimizer = build()
-    amp._amp_state.loss_scalers[:] = [LossScaler(4.0)]
-    seen = []
-    amp.on_step(seen.append)
-    train(model, optimizer, [1.0])
-    assert seen[0].scale == 4.0

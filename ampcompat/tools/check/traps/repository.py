@@ -40,7 +40,7 @@ class Facts:
             bool(source.calls_to(*halves)),
             bool(source.calls_to("apex.amp.initialize")),
             None if levels is None else frozenset(levels),
-            source.mentions_apex and _floats_sigmoid(source),
+            _floats_sigmoid(source),
         )
 
 
