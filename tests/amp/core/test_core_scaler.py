@@ -68,14 +68,6 @@ def test_transition_table(scale, unskipped, overflow, want):
     assert scaler._has_overflow is overflow
 
 
-@pytest.mark.parametrize(("minimum", "want"), [(None, FLOOR), (1.0, 1.0), (128.0, 128.0), (3.0, 3.0)])
-def test_the_floor_is_reached_and_kept(minimum, want):
-    scaler = LossScaler("dynamic", min_loss_scale=minimum)
-    for _ in range(50):
-        one_pass(scaler, overflow=True)
-    assert state_of(scaler) == (want, 0)
-
-
 @pytest.mark.parametrize(("cap", "first"), [(512.0, 512.0), (2.0**16, 2.0**16), (2.0**24, 2.0**16)])
 def test_the_cap_holds_for_the_first_scale_too(cap, first):
     scaler = LossScaler("dynamic", max_loss_scale=cap, scale_window=1)
