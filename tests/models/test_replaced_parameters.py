@@ -1,7 +1,8 @@
-"""Parameters that a script puts in the place of half weights: added to an optimizer, untied, tied to others.
+"""Parameters that a script puts in the place of half weights: added to an optimizer, or untied.
 
 What plain torch would train, in the group that the script named, is what trains here. One thing is done for a script
 that plain torch does not do: a parameter that replaces a weight altogether goes on being trained by its optimizer.
+Weights that are tied to others, or given to other optimizers, are in the random programs of ``tests/laws``.
 """
 
 import copy
@@ -136,29 +137,6 @@ def test_a_replacement_that_is_added_steps_once_in_its_group(level, momentum, ad
         assert torch.equal(first, before)
     masters_agree(model, optimizer)
     assert torch.equal(model.state_dict()["layer.weight"], second)
-
-
-@REPLACED
-@pytest.mark.parametrize("looks", [False, True])
-@LEVEL
-def test_a_replacement_trained_by_another_optimizer(level, looks):
-    """The new parameter is given to another optimizer, and the old one's must not step it as well."""
-    torch.manual_seed(0)
-    model, other = One(), One()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=rate) for one, rate in ((model, OLD_RATE), (other, NEW_RATE))]
-    [model, other], optimizers = amp.initialize(
-        [model, other], optimizers, opt_level=level, verbosity=0, loss_scale=8.0
-    )
-    new, value = new_parameter(level, wide=True)
-    model.layer.weight = new
-    if looks:
-        forward(model)
-    optimizers[1].add_param_group({"params": [new]})
-    gradient = torch.full((4, 4), 2.0**-6)
-    step(model, optimizers, layer=gradient)
-    assert torch.equal(model.state_dict()["layer.weight"], value - NEW_RATE * gradient)
-    assert torch.equal(held(optimizers[1])[1], value - NEW_RATE * gradient)
-    masters_agree(model)
 
 
 @LEVEL
@@ -381,44 +359,3 @@ def test_loading_into_what_was_untied_writes_each_its_own(level):
         assert all(torch.equal(model.state_dict()[name], value) for name, value in wanted.items())
         assert model.encoder.weight is not model.decoder.weight
     masters_agree(model, optimizer)
-
-
-# -- tied --------------------------------------------------------------------------------------------------------------
-class Apart(Tied):
-    def __init__(self):
-        super().__init__()
-        self.decoder.weight = nn.Parameter(values(3))
-
-
-@pytest.mark.filterwarnings("ignore:optimizer.step\\(\\) after scale_loss blocks that gave this optimizer no gradient")
-@LEVEL
-def test_tying_to_an_untrained_weight_ends_training(level):
-    """No optimizer has the weight that it is tied to."""
-    torch.manual_seed(0)
-    for saved in (False, True):
-        model = Apart()
-        optimizer = torch.optim.SGD([model.decoder.weight], lr=OLD_RATE)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
-        if saved:
-            model.state_dict()  # makes a master
-        model.decoder.weight = model.encoder.weight
-        before = model.encoder.weight.detach().clone()
-        step(model, optimizer, encoder=torch.full((4, 4), 2.0**-6))
-        assert model.encoder.weight is model.decoder.weight
-        assert torch.equal(model.encoder.weight, before)
-        masters_agree(model, optimizer)
-
-
-@REPLACED
-@LEVEL
-def test_a_gradient_cleared_before_a_replacement(level):
-    """The step does not use it on the new parameter."""
-    model, optimizer = started(level, One)
-    with amp.scale_loss((forward(model) * 2.0**-6).sum(), optimizer) as scaled:
-        scaled.backward()
-    model.layer.weight.grad = None
-    new, value = new_parameter(level, wide=False)
-    model.layer.weight = new
-    forward(model)
-    optimizer.step()
-    assert torch.equal(new, value.to(HALF[level]))
