@@ -247,6 +247,21 @@ def test_a_replacement_from_a_copy_keeps_its_values(level):
     masters_agree(model, optimizer)
 
 
+@REPLACED
+@LEVEL
+def test_a_gradient_cleared_before_a_replacement(level):
+    """The step does not use it on the new parameter."""
+    model, optimizer = started(level, One)
+    with amp.scale_loss((forward(model) * 2.0**-6).sum(), optimizer) as scaled:
+        scaled.backward()
+    model.layer.weight.grad = None
+    new, value = new_parameter(level, wide=False)
+    model.layer.weight = new
+    forward(model)
+    optimizer.step()
+    assert torch.equal(new, value.to(HALF[level]))
+
+
 # -- untied ------------------------------------------------------------------------------------------------------------
 def copied(model):
     return copy.deepcopy(model)

@@ -193,21 +193,6 @@ def test_pending_gradients_of_a_shared_parameter(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_pending_gradients_lock_a_shared_parameter(level):
-    """While gradients wait for one optimizer, another with the same parameters may have no block and no step."""
-    model, optimizers = halves_of_one_model(level, shared=True)
-    backward(model, optimizers[0], 1, delay_unscale=True)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=SHARED), amp.scale_loss(loss_of(model, 2), optimizers[1]):
-        pytest.fail("the block was entered")
-    with pytest.raises(RuntimeError, match=SHARED):
-        optimizers[1].step()
-    assert same(before, list(model.parameters()))
-    backward(model, optimizers[0], 2)
-    assert_close(level, grads(optimizers[0]), summed(level, 1, 2)[:4])  # it holds the first four parameters
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_an_optimizer_made_anew_has_the_pending_gradients(level):
     """A script leaves an accumulation unfinished, and goes on with another optimizer and another scale."""
     model, before = start(level, loss_scale=2.0**12)

@@ -1,4 +1,4 @@
-"""What a block does with gradients: accumulation, overflow in the new ones alone, sparse ones, windows into buckets."""
+"""Gradients of unusual kinds (sparse ones, windows into buckets), and those of parameters that join later."""
 
 import gc
 

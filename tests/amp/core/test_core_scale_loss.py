@@ -40,19 +40,12 @@ def test_other_ranks_say_nothing(capsys, monkeypatch):
     assert amp.step_was_skipped(optimizer)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_loss_comes_out_scaled_in_float32(level):
-    _, optimizer = start(level, loss_scale=128.0)
+@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", 128.0), ("O2", 128.0), ("O3", 1.0)])
+def test_the_loss_comes_out_scaled_in_float32(level, scale):
+    _, optimizer = start(level, loss_scale=None if scale == 1.0 else scale)
     for dtype in (torch.float16, torch.float32, torch.float64):
         with amp.scale_loss(torch.ones((), dtype=dtype), optimizer) as scaled:
-            assert (scaled.dtype, scaled.item()) == (torch.float32, 128.0)
-
-
-@pytest.mark.parametrize("level", ["O0", "O3"])
-def test_levels_that_do_not_scale_hand_the_loss_on(level):
-    model, optimizer = start(level)
-    with amp.scale_loss(torch.ones((), dtype=torch.float16), optimizer) as scaled:
-        assert (scaled.dtype, scaled.item()) == (torch.float32, 1.0)
+            assert (scaled.dtype, scaled.item()) == (torch.float32, scale)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -85,15 +78,6 @@ def test_an_empty_list_of_optimizers_unscales_nothing(level):
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 64.0, "unskipped": 1}
     model.zero_grad()
     train(model, optimizer, 1)
-
-
-def test_a_block_without_gradients_counts_as_a_clean_pass():
-    model, optimizer = start("O2", model=torch.nn.Linear(2, 2))
-    other = torch.ones((), requires_grad=True)
-    with amp.scale_loss(other * 2, []) as scaled:
-        scaled.backward()
-    assert other.grad.item() == 2 * 2.0**16
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
 
 
 def test_initialized_without_an_optimizer():
