@@ -1,8 +1,8 @@
-"""Parameters that a script puts in the place of half weights: added to an optimizer, or untied.
+"""Parameters that a script puts in the place of half weights: added to an optimizer, untied, tied to others.
 
 What plain torch would train, in the group that the script named, is what trains here. One thing is done for a script
 that plain torch does not do: a parameter that replaces a weight altogether goes on being trained by its optimizer.
-Weights that are tied to others, or given to other optimizers, are in the random programs of ``tests/laws``.
+Those that are given to another optimizer are in the random programs of ``tests/laws``.
 """
 
 import copy
@@ -374,3 +374,29 @@ def test_loading_into_what_was_untied_writes_each_its_own(level):
         assert all(torch.equal(model.state_dict()[name], value) for name, value in wanted.items())
         assert model.encoder.weight is not model.decoder.weight
     masters_agree(model, optimizer)
+
+
+# -- tied --------------------------------------------------------------------------------------------------------------
+class Apart(Tied):
+    def __init__(self):
+        super().__init__()
+        self.decoder.weight = nn.Parameter(values(3))
+
+
+@pytest.mark.filterwarnings("ignore:optimizer.step\\(\\) after scale_loss blocks that gave this optimizer no gradient")
+@LEVEL
+def test_tying_to_an_untrained_weight_ends_training(level):
+    """No optimizer has the weight that it is tied to."""
+    torch.manual_seed(0)
+    for saved in (False, True):
+        model = Apart()
+        optimizer = torch.optim.SGD([model.decoder.weight], lr=OLD_RATE)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=8.0)
+        if saved:
+            model.state_dict()  # makes a master
+        model.decoder.weight = model.encoder.weight
+        before = model.encoder.weight.detach().clone()
+        step(model, optimizer, encoder=torch.full((4, 4), 2.0**-6))
+        assert model.encoder.weight is model.decoder.weight
+        assert torch.equal(model.encoder.weight, before)
+        masters_agree(model, optimizer)
