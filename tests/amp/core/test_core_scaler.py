@@ -273,7 +273,7 @@ def test_overflows_put_off_by_blocks_without_a_step_stay_few(monkeypatch):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_early_overflow_that_many_blocks_put_off_skips_the_step(level, monkeypatch):
+def test_an_early_overflow_put_off_by_many_blocks_skips(level, monkeypatch):
     keep_few_flags(monkeypatch, 16)
     model, optimizer = start(level)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
