@@ -46,10 +46,13 @@ class Run:
     def forward(self):
         return self.model(torch.ones(1, 4, device=self.model.weight.device))
 
-    def step(self, gradient):
+    def block(self, gradient):
         self.forward()
         with amp.scale_loss((self.model.weight.float() * gradient).sum(), self.optimizer) as scaled:
             scaled.backward()
+
+    def step(self, gradient):
+        self.block(gradient)
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -94,33 +97,56 @@ def loaded(level):
         assert torch.equal(other, thirds(1))
 
 
-def write_in_place(weight):
+def write_in_place(weight, row=ROW):
     with torch.no_grad():
-        weight[0] = ROW
+        weight[0] = row
 
 
-def write_by_foreach(weight):
-    torch._foreach_copy_([weight.detach()[0]], [ROW.to(weight.dtype)])
+def write_by_foreach(weight, row=ROW):
+    torch._foreach_copy_([weight.detach()[0]], [row.to(weight.dtype)])
 
 
-def write_in_inference_mode(weight):
+def write_in_inference_mode(weight, row=ROW):
     with torch.inference_mode():
-        weight[0] = ROW
+        weight[0] = row
 
 
-def assign_data(weight):
+def assign_data(weight, row=ROW):
     data = weight.data.clone()
-    data[0] = ROW
+    data[0] = row
     weight.data = data
 
 
+def write_through_data(weight, row=ROW):
+    """Past the version counter, as most scripts do that swap weights."""
+    weight.data[0] = row
+
+
+COUNTED_WRITES = (write_in_place, write_by_foreach, write_in_inference_mode, assign_data)
+WRITES = (*COUNTED_WRITES, write_through_data)
+
+
 def half_written(level):
-    for write in (write_in_place, write_by_foreach, write_in_inference_mode, assign_data):
+    for write in COUNTED_WRITES:
         for steps in (0, LATE):
             run = Run(level, steps)
             write(run.model.weight)
             run.forward()
             run.sides_are(run.taken(ROW))
+
+
+def half_written_and_back_after_a_step(level):
+    """What the weight was before the first step is no backup any more."""
+    run = Run(level, LATE)
+    before = run.model.weight.detach().clone()
+    write_in_place(run.model.weight)
+    gradient = torch.full((2, 4), 0.25)
+    run.step(gradient)
+    run.sides_are(run.taken(ROW) - gradient)
+    with torch.no_grad():
+        run.model.weight.copy_(before)
+    run.forward()
+    run.sides_are(before.float())
 
 
 def half_written_before_a_step(level):
@@ -157,17 +183,71 @@ def half_written_past_the_counters_late(level):
 
 
 def half_written_and_written_back(level):
-    for steps in (0, LATE):
-        run = Run(level, steps)
-        before = run.model.weight.detach().clone()
-        for _ in range(2):
-            with torch.no_grad():
-                run.model.weight[0] = ROW
+    """An average is put in, evaluated and saved, and the weights are put back."""
+    for write in WRITES:
+        for steps in (0, LATE):
+            run = Run(level, steps)
+            before = run.model.weight.detach().clone()
+            for is_saved in (False, True):
+                write(run.model.weight)
+                run.forward()
+                if is_saved:
+                    assert torch.equal(run.model.state_dict()["weight"], run.taken(ROW))
+                write(run.model.weight, before[0])
+                run.forward()
+                run.sides_are(run.exact)
+
+
+def half_written_for_backward_passes(level):
+    """An attack on the weights: each step is as if they had not been written."""
+    for write in WRITES:
+        for steps in (0, LATE):
+            run = Run(level, steps)
+            gradient, want = torch.full((2, 4), 2.0**-10), run.exact.clone()
+            for _ in range(3):
+                before = run.model.weight.detach().clone()
+                run.block(gradient)
+                for _ in range(2):
+                    write(run.model.weight, run.model.weight.detach()[0] + 0.125)
+                    run.block(gradient)
+                write(run.model.weight, before[0])
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                want -= 3 * gradient
             run.forward()
-            with torch.no_grad():
-                run.model.weight.copy_(before)
-            run.forward()
-            run.sides_are(run.exact)
+            run.sides_are(want)
+
+
+def itself(model):
+    return model
+
+
+def by_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def half_written_and_saved_or_copied(level):
+    """Saves and copies have what the model computes with, with no forward between."""
+    for write in WRITES:
+        for steps in (0, LATE):
+            for way in (itself, copy.deepcopy, by_pickle, amp.unwrap):
+                run = Run(level, steps)
+                write(run.model.weight)
+                assert torch.equal(way(run.model).state_dict()["weight"], run.taken(ROW))
+
+
+def handed_out_after_it_was_written_back(level):
+    """What is then written into the state dict counts."""
+    run = Run(level, LATE)
+    before = run.model.weight.detach().clone()
+    write_in_place(run.model.weight)
+    run.forward()
+    write_in_place(run.model.weight, before[0])
+    run.forward()
+    run.model.state_dict()["weight"].data.add_(2.0**-20)
+    run.forward()
+    want = run.exact + 2.0**-20
+    run.sides_are(want)
 
 
 def value_written(level):
@@ -387,9 +467,14 @@ EVENTS = {
     "`initialize`": [initialized],
     "`optimizer.step`": [stepped],
     "`load_state_dict`": [loaded],
-    "half written, counters move": [half_written, half_written_before_a_step],
+    "half written, counters move": [half_written, half_written_before_a_step, half_written_and_back_after_a_step],
     "half written past the counters": [half_written_past_the_counters, half_written_past_the_counters_late],
-    "half written, then written back": [half_written_and_written_back],
+    "half written, then written back": [
+        half_written_and_written_back,
+        half_written_for_backward_passes,
+        half_written_and_saved_or_copied,
+        handed_out_after_it_was_written_back,
+    ],
     "value written": [value_written, value_written_past_the_counters_and_master_params],
     "both written after `state_dict`": [both_written_after_state_dict],
     "parameter replaced in its module": [replaced, replaced_by_a_float32_one],

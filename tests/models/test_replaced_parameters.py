@@ -2,6 +2,7 @@
 
 What plain torch would train, in the group that the script named, is what trains here. One thing is done for a script
 that plain torch does not do: a parameter that replaces a weight altogether goes on being trained by its optimizer.
+Those that are given to another optimizer are in the random programs of ``tests/laws``.
 """
 
 import copy
@@ -138,29 +139,6 @@ def test_a_replacement_that_is_added_steps_once_in_its_group(level, momentum, ad
     assert torch.equal(model.state_dict()["layer.weight"], second)
 
 
-@REPLACED
-@pytest.mark.parametrize("looks", [False, True])
-@LEVEL
-def test_a_replacement_trained_by_another_optimizer(level, looks):
-    """The new parameter is given to another optimizer, and the old one's must not step it as well."""
-    torch.manual_seed(0)
-    model, other = One(), One()
-    optimizers = [torch.optim.SGD(one.parameters(), lr=rate) for one, rate in ((model, OLD_RATE), (other, NEW_RATE))]
-    [model, other], optimizers = amp.initialize(
-        [model, other], optimizers, opt_level=level, verbosity=0, loss_scale=8.0
-    )
-    new, value = new_parameter(level, wide=True)
-    model.layer.weight = new
-    if looks:
-        forward(model)
-    optimizers[1].add_param_group({"params": [new]})
-    gradient = torch.full((4, 4), 2.0**-6)
-    step(model, optimizers, layer=gradient)
-    assert torch.equal(model.state_dict()["layer.weight"], value - NEW_RATE * gradient)
-    assert torch.equal(held(optimizers[1])[1], value - NEW_RATE * gradient)
-    masters_agree(model)
-
-
 @LEVEL
 def test_gradients_that_a_replacement_has_by_then_go_with_it(level):
     model, optimizer = started(level, One)
@@ -267,6 +245,21 @@ def test_a_replacement_from_a_copy_keeps_its_values(level):
     forward(model)
     assert torch.equal(held(optimizer)[0], want)
     masters_agree(model, optimizer)
+
+
+@REPLACED
+@LEVEL
+def test_a_gradient_cleared_before_a_replacement(level):
+    """The step does not use it on the new parameter."""
+    model, optimizer = started(level, One)
+    with amp.scale_loss((forward(model) * 2.0**-6).sum(), optimizer) as scaled:
+        scaled.backward()
+    model.layer.weight.grad = None
+    new, value = new_parameter(level, wide=False)
+    model.layer.weight = new
+    forward(model)
+    optimizer.step()
+    assert torch.equal(new, value.to(HALF[level]))
 
 
 # -- untied ------------------------------------------------------------------------------------------------------------
@@ -407,18 +400,3 @@ def test_tying_to_an_untrained_weight_ends_training(level):
         assert model.encoder.weight is model.decoder.weight
         assert torch.equal(model.encoder.weight, before)
         masters_agree(model, optimizer)
-
-
-@REPLACED
-@LEVEL
-def test_a_gradient_cleared_before_a_replacement(level):
-    """The step does not use it on the new parameter."""
-    model, optimizer = started(level, One)
-    with amp.scale_loss((forward(model) * 2.0**-6).sum(), optimizer) as scaled:
-        scaled.backward()
-    model.layer.weight.grad = None
-    new, value = new_parameter(level, wide=False)
-    model.layer.weight = new
-    forward(model)
-    optimizer.step()
-    assert torch.equal(new, value.to(HALF[level]))

@@ -264,11 +264,6 @@ def test_zero_grad(cls, options, set_grad_none):
     assert not params[0].grad.any()
 
 
-def test_zero_grad_defaults_are_apexs():
-    for cls, options in EVERY:
-        assert cls(make_params(), **options).set_grad_none == (cls is not FusedSGD)
-
-
 @every
 def test_works_under_native_grad_scaler(cls, options):
     ours, plain = make_params(), make_params()

@@ -468,28 +468,21 @@ def test_step_is_uncast_and_its_closure_is_as_outside():
 
 
 # -- disable_casts ----------------------------------------
-def test_disable_casts_nests_and_survives_exceptions():
+@pytest.mark.parametrize("is_one_object", [True, False])
+def test_disable_casts_nests_and_survives_exceptions(is_one_object):
+    """The casts come back at the last exit; one object can be nested in itself, and entered again."""
     model, _ = at("O1")
-    with disable_casts():
-        with disable_casts():
+    context = disable_casts()
+    with context:
+        with context if is_one_object else disable_casts():
             assert product() == FLOAT
         assert product() == FLOAT
         model(torch.randn(2, 4))
         old_style_step()
     assert model.seen == [FLOAT]
-    with pytest.raises(KeyError), disable_casts():
-        raise KeyError
     assert product() == HALF
-
-
-def test_one_disable_casts_object_can_be_nested():
-    """The casts come back at the last exit; the object can be entered again."""
-    at("O1")
-    context = disable_casts()
-    with context:
-        with context:
-            assert product() == FLOAT
-        assert product() == FLOAT
+    with pytest.raises(KeyError), context:
+        raise KeyError
     assert product() == HALF
     with context:
         assert product() == FLOAT

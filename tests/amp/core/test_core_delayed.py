@@ -1,7 +1,5 @@
 """``delay_unscale`` and ``delay_overflow_check``: scaled gradients that wait while the scale may move."""
 
-import contextlib
-
 import pytest
 import torch
 from core_kit import backward, loss_of, net, same, sgd, start
@@ -95,35 +93,6 @@ def test_waiting_gradients_survive_a_changed_scale(level, move):
     assert_close(level, grads(optimizer), summed(level, 1, 2, 3))
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_step_unscales_with_the_scale_of_the_delayed_block(level, move):
-    model, optimizer = waiting(level, move)
-    optimizer.step()
-    want, want_optimizer = start(level, model=net(0), loss_scale=2.0**12)
-    backward(want, want_optimizer, 1)
-    want_optimizer.step()
-    assert same(list(amp.master_params(optimizer)), list(amp.master_params(want_optimizer)))
-
-
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_overflow_in_the_delayed_block_still_skips(level, move, capsys):
-    models = [net(0), net(1)]
-    models, optimizers = amp.initialize(models, [sgd(m) for m in models], opt_level=level, verbosity=0)
-    amp._amp_state.verbosity = 1
-    scaler = amp._amp_state.loss_scalers[0]
-    backward(models[0], optimizers[0], 1, times=INF, delay_unscale=True)
-    move(scaler, (models[1], optimizers[1]))
-    capsys.readouterr()
-    backward(models[0], optimizers[0], 2)
-    before = [p.detach().clone() for p in amp.master_params(optimizers[0])]
-    optimizers[0].step()
-    assert amp.step_was_skipped(optimizers[0])
-    assert same(before, [p.detach() for p in amp.master_params(optimizers[0])])
-    assert capsys.readouterr().out.startswith("Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to")
-
-
 def test_at_scale_one_waiting_gradients_are_not_written():
     """Gradients that wait for their unscale at a scale of one are not multiplied by it."""
     model, optimizer = start("O5")
@@ -189,27 +158,6 @@ def halves_of_one_model(level, shared):
     return amp.initialize(model, optimizers, opt_level=level, loss_scale="dynamic", verbosity=0)
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_two_optimizers_that_step_after_a_delayed_block(level, order, blocks):
-    trained = []
-    for delay in (True, False):
-        model, optimizers = halves_of_one_model(level, shared=False)
-        for block in range(blocks):
-            with amp.scale_loss(loss_of(model, block), optimizers, delay_unscale=delay) as scaled:
-                scaled.backward()
-        for index in order:
-            optimizers[index].step()
-        trained.append([p.float() for p in model.parameters()])
-        assert amp._amp_state.loss_scalers[0]._unskipped == (1 if delay else blocks)
-    for one, other in zip(*trained, strict=True):
-        # Sums of half gradients before or after the unscaling: at O1 they are float32.
-        torch.testing.assert_close(
-            one, other, rtol=1e-6 if level == "O1" else 2e-3, atol=1e-6 if level == "O1" else 1e-3
-        )
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_delayed_overflow_counts_once(level, capsys):
     """It lowers the scale once, and every optimizer of the delayed block skips its step."""
@@ -245,21 +193,6 @@ def test_pending_gradients_of_a_shared_parameter(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_pending_gradients_lock_a_shared_parameter(level):
-    """While gradients wait for one optimizer, another with the same parameters may have no block and no step."""
-    model, optimizers = halves_of_one_model(level, shared=True)
-    backward(model, optimizers[0], 1, delay_unscale=True)
-    before = [p.detach().clone() for p in model.parameters()]
-    with pytest.raises(RuntimeError, match=SHARED), amp.scale_loss(loss_of(model, 2), optimizers[1]):
-        pytest.fail("the block was entered")
-    with pytest.raises(RuntimeError, match=SHARED):
-        optimizers[1].step()
-    assert same(before, list(model.parameters()))
-    backward(model, optimizers[0], 2)
-    assert_close(level, grads(optimizers[0]), summed(level, 1, 2)[:4])  # it holds the first four parameters
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_an_optimizer_made_anew_has_the_pending_gradients(level):
     """A script leaves an accumulation unfinished, and goes on with another optimizer and another scale."""
     model, before = start(level, loss_scale=2.0**12)
@@ -288,26 +221,6 @@ def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_exception_loses_pending_gradients_only(level):
-    """A block that raises warns that scaled gradients are lost, and keeps those that were unscaled before."""
-    model, optimizer = start(level, loss_scale=2.0**12)
-    backward(model, optimizer, 1)
-    backward(model, optimizer, 2, delay_unscale=True)
-
-    def fail():
-        with contextlib.suppress(ZeroDivisionError), amp.scale_loss(loss_of(model, 3), optimizer) as scaled:
-            scaled.backward()
-            raise ZeroDivisionError
-
-    with pytest.warns(UserWarning, match="raised in its backward pass while scaled gradients of delay_unscale"):
-        fail()
-    fail()
-    assert_close(level, grads(optimizer), summed(level, 1))
-    backward(model, optimizer, 4)
-    assert_close(level, grads(optimizer), summed(level, 1, 4))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_step_that_cannot_unscale_moves_nothing(level, monkeypatch, capsys):
     """Unscaling pending gradients raises in ``step``: they are dropped, and the next step is skipped."""
     model, optimizer = start(level)
@@ -328,16 +241,6 @@ def test_a_step_that_cannot_unscale_moves_nothing(level, monkeypatch, capsys):
     assert "the next step is skipped" in capsys.readouterr().out
     backward(model, optimizer, 1)
     assert_close(level, grads(optimizer), summed(level, 1))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_abandoned_block_adds_no_gradients(level):
-    """A block that is entered and never left does not change what was accumulated before."""
-    model, optimizer = start(level, loss_scale=2.0**12)
-    backward(model, optimizer, 1)
-    amp.scale_loss(loss_of(model, 2), optimizer).__enter__().backward()
-    backward(model, optimizer, 3)
-    assert_close(level, grads(optimizer), summed(level, 1, 3))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

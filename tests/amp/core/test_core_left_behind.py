@@ -74,15 +74,6 @@ def test_masters_of_another_models_half_weights_stay():
     amp.initialize(models, optimizer, opt_level="O0", verbosity=0)
 
 
-def test_other_optimizers_stay():
-    first, first_optimizer = start("O1")
-    _, second_optimizer = start("O1", model=net(1))
-    scaler = scaler_of(second_optimizer)
-    amp.initialize(first, first_optimizer, opt_level="O2", verbosity=0)
-    assert scaler_of(second_optimizer) is scaler
-    assert scaler_of(first_optimizer) is not scaler
-
-
 def test_not_inside_a_block():
     model, optimizer = start("O1")
     with (

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from core_kit import backward, start
+from core_kit import backward, same, sgd, start
+from torch.utils.weak import TensorWeakRef
 
 from ampcompat import _torch, amp
 
@@ -106,3 +107,21 @@ def test_fused_copies_are_those_of_the_cpu():
 def test_gradients_that_come_with_a_later_pass_are_float32(parts):
     _, found, expected = passes_of_two_parts(parts)
     assert all(a.dtype == torch.float32 and torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_half_gradients_are_not_kept_alive_by_their_masters():
+    model, optimizer = start("O2")
+    for clear in (optimizer.zero_grad, lambda: (optimizer.step(), model.zero_grad())):
+        backward(model, optimizer)
+        held = [TensorWeakRef(p.grad) for p in model.parameters()]
+        clear()
+        assert not any(ref() is not None for ref in held)
+
+
+def test_an_optimizer_joins_before_the_step():
+    """A second optimizer for the model, given between a block and its step, does not change the gradients."""
+    model, first = start("O2")
+    backward(model, first)
+    _, second = amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    kept = [p.grad.clone() for p in amp.master_params(first)]
+    assert same(kept, [p.grad for p in amp.master_params(second)])

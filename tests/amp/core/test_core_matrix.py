@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from core_kit import assert_tied, batch, net, same
+from core_kit import assert_tied, batch, net
 
 from ampcompat import amp
 
@@ -52,7 +52,7 @@ def losses(model, pattern):
     return first if pattern == "one loss" else [*first, lambda: model(x).float().pow(2).mean() * 0.01]
 
 
-def one_step(model, optimizer, pattern, scaled=True):
+def one_step(model, optimizer, pattern):
     """One step; returns the sum of its losses."""
     totals = []
 
@@ -62,9 +62,6 @@ def one_step(model, optimizer, pattern, scaled=True):
         for index, make in enumerate(losses(model, pattern)):
             loss = make()
             total += loss.detach()
-            if not scaled:
-                loss.backward()
-                continue
             with amp.scale_loss(loss, optimizer, loss_id=index if pattern == "two losses" else 0) as big:
                 big.backward()
         totals.append(float(total))
@@ -99,23 +96,3 @@ def test_trains(setting, kind, pattern):
     stepped = {p.dtype for p in amp.master_params(optimizer)}
     assert stepped == ({FULL} if has_masters else {linear, batchnorm})
     assert all(torch.isfinite(p).all() for p in amp.master_params(optimizer))
-
-
-@pytest.mark.cover(2)
-@pytest.mark.parametrize("setting", ["O0", "O0 static", "O1 without casts", "O2 no cast", "disabled"])
-@pytest.mark.parametrize("pattern", ["one loss", "two losses", "accumulation"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_without_half_bitwise_plain_pytorch(setting, kind, pattern):
-    model, plain = net(), net()
-    optimizer, plain_optimizer = OPTIMIZERS[kind](model.parameters()), OPTIMIZERS[kind](plain.parameters())
-    if setting == "disabled":
-        amp.initialize(model, optimizer, opt_level="O2", enabled=False)
-    else:
-        level, overrides, *_ = SETTINGS[setting]
-        amp.initialize(model, optimizer, opt_level=level, num_losses=2, verbosity=0, **overrides)
-    got = [one_step(model, optimizer, pattern) for _ in range(3)]
-    with torch.autocast("cpu", enabled=False):
-        want = [one_step(plain, plain_optimizer, pattern, scaled=False) for _ in range(3)]
-    assert got == want  # powers of two scale without rounding
-    assert same(list(model.parameters()), list(plain.parameters()))
-    assert same(list(model.buffers()), list(plain.buffers()))

@@ -40,19 +40,12 @@ def test_other_ranks_say_nothing(capsys, monkeypatch):
     assert amp.step_was_skipped(optimizer)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_the_loss_comes_out_scaled_in_float32(level):
-    _, optimizer = start(level, loss_scale=128.0)
+@pytest.mark.parametrize(("level", "scale"), [("O0", 1.0), ("O1", 128.0), ("O2", 128.0), ("O3", 1.0)])
+def test_the_loss_comes_out_scaled_in_float32(level, scale):
+    _, optimizer = start(level, loss_scale=None if scale == 1.0 else scale)
     for dtype in (torch.float16, torch.float32, torch.float64):
         with amp.scale_loss(torch.ones((), dtype=dtype), optimizer) as scaled:
-            assert (scaled.dtype, scaled.item()) == (torch.float32, 128.0)
-
-
-@pytest.mark.parametrize("level", ["O0", "O3"])
-def test_levels_that_do_not_scale_hand_the_loss_on(level):
-    model, optimizer = start(level)
-    with amp.scale_loss(torch.ones((), dtype=torch.float16), optimizer) as scaled:
-        assert (scaled.dtype, scaled.item()) == (torch.float32, 1.0)
+            assert (scaled.dtype, scaled.item()) == (torch.float32, scale)
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
@@ -85,15 +78,6 @@ def test_an_empty_list_of_optimizers_unscales_nothing(level):
     assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 64.0, "unskipped": 1}
     model.zero_grad()
     train(model, optimizer, 1)
-
-
-def test_a_block_without_gradients_counts_as_a_clean_pass():
-    model, optimizer = start("O2", model=torch.nn.Linear(2, 2))
-    other = torch.ones((), requires_grad=True)
-    with amp.scale_loss(other * 2, []) as scaled:
-        scaled.backward()
-    assert other.grad.item() == 2 * 2.0**16
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 1
 
 
 def test_initialized_without_an_optimizer():
@@ -149,28 +133,6 @@ def test_no_warning_for_an_optimizer_not_reached():
         optimizer.step()
 
 
-def test_blocks_of_other_optimizers_nest_and_of_the_same_do_not():
-    models, optimizers = two_of_each("O2", num_losses=2)
-    with amp.scale_loss(loss_of(models[0], 1), optimizers[0], loss_id=0) as outer:
-        with amp.scale_loss(loss_of(models[1], 1), optimizers[1], loss_id=1) as inner:
-            inner.backward()
-        again = amp.scale_loss(loss_of(models[0], 2), [optimizers[1], optimizers[0]], loss_id=1)
-        with pytest.raises(RuntimeError, match="scale_loss inside a scale_loss block of the same optimizer"):
-            again.__enter__()
-        outer.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    assert [e["unskipped"] for e in amp.state_dict().values()] == [1, 1]
-
-
-def test_clipping_inside_the_block_sees_scaled_gradients():
-    model, optimizer = start("O1")
-    with amp.scale_loss(loss_of(model), optimizer) as scaled:
-        scaled.backward()
-        inside = [p.grad.clone() for p in amp.master_params(optimizer)]
-    assert same([g / 2**16 for g in inside], [p.grad for p in amp.master_params(optimizer)])
-
-
 def test_each_call_of_initialize_owns_its_scalers():
     first, first_optimizer = start("O2")
     second, second_optimizer = start("O1", model=net(1), loss_scale=4.0)
@@ -184,16 +146,6 @@ def test_each_call_of_initialize_owns_its_scalers():
         optimizer.step()
     assert amp.step_was_skipped(first_optimizer)
     assert not amp.step_was_skipped(second_optimizer)
-
-
-def test_initialize_with_the_cap_and_the_floor():
-    model, optimizer = start("O2", min_loss_scale=256.0, max_loss_scale=512.0)
-    assert scales() == [512.0]
-    for _ in range(3):
-        backward(model, optimizer, times=INF)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert scales() == [256.0]
 
 
 @pytest.mark.parametrize("optimizers", [None, "an engine", 3, [object()]])

@@ -68,78 +68,6 @@ ENCODER, HEADS = ["encoder.0", "encoder.1"], ["heads.0", "heads.1"]
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------
-CLEAR = {
-    "none": lambda model: model.zero_grad(),
-    "zeros": lambda model: model.zero_grad(set_to_none=False),
-    "by hand": lambda model: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
-}
-
-
-@pytest.mark.parametrize("how", CLEAR)
-def test_cleared_gradients_reach_no_optimizer_that_waits(how):
-    model, a, b = start()
-    block(model, 0, [a, b])
-    a.step()
-    CLEAR[how](model)
-    before = values(model)
-    b.step()
-    assert set(moved(before, model)) <= {"encoder.1"}  # float32 zeros are stepped with, as in plain torch
-
-
-@pytest.mark.parametrize("how", CLEAR)
-def test_cleared_gradients_are_not_added_to_the_next_block(how):
-    model, a, b = start()
-    block(model, 0, [a, b])
-    a.step()
-    CLEAR[how](model)
-    block(model, 1, a)
-    found = [p.grad.clone() for p in amp.master_params(a) if p.grad is not None and p.grad.any()]
-    a.zero_grad()
-    b.zero_grad()
-    block(model, 1, a)
-    assert same(found, [p.grad for p in amp.master_params(a) if p.grad is not None and p.grad.any()])
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_gradients_of_both_are_unscaled_and_added_once(level):
-    found = []
-    for both in (True, False):
-        model, a, b = start(level)
-        for _ in range(2):
-            block(model, 0, [a, b] if both else a)
-        found.append([p.grad.clone() for p in amp.master_params(a)])
-    assert same(*found)
-
-
-def test_the_second_optimizer_uses_the_same_gradients():
-    """Two optimizers of one block share a weight: the second one steps with the gradients the first one used."""
-    model, a, b = start()
-    block(model, 0, [a, b])
-    gradients = {id(p): p.grad.clone() for one in (a, b) for p in amp.master_params(one) if p.grad is not None}
-    plain = {id(p): p.detach().clone() for one in (a, b) for p in amp.master_params(one)}
-    for one in (a, b):
-        for p in amp.master_params(one):
-            if id(p) in gradients:
-                plain[id(p)].add_(gradients[id(p)], alpha=-0.1)
-    a.step()
-    b.step()
-    assert all(torch.equal(p, plain[id(p)]) for one in (a, b) for p in amp.master_params(one))
-
-
-def test_a_second_step_leaves_masters_to_the_one_that_waits():
-    model, a, b = start()
-    block(model, 0, [a, b])
-    a.step()
-    kept = [p.grad for p in amp.master_params(b)]
-    before = values(model)
-    a.step()
-    assert moved(before, model) == ["encoder.1"]  # float32, as in plain torch
-    assert all(p.grad is grad for p, grad in zip(amp.master_params(b), kept, strict=True))
-    before = values(model)
-    b.step()
-    assert moved(before, model) == ENCODER
-
-
 def test_a_second_step_that_raises_gives_the_gradients_back(monkeypatch):
     model, a, b = start()
     block(model, 0, [a, b])
@@ -222,73 +150,6 @@ def test_a_new_optimizer_beside_one_that_never_stepped(again, clears):
 
 
 # -- overflows -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("first_steps", ["before", "between", "after"])
-@pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_skips_all_steps_that_share_it(level, first_steps, fused, capsys):
-    """Two optimizers share weights; the one that overflowed steps before the other's block, after it, or last."""
-    model, a, b = start(level, lambda params: torch.optim.SGD(params, lr=0.1, fused=fused), num_losses=2)
-    before = values(model)
-    block(model, 0, a, INF, loss_id=0)
-    if first_steps == "before":
-        a.step()
-        assert amp.step_was_skipped(a)
-    block(model, 1, b, loss_id=1)
-    if first_steps == "between":
-        a.step()
-    b.step()
-    if first_steps == "after":
-        a.step()
-    # Masters begin anew once the only optimizer with their gradients was skipped; float32 ones stay not finite.
-    assert amp.step_was_skipped(b)
-    assert moved(before, model) == []
-    scales = [amp._amp_state.loss_scalers[i].loss_scale() for i in range(2)]
-    assert scales == [2.0**9, 2.0**10]  # only the loss that overflowed
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_it_skips_none_once_they_are_cleared(level):
-    model, a, b = start(level)
-    block(model, 0, a, INF)
-    a.step()
-    model.zero_grad()
-    block(model, 1, b)
-    b.step()
-    assert not amp.step_was_skipped(b)
-    assert is_finite(model)
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_nor_where_it_is_in_no_shared_tensor(level):
-    """The head of one overflows, and the encoder does not: the other's step is as if nothing had been."""
-    model, a, b = start(level)
-    block(model, 1, b)
-    with amp.scale_loss(model.heads[0].weight.float().sum() * INF, a) as scaled:
-        scaled.backward()
-    b.step()
-    assert not amp.step_was_skipped(b)
-    a.step()
-    assert amp.step_was_skipped(a)
-    assert is_finite(model)
-
-
-def test_it_skips_one_that_had_used_the_gradients_before():
-    """What one step has left to the other is forgotten when it was cleared: the overflow is in new gradients."""
-    model, a, b = start()
-    for p in model.encoder[1].parameters():  # float32, and not finite either
-        p.requires_grad_(False)
-    block(model, 1, b)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        a.step()
-    model.zero_grad()
-    block(model, 1, b, INF)
-    before = values(model)
-    a.step()
-    assert amp.step_was_skipped(a)
-    assert moved(before, model) == []
-
-
 def test_the_script_that_decides_by_itself_decides_for_all():
     """``delay_overflow_check``, and ``update_scale`` by hand."""
     model, a, b = start()
@@ -327,22 +188,6 @@ def test_open_blocks_that_share_weights_are_refused(level):
     b.zero_grad()
     block(model, 1, [a, b])
     assert same(kept, [p.grad for p in amp.master_params(b)])
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
-def test_a_step_beside_pending_gradients_is_refused(level, loss_scale):
-    model, a, b = start(level, loss_scale=loss_scale)
-    block(model, 0, [a, b])
-    block(model, 0, a, delay_unscale=True)
-    before = values(model)
-    with pytest.raises(RuntimeError, match="scaled gradients are pending"):
-        b.step()
-    with pytest.raises(RuntimeError, match="scaled gradients are pending"):
-        block(model, 1, [a, b])
-    assert moved(before, model) == []
-    a.step()
-    assert is_finite(model)
 
 
 def test_a_dropped_block_is_not_open():
