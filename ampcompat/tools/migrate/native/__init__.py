@@ -17,7 +17,6 @@ from libcst.codemod.visitors import AddImportsVisitor, ImportItem
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.lines import lines_of
 from ampcompat.tools.migrate.caller import NAME
-from ampcompat.tools.migrate.native.arguments import drop_amp_arguments
 from ampcompat.tools.migrate.native.casts import replace_casts
 from ampcompat.tools.migrate.native.edits import SCALER, Edits
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts, drop_aliases
@@ -42,7 +41,6 @@ from ampcompat.tools.migrate.native.place import caller_of, has_helper, helper_n
 from ampcompat.tools.migrate.native.probes import answer_probes
 from ampcompat.tools.migrate.native.replaced import replace_classes
 from ampcompat.tools.migrate.native.state import replace_state, state_uses
-from ampcompat.tools.migrate.native.wrap import wrap_long_lines
 from ampcompat.tools.migrate.result import ALONE, Result, Tree
 from ampcompat.tools.migrate.text import INSTALL_APEX
 
@@ -90,9 +88,7 @@ def rewrite_native(code: str, tree: Tree = ALONE) -> Result:
             if step.unseen and not step.scaled:
                 edits.mark(facts.file.statement(step.call), PLAIN_STEP)
     new = edits.apply(facts.file)
-    if any(param.name.value == "amp" for param in facts.file.of_type(cst.Param)):
-        new = drop_amp_arguments(cst.parse_module(new.code))
-    result = _finished(drop_imports(new), code, facts, home)
+    result = _finished(drop_imports(new), facts, home)
     for text in facts.file.of_type(cst.SimpleString):
         if INSTALL_APEX.search(text.value) and text.value in result.code:
             edits.note(f"{text.value} tells users to install apex, which nothing needs any more")
@@ -147,23 +143,20 @@ def _importing_helper(module: cst.Module, helper: str, name: str) -> cst.Module:
     return AddImportsVisitor(CodemodContext(), [item]).transform_module(module)
 
 
-def _finished(module: cst.Module, old: str, facts: Facts, home: Home) -> Result:
+def _finished(module: cst.Module, facts: Facts, home: Home) -> Result:
     """The result: with marks above what still names apex, with the names that were chosen, and with the helper."""
     module = _marked_where_needed(module)
     code = module.code
     names = helper_names(facts.file)
-    old_lines = set(lines_of(old))
-
-    def finish(text: str) -> str:
-        return wrap_long_lines(_named(text, names, home.name), old_lines, module.default_newline)
-
     if HELPER not in code or has_helper(facts.file):
-        return Result.of(finish(with_torch(module).code))
+        return Result.of(_named(with_torch(module).code, names, home.name))
     shared = ""
     if home.kind == "global":
         shared = f"{home.name} = {SWITCHED_OFF}  # until {names[HELPER]}() is called"
     caller = caller_of(module, code, facts.file, names, shared)
-    caller = replace(caller, above=finish(caller.above), below=finish(caller.below))
+    above = _named(caller.above, names, home.name)
+    below = _named(caller.below, names, home.name)
+    caller = replace(caller, above=above, below=below)
     result = Result.of(caller.with_helper())
     result.caller = caller
     return result

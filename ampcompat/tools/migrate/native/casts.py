@@ -30,7 +30,7 @@ def replace_casts(facts: Facts, edits: Edits) -> None:
     """Write torch's own casts for those that apex was asked for; what has no counterpart stays, to be marked."""
     for call in facts.file.of_type(cst.Call):
         if facts.symbol(call.func) in ("apex.amp.disable_casts", "apex.amp.handle.disable_casts"):
-            edits.expressions[call] = lambda _: cst.parse_expression(NO_CASTS)
+            edits.replace(call, NO_CASTS)
         else:
             _drop_registration(call, facts, edits)
     for decorator in facts.file.of_type(cst.Decorator):
@@ -60,6 +60,4 @@ def _float_function(decorator: cst.Decorator, function: cst.FunctionDef, facts: 
         return
     name = "custom_bwd" if first == "ctx" and function.name.value == "backward" else "custom_fwd"
     cast = ", cast_inputs=torch.float32" if name == "custom_fwd" else ""
-    edits.expressions[decorator.decorator] = lambda _: cst.parse_expression(
-        f"torch.amp.{name}(device_type={DEVICE}{cast})"
-    )
+    edits.replace(decorator.decorator, f"torch.amp.{name}(device_type={DEVICE}{cast})")

@@ -49,20 +49,20 @@ def replace_state(facts: Facts, home: Home, edits: Edits) -> None:
         parent = facts.file.parents[node]
         saved_scale = _saved_scale(parent, facts)
         if saved_scale is not None:
-            _replace(saved_scale, f"{scaler}.get_scale()", edits)
+            edits.replace(saved_scale, f"{scaler}.get_scale()")
             continue
         if _looks_inside(parent, facts):
             edits.mark(facts.file.statement(node), OTHER_KEYS.format(scaler=scaler))
             continue
         name = "state_dict" if facts.symbol(node.func) == STATE_DICT else "load_state_dict"
-        edits.expressions[node] = lambda new, s=f"{scaler}.{name}": _renamed(new, s)  # type: ignore[misc]
+        edits.replace(node.func, f"{scaler}.{name}")
 
 
 def _scale(node: cst.Call | cst.Attribute, facts: Facts, scaler: str, edits: Edits) -> None:
     """``amp._amp_state.loss_scalers[0]._loss_scale``, read or written."""
     statement = facts.file.statement(node)
     if not isinstance(facts.file.parents[node], cst.AssignTarget):
-        _replace(node, f"{scaler}.get_scale()", edits)
+        edits.replace(node, f"{scaler}.get_scale()")
     elif isinstance(statement, cst.Assign) and len(statement.targets) == 1:
         new = f'{scaler}.load_state_dict({{**{scaler}.state_dict(), "scale": {code_of(statement.value)}}})'
         edits.statements[statement] = lambda _: [cst.parse_statement(new)]
@@ -76,17 +76,9 @@ def _saved_scale(parent: cst.CSTNode, facts: Facts) -> cst.CSTNode | None:
     return outer if (literal_key(parent), literal_key(outer)) == ("loss_scaler0", "loss_scale") else None
 
 
-def _replace(node: cst.CSTNode, code: str, edits: Edits) -> None:
-    edits.expressions[node] = lambda _: cst.parse_expression(code)
-
-
 def _looks_inside(parent: cst.CSTNode, facts: Facts) -> bool:
     """Whether the state is not handed on as a whole."""
     if isinstance(parent, cst.Subscript | cst.Attribute | cst.For | cst.CompFor | cst.ComparisonTarget):
         return True
     outer = facts.file.parents.get(parent)
     return isinstance(parent, cst.Arg) and isinstance(outer, cst.Call) and last_name(outer.func) in LOOKS
-
-
-def _renamed(call: cst.CSTNode, function: str) -> cst.CSTNode:
-    return call.with_changes(func=cst.parse_expression(function))
