@@ -33,7 +33,6 @@ from ampcompat.tools.migrate.native.loop import (
     replace_steps,
     scale_thresholds,
     scaled_steps,
-    update_at_exits,
 )
 from ampcompat.tools.migrate.native.merge import merge_branches
 from ampcompat.tools.migrate.native.paths import Walk
@@ -167,7 +166,7 @@ def _functions_that_use_it(facts: Facts, walk: Walk) -> set[Function | None]:
     nodes: list[cst.CSTNode] = [*facts.scaled, *state_uses(facts), *walk.scaled_backward]
     nodes += [step.call for step in scaled_steps(walk)]
     nodes += [place.statement for place in walk.unscales.values()]
-    nodes += [*walk.scaled_clips, *walk.exits]
+    nodes += walk.scaled_clips
     return {facts.file.function(node) for node in nodes}
 
 
@@ -176,7 +175,6 @@ def _translate(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
     replace_backward(facts, walk, home, edits)
     replace_steps(facts, walk, home, edits)
     insert_unscale(walk, home, edits)
-    update_at_exits(walk, home, edits)
     scale_thresholds(walk, home, edits)
     replace_master_params(facts, edits)
     replace_state(facts, home, edits)

@@ -159,12 +159,6 @@ def _stepped(call: Any, scaler: str) -> cst.BaseExpression:
     return cst.parse_expression(f"{scaler}.step({code_of(call.func.value)})")
 
 
-def update_at_exits(walk: Walk, home: Home, edits: Edits) -> None:
-    """``scaler.update()`` where a step is left out after ``unscale_``."""
-    for node in walk.exits:
-        edits.insert_before(node, f"{home.scaler(walk.file.function(node))}.update()")
-
-
 def _groups(steps: list[Step], walk: Walk) -> list[list[Step]]:
     """Steps that share an update: one that others wait for belongs to them."""
     groups: list[list[Step]] = []

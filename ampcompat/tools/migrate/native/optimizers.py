@@ -10,9 +10,9 @@ import libcst as cst
 from libcst.metadata import GlobalScope
 
 from ampcompat.tools.migrate.native.control import Frame
-from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, Facts
+from ampcompat.tools.migrate.native.facts import Facts
 from ampcompat.tools.migrate.native.file import Function, Variable
-from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
+from ampcompat.tools.migrate.native.nodes import elements, last_name
 from ampcompat.tools.migrate.native.places import Path
 from ampcompat.tools.migrate.text import code_of
 
@@ -64,20 +64,6 @@ class Optimizers:
         if text not in self.facts.model_of.values():
             return set()
         return {root for v, model in self.facts.model_of.items() if model == text for root in self.facts.roots(v)}
-
-    def named_in(self, call: cst.Call | None) -> set[Variable]:
-        """The optimizers whose gradients a call reads, by its arguments."""
-        found: set[Variable] = set()
-        for arg in call.args if call is not None else ():
-            value = arg.value
-            if isinstance(value, cst.Call) and self.facts.symbol(value.func) in MASTER_PARAMS:
-                found |= self.meant_by(argument(value, 0, "optimizer"))
-            elif isinstance(value, cst.Call) and last_name(value.func) == "parameters":
-                if isinstance(value.func, cst.Attribute):
-                    found |= self.of_model(value.func.value)
-            else:
-                found |= self.meant_by(value)
-        return found
 
     def name(self, one: Variable, number: int, path: Path) -> str | None:
         """An expression for an optimizer, or a starred one for a list that holds it, where a path has led to.
