@@ -19,7 +19,7 @@ from ampcompat.tools.check.lines import lines_of
 from ampcompat.tools.migrate.caller import NAME
 from ampcompat.tools.migrate.native.casts import replace_casts
 from ampcompat.tools.migrate.native.edits import SCALER, Edits
-from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts, drop_aliases
+from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import File, Function
 from ampcompat.tools.migrate.native.home import Home
 from ampcompat.tools.migrate.native.imports import drop_imports, with_torch
@@ -81,7 +81,7 @@ def rewrite_native(code: str, tree: Tree = ALONE) -> Result:
     if not facts.scaled and not walk.steps and not tree.trains_elsewhere:
         for made in facts.initialized:
             if made.optimizers is not None:
-                edits.mark(facts.file.statement(made.node), NO_LOOP.format(scaler=SCALER))
+                edits.mark(facts.file.statement(made.call), NO_LOOP.format(scaler=SCALER))
     if tree.trains_elsewhere:
         for step in walk.steps.values():
             if step.unseen and not step.scaled:
@@ -179,7 +179,6 @@ def _translate(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
     replace_master_params(facts, edits)
     replace_state(facts, home, edits)
     replace_casts(facts, edits)
-    drop_aliases(facts, edits)
     replace_classes(facts, edits)
     for statement, message in sorted(walk.problems, key=lambda problem: facts.file.order(problem[0])):
         edits.mark(statement, message)

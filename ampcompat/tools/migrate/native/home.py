@@ -28,7 +28,7 @@ class Home:
             self.kind = "helper"
             self.name = f"{helper_names(self.file)[NAME]}.scaler"
             return
-        makers = {self.file.function(made.node) for made in facts.initialized}
+        makers = {self.file.function(made.call) for made in facts.initialized}
         self.name = _free_name(self.file)
         self.kind = self._kind(makers)
 
