@@ -62,7 +62,6 @@ class Facts:
         #: Variables that amp is given as optimizers.
         self.given: set[Variable] = set()
         self.optimizers = self._managed([o for i in self.initialized for o in (i.optimizers, _second(i))], "optimizer")
-        self.used_as_optimizers = self._used_as_optimizers()
         self.models = self._managed([m for i in self.initialized for m in (i.models, _first(i))], "model")
         self.results = self._results()
         self.containers = self._containers()
@@ -176,22 +175,6 @@ class Facts:
     def in_optimizer(self, node: cst.CSTNode) -> bool:
         """Whether a node stands in a class that is an optimizer."""
         return any(parent in self.flows.optimizer_classes for parent in self.file.ancestors(node))
-
-    def _used_as_optimizers(self) -> set[Variable]:
-        """Variables that are stepped, cleared, or given to amp as an optimizer: models that share a list are not."""
-        found: list[Variable] = []
-        for node in self.file.of_type(cst.Attribute):
-            if node.attr.value in ("step", "zero_grad", "param_groups"):
-                found += self._variables(node.value)
-        for call in self.file.of_type(cst.Call):
-            symbol = self.symbol(call.func)
-            if symbol in SCALE_LOSS:
-                found += self._variables(self.optimizer_of(call))
-            elif symbol in MASTER_PARAMS:
-                found += self._variables(argument(call, 0, "optimizer"))
-        for made in self.initialized:
-            found += self._variables(made.optimizers) + self._variables(_second(made))
-        return {variable for variable in found if variable in self.optimizers}
 
     def optimizer_names(self) -> tuple[str, ...]:
         """The last parts of the names of optimizers under amp."""

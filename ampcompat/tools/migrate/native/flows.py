@@ -16,8 +16,6 @@ COMMON = (
     "update", "scale", "to", "cuda", "float", "half", "item", "append", "items", "values", "keys", "get", "pop",
     "copy", "add", "format", "join", "write", "close", "log",
 )  # fmt: skip
-#: Places of a tuple that are told apart.
-MOST_ELEMENTS = 4
 #: Nodes that give a value to something.
 BINDING = (
     cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.For, cst.CompFor, cst.Return, cst.Call, cst.Subscript, cst.Param,
@@ -243,10 +241,7 @@ class Flows:
     def _result(self, target: Variable, call: cst.Call) -> None:
         found = self.callee(call)
         if found is not None:
-            returned: Variable = (found[0], "return")
-            self._edge(returned, target)
-            for index in range(MOST_ELEMENTS):
-                self._edge(_position(returned, index), _position(target, index))
+            self._edge((found[0], "return"), target)
         elif last_name(call.func) in PASSES_ON and call.args:
             self._assign(target, call.args[0].value)
 

@@ -210,11 +210,7 @@ def insert_unscale(walk: Walk, home: Home, edits: Edits) -> None:
         if place.statement in walk.refused:
             continue
         for name in place.names:
-            scaler = home.scaler(place.function)
-            code = f"{scaler}.unscale_({name})"
-            if name.startswith("*"):
-                code = f"for one in {name[1:]}:\n    {scaler}.unscale_(one)"
-            edits.insert_before(place.statement, code)
+            edits.insert_before(place.statement, f"{home.scaler(place.function)}.unscale_({name})")
 
 
 def scale_thresholds(walk: Walk, home: Home, edits: Edits) -> None:

@@ -66,16 +66,13 @@ class Optimizers:
         return {root for v, model in self.facts.model_of.items() if model == text for root in self.facts.roots(v)}
 
     def name(self, one: Variable, number: int, path: Path) -> str | None:
-        """An expression for an optimizer, or a starred one for a list that holds it, where a path has led to.
+        """An expression for an optimizer, where a path has led to.
 
         Args:
             one: The optimizer.
             number: Which of the functions that the walk is in is to name it.
             path: The statements around the place.
         """
-        return self._own_name(one, number, path) or self._list_of(one, number)
-
-    def _own_name(self, one: Variable, number: int, path: Path) -> str | None:
         around = {at.statement for at in path}
         frame = self.frames[number]
         inner = self.frames[number + 1 :]
@@ -83,8 +80,6 @@ class Optimizers:
         found = None
         for node in [*self.uses.get(frame.function, ()), *self._visible(frame.function)]:
             if self.file.variable(node) in self.facts.containers and not isinstance(node, cst.Subscript):
-                continue
-            if self.file.variable(node) not in self.facts.used_as_optimizers:
                 continue
             loops = self.facts.loops.get(self.file.variable(node), [])
             if loops and not around.intersection(loops):
@@ -94,13 +89,6 @@ class Optimizers:
                 break
         self.frames.extend(inner)
         return found
-
-    def _list_of(self, one: Variable, number: int) -> str | None:
-        """A list of optimizers that holds one, in a function that the walk is in."""
-        for node in self.uses.get(self.frames[number].function, ()):
-            if self.file.variable(node) in self.facts.containers and one in self.meant_by(node):
-                return f"*{code_of(node)}"
-        return None
 
     def _visible(self, function: Function | None) -> list[cst.BaseExpression]:
         """Expressions of other functions that mean the same here: globals, attributes of ``self``."""

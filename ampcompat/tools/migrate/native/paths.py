@@ -24,7 +24,7 @@ from ampcompat.tools.migrate.native.gradients import (
     is_norm,
     is_plain_clip,
 )
-from ampcompat.tools.migrate.native.nodes import argument, descendants, last_name
+from ampcompat.tools.migrate.native.nodes import argument, descendants, elements, last_name
 from ampcompat.tools.migrate.native.optimizers import Optimizers
 from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join
 from ampcompat.tools.migrate.native.places import (
@@ -436,7 +436,7 @@ class Walk(ControlFlow):
             if place is None:
                 continue
             self._convert(frozenset().union(*(p.plain for p in waiting)), one)
-            if done:
+            if done and not self._is_of_each(place):
                 self._hoist(one, place, done)
             unscaled = Phase("unscaled", places=frozenset({place.statement}))
             state[one] = frozenset(unscaled._replace(over=p.over, stale=p.stale) if p in waiting else p for p in phases)
@@ -493,6 +493,13 @@ class Walk(ControlFlow):
             if other is place.statement:
                 index = innermost_loop(path)
             self.forced.setdefault(path[index].statement, set()).add(one)
+
+    def _is_of_each(self, place: Unscale) -> bool:
+        """Whether the loop around a place goes over optimizers, each of which is unscaled in a round of its own."""
+        loop = place.path[innermost_loop(place.path)].statement
+        if not isinstance(loop, cst.For):
+            return False
+        return place.names.keys() <= {code_of(one) for one in elements(loop.target) or [loop.target]}
 
     def _hoist_branches(self) -> None:
         """Unscale before an ``if`` instead of in several of its branches, where gradients are scaled before it."""
