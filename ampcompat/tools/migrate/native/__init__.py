@@ -17,11 +17,11 @@ from libcst.codemod.visitors import AddImportsVisitor, ImportItem
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.lines import lines_of
 from ampcompat.tools.migrate.caller import NAME
-from ampcompat.tools.migrate.native.casts import replace_casts
+from ampcompat.tools.migrate.native.amp_calls import replace_casts, replace_state, state_uses
 from ampcompat.tools.migrate.native.edits import SCALER, Edits
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import File, Function
-from ampcompat.tools.migrate.native.home import Home
+from ampcompat.tools.migrate.native.home import Home, caller_of, has_helper, helper_names
 from ampcompat.tools.migrate.native.imports import drop_imports, with_torch
 from ampcompat.tools.migrate.native.initialize import HELPER, SWITCHED_OFF, replace_initialize
 from ampcompat.tools.migrate.native.leftovers import mark_mentions, mark_objects
@@ -36,10 +36,8 @@ from ampcompat.tools.migrate.native.loop import (
 )
 from ampcompat.tools.migrate.native.merge import merge_branches
 from ampcompat.tools.migrate.native.paths import Walk
-from ampcompat.tools.migrate.native.place import caller_of, has_helper, helper_names
 from ampcompat.tools.migrate.native.probes import answer_probes
 from ampcompat.tools.migrate.native.replaced import replace_classes
-from ampcompat.tools.migrate.native.state import replace_state, state_uses
 from ampcompat.tools.migrate.result import ALONE, Result, Tree
 from ampcompat.tools.migrate.text import INSTALL_APEX
 

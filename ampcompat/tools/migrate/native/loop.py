@@ -8,6 +8,7 @@ from typing import Any
 
 import libcst as cst
 
+from ampcompat.tools.migrate.native.control import is_beside, meeting
 from ampcompat.tools.migrate.native.edits import Edits, Statement
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import File, Function
@@ -17,7 +18,6 @@ from ampcompat.tools.migrate.native.initialize import never_scales
 from ampcompat.tools.migrate.native.merge import in_brackets, one_line, scaled_loss
 from ampcompat.tools.migrate.native.nodes import argument, descendants, elements, last_name
 from ampcompat.tools.migrate.native.paths import Step, Walk
-from ampcompat.tools.migrate.native.places import is_beside, meeting
 from ampcompat.tools.migrate.text import code_of
 
 CLOSURE = (

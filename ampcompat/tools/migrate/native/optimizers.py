@@ -9,11 +9,10 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import GlobalScope
 
-from ampcompat.tools.migrate.native.control import Frame
+from ampcompat.tools.migrate.native.control import Frame, Path
 from ampcompat.tools.migrate.native.facts import Facts
 from ampcompat.tools.migrate.native.file import Function, Variable
 from ampcompat.tools.migrate.native.nodes import elements, last_name
-from ampcompat.tools.migrate.native.places import Path
 from ampcompat.tools.migrate.text import code_of
 
 

@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from ampcompat.tools.migrate.native.control import ControlFlow, Frame
+from ampcompat.tools.migrate.native.control import (
+    ControlFlow,
+    Frame,
+    Path,
+    innermost_loop,
+    is_beside,
+    meeting,
+    shared_length,
+    start_of_function,
+)
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_STEPS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import Function, Variable
 from ampcompat.tools.migrate.native.gradients import (
@@ -27,14 +36,6 @@ from ampcompat.tools.migrate.native.gradients import (
 from ampcompat.tools.migrate.native.nodes import argument, descendants, elements, last_name
 from ampcompat.tools.migrate.native.optimizers import Optimizers
 from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join
-from ampcompat.tools.migrate.native.places import (
-    Path,
-    innermost_loop,
-    is_beside,
-    meeting,
-    shared_length,
-    start_of_function,
-)
 from ampcompat.tools.migrate.text import code_of
 
 #: More paths than this are not followed.
