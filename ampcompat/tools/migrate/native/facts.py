@@ -146,31 +146,43 @@ class Facts:
     # Objects.
 
     def _managed(self, given: list[cst.BaseExpression | None], what: str) -> set[Variable]:
-        seeds = [v for node in given for v in self._variables(node)]
+        seeds = [v for node in given for v in self.variables(node)]
         if what == "optimizer":
             for call in self.scaled:
-                seeds += self._variables(self.optimizer_of(call))
+                seeds += self.variables(self.optimizer_of(call))
             self.given = set(seeds)
         return self.flows.targets(self.flows.sources(seeds))
 
-    def _variables(self, node: cst.BaseExpression | None) -> list[Variable]:
+    def variables(self, node: cst.BaseExpression | None) -> list[Variable]:
+        """The variables whose objects an expression is, or holds, or goes through."""
         if node is None:
             return []
         inner = elements(node)
         if inner is not None:
-            return [v for one in inner for v in self._variables(one)]
+            return [v for one in inner for v in self.variables(one)]
         if isinstance(node, cst.ListComp | cst.GeneratorExp):
-            return self._variables(node.elt)
+            return self.variables(node.elt)
+        if isinstance(node, cst.Call):
+            name = last_name(node.func)
+            if name in ("values", "items") and isinstance(node.func, cst.Attribute):
+                return self.variables(node.func.value)
+            if name in ("list", "reversed", "enumerate", "zip", "tuple"):
+                return [v for arg in node.args for v in self.variables(arg.value)]
+            return []
         variable = self.file.variable(node)
         return [] if variable is None else [variable]
 
     def is_optimizer(self, node: cst.CSTNode) -> bool:
         """Whether an expression may be an optimizer that is under amp."""
         variable = self.file.variable(node)
-        if variable not in self.optimizers or self.in_optimizer(node):
+        return variable is not None and self.holds_optimizer(variable) and not self.in_optimizer(node)
+
+    def holds_optimizer(self, variable: Variable) -> bool:
+        """Whether a variable may hold an optimizer that is under amp."""
+        if variable not in self.optimizers:
             return False
         # A scheduler may get the values of an optimizer where both are in one list.
-        return variable in self.given or not OTHER_STEPS.search(last_name(node))
+        return variable in self.given or not OTHER_STEPS.search(variable[1])
 
     def in_optimizer(self, node: cst.CSTNode) -> bool:
         """Whether a node stands in a class that is an optimizer."""
@@ -228,7 +240,7 @@ class Facts:
             value = node.value
             if isinstance(value, cst.Call) and self.is_model(value.func):
                 for target in node.targets:
-                    found += self._variables(target.target)
+                    found += self.variables(target.target)
         return self.flows.targets(found)
 
     def _models_of_optimizers(self) -> dict[Variable, str]:

@@ -135,7 +135,9 @@ class Flows:
             return self.file.class_of(self.file.function(call))
         return self.instances.get(self.file.variable(base) or (None, ""))
 
-    def bound(self, call: cst.Call, function: Function, skip_first: bool) -> Iterator[tuple[cst.Param, cst.CSTNode]]:
+    def bound(
+        self, call: cst.Call, function: Function, skip_first: bool
+    ) -> Iterator[tuple[cst.Param, cst.BaseExpression]]:
         """The parameters of a function, each with the argument that a call gives it."""
         params = [*function.params.posonly_params, *function.params.params]
         named = {p.name.value: p for p in (*params, *function.params.kwonly_params)}
@@ -282,8 +284,7 @@ class Flows:
                 self._assign(target, call.args[0].value)
             return
         for parameter, value in self.bound(call, *found):
-            if isinstance(value, cst.BaseExpression):
-                self._bind(parameter.name, value)
+            self._bind(parameter.name, value)
 
     # Closures.
 

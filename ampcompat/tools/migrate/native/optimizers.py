@@ -12,7 +12,6 @@ from libcst.metadata import GlobalScope
 from ampcompat.tools.migrate.native.control import Frame, Path
 from ampcompat.tools.migrate.native.facts import Facts
 from ampcompat.tools.migrate.native.file import Function, Variable
-from ampcompat.tools.migrate.native.nodes import elements, last_name
 from ampcompat.tools.migrate.text import code_of
 
 
@@ -32,33 +31,22 @@ class Optimizers:
         self.uses = self._uses()
         self.all = facts.ordered(self._roots_of_all())
 
-    def meant_by(self, node: cst.CSTNode | None) -> frozenset[Variable]:
+    def meant_by(self, node: cst.BaseExpression | None) -> frozenset[Variable]:
         """The optimizers that an expression may be, here."""
-        if node is None:
+        if node is None or self.facts.in_optimizer(node):
             return frozenset()
-        inner = elements(node) if isinstance(node, cst.BaseExpression) else None
-        if inner is not None:
-            return frozenset().union(*map(self.meant_by, inner))
-        if isinstance(node, cst.Call):
-            return self._elements_of(node)
-        variable = self.file.variable(node)
-        if variable is None or not self.facts.is_optimizer(node):
-            return frozenset()
+        variables = filter(self.facts.holds_optimizer, self.facts.variables(node))
+        return frozenset().union(*map(self._held_by, variables))
+
+    def _held_by(self, variable: Variable) -> frozenset[Variable]:
+        """The optimizers that a variable may hold: what a call gave it as a parameter, or all that flow into it."""
         for frame in reversed(self.frames):
             if variable in frame.held:
                 return frame.held[variable]
         return self.facts.roots(variable)
 
-    def _elements_of(self, call: cst.Call) -> frozenset[Variable]:
-        """The optimizers that ``optimizers.values()``, ``reversed(optimizers)`` and the like go through."""
-        name = last_name(call.func)
-        if name in ("values", "items") and isinstance(call.func, cst.Attribute):
-            return self.meant_by(call.func.value)
-        if name in ("list", "reversed", "enumerate", "zip", "tuple"):
-            return frozenset().union(*(self.meant_by(arg.value) for arg in call.args))
-        return frozenset()
-
     def of_model(self, base: cst.BaseExpression) -> set[Variable]:
+        """The optimizers that were made of the parameters of a model."""
         text = code_of(base)
         if text not in self.facts.model_of.values():
             return set()

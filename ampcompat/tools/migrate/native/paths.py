@@ -211,7 +211,9 @@ class Walk(ControlFlow):
         common = shared_length(step, node)
         if common <= inside or common == len(step):
             return False
-        return self.file.order(step[common].statement) > self.file.order(node[-1].statement)
+        first, second = (path[common].statement for path in (node, step))
+        same_function = self.file.function(first) is self.file.function(second)
+        return same_function and self.file.order(second) > self.file.order(node[-1].statement)
 
     def _function(
         self, frame: Frame, body: Iterable[cst.CSTNode], state: State, scaled: set[str] | None = None
