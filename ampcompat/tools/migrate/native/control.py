@@ -262,20 +262,6 @@ class ControlFlow(ABC):
         return join([left, *loop.broken])
 
     def _try(self, node: cst.Try | cst.TryStar, state: State) -> State | None:
-        if node.finalbody is None:
-            return self._handled(node, state)
-        exits = [self.frames[-1].returned]
-        if self.loops:
-            exits += [self.loops[-1].broken, self.loops[-1].continued]
-        before = [len(states) for states in exits]
-        result = self._handled(node, state)
-        for states, count in zip(exits, before, strict=True):
-            left = self.statements(node.finalbody.body.body, join(states[count:]))
-            states[count:] = [] if left is None else [left]
-        return self.statements(node.finalbody.body.body, result)
-
-    def _handled(self, node: cst.Try | cst.TryStar, state: State) -> State | None:
-        """The state before ``finally``."""
         left = self.statements(node.body.body, dict(state))
         failed = join([state, left])
         ends = []
@@ -283,7 +269,11 @@ class ControlFlow(ABC):
             ends.append(self.statements(handler.body.body, dict(failed or state)))
         if node.orelse is not None and left is not None:
             left = self.statements(node.orelse.body.body, left)
-        return join([left, *ends])
+        result = join([left, *ends])
+        if node.finalbody is None:
+            return result
+        after = self.statements(node.finalbody.body.body, failed if result is None else result)
+        return None if result is None else after
 
 
 def _assigned_names(node: cst.CSTNode) -> Iterator[cst.Name]:
