@@ -1,8 +1,16 @@
 """``--to native``: calls of apex become plain ``torch.amp``.
 
 The forward of a model is made to run under autocast where ``amp.initialize`` stands, by a helper that is pasted into
-the file; all that follows from it needs no change. What analysis remains is the order of the scaler's calls
-(``paths``).
+the file; all that follows from it needs no change. What analysis remains is the order of the scaler's calls.
+
+| question | modules |
+|---|---|
+| What does a file consist of, and what do its names mean? | ``nodes``, ``scopes``, ``file``, ``flows``, ``facts`` |
+| What is only there for want of apex, or twice because of amp? | ``probes``, ``merge`` |
+| In which order are losses scaled and steps made? | ``gradients``, ``phases``, ``optimizers``, ``control``, ``paths`` |
+| What is written instead? | ``initialize``, ``home``, ``helper``, ``loop``, ``amp_calls``, ``replaced`` |
+| What goes, and what is left to the reader? | ``imports``, ``leftovers`` |
+| How is the tree changed? | ``edits`` |
 """
 
 from __future__ import annotations
