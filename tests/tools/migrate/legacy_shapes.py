@@ -308,18 +308,6 @@ for i in range(6):
         + scaled_backward()
         + f"if (i + 1) % 2 == 0:\n    {CLIP}\n    opt.step()\n    opt.zero_grad()\nLOSSES.append(loss.item())\n"
     ),
-    "step left out by continue after clipping": SETUP + loop(f"{CLIP}\nif i == 3:\n    continue\nopt.step()"),
-    "step left out by return after clipping": SETUP
-    + "def go(i):\n"
-    + indented(f"{CLIP}\nif i == 3:\n    return\nopt.step()")
-    + loop("go(i)"),
-    "gradients cleared in finally": SETUP
-    + turns(
-        "try:\n"
-        + indented("for n in range(2):\n" + indented(f"loss = F.cross_entropy(model(x), y)\n{scaled_backward()}"))
-        + indented("norm = sum(p.grad.norm() for p in model.parameters())\nif i == 3:\n    continue\nopt.step()")
-        + "finally:\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
-    ),
     "a norm clipped at each accumulated loss": SETUP
     + turns(
         "loss = F.cross_entropy(model(x), y) / 2\n"
@@ -507,6 +495,18 @@ Trainer().run()
 }
 
 MARKED = {
+    "step left out by continue after clipping": SETUP + loop(f"{CLIP}\nif i == 3:\n    continue\nopt.step()"),
+    "step left out by return after clipping": SETUP
+    + "def go(i):\n"
+    + indented(f"{CLIP}\nif i == 3:\n    return\nopt.step()")
+    + loop("go(i)"),
+    "gradients cleared in finally": SETUP
+    + turns(
+        "try:\n"
+        + indented("for n in range(2):\n" + indented(f"loss = F.cross_entropy(model(x), y)\n{scaled_backward()}"))
+        + indented("norm = sum(p.grad.norm() for p in model.parameters())\nif i == 3:\n    continue\nopt.step()")
+        + "finally:\n    opt.zero_grad()\nLOSSES += [loss.item(), norm.item()]\n"
+    ),
     "model inside another": SETUP
     + loop("opt.step()")
     + "both = nn.Sequential(model, nn.ReLU())\nLOSSES.append(both(x).sum().item())\n",

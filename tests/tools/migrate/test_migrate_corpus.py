@@ -8,7 +8,7 @@ from ampcompat.tools.migrate import migrate_source
 #: Scripts with a mark that a person has to settle.
 LEFT = {
     "amp_as_argument", "feature_gradients", "fused_adam_layernorm", "half_dtype_reader", "legacy_handle",
-    "stylegan2_train",
+    "lightning_hooks", "partial_init", "stylegan2_train",
 }  # fmt: skip
 
 

@@ -1,8 +1,16 @@
 """``--to native``: calls of apex become plain ``torch.amp``.
 
 The forward of a model is made to run under autocast where ``amp.initialize`` stands, by a helper that is pasted into
-the file; all that follows from it needs no change. What analysis remains is the order of the scaler's calls
-(``paths``).
+the file; all that follows from it needs no change. What analysis remains is the order of the scaler's calls.
+
+| question | modules |
+|---|---|
+| What does a file consist of, and what do its names mean? | ``nodes``, ``scopes``, ``file``, ``flows``, ``facts`` |
+| What is only there for want of apex, or twice because of amp? | ``probes``, ``merge`` |
+| In which order are losses scaled and steps made? | ``gradients``, ``phases``, ``optimizers``, ``control``, ``paths`` |
+| What is written instead? | ``initialize``, ``home``, ``helper``, ``loop``, ``amp_calls``, ``replaced`` |
+| What goes, and what is left to the reader? | ``imports``, ``leftovers`` |
+| How is the tree changed? | ``edits`` |
 """
 
 from __future__ import annotations
@@ -17,12 +25,11 @@ from libcst.codemod.visitors import AddImportsVisitor, ImportItem
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.lines import lines_of
 from ampcompat.tools.migrate.caller import NAME
-from ampcompat.tools.migrate.native.arguments import drop_amp_arguments
-from ampcompat.tools.migrate.native.casts import replace_casts
+from ampcompat.tools.migrate.native.amp_calls import replace_casts, replace_state, state_uses
 from ampcompat.tools.migrate.native.edits import SCALER, Edits
-from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts, drop_aliases
+from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import File, Function
-from ampcompat.tools.migrate.native.home import Home
+from ampcompat.tools.migrate.native.home import Home, caller_of, has_helper, helper_names
 from ampcompat.tools.migrate.native.imports import drop_imports, with_torch
 from ampcompat.tools.migrate.native.initialize import HELPER, SWITCHED_OFF, replace_initialize
 from ampcompat.tools.migrate.native.leftovers import mark_mentions, mark_objects
@@ -34,15 +41,11 @@ from ampcompat.tools.migrate.native.loop import (
     replace_steps,
     scale_thresholds,
     scaled_steps,
-    update_at_exits,
 )
 from ampcompat.tools.migrate.native.merge import merge_branches
 from ampcompat.tools.migrate.native.paths import Walk
-from ampcompat.tools.migrate.native.place import caller_of, has_helper, helper_names
 from ampcompat.tools.migrate.native.probes import answer_probes
 from ampcompat.tools.migrate.native.replaced import replace_classes
-from ampcompat.tools.migrate.native.state import replace_state, state_uses
-from ampcompat.tools.migrate.native.wrap import wrap_long_lines
 from ampcompat.tools.migrate.result import ALONE, Result, Tree
 from ampcompat.tools.migrate.text import INSTALL_APEX
 
@@ -84,15 +87,13 @@ def rewrite_native(code: str, tree: Tree = ALONE) -> Result:
     if not facts.scaled and not walk.steps and not tree.trains_elsewhere:
         for made in facts.initialized:
             if made.optimizers is not None:
-                edits.mark(facts.file.statement(made.node), NO_LOOP.format(scaler=SCALER))
+                edits.mark(facts.file.statement(made.call), NO_LOOP.format(scaler=SCALER))
     if tree.trains_elsewhere:
         for step in walk.steps.values():
             if step.unseen and not step.scaled:
                 edits.mark(facts.file.statement(step.call), PLAIN_STEP)
     new = edits.apply(facts.file)
-    if any(param.name.value == "amp" for param in facts.file.of_type(cst.Param)):
-        new = drop_amp_arguments(cst.parse_module(new.code))
-    result = _finished(drop_imports(new), code, facts, home)
+    result = _finished(drop_imports(new), facts, home)
     for text in facts.file.of_type(cst.SimpleString):
         if INSTALL_APEX.search(text.value) and text.value in result.code:
             edits.note(f"{text.value} tells users to install apex, which nothing needs any more")
@@ -147,23 +148,20 @@ def _importing_helper(module: cst.Module, helper: str, name: str) -> cst.Module:
     return AddImportsVisitor(CodemodContext(), [item]).transform_module(module)
 
 
-def _finished(module: cst.Module, old: str, facts: Facts, home: Home) -> Result:
+def _finished(module: cst.Module, facts: Facts, home: Home) -> Result:
     """The result: with marks above what still names apex, with the names that were chosen, and with the helper."""
     module = _marked_where_needed(module)
     code = module.code
     names = helper_names(facts.file)
-    old_lines = set(lines_of(old))
-
-    def finish(text: str) -> str:
-        return wrap_long_lines(_named(text, names, home.name), old_lines, module.default_newline)
-
     if HELPER not in code or has_helper(facts.file):
-        return Result.of(finish(with_torch(module).code))
+        return Result.of(_named(with_torch(module).code, names, home.name))
     shared = ""
     if home.kind == "global":
         shared = f"{home.name} = {SWITCHED_OFF}  # until {names[HELPER]}() is called"
     caller = caller_of(module, code, facts.file, names, shared)
-    caller = replace(caller, above=finish(caller.above), below=finish(caller.below))
+    above = _named(caller.above, names, home.name)
+    below = _named(caller.below, names, home.name)
+    caller = replace(caller, above=above, below=below)
     result = Result.of(caller.with_helper())
     result.caller = caller
     return result
@@ -174,7 +172,7 @@ def _functions_that_use_it(facts: Facts, walk: Walk) -> set[Function | None]:
     nodes: list[cst.CSTNode] = [*facts.scaled, *state_uses(facts), *walk.scaled_backward]
     nodes += [step.call for step in scaled_steps(walk)]
     nodes += [place.statement for place in walk.unscales.values()]
-    nodes += [*walk.scaled_clips, *walk.exits]
+    nodes += walk.scaled_clips
     return {facts.file.function(node) for node in nodes}
 
 
@@ -183,12 +181,10 @@ def _translate(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
     replace_backward(facts, walk, home, edits)
     replace_steps(facts, walk, home, edits)
     insert_unscale(walk, home, edits)
-    update_at_exits(walk, home, edits)
     scale_thresholds(walk, home, edits)
     replace_master_params(facts, edits)
     replace_state(facts, home, edits)
     replace_casts(facts, edits)
-    drop_aliases(facts, edits)
     replace_classes(facts, edits)
     for statement, message in sorted(walk.problems, key=lambda problem: facts.file.order(problem[0])):
         edits.mark(statement, message)

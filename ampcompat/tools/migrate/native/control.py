@@ -1,4 +1,4 @@
-"""Following the paths of a function: through branches, loops, ``try``, and to its ends."""
+"""Following the paths of a function: through branches, loops, ``try``, and to its ends; where two paths meet."""
 
 from __future__ import annotations
 
@@ -6,14 +6,67 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import libcst as cst
 
-from ampcompat.tools.migrate.native.file import Function, Variable
+from ampcompat.tools.migrate.native.file import File, Function, Variable
 from ampcompat.tools.migrate.native.nodes import descendants, elements
 from ampcompat.tools.migrate.native.phases import State, join
-from ampcompat.tools.migrate.native.places import At
 from ampcompat.tools.migrate.text import code_of
+
+
+class At(NamedTuple):
+    """A statement on a path: the call of a function that led there, and the statement."""
+
+    frame: int
+    statement: cst.CSTNode
+
+
+Path = tuple[At, ...]
+
+
+def meeting(file: File, one: Path, other: Path) -> int:
+    """The place in ``one`` of the statement that stands in the same block as the other path's, or holds both."""
+    common = shared_length(one, other)
+    if common == min(len(one), len(other)):
+        return common - 1
+    blocks = [file.parents.get(file.line_of(path[common].statement)) for path in (one, other)]
+    return common if blocks[0] is blocks[1] else common - 1
+
+
+def is_beside(place: Path, step: Path, file: File) -> bool:
+    """Whether a step may be left out after ``unscale_``: the update then stands beside that call, for both cases."""
+    index = meeting(file, place, step)
+    same_block = index == len(place) - 1 and index < len(step)
+    if not same_block:
+        return False
+    blocks = [file.parents.get(file.line_of(path[index].statement)) for path in (place, step)]
+    return blocks[0] is blocks[1]
+
+
+def innermost_loop(path: Path) -> int:
+    """The place of the loop that a statement stands in; its own place where there is none."""
+    for index in range(len(path) - 2, -1, -1):
+        if isinstance(path[index].statement, cst.For | cst.While):
+            return index
+    return len(path) - 1
+
+
+def start_of_function(path: Path) -> int:
+    """The place of the first statement in the function that a path ends in."""
+    return next(index for index, at in enumerate(path) if at.frame == path[-1].frame)
+
+
+def shared_length(one: Path, other: Path) -> int:
+    """How many statements two paths share from the beginning."""
+    count = 0
+    for first, second in zip(one, other, strict=False):
+        if first.statement is not second.statement:
+            break
+        count += 1
+    return count
+
 
 #: As many tests are told apart in a loop.
 MOST_TESTS = 3
@@ -209,20 +262,6 @@ class ControlFlow(ABC):
         return join([left, *loop.broken])
 
     def _try(self, node: cst.Try | cst.TryStar, state: State) -> State | None:
-        if node.finalbody is None:
-            return self._handled(node, state)
-        exits = [self.frames[-1].returned]
-        if self.loops:
-            exits += [self.loops[-1].broken, self.loops[-1].continued]
-        before = [len(states) for states in exits]
-        result = self._handled(node, state)
-        for states, count in zip(exits, before, strict=True):
-            left = self.statements(node.finalbody.body.body, join(states[count:]))
-            states[count:] = [] if left is None else [left]
-        return self.statements(node.finalbody.body.body, result)
-
-    def _handled(self, node: cst.Try | cst.TryStar, state: State) -> State | None:
-        """The state before ``finally``."""
         left = self.statements(node.body.body, dict(state))
         failed = join([state, left])
         ends = []
@@ -230,7 +269,11 @@ class ControlFlow(ABC):
             ends.append(self.statements(handler.body.body, dict(failed or state)))
         if node.orelse is not None and left is not None:
             left = self.statements(node.orelse.body.body, left)
-        return join([left, *ends])
+        result = join([left, *ends])
+        if node.finalbody is None:
+            return result
+        after = self.statements(node.finalbody.body.body, failed if result is None else result)
+        return None if result is None else after
 
 
 def _assigned_names(node: cst.CSTNode) -> Iterator[cst.Name]:

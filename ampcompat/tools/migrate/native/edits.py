@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import libcst as cst
 
@@ -13,7 +14,9 @@ from ampcompat.tools.migrate.result import MARK
 #: Stands for the scaler in code that is written before its name is known.
 SCALER = "__scaler__"
 Statement = cst.BaseStatement | cst.BaseSmallStatement
-Replacement = Callable[[cst.CSTNode], cst.CSTNode]
+#: What makes the new expression, or statements, of a node in which the edits are made: of the same type as it was.
+Replacement = Callable[[Any], cst.CSTNode]
+Statements = Callable[[Any], Sequence[Statement]]
 
 
 class Edits:
@@ -30,11 +33,15 @@ class Edits:
 
     def __init__(self) -> None:
         self.expressions: dict[cst.CSTNode, Replacement] = {}
-        self.statements: dict[cst.CSTNode, Callable[[cst.CSTNode], Sequence[Statement]]] = {}
+        self.statements: dict[cst.CSTNode, Statements] = {}
         self.before: defaultdict[cst.CSTNode, list[str]] = defaultdict(list)
         self.after: defaultdict[cst.CSTNode, list[str]] = defaultdict(list)
         self.marks: defaultdict[cst.CSTNode, list[str]] = defaultdict(list)
         self.notes: list[str] = []
+
+    def replace(self, expression: cst.CSTNode, code: str) -> None:
+        """Put code in the place of an expression."""
+        self.expressions[expression] = lambda _: cst.parse_expression(code)
 
     def insert_before(self, statement: cst.CSTNode, code: str) -> None:
         """Put code before a statement, once."""

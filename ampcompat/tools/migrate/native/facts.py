@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import libcst as cst
 
 from ampcompat.tools.check.bindings import apex_name
-from ampcompat.tools.migrate.native.edits import Edits
 from ampcompat.tools.migrate.native.file import File, Variable
 from ampcompat.tools.migrate.native.flows import Flows
 from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
@@ -32,15 +31,13 @@ class Initialize:
     """One call of ``amp.initialize``.
 
     Attributes:
-        call: The call, with the arguments of a ``functools.partial`` that it goes through.
-        node: The call as it stands in the tree.
+        call: The call.
         models: What it gets as models.
         optimizers: What it gets as optimizers; None where there are none.
         target: What its result is assigned to; None where it is returned or dropped.
     """
 
     call: cst.Call
-    node: cst.Call
     models: cst.BaseExpression
     optimizers: cst.BaseExpression | None
     target: cst.BaseExpression | None = None
@@ -54,7 +51,6 @@ class Facts:
         self.flows = Flows(file)
         self.aliases: dict[Variable, str] = {}
         self._named: set[Variable] = set()
-        self.partials: dict[Variable, cst.Call] = {}
         self._symbols: dict[cst.CSTNode, str | None] = {}
         self._imports()
         self._aliases()
@@ -66,7 +62,6 @@ class Facts:
         #: Variables that amp is given as optimizers.
         self.given: set[Variable] = set()
         self.optimizers = self._managed([o for i in self.initialized for o in (i.optimizers, _second(i))], "optimizer")
-        self.used_as_optimizers = self._used_as_optimizers()
         self.models = self._managed([m for i in self.initialized for m in (i.models, _first(i))], "model")
         self.results = self._results()
         self.containers = self._containers()
@@ -100,19 +95,13 @@ class Facts:
                     self.aliases[self.file.scope(statement), bound.value] = symbol
 
     def _aliases(self) -> None:
-        """``init = amp.initialize`` and ``init = functools.partial(amp.initialize, opt_level="O1")``."""
+        """``init = amp.initialize``."""
         for node in self.file.of_type(cst.Assign):
-            value = node.value
-            symbol = self.file.symbol(value)
-            partial = isinstance(value, cst.Call) and last_name(value.func) == "partial" and value.args
-            if isinstance(value, cst.Call) and partial:
-                symbol = self.file.symbol(value.args[0].value)
+            symbol = self.file.symbol(node.value)
             for target in node.targets:
                 variable = self.file.variable(target.target)
                 if symbol is not None and variable is not None:
                     self.aliases[variable] = symbol
-                    if isinstance(value, cst.Call) and partial:
-                        self.partials[variable] = value
 
     def symbol(self, node: cst.CSTNode) -> str | None:
         """The name in apex that an expression means, through variables, parameters and attributes of the file."""
@@ -138,83 +127,66 @@ class Facts:
                 return self.aliases[source]
         return None
 
-    def full_call(self, call: cst.Call) -> cst.Call:
-        """A call with the arguments of the ``partial`` that it goes through."""
-        for source in self.flows.sources(filter(None, [self.file.variable(call.func)])):
-            if source in self.partials:
-                partial = self.partials[source]
-                given = {arg.keyword.value for arg in call.args if arg.keyword is not None}
-                extra = [a for a in partial.args[1:] if a.keyword is None or a.keyword.value not in given]
-                places = [a for a in extra if a.keyword is None and a.star != "**"]
-                words = [a for a in extra if a not in places]
-                return call.with_changes(args=[*places, *call.args, *words])
-        return call
-
     def _initialize(self, call: cst.Call) -> Iterable[Initialize]:
         if self.symbol(call.func) != INITIALIZE:
             return
-        full = self.full_call(call)
-        models = argument(full, 0, "models")
-        optimizers = argument(full, 1, "optimizers")
+        models = argument(call, 0, "models")
+        optimizers = argument(call, 1, "optimizers")
         if isinstance(optimizers, cst.Name) and optimizers.value == "None":
             optimizers = None
         parent = self.file.parents[call]
         target = parent.targets[0].target if isinstance(parent, cst.Assign) else None
         if models is not None:
-            yield Initialize(full, call, models, optimizers, target)
+            yield Initialize(call, models, optimizers, target)
 
     def optimizer_of(self, call: cst.Call) -> cst.BaseExpression | None:
         """The optimizers that a ``scale_loss`` is given."""
-        return argument(self.full_call(call), 1, "optimizers")
+        return argument(call, 1, "optimizers")
 
     # Objects.
 
     def _managed(self, given: list[cst.BaseExpression | None], what: str) -> set[Variable]:
-        seeds = [v for node in given for v in self._variables(node)]
+        seeds = [v for node in given for v in self.variables(node)]
         if what == "optimizer":
             for call in self.scaled:
-                seeds += self._variables(self.optimizer_of(call))
+                seeds += self.variables(self.optimizer_of(call))
             self.given = set(seeds)
         return self.flows.targets(self.flows.sources(seeds))
 
-    def _variables(self, node: cst.BaseExpression | None) -> list[Variable]:
+    def variables(self, node: cst.BaseExpression | None) -> list[Variable]:
+        """The variables whose objects an expression is, or holds, or goes through."""
         if node is None:
             return []
         inner = elements(node)
         if inner is not None:
-            return [v for one in inner for v in self._variables(one)]
+            return [v for one in inner for v in self.variables(one)]
         if isinstance(node, cst.ListComp | cst.GeneratorExp):
-            return self._variables(node.elt)
+            return self.variables(node.elt)
+        if isinstance(node, cst.Call):
+            name = last_name(node.func)
+            if name in ("values", "items") and isinstance(node.func, cst.Attribute):
+                return self.variables(node.func.value)
+            if name in ("list", "reversed", "enumerate", "zip", "tuple"):
+                return [v for arg in node.args for v in self.variables(arg.value)]
+            return []
         variable = self.file.variable(node)
         return [] if variable is None else [variable]
 
     def is_optimizer(self, node: cst.CSTNode) -> bool:
         """Whether an expression may be an optimizer that is under amp."""
         variable = self.file.variable(node)
-        if variable not in self.optimizers or self.in_optimizer(node):
+        return variable is not None and self.holds_optimizer(variable) and not self.in_optimizer(node)
+
+    def holds_optimizer(self, variable: Variable) -> bool:
+        """Whether a variable may hold an optimizer that is under amp."""
+        if variable not in self.optimizers:
             return False
         # A scheduler may get the values of an optimizer where both are in one list.
-        return variable in self.given or not OTHER_STEPS.search(last_name(node))
+        return variable in self.given or not OTHER_STEPS.search(variable[1])
 
     def in_optimizer(self, node: cst.CSTNode) -> bool:
         """Whether a node stands in a class that is an optimizer."""
         return any(parent in self.flows.optimizer_classes for parent in self.file.ancestors(node))
-
-    def _used_as_optimizers(self) -> set[Variable]:
-        """Variables that are stepped, cleared, or given to amp as an optimizer: models that share a list are not."""
-        found: list[Variable] = []
-        for node in self.file.of_type(cst.Attribute):
-            if node.attr.value in ("step", "zero_grad", "param_groups"):
-                found += self._variables(node.value)
-        for call in self.file.of_type(cst.Call):
-            symbol = self.symbol(call.func)
-            if symbol in SCALE_LOSS:
-                found += self._variables(self.optimizer_of(call))
-            elif symbol in MASTER_PARAMS:
-                found += self._variables(argument(call, 0, "optimizer"))
-        for made in self.initialized:
-            found += self._variables(made.optimizers) + self._variables(_second(made))
-        return {variable for variable in found if variable in self.optimizers}
 
     def optimizer_names(self) -> tuple[str, ...]:
         """The last parts of the names of optimizers under amp."""
@@ -268,7 +240,7 @@ class Facts:
             value = node.value
             if isinstance(value, cst.Call) and self.is_model(value.func):
                 for target in node.targets:
-                    found += self._variables(target.target)
+                    found += self.variables(target.target)
         return self.flows.targets(found)
 
     def _models_of_optimizers(self) -> dict[Variable, str]:
@@ -302,18 +274,3 @@ def _second(made: Initialize) -> cst.BaseExpression | None:
     if made.optimizers is None or targets is None or len(targets) != 2:
         return None
     return targets[1]
-
-
-def drop_aliases(facts: Facts, edits: Edits) -> None:
-    """Drop ``init = functools.partial(amp.initialize, ...)`` where each use was a call that is translated."""
-    for node in facts.file.of_type(cst.Assign):
-        variables = [facts.file.variable(target.target) for target in node.targets]
-        if len(variables) != 1 or variables[0] not in facts.aliases or not isinstance(node.targets[0].target, cst.Name):
-            continue
-        if facts.aliases[variables[0]] not in (INITIALIZE, *SCALE_LOSS, *MASTER_PARAMS):
-            continue
-        uses = [n for n in facts.file.of_type(cst.Name) if facts.file.variable(n) == variables[0]]
-        uses = [n for n in uses if n is not node.targets[0].target]
-        parents = [facts.file.parents[n] for n in uses]
-        if all(isinstance(p, cst.Call) and p.func is n for p, n in zip(parents, uses, strict=True)):
-            edits.statements[node] = lambda _: []

@@ -16,8 +16,6 @@ COMMON = (
     "update", "scale", "to", "cuda", "float", "half", "item", "append", "items", "values", "keys", "get", "pop",
     "copy", "add", "format", "join", "write", "close", "log",
 )  # fmt: skip
-#: Places of a tuple that are told apart.
-MOST_ELEMENTS = 4
 #: Nodes that give a value to something.
 BINDING = (
     cst.Assign, cst.AnnAssign, cst.NamedExpr, cst.For, cst.CompFor, cst.Return, cst.Call, cst.Subscript, cst.Param,
@@ -152,7 +150,7 @@ class Flows:
             return self.file.class_of(self.file.function(call))
         return self.instances.get(self.file.variable(base) or (None, ""))
 
-    def bound(self, call: cst.Call, function: Function, already: int) -> Iterator[tuple[cst.Param, cst.CSTNode]]:
+    def bound(self, call: cst.Call, function: Function, already: int) -> Iterator[tuple[cst.Param, cst.BaseExpression]]:
         """The parameters of a function, each with the argument that a call gives it.
 
         Args:
@@ -264,10 +262,7 @@ class Flows:
     def _result(self, target: Variable, call: cst.Call) -> None:
         found = self.callee(call)
         if found is not None:
-            returned: Variable = (found[0], "return")
-            self._edge(returned, target)
-            for index in range(MOST_ELEMENTS):
-                self._edge(_position(returned, index), _position(target, index))
+            self._edge((found[0], "return"), target)
         elif last_name(call.func) in PASSES_ON and call.args:
             self._assign(target, call.args[0].value)
 
@@ -308,8 +303,7 @@ class Flows:
                 self._assign(target, call.args[0].value)
             return
         for parameter, value in self.bound(call, *found):
-            if isinstance(value, cst.BaseExpression):
-                self._bind(parameter.name, value)
+            self._bind(parameter.name, value)
 
     # Closures.
 

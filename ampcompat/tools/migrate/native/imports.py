@@ -14,17 +14,7 @@ from ampcompat.tools.migrate.text import code_of
 
 def drop_imports(module: cst.Module) -> cst.Module:
     """Remove imports of apex whose names nothing reads, and what only said that apex is missing."""
-    file = File(module)
-    dropped = module.visit(_Drop(file))
-    if len(dropped.body) < 2 or len(module.body) < 2 or not is_docstring(module.body[0]):
-        return dropped
-    # The blank line below the docstring stays, whatever import stood there.
-    first = dropped.body[1]
-    if any(line.comment is None for line in getattr(first, "leading_lines", ())[:1]):
-        return dropped
-    blank = [line for line in getattr(module.body[1], "leading_lines", ())[:1] if line.comment is None]
-    first = first.with_changes(leading_lines=[*blank, *getattr(first, "leading_lines", ())])
-    return dropped.with_changes(body=[dropped.body[0], first, *dropped.body[2:]])
+    return module.visit(_Drop(File(module)))
 
 
 class _Drop(Dropping):

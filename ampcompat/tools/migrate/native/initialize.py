@@ -37,7 +37,7 @@ def replace_initialize(facts: Facts, home: Home, edits: Edits, used: bool) -> No
         try:
             _Replacement(facts, home, edits, used, made).make()
         except Unclear as problem:
-            edits.mark(facts.file.statement(made.node), str(problem))
+            edits.mark(facts.file.statement(made.call), str(problem))
 
 
 class _Replacement:
@@ -48,12 +48,12 @@ class _Replacement:
         self.edits = edits
         self.used = used and made.optimizers is not None
         self.made = made
-        self.function = facts.file.function(made.node)
+        self.function = facts.file.function(made.call)
         self.conditions: list[str] = []
 
     def make(self) -> None:
         """Replace the statement of the call, or the ``if`` that holds nothing else."""
-        statement = self.file.statement(self.made.node)
+        statement = self.file.statement(self.made.call)
         if any(arg.star == "*" for arg in self.made.call.args) or len(self._dicts()) > 1:
             raise Unclear(self._by_hand("its arguments come from a list, or from several dicts"))
         line = self.file.line_of(statement)
@@ -82,13 +82,13 @@ class _Replacement:
         if made.optimizers is not None:
             given = f"{given}, {code_of(made.optimizers)}"
         scaler = self.home.scaler(self.function)
-        if isinstance(statement, cst.Return) and statement.value is made.node:
+        if isinstance(statement, cst.Return) and statement.value is made.call:
             if not _is_plain(made.models):
                 raise Unclear(self._by_hand("its model has no name"))
             return [*self._helper(code_of(made.models), scaler), f"return {given}"]
-        if isinstance(statement, cst.Expr) and statement.value is made.node:
+        if isinstance(statement, cst.Expr) and statement.value is made.call:
             return self._helper(code_of(made.models), scaler)
-        if not isinstance(statement, cst.Assign) or statement.value is not made.node or made.target is None:
+        if not isinstance(statement, cst.Assign) or statement.value is not made.call or made.target is None:
             raise Unclear(self._by_hand("it is no statement of its own"))
         models = self._bound_models()
         codes = []
@@ -245,7 +245,7 @@ class _Replacement:
 
     def _all_branches(self, branch: cst.CSTNode) -> bool:
         """Whether each branch of an ``if`` makes a scaler."""
-        makers = [self.file.line_of(made.node) for made in self.facts.initialized if made.optimizers is not None]
+        makers = [self.file.line_of(made.call) for made in self.facts.initialized if made.optimizers is not None]
         while isinstance(branch, cst.If):
             if not any(line in branch.body.body for line in makers):
                 return False

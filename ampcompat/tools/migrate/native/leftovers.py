@@ -17,7 +17,7 @@ from ampcompat.tools.migrate.native.paths import Walk
 from ampcompat.tools.migrate.text import code_of
 
 ADVICE = {
-    "apex.amp.initialize": "write scaler = mixed_precision(model), with that function as in the migrated files",
+    "apex.amp.initialize": "call amp.initialize(model, optimizer, ...) by that name, and migrate again",
     "apex.parallel.DistributedDataParallel": "these arguments have no counterpart in torch's DistributedDataParallel",
     "apex.parallel.LARC": "torch has no LARC; keep this one of ampcompat, or take another optimizer",
     "apex.parallel.LARC.LARC": "torch has no LARC; keep this one of ampcompat, or take another optimizer",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import libcst as cst
 
+from ampcompat.tools.migrate.native.control import is_beside, meeting
 from ampcompat.tools.migrate.native.edits import Edits, Statement
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import File, Function
@@ -15,7 +18,6 @@ from ampcompat.tools.migrate.native.initialize import never_scales
 from ampcompat.tools.migrate.native.merge import in_brackets, one_line, scaled_loss
 from ampcompat.tools.migrate.native.nodes import argument, descendants, elements, last_name
 from ampcompat.tools.migrate.native.paths import Step, Walk
-from ampcompat.tools.migrate.native.places import is_beside, meeting
 from ampcompat.tools.migrate.text import code_of
 
 CLOSURE = (
@@ -35,10 +37,9 @@ def replace_losses(facts: Facts, home: Home, edits: Edits) -> None:
         if isinstance(parent, cst.WithItem):
             continue
         scaler = home.scaler(facts.file.function(call))
-        outer = facts.file.parents.get(parent)
-        entered = isinstance(parent, cst.Arg) and isinstance(outer, cst.Call)
-        if entered and last_name(outer.func) == "enter_context":  # type: ignore[union-attr]
-            edits.expressions[outer] = lambda new, s=scaler: _scaled(new.args[0].value, s)  # type: ignore[index,misc]
+        outer = facts.file.parents[parent]
+        if isinstance(parent, cst.Arg) and isinstance(outer, cst.Call) and last_name(outer.func) == "enter_context":
+            edits.expressions[outer] = partial(_entered, scaler=scaler)
         else:
             loss = code_of(call.args[0].value) if call.args else "loss"
             edits.mark(facts.file.statement(call), NO_BLOCK.format(scaler=scaler, loss=loss))
@@ -48,9 +49,13 @@ def _is_scaling(item: cst.WithItem, facts: Facts) -> bool:
     return isinstance(item.item, cst.Call) and facts.symbol(item.item.func) in SCALE_LOSS and bool(item.item.args)
 
 
-def _scaled(call: cst.CSTNode, scaler: str) -> cst.BaseExpression:
-    loss = code_of(call.args[0].value) if isinstance(call, cst.Call) else ""
-    return cst.parse_expression(f"{scaler}.scale({loss})")
+def _scaled(call: cst.Call, scaler: str) -> cst.BaseExpression:
+    return cst.parse_expression(f"{scaler}.scale({code_of(call.args[0].value)})")
+
+
+def _entered(call: Any, scaler: str) -> cst.BaseExpression:
+    """The scaled loss of ``stack.enter_context(amp.scale_loss(loss, optimizer))``."""
+    return _scaled(call.args[0].value, scaler)
 
 
 def _replace_block(node: cst.With, facts: Facts, scaler: str, edits: Edits) -> None:
@@ -85,39 +90,27 @@ def _is_bound_by_block(name: cst.Name, file: File) -> bool:
     return False
 
 
-def _one_line(new: cst.CSTNode, scaler: str) -> Sequence[Statement]:
-    """``scaler.scale(loss).backward()``."""
-    if not isinstance(new, cst.With) or not isinstance(new.items[0].item, cst.Call):
-        return []
-    suite = new.body
-    line = suite.body[0] if isinstance(suite, cst.IndentedBlock) else one_line(suite)
-    if not isinstance(line, cst.SimpleStatementLine) or not isinstance(line.body[0], cst.Expr):
-        return []
+def _one_line(block: Any, scaler: str) -> Sequence[Statement]:
+    """``scaler.scale(loss).backward()`` for a block that does nothing else."""
+    line: Any = block.body.body[0] if isinstance(block.body, cst.IndentedBlock) else one_line(block.body)
     backward = line.body[0].value
-    if not isinstance(backward, cst.Call) or not isinstance(backward.func, cst.Attribute):
-        return []
-    scaled = _scaled(new.items[0].item, scaler)
+    scaled = _scaled(block.items[0].item, scaler)
     call = backward.with_changes(func=backward.func.with_changes(value=scaled))
     return [line.with_changes(body=[cst.Expr(call)])]
 
 
-def _assigned(new: cst.CSTNode, scaling: Sequence[bool], scaler: str) -> Sequence[Statement]:
+def _assigned(block: cst.With, scaling: Sequence[bool], scaler: str) -> Sequence[Statement]:
     """The block with ``scaled_loss = scaler.scale(loss)`` as a statement of its own."""
-    if not isinstance(new, cst.With):
-        return []
-    first: list[cst.BaseStatement] = []
-    for item, scales in zip(new.items, scaling, strict=True):
-        if scales and item.asname is not None:
-            code = f"{code_of(item.asname.name)} = {code_of(_scaled(item.item, scaler))}"
-            first.append(cst.parse_statement(code))
-    suite = new.body
-    inner = list(suite.body) if isinstance(suite, cst.IndentedBlock) else [one_line(suite)]
-    body = [*first, *(s for s in inner if isinstance(s, cst.BaseStatement))]
-    kept = [item for item, scales in zip(new.items, scaling, strict=True) if not scales]
+    body: list[Any] = []
+    for item, scales in zip(block.items, scaling, strict=True):
+        if scales and item.asname is not None and isinstance(item.item, cst.Call):
+            body.append(cst.parse_statement(f"{code_of(item.asname.name)} = {code_of(_scaled(item.item, scaler))}"))
+    body += block.body.body if isinstance(block.body, cst.IndentedBlock) else [one_line(block.body)]
+    kept = [item for item, scales in zip(block.items, scaling, strict=True) if not scales]
     if not kept:
         return body
     kept[-1] = kept[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-    return [new.with_changes(items=kept, body=cst.IndentedBlock(body))]
+    return [block.with_changes(items=kept, body=cst.IndentedBlock(body))]
 
 
 def replace_backward(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
@@ -125,20 +118,19 @@ def replace_backward(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None
     for node in walk.scaled_backward:
         if not isinstance(node, cst.Call) or not isinstance(node.func, cst.Attribute):
             continue
-        if isinstance(node.func.value, cst.Call) and last_name(node.func.value.func) == "scale":
-            continue
-        scaler = home.scaler(facts.file.function(node))
+        is_scaled = isinstance(node.func.value, cst.Call) and last_name(node.func.value.func) == "scale"
+        if not is_scaled:
+            scaler = home.scaler(facts.file.function(node))
+            edits.expressions[node] = partial(_scaled_backward, scaler=scaler)
 
-        def scaled(new: cst.CSTNode, scaler: str = scaler) -> cst.CSTNode:
-            if not isinstance(new, cst.Call) or not isinstance(new.func, cst.Attribute):
-                return new
-            if is_autograd(new.func.value) and new.args:
-                given = cst.parse_expression(f"{scaler}.scale({code_of(new.args[0].value)})")
-                return new.with_changes(args=[new.args[0].with_changes(value=given), *new.args[1:]])
-            loss = cst.parse_expression(f"{scaler}.scale({code_of(new.func.value)})")
-            return new.with_changes(func=new.func.with_changes(value=loss))
 
-        edits.expressions[node] = scaled
+def _scaled_backward(call: Any, scaler: str) -> cst.Call:
+    """``scaler.scale(loss).backward()`` for ``loss.backward()`` or ``torch.autograd.backward(loss)``."""
+    if is_autograd(call.func.value) and call.args:
+        loss = cst.parse_expression(f"{scaler}.scale({code_of(call.args[0].value)})")
+        return cst.ensure_type(call.with_deep_changes(call.args[0], value=loss), cst.Call)
+    loss = cst.parse_expression(f"{scaler}.scale({code_of(call.func.value)})")
+    return cst.ensure_type(call.with_deep_changes(call.func, value=loss), cst.Call)
 
 
 def scaled_steps(walk: Walk) -> list[Step]:
@@ -158,21 +150,13 @@ def replace_steps(facts: Facts, walk: Walk, home: Home, edits: Edits) -> None:
                 edits.mark(facts.file.statement(call), CLOSURE)
             continue
         scaler = home.scaler(facts.file.function(call))
-
-        def stepped(new: cst.CSTNode, scaler: str = scaler) -> cst.CSTNode:
-            if not isinstance(new, cst.Call) or not isinstance(new.func, cst.Attribute):
-                return new
-            return cst.parse_expression(f"{scaler}.step({code_of(new.func.value)})")
-
-        edits.expressions[call] = stepped
+        edits.expressions[call] = partial(_stepped, scaler=scaler)
     for group in _groups([step for step in steps if step not in closures], walk):
         _update(group, facts, walk, home, edits)
 
 
-def update_at_exits(walk: Walk, home: Home, edits: Edits) -> None:
-    """``scaler.update()`` where a step is left out after ``unscale_``."""
-    for node in walk.exits:
-        edits.insert_before(node, f"{home.scaler(walk.file.function(node))}.update()")
+def _stepped(call: Any, scaler: str) -> cst.BaseExpression:
+    return cst.parse_expression(f"{scaler}.step({code_of(call.func.value)})")
 
 
 def _groups(steps: list[Step], walk: Walk) -> list[list[Step]]:
@@ -226,11 +210,7 @@ def insert_unscale(walk: Walk, home: Home, edits: Edits) -> None:
         if place.statement in walk.refused:
             continue
         for name in place.names:
-            scaler = home.scaler(place.function)
-            code = f"{scaler}.unscale_({name})"
-            if name.startswith("*"):
-                code = f"for one in {name[1:]}:\n    {scaler}.unscale_(one)"
-            edits.insert_before(place.statement, code)
+            edits.insert_before(place.statement, f"{home.scaler(place.function)}.unscale_({name})")
 
 
 def scale_thresholds(walk: Walk, home: Home, edits: Edits) -> None:
@@ -242,9 +222,9 @@ def scale_thresholds(walk: Walk, home: Home, edits: Edits) -> None:
         scale = f"{home.scaler(walk.file.function(call))}.get_scale()"
         if not is_plain_clip(call, walk.file):
             edits.note(f"{code_of(call.func)}() is taken for a norm of gradients: its result is divided by the scale")
-            edits.expressions[call] = lambda new, s=scale: _divided(new, s)  # type: ignore[misc]
+            edits.expressions[call] = partial(_divided, scale=scale)
             continue
-        edits.expressions[call] = lambda new, s=scale: _clipped(new, s)  # type: ignore[misc]
+        edits.expressions[call] = partial(_clipped, scale=scale)
         if last_name(call.func) != "clip_grad_norm_":
             continue
         parent = walk.file.parents[call]
@@ -252,17 +232,21 @@ def scale_thresholds(walk: Walk, home: Home, edits: Edits) -> None:
         if isinstance(target, cst.Name | cst.Attribute):
             edits.insert_after(parent, f"{code_of(target)} /= {scale}")
         elif not isinstance(parent, cst.Expr):
-            edits.expressions[call] = lambda new, s=scale: _divided(_clipped(new, s), s)  # type: ignore[misc]
+            edits.expressions[call] = partial(_clipped_and_divided, scale=scale)
 
 
-def _clipped(call: cst.CSTNode, scale: str) -> cst.CSTNode:
+def _clipped(call: cst.Call, scale: str) -> cst.Call:
     """A call of torch's clipping with a scaled threshold."""
-    threshold = clip_threshold(call) if isinstance(call, cst.Call) else None
-    if threshold is None or not isinstance(call, cst.Call):
+    threshold = clip_threshold(call)
+    if threshold is None:
         return call
     scaled = cst.parse_expression(f"{in_brackets(threshold)} * {scale}")
     args = [arg.with_changes(value=scaled) if arg.value is threshold else arg for arg in call.args]
     return call.with_changes(args=args)
+
+
+def _clipped_and_divided(call: cst.Call, scale: str) -> cst.CSTNode:
+    return _divided(_clipped(call, scale), scale)
 
 
 def _divided(norm: cst.CSTNode, scale: str) -> cst.CSTNode:
@@ -278,8 +262,7 @@ def replace_master_params(facts: Facts, edits: Edits) -> None:
         optimizer = argument(call, 0, "optimizer")
         if optimizer is None:
             continue
-        text = _parameters(optimizer, call, facts)
-        edits.expressions[call] = lambda _, text=text: cst.parse_expression(text)  # type: ignore[misc]
+        edits.replace(call, _parameters(optimizer, call, facts))
 
 
 def _parameters(optimizer: cst.BaseExpression, call: cst.Call, facts: Facts) -> str:

@@ -9,11 +9,9 @@ from typing import Any
 import libcst as cst
 from libcst.metadata import GlobalScope
 
-from ampcompat.tools.migrate.native.control import Frame
-from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, Facts
+from ampcompat.tools.migrate.native.control import Frame, Path
+from ampcompat.tools.migrate.native.facts import Facts
 from ampcompat.tools.migrate.native.file import Function, Variable
-from ampcompat.tools.migrate.native.nodes import argument, elements, last_name
-from ampcompat.tools.migrate.native.places import Path
 from ampcompat.tools.migrate.text import code_of
 
 
@@ -33,63 +31,35 @@ class Optimizers:
         self.uses = self._uses()
         self.all = facts.ordered(self._roots_of_all())
 
-    def meant_by(self, node: cst.CSTNode | None) -> frozenset[Variable]:
+    def meant_by(self, node: cst.BaseExpression | None) -> frozenset[Variable]:
         """The optimizers that an expression may be, here."""
-        if node is None:
+        if node is None or self.facts.in_optimizer(node):
             return frozenset()
-        inner = elements(node) if isinstance(node, cst.BaseExpression) else None
-        if inner is not None:
-            return frozenset().union(*map(self.meant_by, inner))
-        if isinstance(node, cst.Call):
-            return self._elements_of(node)
-        variable = self.file.variable(node)
-        if variable is None or not self.facts.is_optimizer(node):
-            return frozenset()
+        variables = filter(self.facts.holds_optimizer, self.facts.variables(node))
+        return frozenset().union(*map(self._held_by, variables))
+
+    def _held_by(self, variable: Variable) -> frozenset[Variable]:
+        """The optimizers that a variable may hold: what a call gave it as a parameter, or all that flow into it."""
         for frame in reversed(self.frames):
             if variable in frame.held:
                 return frame.held[variable]
         return self.facts.roots(variable)
 
-    def _elements_of(self, call: cst.Call) -> frozenset[Variable]:
-        """The optimizers that ``optimizers.values()``, ``reversed(optimizers)`` and the like go through."""
-        name = last_name(call.func)
-        if name in ("values", "items") and isinstance(call.func, cst.Attribute):
-            return self.meant_by(call.func.value)
-        if name in ("list", "reversed", "enumerate", "zip", "tuple"):
-            return frozenset().union(*(self.meant_by(arg.value) for arg in call.args))
-        return frozenset()
-
     def of_model(self, base: cst.BaseExpression) -> set[Variable]:
+        """The optimizers that were made of the parameters of a model."""
         text = code_of(base)
         if text not in self.facts.model_of.values():
             return set()
         return {root for v, model in self.facts.model_of.items() if model == text for root in self.facts.roots(v)}
 
-    def named_in(self, call: cst.Call | None) -> set[Variable]:
-        """The optimizers whose gradients a call reads, by its arguments."""
-        found: set[Variable] = set()
-        for arg in call.args if call is not None else ():
-            value = arg.value
-            if isinstance(value, cst.Call) and self.facts.symbol(value.func) in MASTER_PARAMS:
-                found |= self.meant_by(argument(value, 0, "optimizer"))
-            elif isinstance(value, cst.Call) and last_name(value.func) == "parameters":
-                if isinstance(value.func, cst.Attribute):
-                    found |= self.of_model(value.func.value)
-            else:
-                found |= self.meant_by(value)
-        return found
-
     def name(self, one: Variable, number: int, path: Path) -> str | None:
-        """An expression for an optimizer, or a starred one for a list that holds it, where a path has led to.
+        """An expression for an optimizer, where a path has led to.
 
         Args:
             one: The optimizer.
             number: Which of the functions that the walk is in is to name it.
             path: The statements around the place.
         """
-        return self._own_name(one, number, path) or self._list_of(one, number)
-
-    def _own_name(self, one: Variable, number: int, path: Path) -> str | None:
         around = {at.statement for at in path}
         frame = self.frames[number]
         inner = self.frames[number + 1 :]
@@ -97,8 +67,6 @@ class Optimizers:
         found = None
         for node in [*self.uses.get(frame.function, ()), *self._visible(frame.function)]:
             if self.file.variable(node) in self.facts.containers and not isinstance(node, cst.Subscript):
-                continue
-            if self.file.variable(node) not in self.facts.used_as_optimizers:
                 continue
             loops = self.facts.loops.get(self.file.variable(node), [])
             if loops and not around.intersection(loops):
@@ -108,13 +76,6 @@ class Optimizers:
                 break
         self.frames.extend(inner)
         return found
-
-    def _list_of(self, one: Variable, number: int) -> str | None:
-        """A list of optimizers that holds one, in a function that the walk is in."""
-        for node in self.uses.get(self.frames[number].function, ()):
-            if self.file.variable(node) in self.facts.containers and one in self.meant_by(node):
-                return f"*{code_of(node)}"
-        return None
 
     def _visible(self, function: Function | None) -> list[cst.BaseExpression]:
         """Expressions of other functions that mean the same here: globals, attributes of ``self``."""

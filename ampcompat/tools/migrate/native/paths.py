@@ -12,7 +12,16 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from ampcompat.tools.migrate.native.control import ControlFlow, Frame
+from ampcompat.tools.migrate.native.control import (
+    ControlFlow,
+    Frame,
+    Path,
+    innermost_loop,
+    is_beside,
+    meeting,
+    shared_length,
+    start_of_function,
+)
 from ampcompat.tools.migrate.native.facts import MASTER_PARAMS, OPTIMIZER, OTHER_STEPS, SCALE_LOSS, Facts
 from ampcompat.tools.migrate.native.file import Function, Variable
 from ampcompat.tools.migrate.native.gradients import (
@@ -24,17 +33,9 @@ from ampcompat.tools.migrate.native.gradients import (
     is_norm,
     is_plain_clip,
 )
-from ampcompat.tools.migrate.native.nodes import argument, descendants, last_name
+from ampcompat.tools.migrate.native.nodes import argument, descendants, elements, last_name
 from ampcompat.tools.migrate.native.optimizers import Optimizers
-from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join, updated
-from ampcompat.tools.migrate.native.places import (
-    Path,
-    innermost_loop,
-    is_beside,
-    meeting,
-    shared_length,
-    start_of_function,
-)
+from ampcompat.tools.migrate.native.phases import CLEAR, ENTRY, PENDING, Phase, State, cleared, join
 from ampcompat.tools.migrate.text import code_of
 
 #: More paths than this are not followed.
@@ -74,30 +75,12 @@ class Unscale:
     ids: set[Variable] = field(default_factory=set)
 
 
-@dataclass
-class Exit:
-    """A ``return``, ``break`` or ``continue`` after gradients were unscaled.
-
-    Attributes:
-        path: One way to it.
-        ids: The optimizers whose gradients are unscaled there.
-        places: Where they were unscaled.
-        sure: Whether they are unscaled on all ways that lead here.
-    """
-
-    path: Path
-    ids: set[Variable] = field(default_factory=set)
-    places: set[cst.CSTNode] = field(default_factory=set)
-    sure: bool = True
-
-
 class Walk(ControlFlow):
     """The walk over all functions of a file.
 
     Attributes:
         steps: The optimizer steps, by their calls.
         unscales: Where ``unscale_`` is needed, by the statement before which it stands.
-        exits: Where a step is left out after ``unscale_``, which the scaler forgets by an update.
         scaled_clips: Calls that clip or measure gradients while these are scaled, since more are added before the step.
         scaled_backward: Plain ``backward()`` calls whose gradients are stepped together with scaled ones.
         problems: What ``GradScaler`` would get wrong without a word: statement and message.
@@ -113,7 +96,6 @@ class Walk(ControlFlow):
         #: Those after which the gradients may be cleared, and the step left out.
         self.refused_for_cleared: set[cst.CSTNode] = set()
         self.scaled_backward: dict[cst.CSTNode, set[Variable]] = {}
-        self.exits: dict[cst.CSTNode, Exit] = {}
         self.problems: dict[tuple[cst.CSTNode, str], None] = {}
         self.interesting = self._interesting()
         self.optimizers = Optimizers(facts, self.frames)
@@ -149,14 +131,13 @@ class Walk(ControlFlow):
                 {k: set(v) for k, v in self.scaled_backward.items()},
             )  # fmt: skip
             self._once()
-            if self._find_exits():
-                continue
             self.refused |= self.newly_refused
             self.refused_for_cleared |= self.newly_refused_for_cleared
             self._hoist_branches()
             after = (self.forced, len(self.refused), len(self.refused_for_cleared), self.scaled_backward)
             if before == after:
                 break
+        self._mark_exits()
         for call in self.scaled_clips & self.unscaled_clips:
             self._problem(call, ACCUMULATED)
         self.scaled_clips -= self.unscaled_clips
@@ -169,7 +150,7 @@ class Walk(ControlFlow):
         self.scaled_clips: set[cst.Call] = set()
         self.unscaled_clips: set[cst.Call] = set()
         self.seen: set[Function | None] = set()
-        self.left: dict[cst.CSTNode, Exit] = {}
+        self.exits: dict[Path, set[Variable]] = {}
         self.newly_refused: set[cst.CSTNode] = set()
         self.newly_refused_for_cleared: set[cst.CSTNode] = set()
         self.scaled_at: dict[Variable, cst.CSTNode] = {}
@@ -211,44 +192,28 @@ class Walk(ControlFlow):
         )
 
     def leave(self, node: cst.CSTNode, state: State) -> State:
-        """The state after a ``return``, ``break`` or ``continue``: after an update where the step is left out."""
-        if node in self.exits:
-            return {one: frozenset(map(updated, phases)) for one, phases in state.items()}
-        known = self.left.setdefault(node, Exit(tuple(self.path)))
-        for one, phases in state.items():
-            unscaled = {phase for phase in phases if phase.kind in ("unscaled", "spent")}
-            if unscaled:
-                known.ids.add(one)
-                known.places |= {place for phase in unscaled for place in phase.places}
-                known.sure = known.sure and unscaled == phases
-            elif any(phase.kind == "scaled" for phase in phases):
-                known.sure = False  # an update would give these gradients another scale than later ones
+        """The state after a ``return``, ``break`` or ``continue``."""
+        unscaled = {one for one, phases in state.items() if any(p.kind in ("unscaled", "spent") for p in phases)}
+        self.exits.setdefault(tuple(self.path), set()).update(unscaled)
         return state
 
-    def _find_exits(self) -> bool:
-        """Whether there are new exits that leave out a step: one in the same loop, or function, behind them."""
-        found = False
-        for node, one in self.left.items():
-            inside = start_of_function(one.path) - 1 if isinstance(node, cst.Return) else innermost_loop(one.path)
-            steps = [step for step in self.steps.values() if step.ids & one.ids]
-            if not any(self._stands_behind(step.path, one.path, inside) for step in steps):
-                continue
-            places = {place for place in one.places if place in self.unscales}
-            if one.sure and all(shared_length(self.unscales[place].path, one.path) > inside for place in places):
-                self.exits[node] = one
-                found = True
-            elif not places <= self.refused:
-                self.refused |= places
-                self.refused_for_cleared |= places
-                found = True
-        return found
+    def _mark_exits(self) -> None:
+        """Mark the exits that leave out a step after ``unscale_``: one in the same loop, or function, behind them."""
+        for path, unscaled in self.exits.items():
+            node = path[-1].statement
+            inside = start_of_function(path) - 1 if isinstance(node, cst.Return) else innermost_loop(path)
+            steps = [step for step in self.steps.values() if step.ids & unscaled]
+            if any(self._stands_behind(step.path, path, inside) for step in steps):
+                self._problem(node, LEFT_OUT)
 
     def _stands_behind(self, step: Path, node: Path, inside: int) -> bool:
         """Whether a step stands behind a node in the loop or function that begins at a place of its path."""
         common = shared_length(step, node)
         if common <= inside or common == len(step):
             return False
-        return self.file.order(step[common].statement) > self.file.order(node[-1].statement)
+        first, second = (path[common].statement for path in (node, step))
+        same_function = self.file.function(first) is self.file.function(second)
+        return same_function and self.file.order(second) > self.file.order(node[-1].statement)
 
     def _function(
         self, frame: Frame, body: Iterable[cst.CSTNode], state: State, scaled: set[str] | None = None
@@ -451,9 +416,8 @@ class Walk(ControlFlow):
         """Gradients are read or edited: by then they must be unscaled."""
         if self.blocks:
             return state
-        named = set(ids) if ids else self.optimizers.named_in(call)
         # A name that leads to no scaled gradients may mean another optimizer than it seems to.
-        wanted = {one for one in named if any(p.kind in PENDING for p in state.get(one, ()))}
+        wanted = {one for one in ids or () if any(p.kind in PENDING for p in state.get(one, ()))}
         for kind in ("scaled", "unscaled", "entry"):
             if not wanted:
                 wanted = {one for one, phases in state.items() if any(p.kind == kind for p in phases)}
@@ -475,7 +439,7 @@ class Walk(ControlFlow):
             if place is None:
                 continue
             self._convert(frozenset().union(*(p.plain for p in waiting)), one)
-            if done:
+            if done and not self._is_of_each(place):
                 self._hoist(one, place, done)
             unscaled = Phase("unscaled", places=frozenset({place.statement}))
             state[one] = frozenset(unscaled._replace(over=p.over, stale=p.stale) if p in waiting else p for p in phases)
@@ -533,6 +497,13 @@ class Walk(ControlFlow):
                 index = innermost_loop(path)
             self.forced.setdefault(path[index].statement, set()).add(one)
 
+    def _is_of_each(self, place: Unscale) -> bool:
+        """Whether the loop around a place goes over optimizers, each of which is unscaled in a round of its own."""
+        loop = place.path[innermost_loop(place.path)].statement
+        if not isinstance(loop, cst.For):
+            return False
+        return place.names.keys() <= {code_of(one) for one in elements(loop.target) or [loop.target]}
+
     def _hoist_branches(self) -> None:
         """Unscale before an ``if`` instead of in several of its branches, where gradients are scaled before it."""
         places = list(self.unscales.values())
@@ -566,6 +537,7 @@ NO_OPTIMIZER = (
     "which optimizer steps with this loss is not seen: call __scaler__.step(optimizer) in the place of its step(), "
     "then __scaler__.update()"
 )
+LEFT_OUT = "the step is left out after unscale_(): call __scaler__.update() before this line"
 NOT_CLEARED = (
     "the gradients of the step before may still be here, unscaled, and scaled ones are added to them: "
     "call zero_grad() after each step"

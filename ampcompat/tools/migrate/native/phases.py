@@ -51,13 +51,6 @@ def cleared(phase: Phase) -> Phase:
     return Phase("spent", places=phase.places) if phase.kind in ("unscaled", "spent") else CLEAR
 
 
-def updated(phase: Phase) -> Phase:
-    """The phase after an update of the scaler, without a step."""
-    if phase.kind == "spent":
-        return CLEAR
-    return Phase("stepped") if phase.kind == "unscaled" else phase
-
-
 def join(states: Iterable[State | None]) -> State | None:
     """What holds where paths meet; None where none arrives."""
     found: State | None = None

@@ -128,13 +128,6 @@ class _Answer(Dropping):
             return self._answer(known)
         return updated_node
 
-    def leave_IfExp(self, original_node: cst.IfExp, updated_node: cst.IfExp) -> cst.BaseExpression:
-        known = self._known(updated_node.test)
-        if known is None:
-            return updated_node
-        self.changed = True
-        return updated_node.body if known else updated_node.orelse
-
     def leave_Assert(self, original_node: cst.Assert, updated_node: cst.Assert) -> cst.Assert | cst.RemovalSentinel:
         if self._known(updated_node.test):
             self.changed = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import libcst as cst
@@ -49,13 +50,13 @@ def replace_classes(facts: Facts, edits: Edits) -> None:
         called.add(id(call.func))
         name = facts.symbol(call.func)
         if name is not None and not any(arg.star for arg in call.args) and _call(name, call) is not None:
-            edits.expressions[call] = lambda new, name=name: _replaced(name, new)  # type: ignore[misc]
+            edits.expressions[call] = functools.partial(_torchs, name)
     for node in facts.file.names():
         if id(node) in called:
             continue
         name = facts.file.symbol(node)
         if name in MENTIONS and name not in RMS_NORMS and _is_value(node, facts):
-            edits.expressions[node] = lambda _, text=MENTIONS[name]: cst.parse_expression(text)  # type: ignore[misc]
+            edits.replace(node, MENTIONS[name])
 
 
 def _is_value(node: cst.CSTNode, facts: Facts) -> bool:
@@ -64,9 +65,8 @@ def _is_value(node: cst.CSTNode, facts: Facts) -> bool:
     return not isinstance(parent, (*BINDS, cst.Attribute))
 
 
-def _replaced(name: str, call: cst.CSTNode) -> cst.CSTNode:
-    code = _call(name, call) if isinstance(call, cst.Call) else None
-    return call if code is None else cst.parse_expression(code)
+def _torchs(name: str, call: cst.Call) -> cst.BaseExpression:
+    return cst.parse_expression(_call(name, call) or "")
 
 
 def _call(name: str, call: cst.Call) -> str | None:
