@@ -6,7 +6,7 @@ the file; all that follows from it needs no change. What analysis remains is the
 | question | modules |
 |---|---|
 | What does a file consist of, and what do its names mean? | ``nodes``, ``scopes``, ``file``, ``flows``, ``facts`` |
-| What is only there for want of apex, or twice because of amp? | ``probes``, ``merge`` |
+| Which tests for apex are answered, and which branches are one? | ``probes``, ``merge`` |
 | In which order are losses scaled and steps made? | ``gradients``, ``phases``, ``optimizers``, ``control``, ``paths`` |
 | What is written instead? | ``initialize``, ``home``, ``helper``, ``loop``, ``amp_calls``, ``replaced`` |
 | What goes, and what is left to the reader? | ``imports``, ``leftovers`` |
