@@ -5,7 +5,7 @@ import torch
 from ampcompat import amp
 from ampcompat._state import state
 from ampcompat.amp.observers import observers
-from ampcompat.tools.explain.observer import Autopsy
+from ampcompat.tools.explain.observer import OverflowExplainer
 
 
 def initialized(model, level, lr=0.1, **options):
@@ -35,7 +35,7 @@ def casts():
     return state.casts
 
 
-def autopsy():
+def explainer():
     """The observer that ``amp.explain_overflows`` has put in place."""
-    (found,) = [one for one in observers() if isinstance(one, Autopsy)]
+    (found,) = [one for one in observers() if isinstance(one, OverflowExplainer)]
     return found

@@ -62,8 +62,8 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-# ``ampcompat run --explain`` and ``--receipt`` set these, for the processes that a script starts.
+# The environment may ask for these; ``ampcompat run --report`` does, for the processes that a script starts.
 if "AMPCOMPAT_EXPLAIN" in os.environ:
     importlib.import_module("ampcompat.tools.explain").explain_as_asked()
-if "AMPCOMPAT_RECEIPT" in os.environ:
+if "AMPCOMPAT_REPORT" in os.environ:
     importlib.import_module("ampcompat.tools.report").report_as_asked()

@@ -15,11 +15,11 @@ from ampcompat import __version__
 from ampcompat.cli import run as run_command
 from ampcompat.cli import torch_version
 from ampcompat.cli._emit import emit, painted
+from ampcompat.cli._options import Gone
 from ampcompat.tools.parity.compare import Result, Tolerance, judge
-from ampcompat.tools.parity.launch import Options, run_level
 from ampcompat.tools.parity.levels import Level, read_levels
 from ampcompat.tools.parity.progress import Progress
-from ampcompat.tools.parity.record import Run
+from ampcompat.tools.parity.runs import Options, Run, run_level
 from ampcompat.tools.parity.save import passed, save_csv, save_json
 from ampcompat.tools.parity.table import table
 
@@ -27,12 +27,10 @@ TAKES_VALUE = (
     "--opt-levels",
     "--dtypes",
     "--dtype",
-    "--keep-fp32",
     "--steps",
     "--seed",
     "--rtol",
     "--atol",
-    "--smooth",
     "--timeout",
     "--out",
 )
@@ -40,7 +38,7 @@ LEVELS = "O0,O1,O2,O3"
 LOG_LINES = 15
 
 EPILOG = """everything after the script's (or the module's) name is the script's own.
-a level that skipped steps for an overflow is compared with a run of O0 that skips the same.
+where O0 gives nothing to compare with, no other level runs.
 exit status: 0 every level that is judged is within the tolerance; 1 one is not, or did not run through;
 2 bad usage; 130 interrupted (what was recorded by then is shown and written)"""
 
@@ -68,20 +66,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--dtypes", "--dtype", default="fp16", help="half dtypes, fp16,bf16 for both (default: %(default)s)"
     )
-    parser.add_argument(
-        "--keep-fp32", metavar="PATTERNS", help="modules that stay float32 at every level, as under run: a,b"
-    )
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of each run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of Python, numpy and torch (default: %(default)s)")
     parser.add_argument("--rtol", type=float, default=0.1, help="tolerance of the loss (default: %(default)s)")
     parser.add_argument("--atol", type=float, default=1e-3, help="added to it, in units of the loss (%(default)s)")
     parser.add_argument(
-        "--smooth", type=int, default=1, metavar="K", help="compare means over the last K steps (default: %(default)s)"
-    )
-    parser.add_argument(
         "--timeout", type=float, default=600, help="seconds without a step that end a run; 0: never (%(default)s)"
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="write parity.json, .csv, .png and the logs there")
+    parser.add_argument("--smooth", action=Gone, instead="allow noisy losses more with --rtol")
+    parser.add_argument("--keep-fp32", action=Gone, instead="set AMPCOMPAT_KEEP_FP32=a,b, which every run inherits")
     parser.set_defaults(main=main, parser=parser)
     return parser
 
@@ -96,20 +90,19 @@ def main(args: argparse.Namespace) -> int:
         try:
             args.out.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
-            args.parser.error(f"--out {args.out} - it is no directory ({problem.strerror}) - name a directory")
-    options = Options(target, args.steps, args.seed, args.timeout, args.keep_fp32)
+            args.parser.error(f"--out {args.out} - it is not a directory ({problem.strerror}) - name a directory")
+    options = Options(target, args.steps, args.seed, args.timeout)
     tolerance = Tolerance(args.rtol, args.atol)
     with ExitStack() as stack:
         folder: Path = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ampcompat-parity-")))
         runs = _run_all(levels, options, folder, keep_logs=args.out is not None)
-        skipping = _run_skipping(runs, options, folder)
-        results = judge(runs, tolerance, args.smooth, skipping, () if args.opt_levels else ("O3",))
+        results = judge(runs, tolerance, () if args.opt_levels else ("O3",))
         emit("\n" + table(results, tolerance, painted))
         for command in _next_commands(results, args):
             emit(f"next: {command}")
         if args.out:
             _save(args.out, results, args, tolerance)
-    if any(run.ending == "interrupted" for run in (*runs, *skipping.values())):
+    if any(run.ending == "interrupted" for run in runs):
         return 130
     return 0 if passed(results) else 1
 
@@ -119,8 +112,8 @@ def _checked(args: argparse.Namespace) -> list[Level]:
     run_command.check_target(args)
     if args.target[0] == "-":
         args.parser.error("a script from standard input - it is run several times - put it into a file")
-    if min(args.steps, args.smooth) < 1 or not all(value >= 0 for value in (args.rtol, args.atol, args.timeout)):
-        args.parser.error("--steps and --smooth must be 1 or more; --rtol, --atol and --timeout 0 or more")
+    if args.steps < 1 or not all(value >= 0 for value in (args.rtol, args.atol, args.timeout)):
+        args.parser.error("--steps must be 1 or more; --rtol, --atol and --timeout 0 or more")
     try:
         return read_levels(LEVELS if args.opt_levels is None else args.opt_levels, args.dtypes)
     except ValueError as problem:
@@ -129,7 +122,7 @@ def _checked(args: argparse.Namespace) -> list[Level]:
 
 
 def _run_all(levels: Sequence[Level], options: Options, folder: Path, keep_logs: bool) -> list[Run]:
-    """The runs, one after the other; none after an interrupted one."""
+    """The runs, one after the other; none after an interrupted one, or after a reference that is of no use."""
     runs: list[Run] = []
     for level in levels:
         progress = Progress(level.name, options.steps, _write, sys.stderr.isatty())
@@ -144,23 +137,10 @@ def _run_all(levels: Sequence[Level], options: Options, folder: Path, keep_logs:
             )
         if run.ending == "interrupted":
             break
+        if not runs[0].is_comparable:
+            emit("no other level runs: there is nothing to compare it with", error=True)
+            break
     return runs
-
-
-def _run_skipping(runs: Sequence[Run], options: Options, folder: Path) -> dict[tuple[int, ...], Run]:
-    """Runs of the reference that skip the steps that an overflow cost another level, by these steps."""
-    made: dict[tuple[int, ...], Run] = {}
-    reference = runs[0]
-    if reference.ending not in ("complete", "ended") or any(run.ending == "interrupted" for run in runs):
-        return made
-    for steps in dict.fromkeys(run.skipped_steps for run in runs[1:]):
-        if steps and len(steps) < options.steps:
-            progress = Progress(f"{reference.level.name} skipping the same", options.steps, _write, sys.stderr.isatty())
-            made[steps] = run_level(reference.level, options, folder, progress.on_step, steps)
-            progress.finish(made[steps])
-            if made[steps].ending == "interrupted":
-                break
-    return made
 
 
 def _next_commands(results: Sequence[Result], args: argparse.Namespace) -> list[str]:
@@ -168,10 +148,9 @@ def _next_commands(results: Sequence[Result], args: argparse.Namespace) -> list[
     commands = []
     for result in results[1:]:
         level = result.run.level
-        if result.run.first_not_finite and not (result.reference and result.reference.first_not_finite):
+        if result.run.first_not_finite and not results[0].run.first_not_finite:
             words = ["ampcompat", "run", "--explain", "--opt-level", level.opt_level]
             words += ["--dtype", "bf16"] if level.dtype == "bfloat16" else []
-            words += ["--keep-fp32", args.keep_fp32] if args.keep_fp32 is not None else []
             commands.append(shlex.join([*words, *args.target]))
     return commands
 
@@ -187,8 +166,6 @@ def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tol
         "seed": args.seed,
         "rtol": args.rtol,
         "atol": args.atol,
-        "smooth": args.smooth,
-        "keep_fp32": args.keep_fp32,
         "ampcompat": __version__,
         "torch": torch_version(),
     }
@@ -196,11 +173,11 @@ def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tol
     save_csv(folder / "parity.csv", results)
     written = ["parity.json", "parity.csv"]
     try:
-        from ampcompat.tools.parity.picture import save_picture
+        from ampcompat.tools.pictures import save_comparison
     except ImportError:
         emit("no picture: matplotlib is missing - pip install 'ampcompat[plot]'", error=True)
     else:
-        save_picture(folder / "parity.png", results, tolerance, _title(args.target), args.smooth)
+        save_comparison(folder / "parity.png", results, tolerance, _title(args.target))
         written.append("parity.png")
     emit(f"wrote {', '.join(written)} and the logs in {folder}")
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import SupportsFloat
 
 import torch
 
-from ampcompat._state import state
-from ampcompat.amp.observers import observing
 from ampcompat.testing.report import failure
+from ampcompat.tools.core import LossScaler, Optimizer, observing, reset, wrap_step
 from ampcompat.tools.generators import random_state, set_random_state
 from ampcompat.tools.parity.compare import Deviation, Tolerance, compare
 from ampcompat.tools.parity.levels import OPT_LEVELS
-from ampcompat.tools.recording.events import Step
-from ampcompat.tools.recording.journal import seed_all
+from ampcompat.tools.recording.child import seed_all
 from ampcompat.tools.recording.recorder import Recorder
-from ampcompat.tools.recording.skips import Skips
+from ampcompat.tools.recording.steps import Step
 
 __all__ = ["assert_opt_level_parity"]
 
@@ -61,7 +59,7 @@ def assert_opt_level_parity(
     """
     for level in (reference, *levels):
         if level not in OPT_LEVELS:
-            raise ValueError(f"{level!r} is no opt_level - it must be one of {', '.join(OPT_LEVELS)} - pass these.")
+            raise ValueError(f"{level!r} is not an opt_level - it must be one of {', '.join(OPT_LEVELS)} - pass these.")
     if not levels or not (rtol >= 0 and atol >= 0):
         raise ValueError(
             f"levels={levels!r}, rtol={rtol!r}, atol={atol!r} - there must be a level, and no negative tolerance"
@@ -95,14 +93,14 @@ def _losses(
     Steps numbered ``skips`` are skipped as after an overflow.
     """
     recorded: list[Step] = []
-    state.reset()
-    recorder = Recorder(recorded.append)
+    reset()
+    recorder = Recorder(recorded.append, measure=True)
     try:
-        with _seeded(seed), observing(recorder), observing(Skips(recorder, skips)) if skips else nullcontext():
+        with _seeded(seed), observing(recorder), observing(_Skips(recorder, skips)):
             returned = train(level)
             losses = None if returned is None else [float(loss) for loss in returned]
     finally:
-        state.reset()
+        reset()
     if losses is None:
         losses = [step.loss for step in recorded if step.loss is not None]
     if not losses:
@@ -111,6 +109,25 @@ def _losses(
             f" made {len(recorded)} optimizer steps after a scale_loss block - return the losses, or train with amp."
         )
     return losses, tuple(step.step for step in recorded if step.skipped)
+
+
+class _Skips:
+    """An observer that has the steps numbered ``steps`` (over all optimizers) skipped, as after an overflow.
+
+    They cost a level an update each, from there on: the price of finding the loss scale, not a loss of precision.
+    """
+
+    def __init__(self, recorder: Recorder, steps: tuple[int, ...]) -> None:
+        self._recorder = recorder
+        self._steps = steps
+
+    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
+        """Take hold of the optimizers' ``step``, which comes after their first block."""
+        for optimizer in optimizers:
+            wrap_step(optimizer, self._must_skip)
+
+    def _must_skip(self, _optimizer: Optimizer) -> bool:
+        return self._recorder.steps + 1 in self._steps
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ampcompat.tools.columns import aligned
 from ampcompat.tools.parity.compare import Deviation, Tolerance
+from ampcompat.tools.tables import aligned
 
 BEFORE, AFTER = 2, 2
 

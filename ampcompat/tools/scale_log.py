@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
-import torch
-
-from ampcompat import _torch
-from ampcompat._state import state
-from ampcompat._types import Optimizer
-from ampcompat.amp.scaler import LossScaler
+from ampcompat.tools.core import observers
+from ampcompat.tools.recording.recorder import Recorder
+from ampcompat.tools.recording.steps import Step
 
 __all__ = ["StepHandle", "StepRecord", "on_step"]
 
@@ -37,10 +32,6 @@ class StepRecord:
     scale: float
     skipped: bool
     clean_passes: int
-
-
-#: Scale and clean passes; on their way, where they are on a device.
-_Numbers: TypeAlias = "_torch.HostCopy | tuple[float, float]"
 
 
 class _Writer(Protocol):
@@ -80,24 +71,30 @@ def on_step(callback: Callable[[StepRecord], object] | object) -> StepHandle:
     read its overflow flag. An optimizer that skips on the device (``fused=True``) makes no sync: its records come with
     a later step, once they are there. ``handle.flush()`` and ``handle.remove()`` wait for those still on their way.
     """
-    watcher = _Watcher(_callback(callback))
-    state.observers.append(watcher)
-    return StepHandle(watcher)
+    write = _writer_to(callback)
+
+    def write_each_scaler(step: Step) -> None:
+        for one in step.scales:
+            write(StepRecord(step.step_of_call, one.loss_id, one.scale, step.skipped, one.clean_passes))
+
+    recorder = Recorder(write_each_scaler)
+    observers().append(recorder)
+    return StepHandle(recorder)
 
 
 class StepHandle:
     """Ends what :func:`on_step` began; also a context manager that does so at its end."""
 
-    def __init__(self, watcher: _Watcher) -> None:
-        self._watcher = watcher
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
 
     def flush(self) -> None:
         """Hand over the records that are still on their way from the device; waits for it."""
-        self._watcher.deliver(wait=True)
+        self._recorder.deliver(wait=True)
 
     def remove(self) -> None:
         """Hand over what is left and call the callback no more; a second call does nothing."""
-        state.observers[:] = [one for one in state.observers if one is not self._watcher]
+        observers()[:] = [one for one in observers() if one is not self._recorder]
         self.flush()
 
     def __enter__(self) -> StepHandle:
@@ -107,95 +104,8 @@ class StepHandle:
         self.remove()
 
 
-class Skip:
-    """Whether a step was skipped; where only the device knows, that is on its way to the host for amp's own message.
-
-    Args:
-        optimizer: It has just made the step, or skipped it.
-        skipped: What an observer is told of that; None where only the device knows.
-    """
-
-    def __init__(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        stash = optimizer._amp_stash
-        if skipped is None:
-            skipped = stash.last_step.skipped  # another observer may have asked the device meanwhile
-        self._known = skipped
-        self._flags = [copy for _, copy in stash.undecided_steps[-1]] if skipped is None else []
-
-    def arrived(self) -> bool:
-        """Whether :meth:`read` need not wait."""
-        return all(flag.arrived() for flag in self._flags)
-
-    def read(self) -> bool:
-        """Whether it was skipped; waits for the device where that has not arrived."""
-        return self._known or any(flag.read()[0] for flag in self._flags)
-
-
-@dataclass
-class _Underway:
-    """A record whose numbers may still be on the device."""
-
-    step: int
-    loss_id: int
-    skip: Skip
-    numbers: _Numbers
-
-    def arrived(self) -> bool:
-        return self.skip.arrived() and (isinstance(self.numbers, tuple) or self.numbers.arrived())
-
-    def read(self) -> StepRecord:
-        scale, passes = self.numbers if isinstance(self.numbers, tuple) else self.numbers.read()
-        return StepRecord(self.step, self.loss_id, scale, self.skip.read(), int(passes))
-
-
-class _Watcher:
-    """The observer behind one callback."""
-
-    def __init__(self, callback: Callable[[StepRecord], object]) -> None:
-        self._callback = callback
-        self._underway: deque[_Underway] = deque()
-        # Of each optimizer, the scalers of its blocks since the last step, with what was copied at their ends.
-        self._blocks: weakref.WeakKeyDictionary[Optimizer, dict[LossScaler, _Numbers | None]] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def on_scale_loss(self, loss: torch.Tensor, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        for optimizer in optimizers:
-            self._blocks.setdefault(optimizer, {})[scaler] = None
-
-    def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
-        if _torch.is_capturing():  # a replay runs no Python
-            return
-        numbers = _numbers(scaler)
-        for optimizer in optimizers:
-            self._blocks.setdefault(optimizer, {})[scaler] = numbers
-
-    def on_step(self, optimizer: Optimizer, skipped: bool | None) -> None:
-        if _torch.is_capturing():
-            return
-        step = optimizer._amp_stash.session.steps
-        skip = Skip(optimizer, skipped)
-        for scaler, copied in sorted(self._blocks.pop(optimizer, {}).items(), key=lambda one: one[0].loss_id):
-            numbers = _numbers(scaler) if copied is None else copied  # None: gradients were left scaled until the step
-            self._underway.append(_Underway(step, scaler.loss_id, skip, numbers))
-        self.deliver()
-
-    def deliver(self, wait: bool = False) -> None:
-        """Hand over records, oldest first, as far as they have arrived."""
-        while self._underway and (wait or self._underway[0].arrived()):
-            self._callback(self._underway.popleft().read())
-
-
-def _numbers(scaler: LossScaler) -> _Numbers:
-    """The numbers of ``scaler`` as they are now. No host sync."""
-    scale, passes = scaler._scale, scaler._growth_tracker
-    if scale is None or passes is None:  # nothing was scaled yet, or it is a static 1
-        return scaler.get_scale(), scaler._unskipped
-    return _torch.HostCopy([scale, passes.to(scale.dtype)])
-
-
 # -- where records go --------------------------------------------------------------------------------------------------
-def _callback(target: Any) -> Callable[[StepRecord], object]:
+def _writer_to(target: Any) -> Callable[[StepRecord], object]:
     """``target``, or a function that logs to it."""
     if callable(target):
         return target  # type: ignore[no-any-return]
@@ -208,7 +118,7 @@ def _callback(target: Any) -> Callable[[StepRecord], object]:
     )
 
 
-def _named(record: StepRecord) -> dict[str, float]:
+def _by_name(record: StepRecord) -> dict[str, float]:
     """The numbers of ``record`` by name; each loss scaler has names of its own."""
     prefix = f"amp/loss{record.loss_id}/"
     numbers = {"scale": record.scale, "skipped": int(record.skipped), "clean_passes": record.clean_passes}
@@ -217,16 +127,16 @@ def _named(record: StepRecord) -> dict[str, float]:
 
 def _add_scalars(writer: _Writer) -> Callable[[StepRecord], None]:
     def write(record: StepRecord) -> None:
-        for name, value in _named(record).items():
+        for name, value in _by_name(record).items():
             writer.add_scalar(name, value, record.step)
 
     return write
 
 
 def _log_metrics(logger: _Logger) -> Callable[[StepRecord], object]:
-    return lambda record: logger.log_metrics(_named(record), step=record.step)
+    return lambda record: logger.log_metrics(_by_name(record), step=record.step)
 
 
 def _log(run: _Run) -> Callable[[StepRecord], object]:
     # Without a step of its own: wandb counts calls, and the script's own calls would be dropped.
-    return lambda record: run.log({**_named(record), "amp/step": record.step})
+    return lambda record: run.log({**_by_name(record), "amp/step": record.step})

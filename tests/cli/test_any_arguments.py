@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ampcompat.cli import _script, main, parity
+from ampcompat.cli import main, parity
+from ampcompat.tools import script
 
 
 class Launched(Exception):
@@ -25,12 +26,12 @@ def nothing_runs(monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(_script, "run", launch)
+    monkeypatch.setattr(script, "run", launch)
     monkeypatch.setattr(parity, "run_level", launch)
     (tmp_path / "there.py").write_text("from apex import amp\n")
 
 
-OPTIONS = ["--opt-level", "--dtype", "--keep-fp32", "--explain", "--receipt", "--force", "--json", "--to", "--write"]
+OPTIONS = ["--opt-level", "--dtype", "--keep-fp32", "--explain", "--report", "--force", "--json", "--to", "--write"]
 OPTIONS += ["--opt-levels", "--dtypes", "--steps", "--seed", "--rtol", "--atol", "--smooth", "--timeout", "--out"]
 VALUES = ["O1", "O9", "fp16", "bf16", "native", "ampcompat", "0", "-1", "1e309", "nan", "9" * 30, "", ",", "a,b", "**["]
 PATHS = ["there.py", "missing.py", "there.py/below", ".", "/dev/null/x", "x" * 300, "\udcff.py", "-"]
@@ -90,7 +91,7 @@ def test_every_line_without_a_command_is_refused_or_answered(words):
 def test_a_folder_that_cannot_be_made_is_bad_usage(out):
     status, _, err = outcome(["parity", "--out", out, "there.py"])
     assert status == 2
-    assert f"ampcompat parity: error: --out {out} - it is no directory (" in err
+    assert f"ampcompat parity: error: --out {out} - it is not a directory (" in err
 
 
 @pytest.mark.parametrize("command", ["check", "migrate"])

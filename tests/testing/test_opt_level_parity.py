@@ -125,8 +125,8 @@ def test_what_train_raises_goes_through_and_amp_is_reset():
 @pytest.mark.parametrize(
     ("kwargs", "match"),
     [
-        ({"levels": ("01",)}, "'01' is no opt_level"),
-        ({"reference": "float32"}, "'float32' is no opt_level"),
+        ({"levels": ("01",)}, "'01' is not an opt_level"),
+        ({"reference": "float32"}, "'float32' is not an opt_level"),
         ({"levels": ()}, "there must be a level"),
         ({"rtol": -1.0}, "no negative tolerance"),
         ({"atol": float("nan")}, "no negative tolerance"),

@@ -12,7 +12,7 @@ if importlib.util.find_spec("ampcompat") is None:  # a source tree that only the
     sys.path.append(str(Path(__file__).parents[3]))
 
 from ampcompat.alias import install_as_apex
-from ampcompat.cli._gloo import wait_in_destroy
+from ampcompat.tools.gloo import wait_in_destroy
 
 wait_in_destroy()
 del sys.modules["apex"]

@@ -10,9 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from ampcompat._state import state
-from ampcompat._types import Optimizer, ParamGroup
-from ampcompat.amp.masters import master_of
+from ampcompat.tools.core import Optimizer, ParamGroup, live_models, master_of
 
 #: Steps that are looked back on, and the growth in these that no healthy run has.
 STEPS, FAR = 10, 20.0
@@ -28,7 +26,7 @@ class Grown:
         after: Its largest magnitude now.
         times: How many times larger that is.
         steps: How many steps were made in between.
-        lr: The highest learning rate of its group in these; None where that is no number.
+        lr: The highest learning rate of its group in these; None where that is not a number.
     """
 
     parameter: str
@@ -47,7 +45,7 @@ class Grown:
         return f"{name} grew from {self.before:.3g} to {self.after:.3g} in {steps}{rate}"
 
     @property
-    def cure(self) -> str:
+    def hint(self) -> str:
         """What stops it."""
         than = "" if self.lr is None else f" than {self.lr:g}"
         return f"a lower learning rate{than}, a warmup, or clipped gradients: no precision holds weights that grow so"
@@ -65,7 +63,7 @@ class History:
 
     Attributes:
         seen: The sizes.
-        rates: The learning rates of each step, by param group; None for one that is no number.
+        rates: The learning rates of each step, by param group; None for one that is not a number.
     """
 
     def __init__(self) -> None:
@@ -124,7 +122,7 @@ def name_of(param: torch.Tensor) -> str:
     """Qualified name of ``param``, or of the weight whose master it is, in the live models."""
     master = master_of(param)
     wanted = (param,) if master is None else (param, master.half)
-    models = list(state.models.live)
+    models = live_models()
     for model in models:
         for name, held in model.named_parameters():
             if any(held is one for one in wanted):

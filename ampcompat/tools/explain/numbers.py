@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
-from ampcompat._types import Optimizer, ParamGroup
-from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.tools.data import UNSAID
+from ampcompat.tools.core import HALF_DTYPES, Optimizer, ParamGroup
 from ampcompat.tools.dtypes import dtype_name
-from ampcompat.tools.explain.said import Said, cure_lines
+from ampcompat.tools.explain.messages import Message, hint_lines
 
 #: Read by schedulers, or compared in Python: no tensor meets them.
 _NEVER_IN_HALF = ("initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
@@ -37,8 +35,8 @@ class Number:
     value: float
     becomes: float
     dtype: str
-    optimizer: str = field(metadata=UNSAID)
-    count: int = field(metadata=UNSAID)
+    optimizer: str
+    count: int
 
     @property
     def text(self) -> str:
@@ -57,7 +55,7 @@ class Number:
         return effect
 
     @property
-    def cures(self) -> list[str]:
+    def hints(self) -> list[str]:
         """The likeliest first."""
         name = self.name.partition("[")[0]
         if self.name == "eps":
@@ -118,28 +116,19 @@ def _below_one(dtype: str) -> float:
     return 1 - torch.finfo(getattr(torch, dtype)).eps / 2
 
 
-@dataclass(kw_only=True)
-class Numbers(Said):
-    """List the numbers of an optimizer that its parameters' dtype does not hold."""
-
-    kind = "numbers"
-    optimizer: str
-    numbers: list[Number]
-    cures: list[str]
-
-
-def numbers_message(found: list[Number]) -> Numbers:
+def numbers_message(found: list[Number]) -> Message:
     """One message for all of them."""
     optimizer = found[0].optimizer
     lines = []
     for one in found:
         parameters = f"the dtype of {one.count} of its parameters"
         lines.append((f"group {one.group}", f"{one.text}, {parameters}: {one.effect}"))
-    cures = [*dict.fromkeys(cure for one in found for cure in one.cures if cure != MASTERS), MASTERS]
-    return Numbers(
+    hints = [*dict.fromkeys(hint for one in found for hint in one.hints if hint != MASTERS), MASTERS]
+    keys = ("group", "name", "value", "becomes", "dtype")
+    rows = [{key: getattr(one, key) for key in keys} for one in found]
+    return Message(
+        kind="numbers",
         head=f"{optimizer} has numbers that the dtype of its parameters does not hold.",
-        lines=[*lines, *cure_lines(cures)],
-        optimizer=optimizer,
-        numbers=found,
-        cures=cures,
+        lines=[*lines, *hint_lines(hints)],
+        content={"optimizer": optimizer, "numbers": rows, "hints": hints},
     )

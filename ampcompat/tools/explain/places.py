@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ampcompat import _torch
 from ampcompat.tools.frames import script_line, shown_line
-from ampcompat.tools.running import RunningModules
+from ampcompat.tools.recording.modules import RunningModules
 
 _KEY = "ampcompat place"
 

@@ -1,7 +1,7 @@
 """The probe: sees every op, and follows what is not finite from where it was born to where it ends up.
 
-An inf that softmax turns into a zero is no fault (masks do that on purpose); the one to name is the one that reaches an
-output or a gradient. So every non-finite tensor carries its origin, the op that made it from finite inputs.
+An inf that softmax turns into a zero is not a fault (masks do that on purpose); the one to name is the one that reaches
+an output or a gradient. So every non-finite tensor carries its origin, the op that made it from finite inputs.
 """
 
 from __future__ import annotations
@@ -15,24 +15,15 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
-from ampcompat.amp.amp_model import Args, Kwargs
-from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.amp.trees import map_tree, tensors_in
+from ampcompat.tools.core import HALF_DTYPES, Args, Kwargs, map_tree, tensors_in
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.places import Place, Places
-from ampcompat.tools.explain.tensors import (
-    LARGEST,
-    covers_storage,
-    is_finite,
-    largest,
-    readable,
-    storage,
-)
+from ampcompat.tools.tensors import LARGEST, covers_storage, is_finite, largest, readable, storage
 
 _CHEAP = ("_to_copy", "sqrt", "add", "clamp", "view", "expand", "unsqueeze", "clamp_min", "detach", "maximum", "copy_")
 
 
-#: What comes into a forward from outside: an :class:`Event` of that name is no op.
+#: What comes into a forward from outside: an :class:`Event` of that name is not an op.
 GIVEN = ("input", "parameter", "buffer")
 #: And what is handed to an op from nowhere that was seen, such as the class weights of a loss.
 ARGUMENT = "argument"

@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 
-from ampcompat.amp.amp_model import Args, Kwargs
-from ampcompat.amp.observers import observers
-from ampcompat.amp.trees import map_tree, tensors_in
+from ampcompat.tools.core import Args, Kwargs, map_tree, observers, tensors_in
+from ampcompat.tools.explain.forwards import Forward, as_it_was
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Event, Probe
-from ampcompat.tools.explain.record import Record, as_it_was
-from ampcompat.tools.explain.tensors import is_finite
 from ampcompat.tools.frames import shown_line
+from ampcompat.tools.tensors import is_finite
 
 
 @dataclass
@@ -40,22 +38,22 @@ class Finding:
     called_at: str = ""
 
 
-def replay(record: Record, model: torch.nn.Module, backward: bool) -> Finding:
-    """Run ``record`` again and find the origin of what is not finite in its outputs or gradients.
+def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
+    """Run ``forward`` again and find the origin of what is not finite in its outputs or gradients.
 
     Nothing of the run changes: generators and buffers are put back, gradients are not accumulated.
 
     Args:
-        record: A forward.
+        forward: A forward.
         model: Its model.
         backward: Run the backward too, from the gradients that the outputs got.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    finding = Finding(None, type(model).__name__, caveat=_caveat(record), called_at=shown_line(record.called_at))
+    finding = Finding(None, type(model).__name__, caveat=_caveat(forward), called_at=shown_line(forward.called_at))
     places = Places(names, sys._getframe())
     places.modules.stack.append(("", finding.model))  # its forward is called past the hooks that would say so
     probe = Probe(places)
-    with run_again(record, model) as (args, kwargs, leaves), places:
+    with run_again(forward, model) as (args, kwargs, leaves), places:
         for number, tensor in enumerate(tensors_in((args, kwargs))):
             probe.given(tensor, "input", str(number))
         for name, tensor in model.named_parameters():
@@ -67,12 +65,12 @@ def replay(record: Record, model: torch.nn.Module, backward: bool) -> Finding:
         outputs = tensors_in(output)
         finding.event = probe.origin(outputs)
         if finding.event is None and backward:
-            finding.event = _backward(record, model, outputs, leaves, probe, finding)
+            finding.event = _backward(forward, model, outputs, leaves, probe, finding)
     return finding
 
 
 @contextlib.contextmanager
-def run_again(record: Record, model: torch.nn.Module) -> Iterator[tuple[Args, Kwargs, list[torch.Tensor]]]:
+def run_again(forward: Forward, model: torch.nn.Module) -> Iterator[tuple[Args, Kwargs, list[torch.Tensor]]]:
     """Inside: everything as at the recorded forward, unobserved, grad on. Afterwards: as outside, bitwise.
 
     Yields copies of the arguments, positional and by keyword, and those leaves among them that want gradients.
@@ -86,9 +84,9 @@ def run_again(record: Record, model: torch.nn.Module) -> Iterator[tuple[Args, Kw
         leaves.append(copy.requires_grad_())
         return copy.view_as(copy)  # what wants gradients must not be written in place as a leaf; the run's was none
 
-    with _unobserved(), as_it_was(record, model), torch.enable_grad():
-        args = tuple(_copied(value, detached) for value in record.args)
-        kwargs = {name: _copied(value, detached) for name, value in record.kwargs.items()}
+    with _unobserved(), as_it_was(forward, model), torch.enable_grad():
+        args = tuple(_copied(value, detached) for value in forward.args)
+        kwargs = {name: _copied(value, detached) for name, value in forward.kwargs.items()}
         yield args, kwargs, leaves
 
 
@@ -117,33 +115,33 @@ def _copied(value: object, detached: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 
 def _backward(
-    record: Record,
+    forward: Forward,
     model: torch.nn.Module,
     outputs: list[torch.Tensor],
     leaves: list[torch.Tensor],
     probe: Probe,
     finding: Finding,
 ) -> Event | None:
-    if not all(is_finite(grad) for _, grad in received(record, outputs)):
+    if not all(is_finite(grad) for _, grad in received(forward, outputs)):
         finding.entered = True
         return None
     with probe:
-        grads = run_backward(record, model, outputs, leaves)
+        grads = run_backward(forward, model, outputs, leaves)
     return probe.origin(grads)
 
 
-def received(record: Record, outputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def received(forward: Forward, outputs: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Those of ``outputs`` that got a gradient in the run, each with that."""
     differentiable = [output for output in outputs if output.requires_grad]
-    pairs = zip(differentiable, record.grads, strict=False)
+    pairs = zip(differentiable, forward.grads, strict=False)
     return [(output, grad) for output, grad in pairs if grad is not None]
 
 
 def run_backward(
-    record: Record, model: torch.nn.Module, outputs: list[torch.Tensor], leaves: list[torch.Tensor]
+    forward: Forward, model: torch.nn.Module, outputs: list[torch.Tensor], leaves: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """The gradients of ``leaves`` and parameters, from those that the outputs got; none is accumulated."""
-    pairs = received(record, outputs)
+    pairs = received(forward, outputs)
     wanted = [*leaves, *(p for p in model.parameters() if p.requires_grad)]
     if not pairs or not wanted:
         return []
@@ -161,8 +159,8 @@ def _unobserved() -> Iterator[None]:
         observers()[:] = held
 
 
-def _caveat(record: Record) -> str:
-    if record.overwritten:
+def _caveat(forward: Forward) -> str:
+    if forward.overwritten:
         return "The inputs were written since the forward, so what was run again is not quite the same batch."
     return ""
 

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from ampcompat import _torch
-from ampcompat._types import Optimizer, ParamGroup
-from ampcompat.amp.masters import Master, master_of
-from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.tools.data import UNSAID
+from ampcompat.tools.core import HALF_DTYPES, Master, Optimizer, ParamGroup, master_of
 from ampcompat.tools.dtypes import dtype_name
-from ampcompat.tools.explain.cure import BFLOAT16
 from ampcompat.tools.explain.growth import Grown, Sizes, name_of
+from ampcompat.tools.explain.hints import BFLOAT16
+from ampcompat.tools.explain.messages import Message, hint_lines
 from ampcompat.tools.explain.numbers import MASTERS, Number, optimizer_name, unheld
-from ampcompat.tools.explain.said import Said, cure_lines
-from ampcompat.tools.explain.tensors import LARGEST, is_finite, largest, readable
+from ampcompat.tools.tensors import LARGEST, is_finite, largest, readable
 
 
-@dataclass(kw_only=True)
-class Weights(Said):
+@dataclass
+class LostTensor:
     """Describe a weight, or state, that a step left not finite.
 
     Attributes:
@@ -33,13 +30,10 @@ class Weights(Said):
         not_finite: How many of its elements are not finite.
         elements: How many there are.
         why: Causes that were found, the likeliest first.
-        growth: The weight that the last steps made many times larger, if any.
-        cures: The likeliest first.
-        step: The number of the step.
+        hints: What to do, the likeliest first.
         numbers: Those among the causes that the parameters' dtype does not hold.
     """
 
-    kind = "weights"
     optimizer: str
     group: int
     parameter: str
@@ -48,29 +42,32 @@ class Weights(Said):
     not_finite: int
     elements: int
     why: list[str] = field(default_factory=list)
-    growth: Grown | None = None
-    cures: list[str] = field(default_factory=list)
-    step: int = 0
-    numbers: list[Number] = field(default_factory=list, metadata=UNSAID)
+    hints: list[str] = field(default_factory=list)
+    numbers: list[Number] = field(default_factory=list)
 
-    def told_of(self, step: int, growth: Grown | None) -> Weights:
-        """The message: of the step numbered ``step``, with what grew in the last ones."""
-        self.step, self.growth = step, growth
-        if growth is not None:
-            others = [cure for cure in self.cures if not cure.startswith("a lower learning rate")]
-            self.cures = [growth.cure, *others]
-        self.head = f"Step {step} of {self.optimizer} left {'state' if self.state else 'a weight'} that is not finite."
-        of_what = self.parameter or f"a parameter of group {self.group}"
-        tensor = f"{self.state} of {of_what}" if self.state else of_what
-        self.lines = [
-            ("what", f"{tensor} ({self.dtype}): {self.not_finite} of {self.elements} elements are not finite"),
-            ("where", f"group {self.group} of {self.optimizer}"),
-            *(("and" if index else "why", why) for index, why in enumerate(self.why)),
-        ]
-        if growth is not None:
-            self.lines.append(("growth", growth.text))
-        self.lines += cure_lines(self.cures)
-        return self
+
+def weights_message(lost: LostTensor, step: int, growth: Grown | None) -> Message:
+    """Tell of ``lost``, which the step numbered ``step`` has written, and of what grew in the last steps."""
+    hints = lost.hints
+    if growth is not None:
+        hints = [growth.hint, *(hint for hint in hints if not hint.startswith("a lower learning rate"))]
+    of_what = lost.parameter or f"a parameter of group {lost.group}"
+    tensor = f"{lost.state} of {of_what}" if lost.state else of_what
+    lines = [
+        ("what", f"{tensor} ({lost.dtype}): {lost.not_finite} of {lost.elements} elements are not finite"),
+        ("where", f"group {lost.group} of {lost.optimizer}"),
+        *(("and" if index else "why", why) for index, why in enumerate(lost.why)),
+    ]
+    if growth is not None:
+        lines.append(("growth", growth.text))
+    content = asdict(lost)
+    del content["numbers"]
+    return Message(
+        kind="weights",
+        head=f"Step {step} of {lost.optimizer} left {'state' if lost.state else 'a weight'} that is not finite.",
+        lines=[*lines, *hint_lines(hints)],
+        content={**content, "growth": None if growth is None else asdict(growth), "hints": hints, "step": step},
+    )
 
 
 def examine(optimizer: Optimizer) -> tuple[bool, list[Sizes]]:
@@ -113,7 +110,7 @@ def versions(optimizer: Optimizer) -> list[int]:
     return [param._version + (0 if master is None else master.half._version) for param, master in masters]
 
 
-def first_written(optimizer: Optimizer) -> Weights | None:
+def first_written(optimizer: Optimizer) -> LostTensor | None:
     """The first weight, or state where all weights are finite, that is not, and why."""
     for group, param in _params(optimizer):
         if not is_finite(param):
@@ -128,9 +125,9 @@ def first_written(optimizer: Optimizer) -> Weights | None:
     return None
 
 
-def _lost(optimizer: Optimizer, group: int, param: torch.Tensor, tensor: torch.Tensor, state: str = "") -> Weights:
+def _lost(optimizer: Optimizer, group: int, param: torch.Tensor, tensor: torch.Tensor, state: str = "") -> LostTensor:
     """Describe ``tensor``, which is ``param`` or its ``state``."""
-    return Weights(
+    return LostTensor(
         optimizer=optimizer_name(optimizer),
         group=group,
         parameter=name_of(param),
@@ -141,7 +138,7 @@ def _lost(optimizer: Optimizer, group: int, param: torch.Tensor, tensor: torch.T
     )
 
 
-def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> Weights:
+def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> LostTensor:
     """Why a step of ``optimizer`` may have written ``param`` as it is."""
     lost = ~torch.isfinite(param.detach())
     found = _lost(optimizer, group, param, param)
@@ -152,18 +149,18 @@ def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> Weights:
         if number.group == group and number.dtype == found.dtype and number.name == "eps":
             found.numbers.append(number)
             found.why.append(f"{number.text}{_zeros(optimizer, param, lost)}")
-            found.cures += number.cures
+            found.hints += number.hints
     grad = param.grad
     if grad is not None and not grad.is_sparse and not is_finite(grad):
         found.why.insert(0, "its gradient was not finite")
-        found.cures.insert(
+        found.hints.insert(
             0, "look at what writes gradients outside scale_loss, such as clipping by a norm of 0 or inf"
         )
     if not found.why:
         found.why.append(_update(param, optimizer.param_groups[group]))
-    if not found.cures:
+    if not found.hints:
         masters = [MASTERS] if param.dtype in HALF_DTYPES else []
-        found.cures = [*masters, "a lower learning rate, or clipped gradients"]
+        found.hints = [*masters, "a lower learning rate, or clipped gradients"]
     return found
 
 
@@ -176,17 +173,19 @@ def _update(param: torch.Tensor, options: ParamGroup) -> str:
     return f"the update left the range of {dtype} ({_rate(options)}{size})"
 
 
-def _half_of_master(optimizer: Optimizer, group: int, master: Master) -> Weights:
+def _half_of_master(optimizer: Optimizer, group: int, master: Master) -> LostTensor:
     """Why the half weight is not finite although its master is."""
     half = master.half
     found = _lost(optimizer, group, half, half)
     ends = f"{found.dtype} ends at {torch.finfo(half.dtype).max:g}"
     found.why = [f"its float32 master reached {largest(master.value):.6g}, and {ends}"]
-    found.cures = [BFLOAT16, "a lower learning rate, or weight decay"]
+    found.hints = [BFLOAT16, "a lower learning rate, or weight decay"]
     return found
 
 
-def _state_written(optimizer: Optimizer, group: int, param: torch.Tensor, name: str, tensor: torch.Tensor) -> Weights:
+def _state_written(
+    optimizer: Optimizer, group: int, param: torch.Tensor, name: str, tensor: torch.Tensor
+) -> LostTensor:
     found = _lost(optimizer, group, param, tensor, name)
     dtype = found.dtype
     grad = param.grad
@@ -194,10 +193,10 @@ def _state_written(optimizer: Optimizer, group: int, param: torch.Tensor, name: 
         size = largest(grad)
         square = f", whose square is {size * size:.3g}" if size * size > LARGEST >= size else ""
         found.why.append(f"it left the range of {dtype}: the largest gradient is {size:.3g}{square}")
-        found.cures = [MASTERS, "clipped gradients, or a smaller loss scale"]
+        found.hints = [MASTERS, "clipped gradients, or a smaller loss scale"]
     else:
         found.why.append(f"it left the range of {dtype}")
-        found.cures = [*([MASTERS] if tensor.dtype in HALF_DTYPES else []), "clipped gradients"]
+        found.hints = [*([MASTERS] if tensor.dtype in HALF_DTYPES else []), "clipped gradients"]
     return found
 
 

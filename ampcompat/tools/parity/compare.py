@@ -1,17 +1,13 @@
-"""How far a run's losses are from those of the reference, step by step.
-
-A run that skipped steps is compared with a reference that skipped the same: see
-:mod:`ampcompat.tools.recording.skips`.
-"""
+"""How far a run's losses are from those of the reference, step by step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ampcompat.tools.parity.record import Run
-from ampcompat.tools.recording.events import Step
+from ampcompat.tools.parity.runs import Run
+from ampcompat.tools.recording.steps import Step
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,6 @@ class Result:
         passed: Whether it is within the tolerance.
         verdict: The same in words, with the reason.
         judged: Whether it counts; a run that does not is shown.
-        reference: What it was compared with.
     """
 
     run: Run
@@ -99,7 +94,6 @@ class Result:
     passed: bool
     verdict: str
     judged: bool = True
-    reference: Run | None = None
 
     def steps(self) -> list[tuple[Step, float | None]]:
         """Each step with its deviation, None beyond what could be compared."""
@@ -107,70 +101,48 @@ class Result:
         return [(step, values[at] if at < len(values) else None) for at, step in enumerate(self.run.steps)]
 
 
-def smoothed(run: Run, window: int) -> list[float | None]:
-    """The loss of each step as the mean over the last ``window`` steps of its optimizer (fewer at the start)."""
-    recent: dict[int, list[float]] = {}
-    means: list[float | None] = []
-    for step in run.steps:
-        if step.loss is None:
-            means.append(None)
-            continue
-        losses = recent.setdefault(step.optimizer, [])
-        losses.append(step.loss)
-        del losses[:-window]
-        means.append(sum(losses) / len(losses))
-    return means
-
-
-def judge(
-    runs: Sequence[Run],
-    tolerance: Tolerance,
-    window: int = 1,
-    skipping: Mapping[tuple[int, ...], Run] | None = None,
-    shown: Sequence[str] = (),
-) -> list[Result]:
-    """Compare all of ``runs`` with the first, the reference; losses are means over ``window`` steps.
+def judge(runs: Sequence[Run], tolerance: Tolerance, shown: Sequence[str] = ()) -> list[Result]:
+    """Compare all of ``runs`` with the first, the reference.
 
     A run passes when no loss is out of tolerance and it got as far as it should: through all its steps, or, where the
     reference ended by itself, as far as that.
 
     Args:
-        runs: The reference and the others.
+        runs: The reference and the others; the reference alone where it is not comparable.
         tolerance: What a loss may be off.
-        window: Steps to take the mean of.
-        skipping: References that skipped steps, by these; a run that skipped the same is compared with that one.
         shown: Levels that are not judged.
     """
     reference = runs[0]
-    base = smoothed(reference, window)
-    others = {steps: run for steps, run in (skipping or {}).items() if run.ending == reference.ending}
-    ran = reference.ending in ("complete", "ended") and any(loss is not None for loss in base)
-    broken = reference.first_not_finite
-    verdict = "reference" if ran else reference.message
-    if ran and broken is not None:
-        verdict = f"{broken} in float32 itself: precision is not the cause"
-    results = [Result(reference, None, ran and broken is None, verdict)]
+    results = [_of_reference(reference)]
     for run in runs[1:]:
-        other = others.get(run.skipped_steps, reference)
-        deviation = compare(smoothed(run, window), base if other is reference else smoothed(other, window), tolerance)
-        passed, verdict = _verdict(run, deviation, other)
-        if passed and not ran:
-            passed, verdict = False, "nothing to compare with"
-        results.append(Result(run, deviation, passed, verdict, run.level.opt_level not in shown, other))
+        deviation = compare(run.losses, reference.losses, tolerance)
+        fault = _fault(run, deviation, reference)
+        judged = run.level.opt_level not in shown
+        results.append(Result(run, deviation, not fault, fault or "within tolerance", judged))
     return results
 
 
-def _verdict(run: Run, deviation: Deviation, reference: Run) -> tuple[bool, str]:
-    early = run.ending != "complete" and not (run.ending == "ended" and len(run.steps) == len(reference.steps))
-    if early or (run.message and run.ending == "complete"):
-        return False, run.message
+def _of_reference(reference: Run) -> Result:
+    if not reference.is_comparable:
+        return Result(reference, None, False, reference.message)
+    broken = reference.first_not_finite
+    if broken is not None:
+        return Result(reference, None, False, f"{broken} in float32 itself: precision is not the cause")
+    return Result(reference, None, True, "reference")
+
+
+def _fault(run: Run, deviation: Deviation, reference: Run) -> str:
+    """Why ``run`` does not pass; "" where it does."""
+    ended_with_reference = run.ending == "ended" and len(run.steps) == len(reference.steps)
+    if run.message and not ended_with_reference:
+        return run.message
     if deviation.largest is None:
-        return False, "no loss to compare"
-    if run.steps and all(step.skipped for step in run.steps):
-        return False, f"no update was made: all {len(run.steps)} steps were skipped"
-    if deviation.first_beyond is not None:
-        loss = run.steps[deviation.first_beyond - 1].loss
-        if loss is not None and not math.isfinite(loss):
-            return False, f"loss {loss:g} at step {deviation.first_beyond}"
-        return False, f"out of tolerance from step {deviation.first_beyond}"
-    return True, "within tolerance"
+        return "no loss to compare"
+    if all(step.skipped for step in run.steps):
+        return f"no update was made: all {len(run.steps)} steps were skipped"
+    if deviation.first_beyond is None:
+        return ""
+    loss = run.steps[deviation.first_beyond - 1].loss
+    if loss is not None and not math.isfinite(loss):
+        return f"loss {loss:g} at step {deviation.first_beyond}"
+    return f"out of tolerance from step {deviation.first_beyond}"

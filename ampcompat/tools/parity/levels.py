@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ampcompat.tools.dtypes import SHORT_NAMES, SPELLINGS
@@ -29,8 +30,7 @@ class Level:
     @property
     def environment(self) -> dict[str, str]:
         """The variables that put a script at this level."""
-        settings = {"AMPCOMPAT_OPT_LEVEL": self.opt_level}
-        return settings if self.dtype is None else {**settings, "AMPCOMPAT_DTYPE": self.dtype}
+        return {"AMPCOMPAT_OPT_LEVEL": self.opt_level, "AMPCOMPAT_DTYPE": self.dtype or ""}
 
 
 REFERENCE = Level("O0")
@@ -43,16 +43,24 @@ def read_levels(opt_levels: str, dtypes: str) -> list[Level]:
         ValueError: An unknown or missing level or dtype.
     """
     wanted, halves = _words(opt_levels), _words(dtypes)
-    for word, known, kind in [(w, OPT_LEVELS, "opt_level") for w in wanted] + [(d, SPELLINGS, "dtype") for d in halves]:
-        if word not in known:
-            raise ValueError(f"{word!r} is no {kind} - it must be one of {', '.join(known)} - name one of these.")
+    _check(wanted, OPT_LEVELS, "an opt_level")
+    _check(halves, SPELLINGS, "a half dtype")
     if not wanted or not halves:
         raise ValueError("an empty list - there must be one opt_level and one dtype at least - name them.")
     levels = [REFERENCE]
     for opt_level in wanted:
-        alone = opt_level in ("O0", "O4", "O5")
-        levels += [Level(opt_level)] if alone else [Level(opt_level, SPELLINGS[half]) for half in halves]
+        decides_dtype = opt_level in ("O0", "O4", "O5")
+        if decides_dtype:
+            levels.append(Level(opt_level))
+        else:
+            levels += [Level(opt_level, SPELLINGS[half]) for half in halves]
     return list(dict.fromkeys(levels))
+
+
+def _check(words: Collection[str], known: Collection[str], kind: str) -> None:
+    for word in words:
+        if word not in known:
+            raise ValueError(f"{word!r} is not {kind} - it must be one of {', '.join(known)} - name one of these.")
 
 
 def _words(text: str) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ampcompat.tools.parity.record import Run
-from ampcompat.tools.recording.events import Step
+from ampcompat.tools.parity.runs import Run
+from ampcompat.tools.recording.steps import Step
 
 WIDTH = 30
 

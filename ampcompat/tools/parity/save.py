@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ampcompat.tools.data import plain
+from ampcompat.tools.data import to_json
 from ampcompat.tools.parity.compare import Result
+from ampcompat.tools.recording.steps import Step
 
 COLUMNS = ("level", "step", "optimizer", "loss", "deviation", "scale", "grad_norm", "skipped", "seconds", "memory")
 
@@ -17,8 +17,8 @@ COLUMNS = ("level", "step", "optimizer", "loss", "deviation", "scale", "grad_nor
 def save_json(path: Path, results: Sequence[Result], settings: Mapping[str, object]) -> None:
     """Write settings, summaries and steps; non-finite numbers are the strings "nan", "inf" and "-inf"."""
     levels = [_summary(result) for result in results]
-    content = plain({**settings, "passed": passed(results), "levels": levels})
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    content = {**settings, "passed": passed(results), "levels": levels}
+    path.write_text(to_json(content, indent=1) + "\n", encoding="utf-8")
 
 
 def passed(results: Sequence[Result]) -> bool:
@@ -33,7 +33,7 @@ def save_csv(path: Path, results: Sequence[Result]) -> None:
         rows.writerow(COLUMNS)
         for result in results:
             for step, deviation in result.steps():
-                known = {**asdict(step), "level": result.run.level.name, "deviation": deviation}
+                known = {**_as_dict(step, deviation), "level": result.run.level.name}
                 rows.writerow([known[column] for column in COLUMNS])
 
 
@@ -53,8 +53,11 @@ def _summary(result: Result) -> dict[str, object]:
         "first_beyond": deviation.first_beyond if deviation else None,
         "skipped": len(run.skipped_steps),
         "skipped_steps": run.skipped_steps,
-        "reference_losses": [step.loss for step in result.reference.steps] if result.reference else None,
         "seconds_per_step": run.seconds_per_step,
         "peak_memory": run.peak_memory,
-        "steps": [{**asdict(step), "deviation": value} for step, value in result.steps()],
+        "steps": [_as_dict(step, value) for step, value in result.steps()],
     }
+
+
+def _as_dict(step: Step, deviation: float | None) -> dict[str, object]:
+    return {**asdict(step), "loss": step.loss, "deviation": deviation}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ampcompat.tools.columns import aligned
 from ampcompat.tools.parity.compare import Result, Tolerance
+from ampcompat.tools.tables import aligned
 
 HEADER = ("level", "steps", "max dev", "mean dev", "first beyond", "skipped", "s/step", "peak MiB", "verdict")
 
@@ -34,15 +34,14 @@ def table(
 
 
 def skip_note(result: Result) -> str:
-    """Which steps a level skipped, and what it was compared with; "" where it skipped none."""
+    """Which steps a level skipped, and what that means for its deviation; "" where it skipped none."""
     numbers = result.run.skipped_steps
     if not numbers:
         return ""
     more = f" and {len(numbers) - WRITTEN_OUT} more" if len(numbers) > WRITTEN_OUT else ""
     which = f"{'steps' if len(numbers) > 1 else 'step'} {', '.join(map(str, numbers[:WRITTEN_OUT]))}{more}"
-    same = result.reference is not None and result.reference.skipped_steps == numbers
-    compared = "O0 skipping the same" if same else "O0 skipping none"
-    return f"{result.run.level.name} skipped {which} for an overflow; compared with {compared}"
+    behind = f"{len(numbers)} update{'s' if len(numbers) > 1 else ''} behind O0"
+    return f"{result.run.level.name} skipped {which} for an overflow: its weights are then {behind}"
 
 
 def _row(result: Result) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
-"""A script in a process of its own, ended after some optimizer steps, and what it did at each of them.
+"""What a run did, step by step.
 
-``ampcompat parity`` and ``ampcompat migrate --verify`` both stand on it. The command imports :mod:`.process` and
-:mod:`.events`, which need no torch. The process that it starts runs :mod:`.child`, on ampcompat, or :mod:`.native`,
-where ampcompat cannot be imported; both write a journal (:mod:`.journal`), a line of JSON for each event.
+:class:`.recorder.Recorder` observes the run of this process. It hands a :class:`.steps.Step` to ``amp.on_step``, to the
+precision report and to ``assert_opt_level_parity``; :class:`.ops.OpTrace` counts ops by dtype for the report.
+``ampcompat parity`` runs a script in a process of its own (:mod:`.child`), which records it into a journal
+(:mod:`.journal`), and follows that process (:mod:`.process`) without importing torch.
 """

@@ -13,32 +13,26 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from ampcompat.tools.recording.journal import Settings
-
 POLL_SECONDS = 0.05
 #: What a script may take to leave after its last step, and after being told to.
 GRACE_SECONDS = 10.0
 
 
-def command(settings: Settings, target: Sequence[str], native: bool = False) -> list[str]:
-    """The command line that runs ``target`` and records it.
+def command(journal: Path, steps: int, seed: int, target: Sequence[str]) -> list[str]:
+    """The command line that runs ``target``, and records ``steps`` optimizer steps of it in ``journal``.
 
     Args:
-        settings: What to record.
+        journal: The file to write.
+        steps: Optimizer steps after which the script is ended.
+        seed: Of Python, numpy and torch.
         target: ``[script, args…]`` or ``["-m", module, args…]``.
-        native: Have ``import ampcompat`` fail, as ``import apex`` does: the script is to need torch alone.
     """
-    if native:
-        program = [str(Path(__file__).with_name("native.py"))]
-    else:
-        program = ["-m", "ampcompat.tools.recording.child"]
-    return [sys.executable, *program, *settings.to_words(target)]
+    return [sys.executable, "-m", "ampcompat.tools.recording.child", str(journal), str(steps), str(seed), *target]
 
 
-def environment(seed: int, without: Callable[[str], bool]) -> dict[str, str]:
-    """This process's variables for a recorded one, but for those ``without`` refuses: output at once, hashes fixed."""
-    kept = {name: value for name, value in os.environ.items() if not without(name)}
-    return {**kept, "PYTHONHASHSEED": str(seed % 2**32), "PYTHONUNBUFFERED": "1"}
+def environment(seed: int, changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's variables with ``changes`` for a recorded one: output at once, hashes fixed."""
+    return {**os.environ, "PYTHONHASHSEED": str(seed % 2**32), "PYTHONUNBUFFERED": "1", **changes}
 
 
 def follow(
@@ -48,7 +42,6 @@ def follow(
     log: Path,
     on_line: Callable[[str, Any], None],
     must_end: Callable[[float], bool],
-    folder: Path | None = None,
 ) -> int | None:
     """Run the command ``words`` and hand on each line that it writes to ``journal``.
 
@@ -61,13 +54,12 @@ def follow(
         log: The file for its output.
         on_line: Called with kind and content of each line.
         must_end: Called now and then with the seconds since the last line; true ends the process.
-        folder: Where it runs.
 
     Returns:
         Its exit status; None if it had to be ended.
     """
     journal.write_text("")
-    with journal.open(encoding="utf-8") as lines, _started(words, variables, log, folder) as process:
+    with journal.open(encoding="utf-8") as lines, _started(words, variables, log) as process:
         return _read(process, lines, on_line, must_end)
 
 
@@ -84,8 +76,8 @@ def _read(
         rest += lines.read()
         *whole, rest = rest.split("\n")
         for line in whole:
-            content = json.loads(line)
-            on_line(content.pop("kind"), content)
+            event = json.loads(line)
+            on_line(event["kind"], event["content"])
             last = time.monotonic()
         if code is not None:
             return code
@@ -95,13 +87,10 @@ def _read(
 
 
 @contextmanager
-def _started(
-    words: Sequence[str], variables: Mapping[str, str], log: Path, folder: Path | None
-) -> Iterator[subprocess.Popen[bytes]]:
+def _started(words: Sequence[str], variables: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     with log.open("wb") as output:
         process = subprocess.Popen(
             words,
-            cwd=folder,
             env=dict(variables),
             stdin=subprocess.DEVNULL,
             stdout=output,

@@ -1,4 +1,4 @@
-"""Note what the initialized models hold while they live: a script's models are gone when it has ended."""
+"""What the initialized models hold, seen while they live: a script's models are gone when it has ended."""
 
 from __future__ import annotations
 
@@ -6,30 +6,37 @@ from collections import Counter
 
 import torch
 
-from ampcompat._state import state
-from ampcompat.amp.masters import masters_of
+from ampcompat.tools.core import InForce, in_force, live_models, masters_of
 from ampcompat.tools.devices import slow_halves
 from ampcompat.tools.dtypes import dtype_name
-from ampcompat.tools.report.record import Record
-from ampcompat.tools.report.schema import Parameters, Setting
+from ampcompat.tools.report.facts import Facts, Parameters, Setting
 
 
-def look(record: Record) -> None:
-    """Note in ``record`` what ``initialize`` was asked for, and the models that live now, if any do. No host sync."""
-    record.setting = _setting()
+def add_models(facts: Facts) -> None:
+    """Note in ``facts`` what ``initialize`` was asked for, and the models that live now, if any do. No host sync."""
+    latest = in_force()
+    if latest is not None:
+        facts.setting = _setting(latest)
     if torch.cuda.is_available():
-        record.memory.peak = torch.cuda.max_memory_allocated()
-    models = list(state.models.live)
+        facts.memory.peak = torch.cuda.max_memory_allocated()
+    models = live_models()
     if not models:
         return
     tensors = {id(t): t for m in models for t in (*m.parameters(), *m.buffers()) if t.is_floating_point()}
     masters = {id(master): master for m in models for master in masters_of(m)}
-    record.devices = sorted({t.device.type for t in tensors.values()})
-    record.memory.weights = sum(t.numel() * t.element_size() for t in tensors.values())
-    record.memory.weights_in_float32 = sum(4 * t.numel() for t in tensors.values())
-    record.memory.masters = sum(4 * m.value.numel() for m in masters.values())
-    record.parameters = _parameters(models)
-    record.slow = _slow_devices(record)
+    facts.devices = sorted({t.device.type for t in tensors.values()})
+    facts.memory.weights = sum(t.numel() * t.element_size() for t in tensors.values())
+    facts.memory.weights_in_float32 = sum(4 * t.numel() for t in tensors.values())
+    facts.memory.masters = sum(4 * m.value.numel() for m in masters.values())
+    facts.parameters = _parameters(models)
+    if latest is not None and latest.half_dtype is not None:
+        reasons = [slow_halves(device, latest.half_dtype) for device in facts.devices]
+        facts.slow = [reason for reason in reasons if reason]
+
+
+def _setting(latest: InForce) -> Setting:
+    half = "" if latest.half_dtype is None else dtype_name(latest.half_dtype)
+    return Setting(initialized=True, enabled=latest.enabled, opt_level=latest.opt_level, half=half)
 
 
 def _parameters(models: list[torch.nn.Module]) -> list[Parameters]:
@@ -45,23 +52,6 @@ def _parameters(models: list[torch.nn.Module]) -> list[Parameters]:
             for param in own:
                 sizes[dtype_name(param.dtype)] += param.numel()
             name = ".".join(filter(None, (root, path)))
-            found += [Parameters(name, type(module).__name__, dtype, sizes[dtype]) for dtype in sorted(sizes)]
+            for dtype in sorted(sizes):
+                found.append(Parameters(name, type(module).__name__, dtype, sizes[dtype]))
     return found
-
-
-def _setting() -> Setting:
-    """What the latest ``initialize`` was asked for."""
-    latest = state.session
-    if latest is None:
-        return Setting()
-    is_half = latest.enabled and (latest.policy.half_dtype or latest.policy.casts.enabled)
-    half = dtype_name(latest.half_dtype) if is_half else ""
-    return Setting(initialized=True, enabled=latest.enabled, opt_level=latest.policy.opt_level, half=half)
-
-
-def _slow_devices(record: Record) -> list[str]:
-    """Why half is not fast on those devices where it is used and is not."""
-    if state.session is None or not record.setting.half:
-        return []
-    reasons = [slow_halves(device, state.session.half_dtype) for device in record.devices]
-    return [reason for reason in reasons if reason]

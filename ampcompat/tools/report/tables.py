@@ -1,29 +1,12 @@
-"""The receipt's tables, which the text and the page both show."""
+"""The tables of the precision report, which the text and the page both show."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from ampcompat.tools.report.facts import half_share
-from ampcompat.tools.report.schema import Facts
+from ampcompat.tools.report.facts import Facts, half_share
+from ampcompat.tools.tables import Table
 
 
-@dataclass
-class Table:
-    """Hold cells, a row each.
-
-    Attributes:
-        title: In lower case.
-        columns: Their names; none for a table without a head.
-        rows: The cells.
-    """
-
-    title: str
-    columns: list[str]
-    rows: list[list[str]]
-
-
-def receipt_tables(facts: Facts, most: int) -> list[Table]:
+def report_tables(facts: Facts, most: int) -> list[Table]:
     """All tables but that of every module's parameters; of a long one the first ``most`` rows."""
     return [
         passes(facts),
@@ -33,7 +16,6 @@ def receipt_tables(facts: Facts, most: int) -> list[Table]:
         memory(facts),
         wide_products(facts, most),
         odd_products(facts, most),
-        processes(facts),
         run(facts),
     ]
 
@@ -56,8 +38,7 @@ def passes(facts: Facts) -> Table:
 def _traced(facts: Facts) -> str:
     """Of what the ops are."""
     if facts.whole_steps:
-        several = f" of {len(facts.processes)} processes" if len(facts.processes) > 1 else ""
-        return f"{facts.traced_steps} traced steps{several}"
+        return f"{facts.traced_steps} traced steps"
     if not facts.traced_steps:
         return "the script, of which no optimizer step was traced"
     return f"the script, {facts.traced_steps} whole steps among them"
@@ -123,19 +104,8 @@ def wide_products(facts: Facts, most: int) -> Table:
 def odd_products(facts: Facts, most: int) -> Table:
     """Half products with odd dimensions, largest first."""
     rows = [[one.op, one.module, one.shapes, ", ".join(map(str, one.odd))] for one in facts.odd_products[:most]]
-    title = "half products with dimensions that are no multiple of 8"
+    title = "half products with dimensions that are not multiples of 8"
     return Table(title, ["op", "module", "shapes", "dimensions"], rows)
-
-
-def processes(facts: Facts) -> Table:
-    """A row for each process that trained, where there are several."""
-    rows = []
-    for one in facts.processes:
-        share = "" if one.half_flops_share is None else f"{100 * one.half_flops_share:.1f} %"
-        ended = one.error or ("" if one.ended else "did not end by itself")
-        counts = (one.traced_steps, one.steps, one.skipped)
-        rows.append([str(one.rank), str(one.pid), share, *map(str, counts), ended])
-    return Table("processes", ["rank", "process", "in half", "traced", "steps", "skipped", "ending"], rows)
 
 
 def run(facts: Facts) -> Table:

@@ -1,4 +1,4 @@
-"""The autopsy of faults whose culprit is known: it must name it, and the cure must cure."""
+"""Faults whose culprit is known: explain must name it, and its hint must help."""
 
 import json
 import re
@@ -10,11 +10,11 @@ from amp_training import initialized, make_step
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.tools.explain import explain_in_words, explain_overflows
+from ampcompat.tools.explain import explain_as, explain_overflows
 
 
 def lose_a_step(model, x, level="O1", loss_of=lambda y: y.float().pow(2).mean(), steps=1, **options):
-    """Train ``model`` on ``x`` under the autopsy."""
+    """Train ``model`` on ``x`` under explain."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
     explain_overflows()
@@ -79,12 +79,12 @@ def test_wo_of_t5(capsys, level):
     magnitude = float(entry["largest"].split()[0])
     assert 100_000 < magnitude < 1e6
     assert "float16 ends at 65504" in entry["largest"]
-    assert f"keep_fp32=['block.1{'.wo' if level == 'O1' else ''}']" in entry["cure"]
+    assert f"keep_fp32=['block.1{'.wo' if level == 'O1' else ''}']" in entry["hint"]
     assert any("AMPCOMPAT_DTYPE=bfloat16" in line for line in entry["all"])
 
 
 @pytest.mark.parametrize(("level", "keep"), [("O1", "block.1.wo"), ("O2", None)])
-def test_the_cure_of_t5_cures(capsys, monkeypatch, level, keep):
+def test_the_hint_for_t5_helps(capsys, monkeypatch, level, keep):
     torch.manual_seed(0)
     if keep is None:
         monkeypatch.setenv("AMPCOMPAT_DTYPE", "bfloat16")
@@ -249,7 +249,7 @@ CULPRITS = {
     "an eps that is 0 in float16": (
         lambda: zeroed(lambda y: y / (y.abs().amax(-1, keepdim=True) + 1e-8)),
         {},
-        {"what": "aten::div", "line": "+ 1e-8)", "cure": "eps=1e-08 is 0 in float16"},
+        {"what": "aten::div", "line": "+ 1e-8)", "hint": "eps=1e-08 is 0 in float16"},
         {"use an eps of 1e-6 or more"},
     ),
     "log of zero": (
@@ -271,7 +271,7 @@ CULPRITS = {
     "division by a zero norm": (
         lambda: zeroed(lambda y: y / y.norm(dim=-1, keepdim=True)),
         {},
-        {"what": "aten::div", "line": "y.norm(dim=-1", "cure": "a division by zero (4 zeros)"},
+        {"what": "aten::div", "line": "y.norm(dim=-1", "hint": "a division by zero (4 zeros)"},
         {"F.normalize(x, eps="},
     ),
     "NaN in a batch": (
@@ -294,13 +294,13 @@ CULPRITS = {
     "a gradient beyond float16": (
         lambda: Head(lambda y: y),
         {"level": "O2", "loss_of": lambda y: (y * 50).sum()},
-        {"pass": "backward", "what": "left the range of float16", "cure": "without the loss scale of 65536 it is"},
+        {"pass": "backward", "what": "left the range of float16", "hint": "without the loss scale of 65536 it is"},
         {"float16 ends at 65504"},
     ),
     "the root of zero": (
         lambda: zeroed(lambda y: y.float().sum(-1).sqrt()),
         {"loss_of": lambda y: y.mean()},
-        {"pass": "backward", "line": "sum(-1).sqrt()", "cure": "(x + 1e-6).sqrt()"},
+        {"pass": "backward", "line": "sum(-1).sqrt()", "hint": "(x + 1e-6).sqrt()"},
     ),
     "the root of zero at O0": (
         lambda: zeroed(lambda y: y.sum(-1).sqrt()),
@@ -386,7 +386,7 @@ CULPRITS = {
 
 
 @pytest.mark.parametrize("name", CULPRITS)
-def test_the_culprit_and_its_cure(capsys, name):
+def test_the_culprit_and_its_hint(capsys, name):
     torch.manual_seed(0)
     make, options, lines, *parts = CULPRITS[name]
     lose_a_step(make(), **{"x": BATCH, **options})
@@ -457,7 +457,7 @@ def test_a_class_weight_that_is_not_finite(capsys, level, scale):
     assert entry["what"] == "weight given to cross_entropy (float32 of shape (3,)) was not finite before"
     assert entry["where"] == "outside of any module"
     assert entry["line"].endswith(": return F.cross_entropy(y.float(), target, weight=weight)")
-    assert entry["cure"] == "precision is not the cause: look at what makes that tensor"
+    assert entry["hint"] == "precision is not the cause: look at what makes that tensor"
 
 
 def test_a_masked_score_is_not_blamed_for_a_lost_model(capsys):
@@ -491,11 +491,11 @@ def diverge(level, rate, steps=40, decay=1.0, **options):
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5"])
 def test_a_learning_rate_that_is_too_high(capsys, level):
-    """No precision holds it; keeping a layer in float32 is no cure."""
+    """No precision holds it; keeping a layer in float32 does not help."""
     options = {"loss_scale": 128.0} if level in ("O1", "O2") else {}
     diverge(level, 50, **options)
     entry = fields(capsys.readouterr().err)[0]
-    assert entry["cure"].startswith("a lower learning rate than 50, a warmup, or clipped gradients")
+    assert entry["hint"].startswith("a lower learning rate than 50, a warmup, or clipped gradients")
     assert re.match(r"\S+ grew from \S+ to \S+ in \d+ steps?, at lr=50", entry["growth"])
 
 
@@ -506,7 +506,7 @@ def test_the_highest_learning_rate_of_these_steps_is_named(capsys):
 
 
 def test_the_growth_of_weights_as_json(capsys):
-    explain_in_words("json")
+    explain_as("json")
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     model, optimizer = initialized(model, "O3", lr=50.0)
@@ -524,7 +524,7 @@ def test_the_growth_of_weights_as_json(capsys):
 def test_weights_that_stay_what_they_are_are_not_blamed(capsys):
     torch.manual_seed(0)
     lose_a_step(T5Like(), torch.ones(4, 16), "O1", steps=3)
-    assert not any("growth" in entry or "learning rate" in entry["cure"] for entry in fields(capsys.readouterr().err))
+    assert not any("growth" in entry or "learning rate" in entry["hint"] for entry in fields(capsys.readouterr().err))
 
 
 def test_weights_that_were_loaded_did_not_grow(capsys):

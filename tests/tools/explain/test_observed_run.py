@@ -1,4 +1,4 @@
-"""The autopsy leaves the run that it observes as it would have been, bitwise, and keeps little."""
+"""Explain leaves the run that it observes as it would have been, bitwise, and keeps little."""
 
 import copy
 import dataclasses
@@ -11,13 +11,13 @@ from collections.abc import Mapping
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_training import autopsy, initialized, make_step, reset
+from amp_training import explainer, initialized, make_step, reset
 from torch import nn
 
 from ampcompat import amp
 from ampcompat.amp.observers import observers
 from ampcompat.tools.explain import explain_overflows, replay
-from ampcompat.tools.explain.observer import MOST_RECORDS
+from ampcompat.tools.explain.observer import MOST_FORWARDS
 
 
 class Net(nn.Module):
@@ -96,7 +96,7 @@ def test_the_replay_sees_the_same_random_numbers_and_buffers():
     for _ in range(3):
         loss = model(torch.randn(8, 8)).mean()
     after = copy.deepcopy(model.state_dict())
-    assert replay.replay(autopsy().records[-1], model, backward=False).event is None
+    assert replay.replay(explainer().forwards[-1], model, backward=False).event is None
     fc2.remove()
     assert torch.equal(outputs[-1][0], outputs[-2][0])
     assert torch.equal(outputs[-1][1], outputs[-2][1])
@@ -122,7 +122,7 @@ def test_a_forward_that_draws_late_draws_the_same_again():
     for _ in range(5):
         model(torch.ones(2, 4))
     outside = random.getstate()
-    replay.replay(autopsy().records[-1], model, backward=False)
+    replay.replay(explainer().forwards[-1], model, backward=False)
     assert len(drawn) == 2
     assert drawn[0] == drawn[1]
     assert random.getstate() == outside
@@ -130,7 +130,7 @@ def test_a_forward_that_draws_late_draws_the_same_again():
 
 def test_large_buffers_leave_room_for_those_that_are_written(monkeypatch):
     """Copies of buffers are bounded; what a forward writes is copied first."""
-    monkeypatch.setattr("ampcompat.tools.explain.record.MOST_BUFFER_BYTES", 64)
+    monkeypatch.setattr("ampcompat.tools.explain.forwards.MOST_BUFFER_BYTES", 64)
     seen = []
 
     class Counts(nn.Linear):
@@ -148,7 +148,7 @@ def test_large_buffers_leave_room_for_those_that_are_written(monkeypatch):
     explain_overflows()
     for _ in range(3):
         model(torch.ones(1, 2))
-    replay.replay(autopsy().records[1], model, backward=False)
+    replay.replay(explainer().forwards[1], model, backward=False)
     assert seen == [1, 2, 3, 2]
 
 
@@ -167,20 +167,20 @@ def test_memory_is_bounded():
     model, optimizer = initialized(model, "O1")
     explain_overflows()
     inputs = []
-    for _ in range(4 * MOST_RECORDS):  # forwards that no backward follows
+    for _ in range(4 * MOST_FORWARDS):  # forwards that no backward follows
         x = torch.randn(4, 8)
         inputs.append(weakref.ref(x))
         model(x)
     del x
-    assert len(autopsy().records) == MOST_RECORDS
+    assert len(explainer().forwards) == MOST_FORWARDS
     gc.collect()
-    assert sum(ref() is not None for ref in inputs) <= MOST_RECORDS
+    assert sum(ref() is not None for ref in inputs) <= MOST_FORWARDS
     for _ in range(3):
         make_step(optimizer, model(torch.randn(4, 8)).mean())
-    assert not autopsy().records
+    assert not explainer().forwards
     with torch.no_grad():
         model(torch.randn(4, 8))
-    assert not autopsy().records
+    assert not explainer().forwards
 
 
 def test_nothing_is_kept_or_hooked_while_it_is_off():
@@ -191,7 +191,7 @@ def test_nothing_is_kept_or_hooked_while_it_is_off():
 
 
 def test_without_overflow_only_steps_are_examined():
-    """The ops of forwards, blocks and backward are those of a run without the autopsy; a step's come first."""
+    """The ops of forwards, blocks and backward are those of a run without it; a step's come first."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Ops(TorchDispatchMode):
@@ -240,7 +240,7 @@ def test_a_fault_is_told_once_and_the_limit_ends_it(capsys):
     assert out.count("input 0 was not finite") == 1
     assert out.count("left the range of float16") == 1
     assert out.count("that was the last explanation") == 1
-    assert not autopsy().records
+    assert not explainer().forwards
 
 
 def test_a_batch_that_cannot_be_run_again_does_not_stop_the_run(capsys):
@@ -407,7 +407,7 @@ def test_a_wrong_limit_is_refused(limit):
 def test_twice_is_once():
     amp.explain_overflows()
     amp.explain_overflows(limit=5)
-    assert autopsy().left == 5
+    assert explainer().left == 5
 
 
 def test_the_scale_that_is_named_is_that_of_the_loss(capsys):

@@ -256,7 +256,7 @@ Outer()(torch.ones(4, 4))
 def test_an_error_outside_models_has_its_cure(tmp_path):
     """The script runs under ``run``, and its traceback has no frame of ampcompat."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    command = ["-m", "ampcompat", "run", "--explain", "--receipt=r.txt", "script.py"]
+    command = ["-m", "ampcompat", "run", "--explain", "--report=r.txt", "script.py"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = run_python(command, cwd=tmp_path, env=environment)
     assert done.returncode == 1

@@ -1,13 +1,14 @@
 """Runs made up for tests."""
 
 from ampcompat.tools.parity.levels import Level
-from ampcompat.tools.parity.record import Run
-from ampcompat.tools.recording.events import Step
+from ampcompat.tools.parity.runs import Run
+from ampcompat.tools.recording.steps import Step
 
 
 def step(number, loss, optimizer=0, scale=1.0, skipped=False, seconds=0.5, memory=2**20):
     losses = [] if loss is None else [loss]
-    return Step(number, optimizer, losses, loss, scale, 1.0, skipped, seconds, memory)
+    measured = {"scale": scale, "grad_norm": 1.0, "seconds": seconds, "memory": memory}
+    return Step(number, number, optimizer, skipped, losses=losses, **measured)
 
 
 def run(level, losses, dtype=None, ending="complete", message="", **kwargs):

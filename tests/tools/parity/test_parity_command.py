@@ -1,5 +1,4 @@
 import csv
-import dataclasses
 import json
 import re
 import subprocess
@@ -10,7 +9,7 @@ import pytest
 from parity_runs import run
 
 from ampcompat.cli import main, parity
-from ampcompat.tools.parity.record import Run
+from ampcompat.tools.parity.runs import Run
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "script_of_many_kinds.py")
@@ -61,13 +60,13 @@ def test_a_comparison_from_end_to_end(tmp_path, capsys):
     assert numbers.pop().endswith("['--rtol', '9']")
 
 
-def fake_runs(monkeypatch, skipping=None, **losses):
-    """Stand in for the processes; a list of losses, or a run, per level, and one of O0 that skips."""
+def fake_runs(monkeypatch, **losses):
+    """Stand in for the processes; a list of losses, or a run, per level."""
     started = []
 
-    def run_level(level, options, folder, on_step, skips=()):
-        started.append(f"{level.name} skipping {skips}" if skips else level.name)
-        made = skipping if skips else losses[level.opt_level]
+    def run_level(level, options, folder, on_step):
+        started.append(level.name)
+        made = losses[level.opt_level]
         made = made if isinstance(made, Run) else run(level.opt_level, made, level.dtype)
         for step in made.steps:
             on_step(step)
@@ -86,7 +85,6 @@ def test_a_level_out_of_tolerance_makes_the_status_1(monkeypatch, capsys):
     assert "FAIL: out of tolerance from step 2" in capsys.readouterr().out
     assert main(["parity", "--opt-levels", "O2", "--rtol", "1", SCRIPT]) == 0
     assert main(["parity", "--opt-levels", "O2", "--rtol", "0", "--atol=1", SCRIPT]) == 0
-    assert main(["parity", "--opt-levels", "O2", "--rtol", "0.5", "--smooth", "2", SCRIPT]) == 0
 
 
 def test_a_crash_keeps_the_recorded_steps(monkeypatch, capsys, tmp_path):
@@ -112,26 +110,22 @@ def test_o3_is_judged_where_it_is_asked_for_only(monkeypatch, capsys):
 
 def test_a_loss_that_is_not_finite_prints_the_next_command(monkeypatch, capsys):
     fake_runs(monkeypatch, O0=[1.0, 1.0], O1=[1.0, 1.0], O2=[1.0, 1.0], O3=[1.0, float("nan")])
-    assert main(["parity", "--dtype", "bf16", "--keep-fp32", "*.wo,head", SCRIPT, "--name", "a b"]) == 0
+    assert main(["parity", "--dtype", "bf16", SCRIPT, "--name", "a b"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("next: ")]
-    command = "ampcompat run --explain --opt-level O3 --dtype bf16 --keep-fp32 '*.wo,head'"
+    command = "ampcompat run --explain --opt-level O3 --dtype bf16"
     assert lines == [f"next: {command} {SCRIPT} --name 'a b'"]
     fake_runs(monkeypatch, O0=[1.0, float("nan")], O1=[1.0, float("nan")])
     main(["parity", "--opt-levels", "O1", SCRIPT])
     assert "next: " not in capsys.readouterr().out
 
 
-def test_o0_runs_again_with_the_same_skips(monkeypatch, capsys, tmp_path):
-    """A level that skipped steps is compared with a run of O0 that skips them too."""
-    skipping = run("O1", [2.0, 2.0, 1.0], "float16")
-    skipping.steps[0] = dataclasses.replace(skipping.steps[0], skipped=True)
-    same = run("O0", [2.0, 2.0, 1.0])
-    started = fake_runs(monkeypatch, same, O0=[2.0, 1.0, 0.5], O1=skipping, O2=skipping)
-    assert main(["parity", "--opt-levels", "O1,O2", "--out", str(tmp_path), SCRIPT]) == 0
-    assert started == ["O0", "O1 fp16", "O2 fp16", "O0 skipping (1,)"]
-    assert "O1 fp16 skipped step 1 for an overflow" in capsys.readouterr().out
-    level = json.loads((tmp_path / "parity.json").read_text())["levels"][1]
-    assert (level["skipped_steps"], level["reference_losses"]) == ([1], [2.0, 2.0, 1.0])
+def test_nothing_runs_after_an_o0_that_nothing_can_be_compared_with(monkeypatch, capsys):
+    started = fake_runs(monkeypatch, O0=run("O0", [], ending="ended", message="the script never called amp.initialize"))
+    assert main(["parity", SCRIPT]) == 1
+    assert started == ["O0"]
+    shown = capsys.readouterr()
+    assert "FAIL: the script never called amp.initialize" in shown.out
+    assert "no other level runs" in shown.err
 
 
 def test_an_interrupt_ends_the_comparison_with_what_there_is(monkeypatch, capsys, tmp_path):
@@ -145,7 +139,7 @@ def test_an_interrupt_ends_the_comparison_with_what_there_is(monkeypatch, capsys
 
 def test_without_matplotlib_the_rest_is_written(monkeypatch, capsys, tmp_path):
     fake_runs(monkeypatch, O0=[1.0], O1=[1.0])
-    monkeypatch.setitem(sys.modules, "ampcompat.tools.parity.picture", None)
+    monkeypatch.setitem(sys.modules, "ampcompat.tools.pictures", None)
     assert main(["parity", "--opt-levels", "O1", "--out", str(tmp_path), SCRIPT]) == 0
     assert "pip install 'ampcompat[plot]'" in capsys.readouterr().err
     assert (tmp_path / "parity.json").is_file()
@@ -156,12 +150,17 @@ def test_without_matplotlib_the_rest_is_written(monkeypatch, capsys, tmp_path):
     ("options", "said"),
     [
         ([], "no script given"),
-        (["--steps", "0", SCRIPT], "--steps and --smooth must be 1 or more"),
+        (["--steps", "0", SCRIPT], "--steps must be 1 or more"),
         (["--rtol", "nan", SCRIPT], "0 or more"),
-        (["--opt-levels", "01", SCRIPT], "'01' is no opt_level"),
+        (["--opt-levels", "01", SCRIPT], "'01' is not an opt_level"),
         (["--dtypes", "", SCRIPT], "empty list"),
-        (["--out", SCRIPT, SCRIPT], "it is no directory"),
+        (["--out", SCRIPT, SCRIPT], "it is not a directory"),
         (["--no-such-option", SCRIPT], "unrecognized arguments"),
+        (
+            ["--smooth", "3", SCRIPT],
+            "no such option any more - allow noisy losses more with --rtol",
+        ),
+        (["--keep-fp32=a", SCRIPT], "set AMPCOMPAT_KEEP_FP32=a,b, which every run inherits"),
         (["-"], "a script from standard input - it is run several times"),
     ],
 )

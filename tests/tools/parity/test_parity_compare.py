@@ -3,9 +3,10 @@ import math
 import pytest
 from parity_runs import run, step
 
-from ampcompat.tools.parity.compare import Tolerance, compare, judge, relative_deviation, smoothed
+from ampcompat.tools.parity.compare import Tolerance, compare, judge, relative_deviation
 from ampcompat.tools.parity.levels import Level
-from ampcompat.tools.parity.record import Run
+from ampcompat.tools.parity.runs import Run
+from ampcompat.tools.parity.table import skip_note, table
 
 INF, NAN = math.inf, math.nan
 
@@ -40,7 +41,7 @@ def test_relative_deviation(loss, reference, expected):
         (1.0, NAN, True),
     ],
 )
-def test_the_border_of_a_tolerance_belongs_to_it(loss, reference, holds):
+def test_the_limit_of_a_tolerance_belongs_to_it(loss, reference, holds):
     assert Tolerance(rtol=0.25).holds(loss, reference) is holds
 
 
@@ -66,17 +67,6 @@ def test_nothing_to_compare():
     assert (found.largest, found.mean, found.first_beyond) == (None, None, None)
 
 
-def test_smoothing_takes_the_last_losses_of_each_optimizer():
-    steps = [step(1, 1.0), step(2, 10.0, optimizer=1), step(3, 3.0), step(4, 30.0, optimizer=1), step(5, 5.0)]
-    assert smoothed(Run(Level("O0"), steps), 2) == [1.0, 10.0, 2.0, 20.0, 4.0]
-    assert smoothed(Run(Level("O0"), steps), 1) == [s.loss for s in steps]
-
-
-def test_smoothing_lets_a_nan_through_while_it_is_in_the_window():
-    means = smoothed(run("O1", [1.0, NAN, 1.0, 1.0]), 2)
-    assert [math.isnan(mean) for mean in means] == [False, True, True, False]
-
-
 def verdicts(*runs, rtol=0.1, **kwargs):
     return [(result.passed, result.verdict) for result in judge(runs, Tolerance(rtol), **kwargs)]
 
@@ -93,9 +83,6 @@ JUDGED = {
     "ends before O0": (([1.0, 1.0], {}), ([1.0], ENDED), (True, "reference"), (False, ENDED["message"])),
     "both end early": (([1.0], ENDED), ([1.0], ENDED), (True, "reference"), (True, "within tolerance")),
     "no losses": (([1.0], {}), ([None], NO_LOSS), (True, "reference"), (False, "no loss was seen")),
-    "O0 stops early": (([1.0], CRASHED), ([1.0], {}), (False, CRASHED["message"]), (False, "nothing to compare with")),
-    "O0 ends at once": (([], ENDED), ([1.0], {}), (False, ENDED["message"]), (False, "no loss to compare")),
-    "O0 has no losses": (([None], NO_LOSS), ([1.0], {}), (False, "no loss was seen"), (False, "no loss to compare")),
     "float32 breaks": (
         ([1.0, NAN], {}),
         ([1.0, NAN], {}),
@@ -111,7 +98,39 @@ def test_the_verdict_of_the_reference_and_of_a_level(name):
     assert verdicts(run("O0", o0, **o0_ended), run("O1", o1, **o1_ended)) == expected
 
 
-def test_smoothing_may_bring_a_run_into_tolerance():
-    runs = run("O0", [1.0, 1.0, 1.0, 1.0]), run("O1", [1.2, 0.8, 1.2, 0.8])
-    assert verdicts(*runs)[1] == (False, "out of tolerance from step 1")
-    assert verdicts(*runs, rtol=0.2, window=2)[1] == (True, "within tolerance")
+@pytest.mark.parametrize(("losses", "ended"), [([1.0], CRASHED), ([], ENDED), ([None], NO_LOSS)])
+def test_a_reference_that_nothing_can_be_compared_with(losses, ended):
+    o0 = run("O0", losses, **ended)
+    assert not o0.is_comparable
+    assert verdicts(o0) == [(False, ended["message"])]
+
+
+# -- skipped steps -----------------------------------------------------------------------------------------------------
+def with_skips(losses, skips):
+    steps = [step(number, loss, skipped=number in skips) for number, loss in enumerate(losses, start=1)]
+    return Run(Level("O1", "float16"), steps)
+
+
+def test_skipped_steps_are_named_with_what_they_cost():
+    results = judge([run("O0", [4.0, 3.0, 2.0]), with_skips([4.0, 4.0, 3.0], (1,))], Tolerance(0.1))
+    assert results[1].verdict == "out of tolerance from step 2"
+    last = table(results, Tolerance(0.1)).splitlines()[-1]
+    assert last == "O1 fp16 skipped step 1 for an overflow: its weights are then 1 update behind O0"
+
+
+def test_a_run_that_never_updates_fails():
+    found = judge([run("O0", [4.0, 3.0]), with_skips([4.0, 4.0], (1, 2))], Tolerance(9.0))[1]
+    assert (found.passed, found.verdict) == (False, "no update was made: all 2 steps were skipped")
+
+
+def test_many_skipped_steps_are_counted():
+    long = with_skips([1.0] * 30, range(1, 21))
+    note = skip_note(judge([run("O0", [1.0] * 30), long], Tolerance(0.1))[1])
+    assert note.startswith("O1 fp16 skipped steps 1, 2, 3, 4, 5, 6, 7, 8 and 12 more for an overflow")
+    assert long.skipped_steps == list(range(1, 21))
+
+
+def test_a_level_that_is_only_shown_is_not_judged():
+    results = judge([run("O0", [1.0]), run("O3", [math.nan], "float16")], Tolerance(0.1), shown=("O3",))
+    assert results[1].judged is False
+    assert table(results, Tolerance(0.1)).splitlines()[3].endswith("  not judged: loss nan at step 1")

@@ -21,12 +21,12 @@ def test_what_is_run(levels, dtypes, names):
 
 def test_environment():
     assert Level("O1", "bfloat16").environment == {"AMPCOMPAT_OPT_LEVEL": "O1", "AMPCOMPAT_DTYPE": "bfloat16"}
-    assert Level("O0").environment == {"AMPCOMPAT_OPT_LEVEL": "O0"}
+    assert Level("O0").environment == {"AMPCOMPAT_OPT_LEVEL": "O0", "AMPCOMPAT_DTYPE": ""}
 
 
 @pytest.mark.parametrize(
     ("levels", "dtypes", "match"),
-    [("01", "fp16", "'01' is no opt_level"), ("O1", "half", "dtype"), ("", "fp16", "empty"), ("O1", ",", "empty")],
+    [("01", "fp16", "'01' is not an opt_level"), ("O1", "half", "dtype"), ("", "fp16", "empty"), ("O1", ",", "empty")],
 )
 def test_bad_lists_are_refused(levels, dtypes, match):
     with pytest.raises(ValueError, match=match):

@@ -26,7 +26,7 @@ def loss_of(model, factor=1.0):
 @pytest.fixture
 def recorded():
     steps = []
-    with observing(Recorder(steps.append)):
+    with observing(Recorder(steps.append, measure=True)):
         yield steps
 
 
@@ -72,12 +72,11 @@ def test_an_overflow_is_a_skipped_step_at_the_scale_that_it_had(recorded, capsys
     assert [step.seconds is None or step.seconds >= 0 for step in recorded] == [True] * 3
 
 
-def test_a_skip_that_only_the_device_knows_of_is_asked_for(recorded, capsys):
+def test_a_skip_that_only_the_device_knows_of_is_asked_for(recorded):
     model, optimizer = make("O1", fused=True)
     backward(loss_of(model, float("inf")), optimizer)
     optimizer.step()
     assert recorded[0].skipped is True
-    assert capsys.readouterr().out.count("Gradient overflow") == 1
 
 
 def test_optimizers_are_told_apart(recorded):
@@ -147,7 +146,7 @@ def test_recording_changes_no_bit(level):
         return [*weights, noise]
 
     alone = train()
-    with observing(Recorder(lambda step: None)):
+    with observing(Recorder(lambda step: None, measure=True)):
         watched = train()
     assert all(torch.equal(a, b) for a, b in zip(alone, watched, strict=True))
 
@@ -161,7 +160,7 @@ def test_an_exception_of_the_listener_ends_the_script():
 
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     backward(loss_of(model), optimizer)
-    with observing(Recorder(stop)), pytest.raises(SystemExit):
+    with observing(Recorder(stop, measure=True)), pytest.raises(SystemExit):
         optimizer.step()
     after = list(amp.master_params(optimizer))
     assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True))

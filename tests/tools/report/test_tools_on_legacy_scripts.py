@@ -1,4 +1,4 @@
-"""The autopsy and the receipt on unedited scripts in the manner of well-known apex users."""
+"""Explain and the precision report on unedited scripts in the manner of well-known apex users."""
 
 import json
 import os
@@ -21,13 +21,13 @@ SCRIPTS = ROOT / "tests" / "legacy" / "scripts"
     ],
 )
 def test_run_with_both(script, level, half_share, tmp_path):
-    receipt = tmp_path / "receipt.json"
-    command = ["-m", "ampcompat", "run", "--explain", f"--receipt={receipt}", "--opt-level", level]
+    report = tmp_path / "report.json"
+    command = ["-m", "ampcompat", "run", "--explain", f"--report={report}", "--opt-level", level]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = run_python([*command, SCRIPTS / f"{script}.py"], cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "wrote the precision receipt" in done.stdout + done.stderr
-    found = json.loads(receipt.read_text())
+    assert "wrote the precision report" in done.stdout + done.stderr
+    found = json.loads(report.read_text())
     assert found["setting"]["opt_level"] == level
     if half_share:
         assert found["half_flops_share"] >= half_share

@@ -1,0 +1,208 @@
+"""Everything that the tools beside a run read of amp's core: the one module to follow a change of the core in.
+
+``ampcompat.tools.check`` and ``ampcompat.tools.migrate`` read source code and need none of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._log import rank as rank
+from ampcompat._log import say as say
+from ampcompat._state import state
+from ampcompat._types import Optimizer as Optimizer
+from ampcompat._types import ParamGroup as ParamGroup
+from ampcompat.amp import optimizer as _optimizer
+from ampcompat.amp import rules as _rules
+from ampcompat.amp.amp_model import Args as Args
+from ampcompat.amp.amp_model import Kwargs as Kwargs
+from ampcompat.amp.amp_model import ModelPolicy as ModelPolicy
+from ampcompat.amp.casts import CastsOff as CastsOff
+from ampcompat.amp.cures import note_cure as add_hint
+from ampcompat.amp.keep_fp32 import BorderPolicy as _BoundaryPolicy
+from ampcompat.amp.masters import Master as Master
+from ampcompat.amp.masters import master_of as master_of
+from ampcompat.amp.masters import masters_of as masters_of
+from ampcompat.amp.observers import notify as notify
+from ampcompat.amp.observers import observers as observers
+from ampcompat.amp.observers import observing as observing
+from ampcompat.amp.properties import HALF_DTYPES as HALF_DTYPES
+from ampcompat.amp.scaler import LossScaler as LossScaler
+from ampcompat.amp.trees import map_tree as map_tree
+from ampcompat.amp.trees import tensors_in as tensors_in
+
+__all__ = ["HALF_DTYPES", "Args", "CastsOff", "InForce", "Kwargs", "LossScaler"]
+__all__ += ["Master", "ModelPolicy", "Numbers", "Optimizer", "ParamGroup", "SkipFlag"]
+__all__ += ["add_hint", "at_reset", "boundary_of", "casts_hold_on", "first_scaler", "in_autocast_region"]
+__all__ += ["in_disable_casts", "in_force", "is_replica", "live_models", "map_tree", "master_of"]
+__all__ += ["masters_of", "notify", "numbers_of", "observers", "observing", "policy_of"]
+__all__ += ["rank", "reason_in_frame", "reset", "say", "steps_of_call", "tensors_in"]
+__all__ += ["was_skipped", "wrap_step"]
+
+
+# -- the latest call of initialize -------------------------------------------------------------------------------------
+class InForce(NamedTuple):
+    """What the latest ``initialize`` was asked for.
+
+    Attributes:
+        enabled: Whether amp is on.
+        opt_level: As in "O1".
+        half_dtype: The half dtype; None where nothing is half.
+        policy: That of models that no other call owns.
+    """
+
+    enabled: bool
+    opt_level: str
+    half_dtype: torch.dtype | None
+    policy: ModelPolicy
+
+
+def in_force() -> InForce | None:
+    """What the latest ``initialize`` was asked for; None before the first."""
+    latest = state.session
+    if latest is None:
+        return None
+    policy = latest.policy
+    is_half = latest.enabled and (policy.half_dtype is not None or policy.casts.enabled)
+    return InForce(latest.enabled, policy.opt_level, latest.half_dtype if is_half else None, policy)
+
+
+def live_models() -> list[torch.nn.Module]:
+    """The models that ``initialize`` was given and that still live."""
+    return list(state.models.live)
+
+
+def at_reset(undo: Callable[[], object]) -> None:
+    """Call ``undo`` when amp is reset."""
+    state.undo.callback(undo)
+
+
+def reset() -> None:
+    """Undo what amp has changed, and forget every call of ``initialize``."""
+    state.reset()
+
+
+# -- optimizers and scalers --------------------------------------------------------------------------------------------
+#: Scale and clean passes of a scaler; on their way to the host, where they are on a device.
+Numbers = _torch.HostCopy | tuple[float, float]
+
+
+def numbers_of(scaler: LossScaler) -> Numbers:
+    """The scale of ``scaler``, and the passes since it last moved. No host sync."""
+    scale = scaler._scale
+    passes = scaler._growth_tracker
+    if scale is None or passes is None:  # nothing was scaled yet, or it is a static 1
+        return scaler.get_scale(), scaler._unskipped
+    return _torch.HostCopy([scale, passes.to(scale.dtype)])
+
+
+def first_scaler(optimizer: Optimizer) -> LossScaler:
+    """The scaler of the first loss of the call that owns ``optimizer``."""
+    scaler: LossScaler = optimizer._amp_stash.session.scalers[0]
+    return scaler
+
+
+def steps_of_call(optimizer: Optimizer) -> int:
+    """The steps so far of all optimizers of the call of ``initialize`` that owns ``optimizer``."""
+    steps: int = optimizer._amp_stash.session.steps
+    return steps
+
+
+def was_skipped(optimizer: Optimizer, skipped: bool | None) -> bool:
+    """Whether the last step was skipped, given what an observer was told. A host sync where only the device knows."""
+    return _optimizer.step_was_skipped(optimizer) if skipped is None else skipped
+
+
+class SkipFlag:
+    """Whether a step was skipped; where only the device knows, the flag is on its way to the host for amp itself.
+
+    Args:
+        optimizer: It has just made the step, or skipped it.
+        skipped: What an observer is told of that; None where only the device knows.
+    """
+
+    def __init__(self, optimizer: Optimizer, skipped: bool | None) -> None:
+        stash = optimizer._amp_stash
+        if skipped is None:
+            skipped = stash.last_step.skipped  # another observer may have asked the device meanwhile
+        self._known = skipped
+        self._flags = [copy for _, copy in stash.undecided_steps[-1]] if skipped is None else []
+
+    def arrived(self) -> bool:
+        """Whether :meth:`read` need not wait."""
+        return all(flag.arrived() for flag in self._flags)
+
+    def read(self) -> bool:
+        """Whether it was skipped; waits for the device where that has not arrived."""
+        return self._known or any(flag.read()[0] for flag in self._flags)
+
+
+def wrap_step(optimizer: Any, before: Callable[[Optimizer], bool]) -> None:
+    """Have ``optimizer.step`` ask ``before`` first; where it returns true, the step is skipped as after an overflow."""
+    if getattr(optimizer.step, "_amp_asks", None) is before:
+        return
+    step = optimizer.step
+
+    @functools.wraps(getattr(step, "__func__", step))
+    def wrapper(self: Optimizer, closure: Callable[[], object] | None = None, **kwargs: object) -> object:
+        if not before(self):
+            return step(closure, **kwargs) if closure is not None else step(**kwargs)
+        loss = None if closure is None else closure()
+        with CastsOff():
+            notify("on_step", self, True)
+        return loss
+
+    wrapper._amp_asks = before  # type: ignore[attr-defined]
+    optimizer.step = types.MethodType(wrapper, optimizer)
+
+
+# -- what runs now -----------------------------------------------------------------------------------------------------
+def policy_of(module: torch.nn.Module) -> ModelPolicy | None:
+    """What decides the dtypes of ``module``'s forward, if amp does; None for a module that is kept in float32."""
+    policy: ModelPolicy | None = module.__dict__.get("_amp_policy")
+    return None if boundary_of(module) else policy
+
+
+def boundary_of(module: torch.nn.Module) -> bool:
+    """Whether ``module`` is kept in float32 inside of a model in half."""
+    return isinstance(module.__dict__.get("_amp_policy"), _BoundaryPolicy)
+
+
+def is_replica(model: torch.nn.Module) -> bool:
+    """Whether ``model`` is a replica of DataParallel."""
+    return hasattr(model, "_is_replica")
+
+
+def in_disable_casts() -> bool:
+    """Whether ``amp.disable_casts`` holds in this thread."""
+    return bool(state.casts.thread.disabled)
+
+
+def in_autocast_region(device_type: str) -> bool:
+    """Whether a region of ``torch.autocast`` of the script's own holds in this thread."""
+    return bool(state.casts.thread.regions.get(device_type))
+
+
+def casts_hold_on(device_type: str) -> bool:
+    """Whether an initialized model is on ``device_type``, so that functions are cast there."""
+    return device_type in state.casts.device_types
+
+
+def reason_in_frame(frame: FrameType) -> str | None:
+    """The reason for float32 that the function in ``frame`` gives, "" for none; None ends the search above it.
+
+    An op rule, a registered function, or an optimizer's step; the closure of a step is the script's code.
+    """
+    reason = _rules.why_float32(frame)
+    if reason:
+        return reason
+    if frame.f_code is _optimizer.evaluate.__code__:
+        return None
+    return "in an optimizer step" if frame.f_code.co_filename == _optimizer.__file__ else ""

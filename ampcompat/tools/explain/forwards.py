@@ -1,0 +1,126 @@
+"""Keep of a forward what running it again takes: references to its inputs, and the random states it drew from."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from ampcompat.tools.core import Args, Kwargs, LossScaler, tensors_in
+from ampcompat.tools.frames import script_line
+from ampcompat.tools.generators import random_state, set_random_state
+
+#: Buffers are copied at a forward up to so many bytes a model.
+MOST_BUFFER_BYTES = 32 * 2**20
+
+
+class Forward:
+    """One forward of an initialized model.
+
+    Attributes:
+        model: Weak reference to it.
+        grads: Gradients of its outputs, in their order, as the backward brought them.
+        owners: ids of the optimizers in whose blocks the gradients came.
+        scaler: The loss scaler of the last of these blocks.
+        age: Steps since.
+        called_at: File and line of the script's call; None where the script has none on the stack.
+    """
+
+    def __init__(self, model: torch.nn.Module, args: Args, kwargs: Kwargs, buffers: BufferCopies) -> None:
+        self.model = weakref.ref(model)
+        self.args, self.kwargs = args, kwargs
+        self.versions = _versions((args, kwargs))
+        self.random = random_state(_cuda_devices(model))
+        self.buffers = buffers.take()
+        self.grads: list[torch.Tensor | None] = []
+        self.owners: set[int] = set()
+        self.scaler: LossScaler | None = None
+        self.age = 0
+        self.called_at = script_line(sys._getframe(1))
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether somebody wrote into the inputs since."""
+        return _versions((self.args, self.kwargs)) != self.versions
+
+
+class BufferCopy(NamedTuple):
+    """Hold the value that a buffer had at some version."""
+
+    buffer: torch.Tensor
+    version: int
+    value: torch.Tensor
+
+
+class BufferCopies:
+    """Copies of the buffers of one model as its last forward found them.
+
+    Those of batch norms are left out: in training none is read.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.homes = [
+            (weakref.ref(module), name)
+            for module in model.modules()
+            if not isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        self.copies: dict[int, BufferCopy] = {}  # by id of the buffer
+
+    def take(self) -> list[BufferCopy]:
+        """Copy those that were written since the last time, those most often written first as far as there is room."""
+        found = [module._buffers.get(name) for ref, name in self.homes if (module := ref()) is not None]
+        buffers = [buffer for buffer in found if buffer is not None and not buffer.is_inference()]
+        room = MOST_BUFFER_BYTES
+        copies = {}
+        for buffer in sorted(buffers, key=lambda buffer: -buffer._version):
+            room -= buffer.numel() * buffer.element_size()
+            if room < 0:
+                break
+            known = self.copies.get(id(buffer))
+            if known is None or known.version != buffer._version:
+                known = BufferCopy(buffer, buffer._version, buffer.detach().clone())
+            copies[id(buffer)] = known
+        self.copies = copies
+        return list(copies.values())
+
+
+def _versions(value: object) -> list[int]:
+    return [0 if t.is_inference() else t._version for t in tensors_in(value)]
+
+
+def _cuda_devices(model: torch.nn.Module) -> list[torch.device]:
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return []
+    return list({p.device for p in model.parameters() if p.device.type == "cuda"})
+
+
+@contextlib.contextmanager
+def as_it_was(forward: Forward, model: torch.nn.Module) -> Iterator[None]:
+    """Inside: generators and buffers as at the recorded forward. Afterwards: as they were outside, bitwise.
+
+    The buffers inside are copies: a backward of the run that is still to come may need the originals unwritten.
+    """
+    outside = random_state([device for device, _ in forward.random.cuda])
+    values = {id(copy.buffer): copy.value for copy in forward.buffers}
+    copies: dict[int, torch.Tensor] = {}
+    homes = [(m, name, b) for m in model.modules() for name, b in m._buffers.items() if b is not None]
+    try:
+        for module, name, buffer in homes:
+            if id(buffer) not in copies:
+                copies[id(buffer)] = values.get(id(buffer), buffer).detach().clone()
+            module._buffers[name] = copies[id(buffer)]
+        set_random_state(forward.random)
+        yield
+    finally:
+        set_random_state(outside)
+        for module, name, buffer in homes:
+            module._buffers[name] = buffer

@@ -1,0 +1,216 @@
+"""The one writer of pictures: the plots of the precision report, and ``parity.png``.
+
+Needs matplotlib (the extra ``plot``); draws without a display.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from ampcompat.tools.dtypes import is_half
+from ampcompat.tools.parity.compare import Result, Tolerance
+from ampcompat.tools.recording.steps import Step
+
+
+class Plot(NamedTuple):
+    """A plot for a page: its title, and the image, an SVG in base64."""
+
+    title: str
+    svg: str
+
+
+class Bar(NamedTuple):
+    """A horizontal bar, stacked by dtype: its label, the sizes by dtype, and what stands at its end."""
+
+    label: str
+    sizes: Mapping[str, float]
+    note: str
+
+
+# -- plots of the precision report -------------------------------------------------------------------------------------
+WIDTH = 7.2
+ROW_HEIGHT = 0.26
+LONGEST_LABEL = 30
+HALF, FLOAT32, OTHER, SKIPPED = "#1a7f5a", "#b7bec7", "#d4a72c", "#cf222e"
+LINES = (HALF, OTHER, "#6a737d", FLOAT32)
+
+
+def bars(title: str, rows: Sequence[Bar]) -> Plot:
+    """Horizontal bars, half first."""
+    with _svg_style():
+        figure = Figure(figsize=(WIDTH, ROW_HEIGHT * len(rows) + 0.5), layout="constrained")
+        axes = figure.subplots()
+        drawn: set[str] = set()
+        for at, row in enumerate(rows):
+            left = 0.0
+            for dtype, size in sorted(row.sizes.items(), key=lambda item: not is_half(item[0])):
+                label = "" if dtype in drawn else dtype
+                axes.barh(at, size, left=left, height=0.7, color=_colour(dtype), label=label)
+                drawn.add(dtype)
+                left += size
+            axes.annotate(row.note, (left, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xticks([])
+        axes.margins(x=0.12)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+        return _finished(title, figure, axes)
+
+
+def loss_scales(title: str, steps: Sequence[Step]) -> Plot:
+    """The loss scales over the steps, on a log axis; skipped steps are marked."""
+    with _svg_style():
+        figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
+        axes = figure.subplots()
+        scalers = sorted({one.loss_id for step in steps for one in step.scales})
+        for at, loss_id in enumerate(scalers):
+            points = [(step.step, one.scale) for step in steps for one in step.scales if one.loss_id == loss_id]
+            label = f"scaler {loss_id}" if len(scalers) > 1 else ""
+            axes.plot(*zip(*points, strict=True), color=LINES[at % len(LINES)], label=label)
+        skipped = [(step.step, min(one.scale for one in step.scales)) for step in steps if step.skipped and step.scales]
+        if skipped:
+            numbers, marks = zip(*skipped, strict=True)
+            axes.scatter(numbers, marks, s=18, color=SKIPPED, zorder=3, label="skipped step")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: f"{scale:g}"))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_xlabel("optimizer step", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(color="0.9", linewidth=0.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        return _finished(title, figure, axes)
+
+
+@contextmanager
+def _svg_style() -> Iterator[None]:
+    # Names of modules are plain text: a dollar in them begins no formula, and no font here may have their letters.
+    with matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")
+        yield
+
+
+def _finished(title: str, figure: Figure, axes: Axes) -> Plot:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside upper left", ncols=4, fontsize=8, frameon=False)
+    file = io.BytesIO()
+    figure.savefig(file, format="svg", metadata={"Date": None})
+    return Plot(title, base64.b64encode(file.getvalue()).decode("ascii"))
+
+
+def _colour(dtype: str) -> str:
+    if is_half(dtype):
+        return HALF
+    return FLOAT32 if dtype == "float32" else OTHER
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
+
+
+# -- parity.png: losses, their deviation from O0, and the loss scale with its skipped steps ----------------------------
+#: Okabe and Ito's colours, which the colour-blind can tell apart; O0 is black, a level keeps its colour in each dtype.
+COLOURS = {"O0": "#000000", "O1": "#0072B2", "O2": "#D55E00", "O3": "#009E73", "O4": "#56B4E9", "O5": "#E69F00"}
+#: Later levels are drawn over earlier ones, thinner, so that curves that coincide can be told from missing ones.
+WIDTHS = {"O0": 3.2, "O1": 2.2, "O4": 2.0, "O2": 1.4, "O5": 1.2, "O3": 0.9}
+LABELS = ("loss", "relative deviation\nfrom O0", "loss scale")
+#: A deviation of 0 is drawn here: the axis is logarithmic.
+SMALLEST = 1e-8
+
+
+def save_comparison(path: Path, results: Sequence[Result], tolerance: Tolerance, title: str) -> None:
+    """Write the picture, a PNG; each optimizer of the script has a column of its own."""
+    with matplotlib.rc_context({"font.size": 8.0, "axes.grid": True, "grid.color": "0.9", "grid.linewidth": 0.5}):
+        optimizers = sorted({step.optimizer for result in results for step in result.run.steps}) or [0]
+        figure = Figure(figsize=(max(6.0, 3.6 * len(optimizers)), 5.6), layout="constrained", dpi=150)
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(3, len(optimizers), sharex=True, squeeze=False, height_ratios=[1.3, 1.1, 0.8])
+        for column, optimizer in enumerate(optimizers):
+            panels = list(grid[:, column])
+            for row, result in enumerate(results):
+                _draw(panels, result, optimizer, row)
+            _finish(panels, results, tolerance)
+            if len(optimizers) > 1:
+                panels[0].set_title(f"optimizer {optimizer}")
+        for panel, label in zip(grid[:, 0], LABELS, strict=True):
+            panel.set_ylabel(label)
+        handles, labels = grid[0, 0].get_legend_handles_labels()
+        handles.append(grid[2, 0].scatter([], [], marker="x", s=22, color="0.3"))
+        labels.append("skipped step")
+        place = {"loc": "outside upper center", "ncols": 3, "frameon": False, "alignment": "left"}
+        figure.legend(handles, labels, title=title, title_fontsize=9, **place)
+        figure.savefig(path)
+
+
+def _draw(panels: Sequence[Axes], result: Result, optimizer: int, row: int) -> None:
+    """Draw the curves of one level; steps without a finite loss are marked in the row numbered ``row`` from above."""
+    losses, deviation, scale = panels
+    level = result.run.level
+    colour = COLOURS[level.opt_level]
+    curve: dict[str, Any] = {
+        "color": colour,
+        "linestyle": "--" if level.dtype == "bfloat16" else "-",
+        "linewidth": WIDTHS[level.opt_level],
+        "zorder": 5.0 - WIDTHS[level.opt_level],
+    }
+    steps = [(step, apart) for step, apart in result.steps() if step.optimizer == optimizer]
+    apart = [None if one is None else max(one, SMALLEST) for _, one in steps]
+    numbers = [step.step for step, _ in steps]
+    lost = [step.step for step, _ in steps if step.is_lost]
+    skipped = [step for step, _ in steps if step.skipped]
+    label = f"{level.name} (not finite from {lost[0]})" if lost else level.name
+    losses.plot(numbers, [_finite(step.loss) for step, _ in steps], label=label, **curve)
+    # Along the upper edge: a curve that ends, or was never there, is seen to be lost.
+    edge = losses.get_xaxis_transform()
+    losses.scatter(lost, [0.97 - 0.045 * row] * len(lost), marker="v", s=12, color=colour, transform=edge, zorder=6)
+    deviation.plot(numbers, [_finite(one) for one in apart], **curve)
+    scale.plot(numbers, [_finite(step.scale) for step, _ in steps], **curve)
+    at_skipped = [_finite(step.scale) for step in skipped]
+    scale.scatter([step.step for step in skipped], at_skipped, marker="x", s=22, color=colour, zorder=6)
+
+
+def _finish(panels: Sequence[Axes], results: Sequence[Result], tolerance: Tolerance) -> None:
+    """Set the scales and ticks of one column."""
+    losses, deviation, scale = panels
+    steps = [step for result in results for step in result.run.steps]
+    losses.margins(y=0.15)  # room for the marks of what is not finite
+    reference = [step.loss for step in results[0].run.steps if step.loss is not None]
+    if reference and min(reference) > 0 and 20 * min(reference) < max(reference) < math.inf:
+        losses.set_yscale("log")
+    deviations = [apart for result in results if result.deviation for apart in result.deviation.by_step if apart]
+    _set_log_scale(deviation, [max(apart, SMALLEST) for apart in deviations] + [tolerance.rtol])
+    if tolerance.rtol:
+        deviation.axhline(tolerance.rtol, color="0.45", linewidth=0.8, linestyle=":", zorder=1)
+        at = (0.01, tolerance.rtol)
+        deviation.annotate(f"rtol {tolerance.rtol:g}", at, xycoords=("axes fraction", "data"), va="bottom", color="0.3")
+    _set_log_scale(scale, [step.scale for step in steps if step.scale is not None], base=2)
+    scale.set_xlabel("optimizer step")
+    scale.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    for panel in panels:
+        panel.set_axisbelow(True)
+        panel.spines[["top", "right"]].set_visible(False)
+
+
+def _set_log_scale(panel: Axes, values: Sequence[float], base: int = 10) -> None:
+    """A logarithmic axis with room around ``values``, as far as they can be drawn."""
+    drawn = [value for value in values if 0 < value < math.inf] or [1.0]
+    panel.set_yscale("log", base=base)
+    panel.set_ylim(min(drawn) / 1.5, max(drawn) * 1.5)
+
+
+def _finite(value: float | None) -> float:
+    """``value``, or NaN, which leaves a gap in a curve."""
+    return value if value is not None and math.isfinite(value) else math.nan

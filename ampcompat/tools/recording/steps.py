@@ -1,0 +1,61 @@
+"""The record of one optimizer step. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Scale:
+    """One loss scaler after a step.
+
+    Attributes:
+        loss_id: Which of the ``num_losses`` scalers.
+        scale: What the next loss is multiplied by.
+        clean_passes: Backward passes without an overflow since the scale last moved.
+    """
+
+    loss_id: int
+    scale: float
+    clean_passes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step. The fields after ``scales`` are measured where a recorder was asked to.
+
+    Attributes:
+        step: Its number, from 1, over all optimizers since the recorder began.
+        step_of_call: Its number over the optimizers of its call of ``initialize``.
+        optimizer: Which optimizer, from 0, in the order of their first steps.
+        skipped: Whether it was skipped for an overflow.
+        scales: The loss scalers of the ``scale_loss`` blocks since the optimizer's last step, after this one.
+        losses: The loss of each of these blocks, unscaled (mean, if not scalar).
+        scale: The smallest scale that these losses were multiplied by; None without a block.
+        grad_norm: 2-norm of the optimizer's unscaled gradients after its last block, before any clipping.
+        seconds: Since the step before, less what recording took; None for the first.
+        memory: Largest memory so far in bytes: allocated on the GPU where one is used, else that of the process.
+    """
+
+    step: int
+    step_of_call: int
+    optimizer: int
+    skipped: bool
+    scales: Sequence[Scale] = ()
+    losses: Sequence[float] = field(default=())
+    scale: float | None = None
+    grad_norm: float | None = None
+    seconds: float | None = None
+    memory: int | None = None
+
+    @property
+    def loss(self) -> float | None:
+        """The sum of the losses; None without a block."""
+        return sum(self.losses) if self.losses else None
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the loss is not finite."""
+        return self.loss is not None and not math.isfinite(self.loss)

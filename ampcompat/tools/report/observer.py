@@ -1,0 +1,234 @@
+"""The observer behind a precision report, which can be shown at any time."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from multiprocessing import util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ampcompat import __version__
+from ampcompat.tools import core
+from ampcompat.tools.data import to_json
+from ampcompat.tools.frames import hide_tools
+from ampcompat.tools.recording.journal import error_line
+from ampcompat.tools.recording.ops import OpTrace, Tally
+from ampcompat.tools.recording.recorder import Recorder
+from ampcompat.tools.recording.steps import Step
+from ampcompat.tools.report.facts import Facts, add_counts
+from ampcompat.tools.report.models import add_models
+from ampcompat.tools.report.sentences import sentences
+from ampcompat.tools.report.show import as_page, as_text
+
+#: Steps kept; beyond, every second one is dropped (skipped ones stay).
+MOST_STEPS = 2000
+
+
+class PrecisionReport:
+    """Record what really ran since ``amp.report()``. ``print`` it, or :meth:`write` it; notebooks show the page.
+
+    Args:
+        steps: Optimizer steps whose ops are counted; overflow and scale are followed to the end.
+        argv: The script and its arguments, as ``sys.argv`` has them.
+    """
+
+    def __init__(self, steps: int, argv: list[str] | None = None) -> None:
+        self._steps = steps
+        self._trace = OpTrace()
+        self._recorder = Recorder(self._keep)
+        self._history: list[Step] = []
+        self._skipped = 0
+        self._traced_steps = 0
+        self._first: int | None = None  # the optimizer that stepped first
+        self._initialized = core.in_force() is not None
+        self._waits_for_initialize = False
+        self._seen = Facts()  # what was seen of models while they lived
+        self._argv = list(sys.argv if argv is None else argv)
+        self._date = datetime.now(timezone.utc).astimezone()
+        self._clock = time.monotonic()
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Observe from here on."""
+        self._observe()
+        self._trace.start()
+
+    def start_as_child(self, file: str) -> None:
+        """Observe from ``initialize`` on, and :meth:`save` under the name ``file`` when this process ends."""
+        self._waits_for_initialize = True
+        self._observe()
+
+        def save() -> None:
+            if self._initialized:
+                self._initialized = False  # atexit and multiprocessing may both call
+                self.stop()
+                told = self.save(file, is_child=True)
+                if told:
+                    core.say(told, all_ranks=True)
+
+        # Workers of multiprocessing run none of atexit's functions.
+        atexit.register(save)
+        util.Finalize(None, save, exitpriority=0)
+
+    def _observe(self) -> None:
+        core.observers().append(self)
+        core.at_reset(self.stop)
+
+    def stop(self) -> None:
+        """Observe no more. What was seen stays."""
+        self._trace.stop()
+        core.observers()[:] = [one for one in core.observers() if one is not self]
+
+    def ended_by(self, error: BaseException) -> None:
+        """Note that ``error`` ended the script."""
+        self._error = error
+
+    # -- events ------------------------------------------------------------------------------------------------------
+    def on_initialize(self) -> None:
+        """Begin to count: what ran before the first ``initialize`` could not be half."""
+        if not self._initialized:
+            self._initialized = True
+            self._trace.tally = Tally()
+        if self._waits_for_initialize:
+            self._waits_for_initialize = False
+            self._trace.start()
+
+    def on_forward(self, model: torch.nn.Module, args: object, kwargs: object) -> None:
+        """Look at the models before the first op runs in them."""
+        if not self._seen.parameters:
+            add_models(self._seen)
+
+    def on_scale_loss(self, loss: torch.Tensor, scaler: core.LossScaler, optimizers: Sequence[core.Optimizer]) -> None:
+        """Record the block."""
+        self._recorder.on_scale_loss(loss, scaler, optimizers)
+
+    def on_gradients(self, scaler: core.LossScaler, optimizers: Sequence[core.Optimizer]) -> None:
+        """Record the loss scale, by ops that are not the script's."""
+        with self._trace.paused():
+            self._recorder.on_gradients(scaler, optimizers)
+
+    def on_failure(self, error: Exception) -> None:
+        """Leave no frame of the trace in the traceback."""
+        hide_tools(error.__traceback__)
+
+    def on_step(self, optimizer: core.Optimizer, skipped: bool | None) -> None:
+        """Record the step; stop counting ops after enough steps of the optimizer that stepped first."""
+        with self._trace.paused():
+            self._recorder.on_step(optimizer, skipped)
+        if self._first is None:
+            self._first = id(optimizer)
+        if not self._trace.running:
+            return
+        add_models(self._seen)
+        self._note_rank()
+        self._traced_steps += id(optimizer) == self._first
+        if self._traced_steps >= self._steps:
+            self._trace.stop()
+
+    def _keep(self, step: Step) -> None:
+        self._skipped += step.skipped
+        self._history.append(step)
+        if len(self._history) > MOST_STEPS:
+            self._history = [one for at, one in enumerate(self._history) if at % 2 or one.skipped]
+
+    def _note_rank(self) -> None:
+        """Note the rank while a process group is up: it may be gone when the process ends."""
+        self._seen.rank = core.rank()
+        self._seen.world = world_size()
+
+    # -- what was seen -----------------------------------------------------------------------------------------------
+    def facts(self) -> dict[str, Any]:
+        """Everything as plain data, as in the JSON file. Reads the device."""
+        return asdict(self._facts())
+
+    def _facts(self) -> Facts:
+        """Everything. Reads the device."""
+        facts = self._seen
+        add_models(facts)
+        if not self._traced_steps:
+            self._note_rank()
+        self._recorder.deliver(wait=True)
+        facts.script = self._argv[0] if self._argv else ""
+        facts.arguments = self._argv[1:]
+        facts.date = self._date.isoformat(timespec="seconds")
+        facts.seconds = round(time.monotonic() - self._clock, 1)
+        facts.versions = {
+            "ampcompat": __version__,
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "cuda": torch.version.cuda,
+        }
+        facts.error = error_line(self._error)
+        facts.traced_steps = self._traced_steps
+        facts.whole_steps = self._traced_steps >= self._steps
+        facts.steps = self._recorder.steps
+        facts.skipped = self._skipped
+        facts.blocks = self._recorder.blocks
+        facts.history = self._history
+        add_counts(facts, self._trace.tally)
+        facts.sentences = sentences(facts)
+        return facts
+
+    def __str__(self) -> str:
+        return as_text(self._facts())
+
+    def _repr_html_(self) -> str:
+        return as_page(self._facts(), whole=False)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write ``path`` in one piece: a page for ``.html``, data for ``.json``, the table for anything else."""
+        facts = self._facts()
+        target = Path(path)
+        if target.suffix == ".json":
+            content = to_json(asdict(facts), indent=1) + "\n"
+        elif target.suffix in (".html", ".htm"):
+            content = as_page(facts)
+        else:
+            content = as_text(facts) + "\n"
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        partial.write_text(content, encoding="utf-8")
+        partial.replace(target)
+
+    def save(self, file: str, is_child: bool = False) -> str:
+        """Write ``file``, named by the rank where there are several processes.
+
+        Returns:
+            What rank 0 says of that: for "", the report itself; nothing on other ranks.
+        """
+        facts = self._facts()
+        if not file:
+            return "" if facts.rank else as_text(facts)
+        if facts.world > 1:
+            path = named_by(file, f"rank{facts.rank}")
+        else:
+            path = named_by(file, f"process{os.getpid()}") if is_child else file
+        self.write(path)
+        shown = os.path.relpath(path)
+        if shown.startswith(".."):
+            shown = path
+        several = "; each rank writes its own" if facts.world > 1 else ""
+        return "" if facts.rank else f"wrote the precision report to {shown}{several}"
+
+
+def named_by(file: str, process: str) -> str:
+    """``file`` with the name of a process before its ending, as in ``report.rank1.html``."""
+    stem, suffix = os.path.splitext(file)
+    return f"{stem}.{process}{suffix}"
+
+
+def world_size() -> int:
+    """How many processes train together, as far as this one knows."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    word = os.environ.get("WORLD_SIZE", "")
+    return int(word) if word.isdecimal() else 1

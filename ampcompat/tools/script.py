@@ -1,0 +1,173 @@
+"""Start a script, module or piece of code as ``__main__``, where ``import apex`` finds ampcompat.
+
+The one place that starts scripts: ``ampcompat run`` and the processes that ``ampcompat parity`` records use it. Besides
+the alias, a script cannot tell it from ``python``.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import runpy
+import sys
+import zipfile
+from collections.abc import Callable, Sequence
+from importlib.machinery import BuiltinImporter, SourceFileLoader
+from types import ModuleType, TracebackType
+
+from ampcompat._distribution import SHIM
+from ampcompat.tools import gloo
+
+#: First words of a target that are no file; the value says how many words the target must have.
+WORDS = {"-m": 2, "-c": 2, "-": 1}
+
+
+def start(target: Sequence[str], force: bool = False) -> None:
+    """Run ``target`` (see :func:`run`) and the processes that it starts with ampcompat for apex.
+
+    Args:
+        target: The script with its arguments.
+        force: Take the place of an installed apex that still has amp.
+    """
+    from ampcompat.alias import install_as_apex
+
+    if install_as_apex(force=force):
+        hand_alias_to_children()
+    with gloo.let_go():
+        run(target)
+
+
+def why_amp_is_unused() -> str:
+    """Why nothing that ran in this process was under amp, in words; "" where something may have been."""
+    if "ampcompat.amp" not in sys.modules:
+        return "the script never called amp.initialize"
+    from ampcompat.tools.core import in_force
+
+    latest = in_force()
+    if latest is None:
+        return "the script never called amp.initialize"
+    return "" if latest.enabled else "the script called amp.initialize with enabled=False"
+
+
+def run(target: Sequence[str]) -> None:
+    """Run ``target``: ``[script, args…]``, ``["-m", module, args…]``, ``["-c", code, args…]`` or ``["-", args…]``."""
+    first, *rest = target
+    if first == "-m":
+        run_module(rest[0], rest[1:])
+    elif first == "-c":
+        run_code("-c", rest[0], "<string>", rest[1:])
+    elif first == "-":
+        run_code("-", sys.stdin.buffer.read(), "<stdin>", rest)
+    else:
+        run_path(first, rest)
+
+
+def run_path(script: str, args: Sequence[str]) -> None:
+    """Run the file ``script`` (or a directory or zip archive with a ``__main__.py``) with ``args`` in ``sys.argv``."""
+    sys.argv[:] = [script, *args]
+    main = _new_main()
+    if os.path.isdir(script) or zipfile.is_zipfile(script):
+        _set_first_path(os.path.abspath(script))
+        _as_python_would(lambda: _runpy_main("__main__", alter_argv=False), ours=3)
+        return
+    path = os.path.abspath(script)
+    _set_first_path(os.path.dirname(os.path.realpath(script)))
+    main.__dict__.update(
+        __file__=path, __cached__=None, __package__=None, __loader__=SourceFileLoader("__main__", path)
+    )
+
+    def execute() -> None:
+        with open(path, "rb") as file:
+            source = file.read()
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+
+    _as_python_would(execute, ours=2)
+
+
+def run_module(name: str, args: Sequence[str]) -> None:
+    """Run the module ``name``, as ``python -m`` does, with ``args`` in ``sys.argv``."""
+    sys.argv[:] = ["-m", *args]
+    _new_main()
+    _set_first_path(os.getcwd())
+    _as_python_would(lambda: _runpy_main(name, alter_argv=True), ours=3)
+
+
+def run_code(word: str, source: str | bytes, file: str, args: Sequence[str]) -> None:
+    """Run ``source``, which tracebacks name ``file``, with ``word`` and ``args`` in ``sys.argv``."""
+    sys.argv[:] = [word, *args]
+    main = _new_main()
+    _set_first_path("")
+    main.__dict__.update(__package__=None, __loader__=BuiltinImporter)
+    if word == "-" and sys.version_info < (3, 15):
+        main.__dict__.update(__file__=file, __cached__=None)
+
+    def execute() -> None:
+        exec(compile(source, file, "exec", dont_inherit=True), main.__dict__)
+
+    _as_python_would(execute, ours=2)
+
+
+def hand_alias_to_children() -> None:
+    """Let child processes find a stand-in for apex: spawned workers get ``sys.path``, the others ``PYTHONPATH``."""
+    shim = str(SHIM)
+    if shim not in sys.path:
+        sys.path.append(shim)
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if shim not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join([*paths, shim])
+
+
+def _new_main() -> ModuleType:
+    main = ModuleType("__main__")
+    main.__dict__["__builtins__"] = builtins
+    if sys.version_info < (3, 14):  # later pythons make it when it is asked for
+        main.__annotations__ = {}
+    sys.modules["__main__"] = main
+    return main
+
+
+def _set_first_path(path: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = path
+
+
+def _runpy_main(name: str, alter_argv: bool) -> None:
+    # What ``python -m`` itself calls: it runs in the present __main__ and words its errors as python does.
+    run: Callable[..., object] = runpy._run_module_as_main  # type: ignore[attr-defined]
+    run(name, alter_argv)
+
+
+def _as_python_would(execute: Callable[[], None], ours: int) -> None:
+    """Call ``execute``; if it raises, the interpreter prints and exits as it always does, less ``ours`` frames of ours.
+
+    The exception is let through to the interpreter, which knows all about exit statuses, SIGINT and faulty hooks;
+    only the hook that it will call is wrapped.
+    """
+    try:
+        execute()
+    except SystemExit:
+        raise
+    except BaseException as error:
+        frames: TracebackType | None = error.__traceback__
+        for _ in range(ours):
+            frames = frames.tb_next if frames else None
+        failure, hook = error, sys.excepthook
+
+        def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+            shown = _with_hint(value, frames if value is failure else trace)
+            hook(kind, value.with_traceback(shown), shown)
+
+        sys.excepthook = show
+        raise
+
+
+def _with_hint(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
+    """Add a hint to ``error`` if amp ran and provoked it; return its ``trace`` from the user's line to torch's."""
+    if "ampcompat.amp" not in sys.modules or not isinstance(error, Exception):
+        return trace
+    from ampcompat.tools.core import add_hint
+    from ampcompat.tools.frames import hide_tools
+
+    if not why_amp_is_unused():
+        add_hint(error)
+    return hide_tools(trace, all_of_ours=True)

@@ -1,0 +1,46 @@
+"""Tables of plain text: the one printer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Table:
+    """Hold cells, a row each.
+
+    Attributes:
+        title: In lower case.
+        columns: Their names; none for a table without a head.
+        rows: The cells.
+    """
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def text(self) -> str:
+        """The table below its title."""
+        head = [self.columns] if self.columns else []
+        lines = aligned([*head, *self.rows], ruled=bool(head))
+        return "\n".join([self.title, *(f"  {line}" for line in lines)])
+
+
+def aligned(rows: Sequence[Sequence[str]], ruled: bool = False, right: Collection[int] = ()) -> list[str]:
+    """``rows`` as lines whose cells stand below each other.
+
+    Args:
+        rows: The cells.
+        ruled: Put dashes below the first row, the head.
+        right: Indices of the columns whose cells stand on the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = [["-" * width for width in widths]] if ruled else []
+    lines = []
+    for row in [*rows[:1], *rule, *rows[1:]]:
+        padded = []
+        for at, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            padded.append(cell.rjust(width) if at in right else cell.ljust(width))
+        lines.append("  ".join(padded).rstrip())
+    return lines

@@ -1,0 +1,169 @@
+"""Scripts that do what scripts do, each in a real process; several at once, to save time."""
+
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from parity_runs import step
+
+from ampcompat.tools.parity.levels import Level
+from ampcompat.tools.parity.runs import Options, Run, _describe, run_level
+from ampcompat.tools.recording import process
+
+SCRIPT = str(Path(__file__).with_name("script_of_many_kinds.py"))
+
+# What a script does; steps recorded of the 3 asked for; ending; message.
+ENDINGS = {
+    "well": (3, "complete", ""),
+    "never scales": (3, "complete", "no loss was seen: .* amp.scale_loss never"),
+    "crashes": (2, "crashed", "crashed after 2 of 3 steps: KeyError: 'batch 2'"),
+    "never initializes": (0, "ended", "the script never called amp.initialize$"),
+    "forks": (0, "ended", "never called amp.initialize; it started other processes"),
+    "spawns": (0, "ended", "never called amp.initialize; it started other processes"),
+    "is killed": (2, "crashed", "ended by SIGKILL .out of memory"),
+    "runs for ever": (1, "stalled", "no step for 1 s, ended after 1 of 3 steps$"),
+    "will not leave": (3, "complete", ""),
+}
+
+
+def start(kind, folder, on_step=None):
+    folder = folder / kind.replace(" ", "-")
+    folder.mkdir(exist_ok=True)
+    options = Options([SCRIPT, kind, "--lr", "x"], 3, 7, timeout=100)
+
+    def lose_patience(step):
+        # However busy the machine is, the script gets as far as its first step.
+        if kind == "runs for ever":
+            object.__setattr__(options, "timeout", 1)
+
+    return run_level(Level("O2", "float16"), options, folder, on_step or lose_patience)
+
+
+#: One process each: the others are left to the slow tests, and to those of the ending alone.
+QUICK = ("crashes", "runs for ever")
+
+
+def start_all(kinds, folder):
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("AMPCOMPAT_DTYPE", "bfloat16")  # the level's settings win over the shell's
+        return dict(zip(kinds, pool.map(lambda kind: start(kind, folder), kinds), strict=True))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return start_all(QUICK, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def slow_runs(tmp_path_factory):
+    return start_all([kind for kind in ENDINGS if kind not in QUICK], tmp_path_factory.mktemp("slow_runs"))
+
+
+@pytest.mark.parametrize("kind", QUICK)
+def test_ending(runs, kind):
+    check(runs[kind], *ENDINGS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in ENDINGS if kind not in QUICK])
+def test_ending_of_more(slow_runs, kind):
+    check(slow_runs[kind], *ENDINGS[kind])
+
+
+def check(run, steps, ending, message):
+    assert (len(run.steps), run.ending) == (steps, ending), Path(run.log).read_text()
+    assert re.search(message, run.message)
+    assert bool(run.message) == bool(message)
+    assert "\n" not in run.message
+
+
+def test_steps_are_kept_with_their_numbers(runs):
+    assert [step.step for step in runs["crashes"].steps] == [1, 2]
+    assert all(step.loss and step.scale == 128.0 and step.grad_norm for step in runs["crashes"].steps)
+
+
+def test_the_command_line_sets_the_level(runs):
+    """The script is not edited."""
+    log = Path(runs["crashes"].log).read_text()
+    assert "AMPCOMPAT_OPT_LEVEL=O2 overrides the script's opt_level='O1'." in log
+    assert "half dtype is torch.float16" in log
+
+
+def test_the_log_has_the_traceback_of_a_crash(runs):
+    """It begins at the script."""
+    log = Path(runs["crashes"].log).read_text()
+    assert "KeyError: 'batch 2'" in log
+    assert "ampcompat/tools/" not in log
+
+
+def test_an_interrupt_keeps_the_recorded_steps(tmp_path, monkeypatch):
+    """The script's process ends."""
+
+    def interrupt(step):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "GRACE_SECONDS", 5.0)
+    run = start("well", tmp_path, on_step=interrupt)
+    assert (run.ending, run.steps[0].step) == ("interrupted", 1)
+    assert run.message.startswith("interrupted after")
+
+
+@pytest.mark.parametrize("word", ["-m", pytest.param("-c", marks=pytest.mark.slow)])
+def test_a_module_or_code_in_the_place_of_a_script(tmp_path, monkeypatch, word):
+    source = """
+import sys, torch
+from apex import amp
+model = torch.nn.Linear(2, 2)
+model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
+for _ in range(2):
+    with amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+assert sys.argv[1:] == ["--steps", "9"], sys.argv
+"""
+    (tmp_path / "trains.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])]))
+    target = [word, "trains" if word == "-m" else source, "--steps", "9"]
+    run = run_level(Level("O0"), Options(target, 3, 0, timeout=100), tmp_path, print)
+    assert (run.ending, len(run.steps)) == ("ended", 2), Path(run.log).read_text()
+
+
+# -- the ending alone --------------------------------------------------------------------------------------------------
+STARTED = "it started other processes"
+
+
+def end(unused="", blocks=3, error=None, children=False):
+    return {"unused": unused, "blocks": blocks, "error": error, "children": children}
+
+
+@pytest.mark.parametrize(
+    ("losses", "ended", "code", "end", "ending", "message"),
+    [
+        ([1.0, 1.0], "", 0, end(), "complete", ""),
+        ([1.0, 1.0], "stalled", None, {}, "complete", ""),  # did not leave by itself
+        ([1.0, 1.0], "", 1, end(error="KeyError: 1"), "complete", ""),  # on its way out
+        ([None, None], "", 0, end(), "complete", "no loss was seen"),
+        ([1.0], "", 0, end(), "ended", "the script ended by itself after 1 of 2 steps"),
+        ([1.0], "", 1, end(error="KeyError: 1"), "crashed", "crashed after 1 of 2 steps: KeyError: 1"),
+        ([1.0], "", 0, end(error="it exited with 3"), "crashed", "it exited with 3"),
+        ([], "", 7, {}, "crashed", "crashed after 0 of 2 steps: exit status 7"),
+        ([], "", -9, {}, "crashed", "ended by SIGKILL (out of memory?)"),
+        ([], "", -40, {}, "crashed", "ended by signal 40"),  # a real-time signal, which has no name
+        ([1.0], "stalled", None, {}, "stalled", "no step for 60 s, ended after 1 of 2 steps"),
+        ([], "stalled", None, {}, "stalled", "raise --timeout if the script is just slow to start"),
+        ([1.0], "interrupted", None, {}, "interrupted", "interrupted after 1 of 2 steps"),
+        ([], "", 0, end("the script never called amp.initialize"), "ended", "never called amp.initialize"),
+        ([], "", 0, end("the script never called amp.initialize", children=True), "ended", STARTED),
+        ([], "", 0, end(blocks=0), "ended", "neither amp.scale_loss nor optimizer.step()"),
+        ([], "", 0, end(), "ended", "called amp.scale_loss 3 times and optimizer.step() never"),
+    ],
+)
+def test_how_it_ended(losses, ended, code, end, ending, message):
+    made = Run(Level("O1"), [step(number, loss) for number, loss in enumerate(losses, start=1)], ended)
+    _describe(made, Options([], 2, 0, timeout=60.0), code, end)
+    assert made.ending == ending
+    assert message in made.message
+    assert bool(made.message) == bool(message)

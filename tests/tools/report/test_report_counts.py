@@ -1,0 +1,290 @@
+"""What a precision report counts, against what is known to have run."""
+
+import pytest
+import torch
+from amp_training import initialized, make_step, reset
+from report_runs import Net, one_step, train
+from torch import nn
+
+from ampcompat import _torch, amp
+from ampcompat.amp.observers import observers
+from ampcompat.tools import devices
+from ampcompat.tools.recording.ops import Product
+from ampcompat.tools.report import PrecisionReport
+from ampcompat.tools.report.facts import odd_dimensions
+
+
+def test_o1(capsys):
+    model, report = train("O1", bad=[2])
+    facts = report.facts()
+    assert facts["traced_steps"] == 2
+    # forward: 2 products of 2 * rows * in * out FLOPs, twice; backward: both gradients, less the input's of the first
+    inner, head = 2 * 8 * 16 * 32, 2 * 8 * 32 * 10
+    assert facts["flops"]["forward"] == {"float16": 2 * (inner + head)}
+    assert facts["flops"]["backward"] == {"float16": 2 * (inner + 2 * head)}
+    assert facts["half_flops_share"] == 1.0
+    assert facts["modules"] == [
+        {"module": "inner", "flops": {"float16": 2 * inner}},
+        {"module": "head", "flops": {"float16": 2 * head}},
+    ]
+    assert "float32" in facts["ops"]["forward"]
+    casts = {(c["source"], c["target"]): c for c in facts["casts"]}
+    assert casts["float32", "float16"]["bytes"] >= 2 * 4 * (8 * 16 + 16 * 32 + 32 * 10)
+    assert {(p["module"], p["dtype"]) for p in facts["parameters"]} == {
+        ("inner", "float32"),
+        ("norm", "float32"),
+        ("head", "float32"),
+    }
+    assert (facts["steps"], facts["skipped"]) == (4, 1)
+    scales = [[one["scale"] for one in step["scales"]] for step in facts["history"]]
+    assert scales == [[65536.0], [65536.0], [32768.0], [32768.0]]
+    assert [point["skipped"] for point in facts["history"]] == [False, False, True, False]
+    assert facts["would_repay"] == []
+    assert [(r["module"], r["odd"]) for r in facts["odd_products"]] == [("head", [10])]
+    assert facts["sentences"][0] == "Half precision is on: 100.0 % of the FLOPs ran in float16."
+    assert "1 of 4 optimizer steps were skipped for overflow; the loss scale ended at 32768." in facts["sentences"]
+
+
+def test_o2_counts_masters_and_halved_weights():
+    model, report = train("O2")
+    memory = report.facts()["memory"]
+    parameters = sum(p.numel() for p in model.parameters())
+    assert memory["weights"] == 2 * parameters
+    assert memory["weights_in_float32"] == memory["masters"] == 4 * parameters
+    assert memory["forward_results"] < memory["forward_results_in_float32"]
+
+
+X, W, B, Y = 4 * 8, 5 * 8, 5, 4 * 5  # elements of a linear layer from 8 to 5 on 4 rows
+
+
+def test_casts_and_memory_of_one_layer_at_o1():
+    facts = one_step(lambda: nn.Linear(8, 5), torch.randn(4, 8), "O1").facts()
+    casts = {(c["source"], c["target"]): (c["count"], c["bytes"]) for c in facts["casts"]}
+    assert casts == {
+        ("float32", "float16"): (4, 4 * (X + W + B + Y)),  # input, weight, bias; the gradient of the result
+        ("float16", "float32"): (3, 2 * (Y + W + B)),  # the result, for the loss; the gradients of the parameters
+    }
+    # The half product and what casts made: input, weight, bias, result. Without casts the product would be float32. The
+    # rest are single numbers of 4 bytes: the mean, the scaled loss, the seed of the backward, the loss scale.
+    made, wide = facts["memory"]["forward_results"], facts["memory"]["forward_results_in_float32"]
+    assert 3 * 4 <= made - (2 * Y + 2 * (X + W + B) + 4 * Y) <= 8 * 4
+    assert wide - 4 * Y == made - (2 * Y + 2 * (X + W + B) + 4 * Y)
+    assert facts["ops"]["forward"]["float16"] == 1
+    assert facts["ops"]["backward"] == {"float16": 2, "float32": 2}  # of weight and bias; of scaling and mean
+
+
+def test_casts_of_one_layer_at_o2_include_those_of_the_masters():
+    facts = one_step(lambda: nn.Linear(8, 5), torch.randn(4, 8), "O2").facts()
+    casts = {(c["source"], c["target"]): (c["count"], c["bytes"]) for c in facts["casts"]}
+    assert casts["float16", "float32"] == (3, 2 * (Y + W + B))  # the result; the gradients, to those of the masters
+    # The weights in the forward and before the step (is half(master) what the model has?), and after the step; the
+    # input; the gradient of the result. Those of initialize came before counting began.
+    assert casts["float32", "float16"] == (8, 4 * (3 * (W + B) + X + Y))
+
+
+def test_what_is_written_in_place_takes_no_memory():
+    def memory(inplace):
+        make = lambda: nn.Sequential(nn.Linear(8, 5), nn.ReLU(inplace=inplace))  # noqa: E731
+        found = one_step(make, torch.randn(4, 8), "O0").facts()["memory"]["forward_results"]
+        reset()
+        return found
+
+    assert memory(inplace=False) - memory(inplace=True) == 4 * Y
+
+
+def test_attention_counts():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    facts = one_step(Attention, torch.randn(2, 4, 8), "O1").facts()
+    linear, attention = 2 * 8 * 8 * 24, 2 * 2 * (2 * 4 * 4 * 8)
+    assert facts["flops"]["forward"] == {"float16": linear + attention}
+    assert facts["flops"]["backward"]["float16"] >= linear + 2 * attention  # some kernels make the scores again
+
+
+def test_the_trace_ends_and_the_history_goes_on():
+    from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+    model, report = train("O1", steps=1, traced=1)
+    assert _get_current_dispatch_mode() is None
+    before = report.facts()["ops"]
+    model(torch.ones(8, 16))
+    assert report.facts()["ops"] == before
+    assert report in observers()
+    report.stop()
+    assert report not in observers()
+    report.stop()
+
+
+def test_a_mode_of_the_user_is_left_alone():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    report = amp.report(steps=1)
+    model = nn.Linear(4, 4)
+    model, optimizer = initialized(model, "O1")
+
+    def step():
+        make_step(optimizer, model(torch.ones(1, 4)).mean())
+
+    with Mode() as mode:
+        step()
+        seen = mode.seen
+        step()
+        assert mode.seen > seen
+    step()
+    assert report.facts()["steps"] == 3
+    report.stop()
+
+
+def test_bitwise_the_same_run():
+    def weights(watched):
+        reset()
+        torch.manual_seed(0)
+        if watched:
+            amp.report()
+        model = Net()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        for _ in range(5):
+            make_step(optimizer, model(torch.randn(8, 16)).pow(2).mean())
+            optimizer.zero_grad()
+        return [v.clone() for v in model.state_dict().values()]
+
+    for a, b in zip(weights(False), weights(True), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_every_skip_of_a_long_run_is_counted(monkeypatch, fused):
+    """Those that only the device knows of too, and at the floor, where the scale stays."""
+    monkeypatch.setattr("ampcompat.tools.report.observer.MOST_STEPS", 8)
+    report = amp.report(steps=1)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+    options = {"opt_level": "O1", "verbosity": 0, "min_loss_scale": 2.0**14}
+    model, optimizer = amp.initialize(model, optimizer, **options)
+    skips = (2, 3, 11, 12, 13)
+    for number in range(1, 31):
+        optimizer.zero_grad()
+        make_step(optimizer, model(torch.ones(1, 4)).float().mean() * (float("inf") if number in skips else 1.0))
+    facts = report.facts()
+    assert (facts["steps"], facts["skipped"]) == (30, len(skips))
+    assert tuple(point["step"] for point in facts["history"] if point["skipped"]) == skips
+    assert len(facts["history"]) <= 8 + len(skips)
+
+
+def test_devices_without_fast_half_arithmetic():
+    assert "compute capability 6.1: no tensor cores for float16 (7.0 or more" in devices.slow_capability(
+        (6, 1), "GTX 1080", torch.float16
+    )
+    assert devices.slow_capability((7, 0), "V100", torch.float16) == ""
+    assert "(8.0 or more" in devices.slow_capability((7, 5), "T4", torch.bfloat16)
+    assert devices.slow_capability((9, 0), "H200", torch.bfloat16) == ""
+
+
+def test_a_cpu_without_half_arithmetic(monkeypatch):
+    for half, text in ((frozenset([torch.float16]), "This CPU has no float16 arithmetic"), (frozenset(), "")):
+        monkeypatch.setattr(_torch, "halves_without_cpu_convolution", lambda half=half: half)
+        assert devices.slow_halves("cpu", torch.float16).startswith(text)
+        assert bool(devices.slow_halves("cpu", torch.float16)) == bool(text)
+
+
+@pytest.mark.parametrize(
+    ("product", "odd"),
+    [
+        (Product("mm", "", "float16", ((8, 16), (16, 24))), []),
+        (Product("mm", "", "float16", ((7, 16), (16, 30))), [7, 30]),
+        (Product("convolution", "", "float16", ((2, 3, 9, 9), (16, 3, 5, 5))), [3]),
+        (Product("bmm", "", "float16", ((5, 8, 16), (5, 16, 8))), []),
+    ],
+)
+def test_odd_dimensions(product, odd):
+    assert odd_dimensions(product) == odd
+
+
+def test_ops_without_a_whole_step_are_totals(tmp_path):
+    report = amp.report()
+    model = amp.initialize(nn.Linear(16, 16), opt_level="O1", verbosity=0)
+    for _ in range(5):
+        model(torch.ones(8, 16))
+    facts = report.facts()
+    assert (facts["traced_steps"], facts["whole_steps"]) == (0, False)
+    text = str(report)
+    assert "ops in the script, of which no optimizer step was traced" in text
+    assert "FLOPs in all" in text
+    assert "forward results in all" in text
+    assert "a step" not in text
+    report.write(tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert "a step" not in page
+    assert "FLOPs in all" in page
+    report.stop()
+
+
+def test_fewer_steps_than_are_traced_are_totals_too():
+    _, report = train("O1", steps=2, traced=3)
+    assert report.facts()["flops"]["forward"] == {"float16": 2 * 2 * 8 * (16 * 32 + 32 * 10)}
+    assert "ops in the script, 2 whole steps among them" in str(report)
+    assert "a step" not in str(report)
+    report.stop()
+
+
+def test_what_runs_before_initialize_is_not_counted():
+    report = amp.report(steps=1)
+    model = nn.Linear(8, 8)
+    torch.ones(256, 256) @ torch.ones(256, 256)
+    model(torch.ones(8, 8))
+    model, optimizer = initialized(model, "O2")
+    make_step(optimizer, model(torch.ones(8, 8)).mean())
+    facts = report.facts()
+    assert facts["flops"]["forward"] == {"float16": 2 * 8**3}
+    assert facts["would_repay"] == []
+    assert [m["module"] for m in facts["modules"]] == ["Linear"]
+    assert facts["sentences"][0] == "Half precision is on: 100.0 % of the FLOPs ran in float16."
+
+
+def test_a_second_initialize_forgets_nothing():
+    report = amp.report(steps=1)
+    first = amp.initialize(nn.Linear(8, 8), opt_level="O2", verbosity=0)
+    first(torch.ones(8, 8))
+    amp.initialize(nn.Linear(8, 8), opt_level="O2", verbosity=0)
+    assert report.facts()["flops"]["forward"] == {"float16": 2 * 8**3}
+
+
+def test_a_report_begun_after_initialize_counts_at_once():
+    model = amp.initialize(nn.Linear(8, 8), opt_level="O2", verbosity=0)
+    report = amp.report(steps=1)
+    model(torch.ones(8, 8))
+    amp.initialize(nn.Linear(8, 8), opt_level="O2", verbosity=0)
+    assert report.facts()["flops"]["forward"] == {"float16": 2 * 8**3}
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.5, True, "3"])
+def test_a_wrong_number_of_steps_is_refused(steps):
+    with pytest.raises(ValueError, match="positive integer"):
+        amp.report(steps=steps)
+    assert not observers()
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")  # torch's, of hooks; it says they run twice
+def test_compiled_models_run_eagerly_while_traced():
+    torch._dynamo.reset()
+    report = amp.report(steps=1)
+    model = amp.initialize(nn.Sequential(nn.Linear(8, 8)), opt_level="O1", verbosity=0)
+    compiled = torch.compile(model, backend="eager")
+    compiled(torch.ones(8, 8))
+    assert isinstance(report, PrecisionReport)
+    assert report.facts()["half_flops_share"] == 1.0

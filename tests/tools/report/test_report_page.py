@@ -1,0 +1,204 @@
+"""The precision report as a page, as text and as JSON, and its first sentence."""
+
+import base64
+import html.parser
+import json
+import re
+import sys
+import time
+
+import pytest
+import torch
+from amp_training import reset
+from report_runs import train
+from torch import nn
+
+from ampcompat import amp
+from ampcompat.tools.report import PrecisionReport
+
+
+class Page(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.text = [], [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in {"meta", "img"}:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def images(page):
+    """The plots of a page, by title: the text of each SVG."""
+    found = {}
+    for tag, name, value in page.attributes:
+        if tag == "img" and name == "alt":
+            title = value
+        if tag == "img" and name == "src":
+            found[title] = base64.b64decode(value.partition("base64,")[2]).decode()
+    return found
+
+
+EVIL = "<script>alert('$x_$')</script>&\"'"
+
+
+def test_names_of_others_are_shown_as_they_are(tmp_path):
+    """Module names, arguments and errors are anybody's: in the page they are text, in the plots too."""
+    report = PrecisionReport(1, argv=["train.py", EVIL])
+    report.start()
+    model = nn.Sequential()
+    model.add_module(EVIL, nn.Linear(8, 8))
+    model = amp.initialize(model, opt_level="O1", verbosity=0)
+    model(torch.ones(8, 8))
+    report.ended_by(ValueError(EVIL))
+    report.stop()
+    report.write(tmp_path / "r.html")
+    source = (tmp_path / "r.html").read_text(encoding="utf-8")
+    for text in (source, report._repr_html_()):
+        page = Page()
+        page.feed(text)
+        assert page.open == []
+        assert page.tags.count("script") == (text is source)
+        assert EVIL in page.text
+        drawn = images(page)["Forward FLOPs in all, by module"]
+        assert "<script" not in drawn
+        assert html.unescape(drawn).count(EVIL[-20:]) == 1
+    data = re.search(r'<script type="application/json" id="report">(.*)</script>', source, re.S).group(1)
+    assert json.loads(data) == json.loads(json.dumps({**report.facts(), "seconds": json.loads(data)["seconds"]}))
+
+
+def test_without_matplotlib_the_page_has_no_plots(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ampcompat.tools.pictures", None)
+    _, report = train("O1")
+    report.write(tmp_path / "r.html")
+    source = (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert "<img" not in source
+    assert "matplotlib is missing - pip install 'ampcompat[plot]'" in source
+    assert "<td>forward</td><td>float16</td>" in source
+
+
+def test_the_page_needs_nothing_else_and_is_well_formed(tmp_path):
+    model, report = train("O1", bad=[1])
+    report.write(tmp_path / "report.html")
+    source = (tmp_path / "report.html").read_text(encoding="utf-8")
+    page = Page()
+    page.feed(source)
+    assert page.open == []
+    assert not [a for a in page.attributes if a[1] == "href" or (a[2] or "").startswith("http")]
+    assert all(value.startswith("data:") for _, name, value in page.attributes if name == "src")
+    assert "url(" not in source
+    titles = ["FLOPs a step", "Forward FLOPs a step, by module", "Loss scale"]
+    assert list(images(page)) == titles
+    assert "skipped step" in images(page)["Loss scale"]
+    data = re.search(r'<script type="application/json" id="report">(.*)</script>', source, re.S).group(1)
+    assert json.loads(data)["steps"] == 4
+    assert "Half precision is on: 100.0 % of the FLOPs ran in float16." in "".join(page.text)
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_json_and_text(tmp_path, monkeypatch):
+    model, report = train("O2")
+    monkeypatch.setattr("time.monotonic", lambda now=time.monotonic(): now)  # seconds since its start are in it
+    report.write(tmp_path / "r.json")
+    report.write(tmp_path / "r.txt")
+    assert json.loads((tmp_path / "r.json").read_text()) == json.loads(json.dumps(report.facts()))
+    text = (tmp_path / "r.txt").read_text()
+    assert text == str(report) + "\n"
+    assert text.startswith("precision report: opt_level O2, half is float16\n  Half precision is on")
+    assert "float16  938" in text
+
+
+def test_a_run_that_never_stepped_has_a_report(tmp_path):
+    report = amp.report()
+    for name in ("r.html", "r.txt", "r.json"):
+        report.write(tmp_path / name)
+    assert "amp.initialize was not called" in (tmp_path / "r.html").read_text()
+
+
+def test_script_arguments_date_and_versions(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.1"])
+    _, report = train("O1")
+    monkeypatch.setattr(sys, "argv", ["changed since"])
+    facts = report.facts()
+    assert (facts["script"], facts["arguments"]) == ("train.py", ["--lr", "0.1"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d\d:\d\d", facts["date"])
+    assert facts["versions"]["torch"] == torch.__version__
+    assert set(facts["versions"]) == {"ampcompat", "torch", "python", "cuda"}
+    assert re.search(r"script +train.py --lr 0.1$", str(report), re.MULTILINE)
+    report.write(tmp_path / "r.html")
+    assert "train.py --lr 0.1" in (tmp_path / "r.html").read_text()
+
+
+def test_a_notebook_shows_the_page_as_a_part_of_its_own():
+    _, report = train("O1", bad=[1])
+    part = report._repr_html_()
+    page = Page()
+    page.feed(part)
+    assert page.open == []
+    assert page.tags[:2] == ["style", "div"]
+    assert "Half precision is on" in "".join(page.text)
+    style = re.sub(r"/\*.*?\*/", "", part[part.index("<style>") + 7 : part.index("</style>")], flags=re.DOTALL)
+    style = style.replace("@media (prefers-color-scheme: dark) {", "")
+    selectors = [one for rule in re.findall(r"([^{}]+)\{", style) for one in rule.split(",")]
+    assert selectors
+    assert all(one.strip().startswith(".precision-report") for one in selectors)
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("no such\nfile"), "ValueError: no such"),
+        (
+            ChildProcessError("\n\n-- Process 1 terminated with the following error:\nTraceback ...\nKeyError: 3\n"),
+            "ChildProcessError: -- Process 1 terminated with the following error: KeyError: 3",
+        ),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (SystemExit(3), "it exited with 3"),
+    ],
+)
+def test_what_ended_the_script_comes_first(error, said):
+    _, report = train("O1")
+    report.ended_by(error)
+    facts = report.facts()
+    assert facts["error"] == said
+    assert facts["sentences"][0] == f"The script ended after 4 optimizer steps: {said}"
+
+
+def test_a_good_end_is_not_mentioned():
+    _, report = train("O1")
+    report.ended_by(SystemExit(0))
+    assert report.facts()["sentences"][0].startswith("Half precision is on")
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+def test_each_rank_writes_a_file_of_its_own(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        _, report = train("O1")
+        told.append(report.save("r.json"))
+        reset()
+    assert told == ["wrote the precision report to r.rank0.json; each rank writes its own", ""]
+    for rank in (0, 1):
+        facts = json.loads((tmp_path / f"r.rank{rank}.json").read_text())
+        assert (facts["rank"], facts["world"], facts["steps"]) == (rank, 2, 4)
+        assert facts["sentences"][-1] == f"This report is of rank {rank}, one of 2."
+
+
+def test_rank_0_alone_prints(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    _, report = train("O1")
+    assert report.save("") == ""
