@@ -152,10 +152,19 @@ def _unused_options_named(args: argparse.Namespace) -> Iterator[None]:
     finally:
         why = script.why_amp_is_unused() if ended_well and given and os.getpid() == process else ""
         if why:
-            told = f"ampcompat run: {why} in this process, where {', '.join(given)} had no effect"
-            if "--explain" in given:
-                told += " - AMPCOMPAT_EXPLAIN=1 in the environment explains in processes that a script starts"
-            emit(told, error=True)
+            emit(
+                f"ampcompat run: {why} in this process, where {', '.join(given)} had no effect{_of_children(given)}",
+                True,
+            )
+
+
+def _of_children(given: Sequence[str]) -> str:
+    """What holds in processes that the script has started by multiprocessing, if it has started any."""
+    if not any(name.startswith("multiprocessing.popen_") for name in sys.modules):
+        return ""
+    inherited = [option for option in given if option != "--explain"]
+    told = f" - processes that it started inherited {', '.join(inherited)}" if inherited else ""
+    return told + (" - AMPCOMPAT_EXPLAIN=1 in the environment explains in each process" if "--explain" in given else "")
 
 
 def _is_given(args: argparse.Namespace, option: str) -> bool:

@@ -38,17 +38,17 @@ from ampcompat.amp.scaler import LossScaler as LossScaler
 from ampcompat.amp.trees import map_tree as map_tree
 from ampcompat.amp.trees import tensors_in as tensors_in
 
-__all__ = ["HALF_DTYPES", "Args", "CastsOff", "InForce", "Kwargs", "LossScaler"]
+__all__ = ["HALF_DTYPES", "Args", "CastsOff", "Kwargs", "LatestCall", "LossScaler"]
 __all__ += ["Master", "ModelPolicy", "Numbers", "Optimizer", "ParamGroup", "SkipFlag"]
 __all__ += ["add_hint", "at_reset", "boundary_of", "casts_hold_on", "first_scaler", "in_autocast_region"]
-__all__ += ["in_disable_casts", "in_force", "is_replica", "live_models", "map_tree", "master_of"]
+__all__ += ["in_disable_casts", "is_replica", "latest_call", "live_models", "map_tree", "master_of"]
 __all__ += ["masters_of", "notify", "numbers_of", "observers", "observing", "policy_of"]
 __all__ += ["rank", "reason_in_frame", "reset", "say", "steps_of_call", "tensors_in"]
 __all__ += ["was_skipped", "wrap_step"]
 
 
 # -- the latest call of initialize -------------------------------------------------------------------------------------
-class InForce(NamedTuple):
+class LatestCall(NamedTuple):
     """What the latest ``initialize`` was asked for.
 
     Attributes:
@@ -64,14 +64,14 @@ class InForce(NamedTuple):
     policy: ModelPolicy
 
 
-def in_force() -> InForce | None:
+def latest_call() -> LatestCall | None:
     """What the latest ``initialize`` was asked for; None before the first."""
     latest = state.session
     if latest is None:
         return None
     policy = latest.policy
     is_half = latest.enabled and (policy.half_dtype is not None or policy.casts.enabled)
-    return InForce(latest.enabled, policy.opt_level, latest.half_dtype if is_half else None, policy)
+    return LatestCall(latest.enabled, policy.opt_level, latest.half_dtype if is_half else None, policy)
 
 
 def live_models() -> list[torch.nn.Module]:

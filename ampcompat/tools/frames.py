@@ -9,7 +9,7 @@ from types import FrameType, TracebackType
 import torch
 
 _OURS = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_TOOLS = (os.path.join(_OURS, "tools", "explain") + os.sep, os.path.join(_OURS, "tools", "report") + os.sep)
+_TOOLS = tuple(os.path.join(_OURS, "tools", tool) + os.sep for tool in ("explain", "recording", "report"))
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 #: Where the autograd engine is entered.
 _ENGINE = os.path.join(_TORCH, "autograd", "graph.py")
@@ -51,7 +51,7 @@ def source_line(file: str, number: int) -> str:
 
 
 def hide_tools(trace: TracebackType | None, all_of_ours: bool = False) -> TracebackType | None:
-    """Take the frames of explain and report out of ``trace``, in place, and the frames of torch that come with them.
+    """Take the frames of the tools that observe a run out of ``trace``, in place, and the frames of torch that come with them.
 
     Args:
         trace: Of an error.

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import torch
 
-from ampcompat.tools.core import LossScaler, in_force
+from ampcompat.tools.core import LossScaler, latest_call
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.hints import Setting, hints
@@ -109,7 +109,7 @@ def _has_other_ranks() -> bool:
 
 
 def _setting(scaler: LossScaler, made: bool, growth: Grown | None) -> Setting:
-    latest = in_force()
+    latest = latest_call()
     level = "" if latest is None else latest.opt_level
     half = "" if latest is None or latest.half_dtype is None else dtype_name(latest.half_dtype)
     scale = float(scaler.loss_scale())

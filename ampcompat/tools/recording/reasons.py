@@ -38,7 +38,7 @@ def why_not_half(op: OpOverload, called: Called, dtype: torch.dtype, device_type
         dtype: Of the product, not half.
         device_type: Where it runs.
     """
-    latest = core.in_force()
+    latest = core.latest_call()
     if latest is None:
         return "amp.initialize was not called"
     if not latest.enabled:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import torch
 
-from ampcompat.tools.core import InForce, in_force, live_models, masters_of
+from ampcompat.tools.core import LatestCall, latest_call, live_models, masters_of
 from ampcompat.tools.devices import slow_halves
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.report.facts import Facts, Parameters, Setting
@@ -14,7 +14,7 @@ from ampcompat.tools.report.facts import Facts, Parameters, Setting
 
 def add_models(facts: Facts) -> None:
     """Note in ``facts`` what ``initialize`` was asked for, and the models that live now, if any do. No host sync."""
-    latest = in_force()
+    latest = latest_call()
     if latest is not None:
         facts.setting = _setting(latest)
     if torch.cuda.is_available():
@@ -34,7 +34,7 @@ def add_models(facts: Facts) -> None:
         facts.slow = [reason for reason in reasons if reason]
 
 
-def _setting(latest: InForce) -> Setting:
+def _setting(latest: LatestCall) -> Setting:
     half = "" if latest.half_dtype is None else dtype_name(latest.half_dtype)
     return Setting(initialized=True, enabled=latest.enabled, opt_level=latest.opt_level, half=half)
 

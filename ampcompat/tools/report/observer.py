@@ -49,7 +49,7 @@ class PrecisionReport:
         self._skipped = 0
         self._traced_steps = 0
         self._first: int | None = None  # the optimizer that stepped first
-        self._initialized = core.in_force() is not None
+        self._initialized = core.latest_call() is not None
         self._waits_for_initialize = False
         self._seen = Facts()  # what was seen of models while they lived
         self._argv = list(sys.argv if argv is None else argv)

@@ -23,14 +23,14 @@ def run():
     return start
 
 
-def test_float16_overflows_and_the_autopsy_names_wo(run):
+def test_float16_overflows_and_explain_names_wo(run):
     said, result = run("--explain")
     assert result["finite"] == 0
     assert "Gradient overflow" not in said  # the script asks for verbosity=0
     assert said.count("ampcompat explain: ") == 1
     assert "where     block.1.wo (Linear), in T5" in said
     assert "self.wo(forwarded)" in said
-    assert "cure      amp.initialize(..., keep_fp32=['block.1.wo'])" in said
+    assert "hint      amp.initialize(..., keep_fp32=['block.1.wo'])" in said
 
 
 @pytest.mark.slow
