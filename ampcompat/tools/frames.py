@@ -51,7 +51,7 @@ def source_line(file: str, number: int) -> str:
 
 
 def hide_tools(trace: TracebackType | None, all_of_ours: bool = False) -> TracebackType | None:
-    """Take the frames of the tools that observe a run out of ``trace``, in place, and the frames of torch that come with them.
+    """Take the frames of tools out of ``trace``, in place, and the frames of torch that come with them.
 
     Args:
         trace: Of an error.
