@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,7 +17,6 @@ from ampcompat.cli._emit import emit, painted
 from ampcompat.cli._options import Gone
 from ampcompat.tools.parity.compare import Result, Tolerance, judge
 from ampcompat.tools.parity.levels import Level, read_levels
-from ampcompat.tools.parity.progress import Progress
 from ampcompat.tools.parity.runs import Options, Run, run_level
 from ampcompat.tools.parity.save import passed, save_csv, save_json
 from ampcompat.tools.parity.table import table
@@ -125,9 +123,9 @@ def _run_all(levels: Sequence[Level], options: Options, folder: Path, keep_logs:
     """The runs, one after the other; none after an interrupted one, or after a reference that is of no use."""
     runs: list[Run] = []
     for level in levels:
-        progress = Progress(level.name, options.steps, _write, sys.stderr.isatty())
-        run = run_level(level, options, folder, progress.on_step)
-        progress.finish(run)
+        emit(f"{level.name}: running", error=True)
+        run = run_level(level, options, folder)
+        emit(_summary(run), error=True)
         runs.append(run)
         if run.ending in ("crashed", "stalled") and run.log:
             lines = Path(run.log).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -155,8 +153,12 @@ def _next_commands(results: Sequence[Result], args: argparse.Namespace) -> list[
     return commands
 
 
-def _write(text: str, end: str) -> None:
-    emit(text, error=True, end=end)
+def _summary(run: Run) -> str:
+    """As in "O1 fp16: 20 steps, 12.5 steps/s, 1 skipped"."""
+    seconds = run.seconds_per_step
+    rate = f", {1 / seconds:.3g} steps/s" if seconds else ""
+    reason = f"; {run.message}" if run.message else ""
+    return f"{run.level.name}: {len(run.steps)} steps{rate}, {len(run.skipped_steps)} skipped{reason}"
 
 
 def _save(folder: Path, results: Sequence[Result], args: argparse.Namespace, tolerance: Tolerance) -> None:

@@ -1,4 +1,4 @@
-"""The one writer of pictures: the plots of the precision report, and ``parity.png``.
+"""The one writer of pictures: the loss scale of the precision report, and ``parity.png``.
 
 Needs matplotlib (the extra ``plot``); draws without a display.
 """
@@ -8,11 +8,9 @@ from __future__ import annotations
 import base64
 import io
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -20,105 +18,40 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from ampcompat.tools.dtypes import is_half
 from ampcompat.tools.parity.compare import Result, Tolerance
 from ampcompat.tools.recording.steps import Step
 
-
-class Plot(NamedTuple):
-    """A plot for a page: its title, and the image, an SVG in base64."""
-
-    title: str
-    svg: str
+# -- the loss scale, for the page of the precision report --------------------------------------------------------------
+SKIPPED = "#cf222e"
+LINES = ("#1a7f5a", "#d4a72c", "#6a737d", "#b7bec7")
 
 
-class Bar(NamedTuple):
-    """A horizontal bar, stacked by dtype: its label, the sizes by dtype, and what stands at its end."""
-
-    label: str
-    sizes: Mapping[str, float]
-    note: str
-
-
-# -- plots of the precision report -------------------------------------------------------------------------------------
-WIDTH = 7.2
-ROW_HEIGHT = 0.26
-LONGEST_LABEL = 30
-HALF, FLOAT32, OTHER, SKIPPED = "#1a7f5a", "#b7bec7", "#d4a72c", "#cf222e"
-LINES = (HALF, OTHER, "#6a737d", FLOAT32)
-
-
-def bars(title: str, rows: Sequence[Bar]) -> Plot:
-    """Horizontal bars, half first."""
-    with _svg_style():
-        figure = Figure(figsize=(WIDTH, ROW_HEIGHT * len(rows) + 0.5), layout="constrained")
-        axes = figure.subplots()
-        drawn: set[str] = set()
-        for at, row in enumerate(rows):
-            left = 0.0
-            for dtype, size in sorted(row.sizes.items(), key=lambda item: not is_half(item[0])):
-                label = "" if dtype in drawn else dtype
-                axes.barh(at, size, left=left, height=0.7, color=_colour(dtype), label=label)
-                drawn.add(dtype)
-                left += size
-            axes.annotate(row.note, (left, at), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-        axes.set_yticks(range(len(rows)), [_short(row.label) for row in rows], fontsize=8)
-        axes.invert_yaxis()
-        axes.set_xticks([])
-        axes.margins(x=0.12)
-        axes.spines[["top", "right", "bottom"]].set_visible(False)
-        return _finished(title, figure, axes)
-
-
-def loss_scales(title: str, steps: Sequence[Step]) -> Plot:
-    """The loss scales over the steps, on a log axis; skipped steps are marked."""
-    with _svg_style():
-        figure = Figure(figsize=(WIDTH, 2.4), layout="constrained")
-        axes = figure.subplots()
-        scalers = sorted({one.loss_id for step in steps for one in step.scales})
-        for at, loss_id in enumerate(scalers):
-            points = [(step.step, one.scale) for step in steps for one in step.scales if one.loss_id == loss_id]
-            label = f"scaler {loss_id}" if len(scalers) > 1 else ""
-            axes.plot(*zip(*points, strict=True), color=LINES[at % len(LINES)], label=label)
-        skipped = [(step.step, min(one.scale for one in step.scales)) for step in steps if step.skipped and step.scales]
-        if skipped:
-            numbers, marks = zip(*skipped, strict=True)
-            axes.scatter(numbers, marks, s=18, color=SKIPPED, zorder=3, label="skipped step")
-        axes.set_yscale("log", base=2)
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: f"{scale:g}"))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("optimizer step", fontsize=8)
-        axes.tick_params(labelsize=8)
-        axes.grid(color="0.9", linewidth=0.5)
-        axes.spines[["top", "right"]].set_visible(False)
-        return _finished(title, figure, axes)
-
-
-@contextmanager
-def _svg_style() -> Iterator[None]:
-    # Names of modules are plain text: a dollar in them begins no formula, and no font here may have their letters.
-    with matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"}), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph")
-        yield
-
-
-def _finished(title: str, figure: Figure, axes: Axes) -> Plot:
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside upper left", ncols=4, fontsize=8, frameon=False)
+def loss_scales(steps: Sequence[Step]) -> str:
+    """The loss scales over the steps, on a log axis, with skipped steps marked: an SVG in base64."""
+    figure = Figure(figsize=(7.2, 2.4), layout="constrained")
+    axes = figure.subplots()
+    scalers = sorted({one.loss_id for step in steps for one in step.scales})
+    for at, loss_id in enumerate(scalers):
+        points = [(step.step, one.scale) for step in steps for one in step.scales if one.loss_id == loss_id]
+        label = f"scaler {loss_id}" if len(scalers) > 1 else ""
+        axes.plot(*zip(*points, strict=True), color=LINES[at % len(LINES)], label=label)
+    skipped = [(step.step, min(one.scale for one in step.scales)) for step in steps if step.skipped and step.scales]
+    if skipped:
+        numbers, marks = zip(*skipped, strict=True)
+        axes.scatter(numbers, marks, s=18, color=SKIPPED, zorder=3, label="skipped step")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda scale, _: f"{scale:g}"))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("optimizer step", fontsize=8)
+    axes.tick_params(labelsize=8)
+    axes.grid(color="0.9", linewidth=0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    if axes.get_legend_handles_labels()[0]:
+        figure.legend(loc="outside upper left", ncols=4, fontsize=8, frameon=False)
     file = io.BytesIO()
-    figure.savefig(file, format="svg", metadata={"Date": None})
-    return Plot(title, base64.b64encode(file.getvalue()).decode("ascii"))
-
-
-def _colour(dtype: str) -> str:
-    if is_half(dtype):
-        return HALF
-    return FLOAT32 if dtype == "float32" else OTHER
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= LONGEST_LABEL else "…" + label[1 - LONGEST_LABEL :]
+    with matplotlib.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return base64.b64encode(file.getvalue()).decode("ascii")
 
 
 # -- parity.png: losses, their deviation from O0, and the loss scale with its skipped steps ----------------------------

@@ -15,6 +15,7 @@ from ampcompat.tools.core import (
     Optimizer,
     first_scaler,
     is_replica,
+    observers,
     tensors_in,
     was_skipped,
 )
@@ -37,7 +38,7 @@ class OverflowExplainer:
     """Observer (see :mod:`ampcompat.amp.observers`) that explains overflows.
 
     Args:
-        limit: Different faults that are explained; after these nothing is kept any more.
+        limit: Different faults that are explained; after these the run is no longer observed.
         stop: Whether the script ends with the last of them.
         json: Whether each message is a line of JSON.
     """
@@ -60,7 +61,7 @@ class OverflowExplainer:
         """Keep references to what the outermost forward gets."""
         self.loss_watch.stop()
         outermost = not any(self.running)
-        if self.left <= 0 or not outermost or not torch.is_grad_enabled() or is_replica(model):
+        if not outermost or not torch.is_grad_enabled() or is_replica(model):
             self.running.append(None)
             return
         if model not in self.buffers:
@@ -81,10 +82,9 @@ class OverflowExplainer:
 
     def _noter(self, forward: Forward, index: int) -> Callable[[torch.Tensor], None]:
         def note(grad: torch.Tensor) -> None:
-            if self.left > 0:
-                forward.grads[index] = grad
-                forward.owners.update(self.block)
-                forward.scaler = self.scaler
+            forward.grads[index] = grad
+            forward.owners.update(self.block)
+            forward.scaler = self.scaler
 
         return note
 
@@ -95,14 +95,13 @@ class OverflowExplainer:
         next step is to answer for its own writing alone.
         """
         self.running.clear()
-        self.block, self.scaler = tuple(id(one) for one in optimizers), scaler
-        if self.left <= 0:
-            return
+        self.block = tuple(id(one) for one in optimizers)
+        self.scaler = scaler
         for one in optimizers:
             self._steps(one).look_again(one)
         event = self.loss_watch.look_at(loss)
         if event is not None:
-            self._tell_live(event, scaler, optimizers)
+            self._tell_of_outside(event, scaler, optimizers)
         elif not scaler.dynamic and not is_finite(loss):
             step = self._begin_fault(optimizers)
             forwards = [forward for forward in self.forwards if not forward.owners]
@@ -111,11 +110,9 @@ class OverflowExplainer:
     def on_gradients(self, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """The same for gradients: one host sync a block, at static scales only."""
         self.block = ()
-        if self.left <= 0:
-            return
         event = self.loss_watch.look_at_gradients(self.forwards)
         if event is not None:
-            self._tell_live(event, scaler, optimizers)
+            self._tell_of_outside(event, scaler, optimizers)
         elif not scaler.dynamic and not _finite_gradients(optimizers):
             step = self._begin_fault(optimizers)
             self._explain(self._of(optimizers[0]), scaler, "A gradient is not finite", step)
@@ -133,18 +130,16 @@ class OverflowExplainer:
         """
         steps = self._steps(optimizer)
         steps.seen += 1
-        skipped = was_skipped(optimizer, skipped)
-        if self.left > 0 and skipped:
+        if was_skipped(optimizer, skipped):
             self._explain(self._of(optimizer), first_scaler(optimizer), "A step was skipped", steps.seen)
-        elif self.left > 0:
+        else:
             messages = steps.after(optimizer)
             self.lost = self.lost or not steps.watched
+            steps.made = steps.seen
             for one in messages:
                 self._emit(one)
                 if one.kind == "weights":
                     self._count()
-        if not skipped:
-            steps.made = steps.seen
         steps.faulty = False
         self._forget(optimizer)
 
@@ -174,14 +169,12 @@ class OverflowExplainer:
             forward.age += 1
             if forward.owners or (not had and forward.age < OLDEST):
                 kept.append(forward)
-        self.forwards = deque(kept if self.left > 0 else [], MOST_FORWARDS)
+        self.forwards = deque(kept, MOST_FORWARDS)
 
     # -- explaining --------------------------------------------------------------------------------------------------
     def _explain(
         self, forwards: list[Forward], scaler: LossScaler, what: str, step: int, backward: bool = True
     ) -> None:
-        if self.left <= 0:
-            return
         findings = []
         for forward, model in _repeatable(forwards):
             try:
@@ -206,7 +199,7 @@ class OverflowExplainer:
         self.explained.add(key)
         return new
 
-    def _tell_live(self, event: Event, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
+    def _tell_of_outside(self, event: Event, scaler: LossScaler, optimizers: Sequence[Optimizer]) -> None:
         """Tell what the code between a model and ``scale_loss`` did."""
         self._tell(Finding(event, ""), scaler, "", self._begin_fault(optimizers))
 
@@ -228,11 +221,13 @@ class OverflowExplainer:
         message.emit(self.json)
 
     def _count(self) -> None:
-        """One more explanation was given: end the script after the last, if that was asked for."""
+        """One more explanation was given: observe no more after the last, and end the script if that was asked for."""
         self.left -= 1
         if self.left > 0:
             return
         self.forwards.clear()
+        self.loss_watch.stop()
+        observers()[:] = [one for one in observers() if one is not self]
         if not self.stop:
             hint = "that was the last explanation; amp.explain_overflows(limit=...) sets how many."
             self._emit(Message("note", hint))

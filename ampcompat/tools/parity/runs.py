@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -87,8 +87,8 @@ class Run:
         return max((step.memory for step in self.steps if step.memory is not None), default=None)
 
 
-def run_level(level: Level, options: Options, folder: Path, on_step: Callable[[Step], None]) -> Run:
-    """Run the script at ``level``, its output in a log in ``folder``; ``on_step`` is called with every step.
+def run_level(level: Level, options: Options, folder: Path) -> Run:
+    """Run the script at ``level``, its output in a log in ``folder``.
 
     Returns:
         The record, however the run ended; one that Ctrl-C ended has the ending ``"interrupted"``.
@@ -103,7 +103,6 @@ def run_level(level: Level, options: Options, folder: Path, on_step: Callable[[S
         seen[kind] = content
         if kind == "step":
             run.steps.append(read_step(content))
-            on_step(run.steps[-1])
 
     def must_end(waited: float) -> bool:
         if len(run.steps) >= options.steps:

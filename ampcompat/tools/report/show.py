@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 from ampcompat.tools.data import plain
 from ampcompat.tools.report import tables
-from ampcompat.tools.report.facts import Counts, Facts
+from ampcompat.tools.report.facts import Facts
 
-#: Rows shown of long tables, and bars of a plot; the JSON has all.
+#: Rows shown of long tables; the JSON has all.
 ROWS_OF_TEXT = 10
 ROWS_OF_PAGE = 20
 
@@ -33,31 +33,18 @@ def as_page(facts: Facts, whole: bool = True) -> str:
     return environment.get_template("page.html").render(
         facts=facts,
         data=plain(asdict(facts)),
-        plots=_plots(facts),
+        scale_plot=_scale_plot(facts),
         tables=[*tables.report_tables(facts, ROWS_OF_PAGE), tables.parameters_by_module(facts)],
         whole=whole,
     )
 
 
-def _plots(facts: Facts) -> list[object] | None:
-    """The plots; None without matplotlib."""
+def _scale_plot(facts: Facts) -> str | None:
+    """The loss scale as an SVG in base64; "" for none, None without matplotlib."""
+    if not facts.setting.half or not any(step.scales for step in facts.history):
+        return ""
     try:
-        from ampcompat.tools.pictures import Bar, bars, loss_scales
+        from ampcompat.tools.pictures import loss_scales
     except ImportError:
         return None
-    steps, each = tables.unit(facts)
-
-    def bar(label: str, flops: Counts) -> Bar:
-        sizes = {dtype: count / steps for dtype, count in flops.items()}
-        return Bar(label, sizes, tables.flops_text(sum(sizes.values())))
-
-    plots: list[object] = []
-    by_pass = [bar(direction, flops) for direction, flops in facts.flops.items() if flops]
-    if by_pass:
-        plots.append(bars(f"FLOPs {each}", by_pass))
-    if facts.modules:
-        by_module = [bar(one.module, one.flops) for one in facts.modules[:ROWS_OF_PAGE]]
-        plots.append(bars(f"Forward FLOPs {each}, by module", by_module))
-    if facts.setting.half and any(step.scales for step in facts.history):
-        plots.append(loss_scales("Loss scale", facts.history))
-    return plots
+    return loss_scales(facts.history)

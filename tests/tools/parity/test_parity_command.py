@@ -64,12 +64,10 @@ def fake_runs(monkeypatch, **losses):
     """Stand in for the processes; a list of losses, or a run, per level."""
     started = []
 
-    def run_level(level, options, folder, on_step):
+    def run_level(level, options, folder):
         started.append(level.name)
         made = losses[level.opt_level]
         made = made if isinstance(made, Run) else run(level.opt_level, made, level.dtype)
-        for step in made.steps:
-            on_step(step)
         made.log = str(folder / "log")
         Path(made.log).write_text("".join(f"line {i}\n" for i in range(100)))
         return made

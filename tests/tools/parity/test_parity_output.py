@@ -5,7 +5,6 @@ import math
 from parity_runs import run, step
 
 from ampcompat.tools.parity.compare import Tolerance, judge
-from ampcompat.tools.parity.progress import Progress
 from ampcompat.tools.parity.save import save_csv, save_json
 from ampcompat.tools.parity.table import table
 
@@ -58,25 +57,3 @@ def test_json_and_csv(tmp_path):
         rows = list(csv.DictReader(file))
     assert [(row["level"], row["step"]) for row in rows] == [(n, str(i)) for n in ("O0", "O1 fp16") for i in (1, 2, 3)]
     assert (rows[0]["deviation"], rows[4]["deviation"], rows[5]["loss"]) == ("", "0.5", "nan")
-
-
-def shown(terminal, steps=4, made=2, **kwargs):
-    out = []
-    progress = Progress("O1 fp16", steps, lambda text, end: out.append(text + end), terminal)
-    for number in range(1, made + 1):
-        progress.on_step(step(number, 1.0, seconds=None if number == 1 else 0.25, skipped=number == 2))
-    progress.finish(run("O1", [1.0] * made, **kwargs))
-    return out
-
-
-def test_progress_away_from_a_terminal_is_two_plain_lines():
-    assert shown(False) == ["O1 fp16: running\n", "O1 fp16: 2 steps, 4 steps/s, 1 skipped\n"]
-    assert shown(False, made=0, message="it crashed")[1] == "O1 fp16: 0 steps, 0 skipped; it crashed\n"
-
-
-def test_progress_on_a_terminal_is_one_line_drawn_anew():
-    *drawn, last = shown(True)
-    assert all(text.startswith("\r\x1b[K") and "\n" not in text for text in drawn)
-    assert drawn[-1].endswith("2/4  4 steps/s")
-    assert drawn[-1].count("#") == drawn[-1].count(".") > 0
-    assert last.endswith("\n")

@@ -2,15 +2,19 @@
 
 import os
 import re
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from parity_runs import step
 
+from ampcompat.tools.parity import runs
 from ampcompat.tools.parity.levels import Level
 from ampcompat.tools.parity.runs import Options, Run, _describe, run_level
 from ampcompat.tools.recording import process
+from ampcompat.tools.recording.journal import read_step
 
 SCRIPT = str(Path(__file__).with_name("script_of_many_kinds.py"))
 
@@ -28,17 +32,21 @@ ENDINGS = {
 }
 
 
-def start(kind, folder, on_step=None):
+def start(kind, folder):
     folder = folder / kind.replace(" ", "-")
     folder.mkdir(exist_ok=True)
     options = Options([SCRIPT, kind, "--lr", "x"], 3, 7, timeout=100)
 
-    def lose_patience(step):
-        # However busy the machine is, the script gets as far as its first step.
-        if kind == "runs for ever":
-            object.__setattr__(options, "timeout", 1)
+    def lose_patience():
+        """However busy the machine is, the script gets as far as its first step."""
+        journal = folder / "O2-fp16.jsonl"
+        while not journal.exists() or '"step"' not in journal.read_text():
+            time.sleep(0.05)
+        object.__setattr__(options, "timeout", 1)
 
-    return run_level(Level("O2", "float16"), options, folder, on_step or lose_patience)
+    if kind == "runs for ever":
+        threading.Thread(target=lose_patience, daemon=True).start()
+    return run_level(Level("O2", "float16"), options, folder)
 
 
 #: One process each: the others are left to the slow tests, and to those of the ending alone.
@@ -53,7 +61,7 @@ def start_all(kinds, folder):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def quick_runs(tmp_path_factory):
     return start_all(QUICK, tmp_path_factory.mktemp("runs"))
 
 
@@ -63,8 +71,8 @@ def slow_runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", QUICK)
-def test_ending(runs, kind):
-    check(runs[kind], *ENDINGS[kind])
+def test_ending(quick_runs, kind):
+    check(quick_runs[kind], *ENDINGS[kind])
 
 
 @pytest.mark.slow
@@ -80,21 +88,21 @@ def check(run, steps, ending, message):
     assert "\n" not in run.message
 
 
-def test_steps_are_kept_with_their_numbers(runs):
-    assert [step.step for step in runs["crashes"].steps] == [1, 2]
-    assert all(step.loss and step.scale == 128.0 and step.grad_norm for step in runs["crashes"].steps)
+def test_steps_are_kept_with_their_numbers(quick_runs):
+    assert [step.step for step in quick_runs["crashes"].steps] == [1, 2]
+    assert all(step.loss and step.scale == 128.0 and step.grad_norm for step in quick_runs["crashes"].steps)
 
 
-def test_the_command_line_sets_the_level(runs):
+def test_the_command_line_sets_the_level(quick_runs):
     """The script is not edited."""
-    log = Path(runs["crashes"].log).read_text()
+    log = Path(quick_runs["crashes"].log).read_text()
     assert "AMPCOMPAT_OPT_LEVEL=O2 overrides the script's opt_level='O1'." in log
     assert "half dtype is torch.float16" in log
 
 
-def test_the_log_has_the_traceback_of_a_crash(runs):
+def test_the_log_has_the_traceback_of_a_crash(quick_runs):
     """It begins at the script."""
-    log = Path(runs["crashes"].log).read_text()
+    log = Path(quick_runs["crashes"].log).read_text()
     assert "KeyError: 'batch 2'" in log
     assert "ampcompat/tools/" not in log
 
@@ -102,11 +110,17 @@ def test_the_log_has_the_traceback_of_a_crash(runs):
 def test_an_interrupt_keeps_the_recorded_steps(tmp_path, monkeypatch):
     """The script's process ends."""
 
-    def interrupt(step):
-        raise KeyboardInterrupt
+    read = []
+
+    def interrupt(content):
+        if read:
+            raise KeyboardInterrupt
+        read.append(content)
+        return read_step(content)
 
     monkeypatch.setattr(process, "GRACE_SECONDS", 5.0)
-    run = start("well", tmp_path, on_step=interrupt)
+    monkeypatch.setattr(runs, "read_step", interrupt)
+    run = start("well", tmp_path)
     assert (run.ending, run.steps[0].step) == ("interrupted", 1)
     assert run.message.startswith("interrupted after")
 
@@ -127,7 +141,7 @@ assert sys.argv[1:] == ["--steps", "9"], sys.argv
     (tmp_path / "trains.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(__file__).parents[3])]))
     target = [word, "trains" if word == "-m" else source, "--steps", "9"]
-    run = run_level(Level("O0"), Options(target, 3, 0, timeout=100), tmp_path, print)
+    run = run_level(Level("O0"), Options(target, 3, 0, timeout=100), tmp_path)
     assert (run.ending, len(run.steps)) == ("ended", 2), Path(run.log).read_text()
 
 
