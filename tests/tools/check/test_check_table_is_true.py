@@ -91,7 +91,7 @@ OURS = [
     "from ampcompat.amp import scaler\nscaler.LossScaler",
     "from ampcompat.testing import assert_opt_level_parity",
     "from ampcompat._state import state\nstate.reset()",
-    "import ampcompat.tools.report as r\nr.Receipt",
+    "import ampcompat.tools.report as r\nr.PrecisionReport",
     "from ampcompat.cli import main\nmain([])",
     "from ampcompat.optimizers._rules import adam_",
 ]

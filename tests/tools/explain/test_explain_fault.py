@@ -74,7 +74,7 @@ def test_wo_of_t5(capsys, level):
     assert "left the range of float16" in entry["what"]
     assert entry["where"].startswith("block.1.wo (Linear), in T5Like")
     assert "self.wo(F.relu(self.wi(x)))" in entry["line"]
-    assert re.match(r".*test_known_culprits.py:\d+: ", entry["line"])
+    assert re.match(r".*test_explain_fault.py:\d+: ", entry["line"])
     assert entry["pass"] == "forward"
     magnitude = float(entry["largest"].split()[0])
     assert 100_000 < magnitude < 1e6
