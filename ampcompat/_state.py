@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from ampcompat._types import Optimizer
     from ampcompat.amp.casts import Casts, Saved
+    from ampcompat.amp.casts.rules import Plan, Rule
     from ampcompat.amp.masters import Master
-    from ampcompat.amp.rules import Plan, Rule
     from ampcompat.amp.session import Session
 
 
@@ -43,7 +43,7 @@ class ThreadCasts(threading.local):
 
 @dataclass(eq=False)
 class CastState:
-    """The ambient casts of the process (see :mod:`ampcompat.amp.autocast`).
+    """The ambient casts of the process (see :mod:`ampcompat.amp.casts.ambience`).
 
     Attributes:
         ambient: The casts of the latest ``initialize``; None where it casts nothing.
@@ -68,7 +68,7 @@ class CastState:
 
 @dataclass(eq=False)
 class OpRules:
-    """The op rules that are on the dispatcher (see :mod:`ampcompat.amp.rules`).
+    """The op rules that are on the dispatcher (see :mod:`ampcompat.amp.casts.rules`).
 
     Attributes:
         table: The rules by public name, as last read from the lists.

@@ -150,7 +150,7 @@ STATE_CHANGES: Final = Table(
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
     "block": ("gradients", "float32"),
     "masters": ("masters",),
-    "autocast": ("casts",),
+    "casts/ambience": ("casts",),
 }
 TABLES: Final[dict[str, Table]] = {
     "gradients": MASTER_GRADIENTS,

@@ -72,10 +72,10 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp import misuse, sharded
-from ampcompat.amp.autocast import assert_ambience
-from ampcompat.amp.cures import note_cure
+from ampcompat.amp.casts.ambience import assert_ambience
 from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.gradients import put_aside, rescale_pending, show, unscale_new
+from ampcompat.amp.hints import add_hint
 from ampcompat.amp.masters import drop_cleared_gradients
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import is_optimizer
@@ -271,7 +271,7 @@ class Block:
             if isinstance(error, Exception):
                 if state.observers:
                     notify("on_failure", error)
-                note_cure(error)
+                add_hint(error)
             return
         if self.is_plain:
             for optimizer in self.optimizers:

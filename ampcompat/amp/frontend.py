@@ -19,11 +19,11 @@ from ampcompat._types import Optimizer, Options, OptLevel
 from ampcompat.amp import amp_model, block, checkpoint, named_masters, nested, properties, sharded
 from ampcompat.amp import optimizer as amp_optimizer
 from ampcompat.amp.amp_model import ModelPolicy
-from ampcompat.amp.autocast import set_ambient
 from ampcompat.amp.casts import OFF
+from ampcompat.amp.casts.ambience import set_ambient
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.keep_fp32 import BorderPolicy, select, set_border
+from ampcompat.amp.keep_fp32 import BoundaryPolicy, select, set_boundary
 from ampcompat.amp.masters import follow_replacements, master_of
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
@@ -371,7 +371,7 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         has_masters=policy.master_weights,
         trained=trained if policy.master_weights else (),
     )
-    border = BorderPolicy(
+    border = BoundaryPolicy(
         opt_level=policy.opt_level,
         casts=OFF,
         input_dtype=torch.float32,
@@ -384,9 +384,9 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
             continue
         before = part.__dict__.get("_amp_policy")
         is_kept = part in objects.kept
-        if is_kept or isinstance(before, BorderPolicy):
-            undo.callback(set_border, part, before)
-            set_border(part, border if is_kept else None)
+        if is_kept or isinstance(before, BoundaryPolicy):
+            undo.callback(set_boundary, part, before)
+            set_boundary(part, border if is_kept else None)
 
 
 def _ids_of_stepped(optimizers: list[Optimizer]) -> set[int]:

@@ -10,10 +10,10 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp import cpu_convolution, ddp
+from ampcompat.amp import ddp
 from ampcompat.amp.amp_model import ModelPolicy, device_types_of
-from ampcompat.amp.autocast import cover, set_ambient, switch_this_forward, uncover
-from ampcompat.amp.casts import Casts
+from ampcompat.amp.casts import Casts, cpu_convolution
+from ampcompat.amp.casts.ambience import install_casting, set_ambient, switch_this_forward, uninstall_casting
 from ampcompat.amp.properties import HALF_DTYPES, Properties
 from ampcompat.amp.scaler import LossScaler, check_scaler
 
@@ -90,7 +90,7 @@ class Session:
             for device_type in held - self.device_types:
                 self._warn_of_no_autocast(device_type)
             self._cast_deactivated_models_again()
-            cover(self.device_types)
+            install_casting(self.device_types)
         elif self.policy.half_dtype is not None and "cpu" in self.device_types:
             cpu_convolution.acquire()
         set_ambient(self.policy.casts, self.device_types)
@@ -115,7 +115,7 @@ class Session:
         if latest is None:  # reset since
             return
         if on:
-            cover(self.device_types)
+            install_casting(self.device_types)
         decides = self if self.by_init and on else latest
         set_ambient(decides.policy.casts, self.device_types.union(state.casts.device_types))
         switch_this_forward(on)
@@ -143,7 +143,7 @@ def release_casts() -> None:
     if state.session is not None:
         policies.append(state.session.policy)
     if not any(policy.casts.enabled for policy in policies):
-        uncover()
+        uninstall_casting()
 
 
 #: Owner of optimizers that were initialized with ``enabled=False``, when a later call is enabled.

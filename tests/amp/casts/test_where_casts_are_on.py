@@ -1,4 +1,4 @@
-"""One test for each cell of the table at the head of ``ampcompat/amp/autocast.py``; each fails without its cure."""
+"""One test for each cell of the table at the head of ``casts/ambience.py``; each fails without its cure."""
 
 import threading
 

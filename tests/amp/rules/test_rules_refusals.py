@@ -12,7 +12,8 @@ from python_process import PATH_WITH_TESTS, run_python
 from torch.nn.functional import binary_cross_entropy as early_binary_cross_entropy
 
 from ampcompat import _torch
-from ampcompat.amp import initialize, rules
+from ampcompat.amp import initialize
+from ampcompat.amp.casts import rules
 from ampcompat.amp.lists import functional_overrides
 
 P = torch.tensor([0.2, 0.7])

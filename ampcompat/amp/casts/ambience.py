@@ -36,8 +36,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import cpu_convolution, rules
-from ampcompat.amp.casts import Casts, CastsOff, Saved, mark_switched_off, restore, restored, save
+from ampcompat.amp.casts import cpu_convolution, rules
+from ampcompat.amp.casts.contexts import Casts, CastsOff, Saved, mark_switched_off, restore, restored, save
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ if hasattr(os, "register_at_fork"):
 
 
 # -- patches of torch --------------------------------------------------------------------------------------------------
-def cover(device_types: Iterable[str]) -> None:
+def install_casting(device_types: Iterable[str]) -> None:
     """Install everything that casting needs on ``device_types``: patches, op rules, registered functions."""
     device_types = list(device_types)
     if state.casts.patches is None:
@@ -125,11 +125,11 @@ def _patch_torch() -> None:
         _torch.patch_function_bodies(_record_forward_casts, _with_forward_casts, undo)
         _torch.patch_autocast_regions(_region_changed, undo)
         state.casts.patches = undo.pop_all()
-    state.undo_once(uncover)
+    state.undo_once(uninstall_casting)
 
 
-def uncover() -> None:
-    """Leave autocast in this thread, and torch, as they were before the first :func:`cover`. Idempotent."""
+def uninstall_casting() -> None:
+    """Leave autocast in this thread, and torch, as they were before the first :func:`install_casting`. Idempotent."""
     ambience = state.casts
     if ambience.original is not None:
         torch.clear_autocast_cache()
