@@ -135,4 +135,5 @@ def _begin_casts(session: Session) -> None:
         if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
             session.casting.append(policy)
             policy.casts = policy.casts._replace(enabled=True)
-    set_ambient(session.policy.casts, session.device_types)
+    session.come_into_force()
+    set_ambient(session.device_types)

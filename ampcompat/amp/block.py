@@ -195,7 +195,7 @@ class Block:
             )
         self.entered = True
         casts = state.casts
-        if casts.ambient is not None and casts.device_types and not torch.is_autocast_enabled(casts.device_types[0]):
+        if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
             assert_ambience()
         needs_scale = self._look_at_optimizers()
         if state.observers:

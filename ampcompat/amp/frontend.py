@@ -316,7 +316,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     policy = session.policy
     scaled = _scaled_for_no_optimizer(objects.optimizers)
     with ExitStack() as undo:
-        undo.callback(set_ambient, state.casts.ambient or OFF, state.casts.device_types)
+        undo.callback(set_ambient, state.casts.device_types)
         undo.callback(session.end_casts)
         for model in objects.models:
             undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))

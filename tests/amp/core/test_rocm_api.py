@@ -165,7 +165,7 @@ def in_bfloat16(x, *rest, **kwargs):
 def test_bfloat16_function_casts_while_casts_are_on(level, dtype):
     x = torch.ones(2)
     assert in_bfloat16(x) == FLOAT
-    start(level)
+    _held = start(level)
     assert (in_bfloat16(x), in_bfloat16(x.half())) == (dtype, dtype if dtype == BF16 else HALF)
     assert in_bfloat16(x.double()) == torch.float64
     with amp.disable_casts():
@@ -176,7 +176,7 @@ def test_bfloat16_function_casts_while_casts_are_on(level, dtype):
 def test_register_bfloat16_function_beats_the_lists(level):
     amp.register_bfloat16_function(torch, "softmax")
     amp.register_bfloat16_function(torch, "mm")
-    start(level)
+    _held = start(level)
     assert torch.softmax(torch.ones(2), 0).dtype == BF16
     assert mm() == BF16
     reset()
@@ -229,7 +229,7 @@ def test_an_edit_of_a_bfloat16_list_counts_at_both_levels(edited_lists, level, d
     lists.torch_overrides.BFLOAT16_FUNCS.remove("mv")
     lists.torch_overrides.FP32_FUNCS.remove("cumsum")
     lists.torch_overrides.BFLOAT16_FUNCS.append("cumsum")
-    start(level)
+    _held = start(level)
     assert torch.mv(torch.ones(2, 2), torch.ones(2)).dtype == FLOAT
     assert torch.cumsum(torch.ones(2), 0).dtype == dtype
     assert mm() == dtype
@@ -239,7 +239,7 @@ def test_an_edit_of_a_bfloat16_list_counts_at_both_levels(edited_lists, level, d
 def test_a_name_taken_off_both_lists_is_not_cast(edited_lists, level):
     lists.torch_overrides.FP16_FUNCS.remove("mm")
     lists.torch_overrides.BFLOAT16_FUNCS.remove("mm")
-    start(level)
+    _held = start(level)
     assert mm() == FLOAT
 
 
@@ -257,7 +257,7 @@ def test_initialize_sets_the_variable_and_reset_puts_it_back(before, monkeypatch
             amp.initialize(model, sgd(model), opt_level="O9")
         assert os.environ.get("APEX_AMP_ENABLED") == before
         for level in ("O0", "O2"):
-            start(level)
+            _held = start(level)
             assert os.environ["APEX_AMP_ENABLED"] == "1"
         reset()
         assert os.environ.get("APEX_AMP_ENABLED") == before
