@@ -27,7 +27,7 @@ from ampcompat.amp.casts.registration import (
     register_promote_function,
 )
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.properties import HALF_DTYPES, read_properties
+from ampcompat.amp.properties import HALF_DTYPES, casting_level, read_properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
@@ -109,7 +109,7 @@ def init(
         no_op = NoOpHandle()
         _amp_state.handle = no_op
         return no_op
-    level = "O4" if patch_type is torch.bfloat16 else "O1"
+    level = casting_level(patch_type or torch.float16)
     properties, half_dtype = read_properties(level, {"loss_scale": loss_scale})
     latest = state.session
     follows_initialize = latest is not None and not latest.by_init

@@ -26,7 +26,7 @@ from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.keep_fp32 import BoundaryPolicy, select, set_boundary
 from ampcompat.amp.masters import follow_replacements, master_of
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
+from ampcompat.amp.properties import LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
 from ampcompat.amp.sharing import never_held, sharers_outside
@@ -52,12 +52,13 @@ class _Level:
     more = ""
 
     def __call__(self, properties: Properties) -> Properties:
-        properties._update_options_dict({"enabled": True, "opt_level": self.name, **LEVELS[self.name]})
+        properties._update_options_dict({"enabled": True, "opt_level": self.name, **LEVELS[self.name].options})
         return properties
 
 
-O0, O1, O2, O3, O4, O5 = (type(name, (_Level,), {"name": name, "brief": BRIEFS[name]}) for name in LEVELS)
-opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3, O4, O5)}
+_classes = {name: type(name, (_Level,), {"name": name, "brief": row.brief}) for name, row in LEVELS.items()}
+O0, O1, O2, O3, O4, O5 = (_classes[name] for name in ("O0", "O1", "O2", "O3", "O4", "O5"))
+opt_levels = {name: level() for name, level in _classes.items()}
 
 
 @overload
@@ -297,9 +298,9 @@ def _say_what_a_string_enables(enabled: str, session: Session) -> None:
 def _print_options(options: Properties) -> None:
     """Print what apex printed, for people and scripts that look for it."""
     level = options.opt_level
-    say(f"Selected optimization level {BRIEFS[level]}")
+    say(f"Selected optimization level {LEVELS[level].brief}")
     say("Defaults for this optimization level are:")
-    for name, value in {"enabled": True, "opt_level": level, **LEVELS[level]}.items():
+    for name, value in {"enabled": True, "opt_level": level, **LEVELS[level].options}.items():
         say(f"{name:22} : {value}")
     say("After processing overrides, optimization options are:")
     for name, value in options.options.items():

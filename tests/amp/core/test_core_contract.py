@@ -381,7 +381,7 @@ def test_a_level_fills_properties_as_under_apex():
     assert found.master_weights is False
     found.loss_scale = "128.0"
     assert found.loss_scale == found.options["loss_scale"] == 128.0
-    with pytest.raises(RuntimeError, match="patch_torch_functions=True at O3 - only O1"):
+    with pytest.raises(RuntimeError, match="patch_torch_functions=True at O3 - this level casts no"):
         found.patch_torch_functions = True
 
 

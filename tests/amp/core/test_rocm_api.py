@@ -122,8 +122,8 @@ def test_the_type_of_patches_is_an_option(level, dtype, capsys):
     [
         ("O1", BF16, "at O1 - .* torch.float16 - select opt_level='O4'"),
         ("O4", HALF, "at O4 - .* torch.bfloat16 - select opt_level='O1'"),
-        ("O2", HALF, "at O2 - only O1 .O4. inserts casts around functions - leave it out"),
-        ("O0", BF16, "at O0 - only O1"),
+        ("O2", HALF, "at O2 - this level casts no functions - leave it out"),
+        ("O0", BF16, "at O0 - this level casts no functions"),
     ],
 )
 def test_another_type_of_patches_is_refused(level, dtype, fix):
