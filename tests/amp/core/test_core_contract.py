@@ -282,6 +282,7 @@ def test_homes_of_names_that_people_import(module):
     assert all(getattr(amp, n) is getattr(found, n) for n in HOMES[module] if n in amp.__all__)
 
 
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_helpers_of_apex_that_scripts_import():
     from ampcompat.amp import compat, utils, wrap
 

@@ -78,6 +78,7 @@ def test_is_active_of_an_earlier_call():
     assert (first(x).dtype, third(x).dtype, mm()) == (torch.float16, torch.float32, torch.float16)
 
 
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_is_active_of_init_s_handle():
     handle = amp.init()
     handle._is_active = False

@@ -36,6 +36,7 @@ def mm():
         ((True, 128.0, BF16), {"verbose": False, "allow_banned": True}, BF16),
     ],
 )
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_init_casts_to_patch_type(args, kwargs, dtype):
     handle = amp.init(*args, **kwargs)
     assert mm() == dtype
@@ -54,6 +55,7 @@ def test_init_casts_to_patch_type(args, kwargs, dtype):
         ((True, "dynamic", True, False, True), {}),
     ],
 )
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_init_reads_either_order_of_arguments(args, kwargs):
     """ROCm's fork and apex order the positional arguments differently."""
     amp.init(*args, **kwargs)
@@ -91,6 +93,7 @@ def test_patch_type_of_init_leaves_models_alone():
     assert mm() == BF16
 
 
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_the_dtype_from_outside_beats_patch_type(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("AMPCOMPAT_DTYPE", "float16")
