@@ -298,7 +298,8 @@ def _accepted_overrides(level: str, overrides: Mapping[str, object], drops_unfit
 def _checked_level(level: object) -> str:
     if isinstance(level, str) and level in LEVELS:
         return level
-    hint = " Its prefix is the letter O (as in Optimization), not a zero." if str(level).startswith("0") else ""
+    meant = f"O{str(level).lstrip('oO0') or '0'}"
+    hint = f" Did you mean {meant!r}, with the letter O (as in Optimization)?" if meant in LEVELS else ""
     raise RuntimeError(
         f"Unexpected optimization level {level!r} - options are 'O0', 'O1', 'O2', 'O3' (and 'O4', 'O5' for"
         f" bfloat16).{hint} Pass one of these as opt_level."
