@@ -27,10 +27,14 @@ FORMATS: dict[str, Callable[[Report], str]] = {
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add ``check`` to the command line."""
     parser = subparsers.add_parser(
-        "check", help="list the apex symbols that a repository uses and the traps it walks into", epilog=EXIT
+        "check",
+        help="list what a repository uses of apex, and mistakes in mixed precision",
+        description="List the symbols of apex that a repository uses, whether each works here, and mistakes that go"
+        " wrong in mixed precision. Nothing that is read is run.",
+        epilog=EXIT,
     )
     parser.add_argument(
-        "paths", nargs="*", default=["."], metavar="PATH", help="directories or files; read, never run (default: .)"
+        "paths", nargs="*", default=["."], metavar="PATH", help="directories or files (default: .)"
     )
     parser.add_argument("--format", choices=FORMATS, default="text", help="how to print the report (default: text)")
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
