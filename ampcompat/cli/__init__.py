@@ -56,7 +56,9 @@ def _refuse_first_word(parser: argparse.ArgumentParser, line: Sequence[str], com
     if word.endswith(".py") or word.partition("=")[0] in FIRST_AFTER_RUN:
         parser.error(f"no command is given - write: ampcompat run {shlex.join(line)}")
     if word in TAKEN_FOR_COMMANDS:
-        parser.error(f"no command {word!r} - write: ampcompat {TAKEN_FOR_COMMANDS[word]} {shlex.join(line[1:])}".rstrip())
+        parser.error(
+            f"no command {word!r} - write: ampcompat {TAKEN_FOR_COMMANDS[word]} {shlex.join(line[1:])}".rstrip()
+        )
     if not word.startswith("-"):
         parser.error(f"no command {word!r}{_suggestion(word, commands)} - commands: {', '.join(commands)}")
 
