@@ -330,7 +330,8 @@ def _accepted_overrides(level: str, overrides: Mapping[str, object], drops_refus
 def _checked_level(level: object) -> str:
     if isinstance(level, str) and level in LEVELS:
         return level
-    hint = " Its prefix is the letter O (as in Optimization), not a zero." if str(level).startswith("0") else ""
+    meant = f"O{str(level).lstrip('oO0') or '0'}"
+    hint = f" Did you mean {meant!r}, with the letter O (as in Optimization)?" if meant in LEVELS else ""
     options = ", ".join(map(repr, LEVELS))
     raise RuntimeError(
         f"Unexpected optimization level {level!r} - options are {options}.{hint} Pass one of these as opt_level."
