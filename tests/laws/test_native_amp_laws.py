@@ -169,7 +169,9 @@ def run(program):
     """Run the reference, then the file, and compare what is seen after every step.
 
     A program ends where amp refuses a step; where a block is delayed on top of gradients from before it (amp keeps these
-    apart until the last block, the file adds them); where weights join that have gradients (amp clears scaled ones).
+    apart until the last block, the file adds them); where weights join that have gradients (amp clears scaled ones);
+    where delayed gradients are unscaled under another loss_id (amp moves both scales); where weights become inf or NaN,
+    by a step of gradients that the block of another optimizer left (the file skips it).
     """
     reference = Reference(program["config"])
     expected = [reference.seen()]
@@ -180,8 +182,10 @@ def run(program):
                 break
             if step["do"] == "join" and any(weight.leaf.grad is not None for weight in reference.weights):
                 break
+            if step["do"] == "block" and moves_two_scales(reference, step):
+                break
             fate = reference.take(step)
-            if fate == "refused":
+            if fate == "refused" or is_broken(reference):
                 break
             taken.append(step if fate == "taken" else None)
             expected.append(reference.seen())
@@ -192,6 +196,18 @@ def run(program):
             native.take(step)
         check(index, native.seen(), without_skips(values))
     return len(taken)
+
+
+def is_broken(reference):
+    """Whether a step under a dynamic scale has made a weight inf or NaN."""
+    finite = all(bool(weight.leaf.isfinite().all()) for weight in reference.weights)
+    return reference.scalers[0].dynamic and not finite
+
+
+def moves_two_scales(reference, step):
+    scaler = reference.scalers[step["loss_id"]]
+    pending = [reference.optimizers[n].pending for n in step["optimizers"]]
+    return any(one is not None and one.scalers != [scaler] for one in pending)
 
 
 def without_skips(seen):

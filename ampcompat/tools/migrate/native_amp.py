@@ -353,14 +353,13 @@ def scale_loss(
         param.grad = None
     for stash in stashes:
         stash.saved = saved
+        stash.pending = None
         stash.suspect = stash.suspect and any(grad is not None for grad in saved.values())
     try:
         yield loss.float() * scale
     except BaseException:
         for param in params:
             param.grad = saved.get(param)
-        for stash in stashes:
-            stash.pending = None
         raise
     finally:
         for stash in stashes:
@@ -480,8 +479,10 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
     """Step unless gradients overflowed."""
     stash = _stash_of(optimizer)
     _refuse_overlap([optimizer])
-    if stash.pending is not None:
-        _unscale(stash.pending.scaler, stash.pending.scale, stash.pending.optimizers)
+    pending = stash.pending
+    if pending is not None:
+        together = [other for other in pending.optimizers if _stash_of(other).pending is pending]
+        _unscale(pending.scaler, pending.scale, together)
     if stash.overflowed is not None or (stash.suspect and not _are_finite(optimizer)):
         return _skip(optimizer)
     stash.suspect = False
