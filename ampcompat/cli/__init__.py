@@ -10,6 +10,7 @@ import argparse
 import difflib
 import importlib
 import pkgutil
+import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +22,10 @@ __all__ = ["main"]
 
 #: Commands whose line ends with a script and its own arguments; their modules have a ``split(argv)``.
 RUN_SCRIPTS = ("run", "parity", "migrate")
+#: Words that are taken for commands, and what they are.
+TAKEN_FOR_COMMANDS = {"explain": "run --explain", "receipt": "run --report", "report": "run --report"}
+#: First words of a line that lacks only ``run``.
+FIRST_AFTER_RUN = ("-m", "-c", "-", "--opt-level", "--dtype", "--keep-fp32", "--explain", "--report")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,8 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ours, target = importlib.import_module(f"{__name__}.{ours[0]}").split(ours)
     commands = [name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_")]
     parser = _parser(commands, ours[0] if ours else "")
-    if ours and not ours[0].startswith("-") and ours[0] not in commands:
-        parser.error(f"no command {ours[0]!r}{_suggestion(ours[0], commands)} - commands: {', '.join(commands)}")
+    if ours and ours[0] not in commands:
+        _refuse_first_word(parser, ours, commands)
     args, unknown = parser.parse_known_args(ours)
     if unknown:
         words = [*dict.fromkeys(_suggestion(word, args.parser._option_string_actions) for word in unknown)]
@@ -43,6 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.target = target
     status: int = args.main(args)
     return status
+
+
+def _refuse_first_word(parser: argparse.ArgumentParser, line: Sequence[str], commands: Sequence[str]) -> None:
+    """End with an error for a line that begins with no command; options of ``parser`` itself are let through."""
+    word = line[0]
+    if word.endswith(".py") or word.partition("=")[0] in FIRST_AFTER_RUN:
+        parser.error(f"no command is given - write: ampcompat run {shlex.join(line)}")
+    if word in TAKEN_FOR_COMMANDS:
+        parser.error(
+            f"no command {word!r} - write: ampcompat {TAKEN_FOR_COMMANDS[word]} {shlex.join(line[1:])}".rstrip()
+        )
+    if not word.startswith("-"):
+        parser.error(f"no command {word!r}{_suggestion(word, commands)} - commands: {', '.join(commands)}")
 
 
 def _suggestion(word: str, known: Iterable[str]) -> str:

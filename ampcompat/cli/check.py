@@ -1,4 +1,4 @@
-"""``ampcompat check [PATH ...]``: which apex symbols a repository uses, how they fare, and the traps it walks into."""
+"""``ampcompat check [PATH ...]``: what a repository uses of apex, and mistakes in mixed precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ampcompat.cli._emit import emit, painted
 from ampcompat.tools.check import Report, scan
 from ampcompat.tools.check.config import read_config
-from ampcompat.tools.check.formats import github, plain, sarif, table
+from ampcompat.tools.check.formats import github, plain, table
 
 #: Seconds before progress is shown, and between two looks at it.
 FIRST, BETWEEN = 0.5, 0.1
@@ -20,24 +20,33 @@ FORMATS: dict[str, Callable[[Report], str]] = {
     "text": lambda report: table(report, painted),
     "json": lambda report: json.dumps(report.as_dict(), indent=2),
     "github": github,
-    "sarif": sarif,
 }
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """Add ``check`` to the command line."""
     parser = subparsers.add_parser(
-        "check", help="list the apex symbols that a repository uses and the traps it walks into", epilog=EXIT
+        "check",
+        help="list what a repository uses of apex, and mistakes in mixed precision",
+        description="List the symbols of apex that a repository uses, whether each works here, and mistakes that go"
+        " wrong in mixed precision. Nothing that is read is run.",
+        epilog=EXIT,
     )
+    parser.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="directories or files (default: .)")
     parser.add_argument(
-        "paths", nargs="*", default=["."], metavar="PATH", help="directories or files; read, never run (default: .)"
+        "--format", type=_format, choices=FORMATS, default="text", help="how to print the report (default: text)"
     )
-    parser.add_argument("--format", choices=FORMATS, default="text", help="how to print the report (default: text)")
     parser.add_argument("--json", action="store_const", const="json", dest="format", help="the same as --format json")
     parser.add_argument("--select", type=_rules, default=[], metavar="RULES", help="report these rules only, a,b")
     parser.add_argument("--ignore", type=_rules, default=[], metavar="RULES", help="do not report these rules, a,b")
     parser.set_defaults(main=main, parser=parser)
     return parser
+
+
+def _format(text: str) -> str:
+    if text == "sarif":
+        raise argparse.ArgumentTypeError("sarif is no longer written - use github for annotations, or json")
+    return text
 
 
 def _rules(text: str) -> list[str]:

@@ -37,6 +37,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "migrate",
         help="rewrite a repository's apex imports, or its apex calls to torch.amp",
         usage="ampcompat migrate [options] [PATH ...] [-- (script.py | -m module) [args ...]]",
+        description="Rewrite what a repository uses of apex for ampcompat or for plain torch.amp.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -15,13 +15,16 @@ COLUMNS = ["opt_level", "test accuracy", "steps", "skipped", "final scale", "sec
 LEAST_ACCURACY, LARGEST_SPREAD = 97.0, 0.5
 
 
-def run(level, script_args, folder):
-    """The result of the script at ``level``, or None when it failed."""
+def run(level, script_args, folder, verbose=False):
+    """The result of the script at ``level``, or None when it failed; what it prints is shown then, or if ``verbose``."""
     result = Path(folder) / f"{level}.json"
     command = [sys.executable, "-m", "ampcompat", "run", str(SCRIPT), "--opt-level", level, "--result", str(result)]
-    code = subprocess.run([*command, *script_args]).returncode
-    if code:
-        print(f"{level}: the script ended with status {code}", file=sys.stderr)
+    print(f"{level} ...", flush=True)
+    output = None if verbose else subprocess.PIPE
+    done = subprocess.run([*command, *script_args], stdout=output, stderr=None if verbose else subprocess.STDOUT)
+    if done.returncode:
+        print((done.stdout or b"").decode(errors="replace"), end="", file=sys.stderr)
+        print(f"{level}: the script ended with status {done.returncode}", file=sys.stderr)
         return None
     return json.loads(result.read_text())
 
@@ -57,10 +60,11 @@ def verdict(results):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="Other arguments go to digits.py.")
     parser.add_argument("--opt-levels", default="O0,O1,O2,O3", help="comma-separated")
+    parser.add_argument("--verbose", action="store_true", help="show what the script prints")
     args, script_args = parser.parse_known_args()
     levels = args.opt_levels.split(",")
     with tempfile.TemporaryDirectory() as folder:
-        results = [run(level, script_args, folder) for level in levels]
+        results = [run(level, script_args, folder, args.verbose) for level in levels]
     done = [result for result in results if result]
     print("\n" + table([row(result) for result in done]), flush=True)
     if len(done) < len(levels):

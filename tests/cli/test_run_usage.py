@@ -55,6 +55,32 @@ def test_an_unknown_command_is_answered_by_a_like_one(capsys):
     assert said.startswith("ampcompat: error: no command 'chek' - did you mean check? - commands: check, ")
 
 
+@pytest.mark.parametrize("command", ["check", "env", "migrate", "parity", "run", "test"])
+def test_the_help_of_a_command_begins_with_a_sentence(capsys, command):
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    _, described, *_ = capsys.readouterr().out.split("\n\n")
+    assert described[0].isupper()
+    assert described.endswith((".", ")"))
+
+
+@pytest.mark.parametrize(
+    ("line", "meant"),
+    [
+        ("train.py --lr 1", "run train.py --lr 1"),
+        ("-m package.train", "run -m package.train"),
+        ("--opt-level=O2 train.py", "run --opt-level=O2 train.py"),
+        ("explain train.py --lr 1", "run --explain train.py --lr 1"),
+        ("receipt train.py", "run --report train.py"),
+        ("report", "run --report"),
+    ],
+)
+def test_a_line_without_a_command_is_answered_by_the_line_that_was_meant(capsys, ran, line, meant):
+    assert refusal(capsys, *line.split()).endswith(f" - write: ampcompat {meant}")
+    assert ran == []
+
+
 @pytest.mark.parametrize("line", [["--report", "r.html", "train.py"], ["--report", "old.json"], ["--report", "r.txt"]])
 def test_a_reports_file_as_a_word_of_its_own_gets_a_hint(capsys, ran, line):
     said = refusal(capsys, "run", *line)

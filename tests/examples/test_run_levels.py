@@ -51,13 +51,13 @@ def command_of(monkeypatch, run_levels, code, argv):
     """What ``main`` starts for each level, with a script that ends with ``code``."""
     started = []
 
-    def start(command):
+    def start(command, stdout, stderr):
         started.append(command)
         if not code:
             path = command[command.index("--result") + 1]
             with open(path, "w") as file:
                 json.dump(result(command[command.index("--opt-level") + 1], 98.0), file)
-        return subprocess.CompletedProcess(command, code)
+        return subprocess.CompletedProcess(command, code, b"what the script said\n" if stdout else None)
 
     monkeypatch.setattr(run_levels.subprocess, "run", start)
     monkeypatch.setattr(sys, "argv", ["run_levels.py", *argv])
@@ -69,7 +69,9 @@ def test_each_level_is_run_by_ampcompat_run(monkeypatch, run_levels, capsys):
     run_levels.main()
     assert [c[c.index("--opt-level") + 1] for c in started] == ["O0", "O1", "O2", "O3"]
     assert all(c[:4] == [sys.executable, "-m", "ampcompat", "run"] and c[-2:] == ["--epochs", "3"] for c in started)
-    assert capsys.readouterr().out.count("98.00 %") == 4
+    shown = capsys.readouterr().out
+    assert shown.count("98.00 %") == 4
+    assert "what the script said" not in shown
 
 
 def test_a_level_that_fails_fails_the_run(monkeypatch, run_levels, capsys):
@@ -77,4 +79,4 @@ def test_a_level_that_fails_fails_the_run(monkeypatch, run_levels, capsys):
     with pytest.raises(SystemExit) as stopped:
         run_levels.main()
     assert stopped.value.code == 1
-    assert "O2: the script ended with status 3" in capsys.readouterr().err
+    assert capsys.readouterr().err == "what the script said\nO2: the script ended with status 3\n"

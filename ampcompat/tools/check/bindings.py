@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.findings import UNSUPPORTED
-from ampcompat.tools.check.own import provides
+from ampcompat.tools.check.package_names import provides
 from ampcompat.tools.check.symbols import SYMBOLS, verdict
 
 PACKAGES = ("apex", "ampcompat", *EXTENSIONS)

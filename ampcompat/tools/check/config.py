@@ -13,7 +13,7 @@ from typing import Any
 
 from ampcompat.tools.check.findings import LEVELS, Finding
 from ampcompat.tools.check.symbols import MODULES, ON_OPTIMIZERS, SYMBOLS
-from ampcompat.tools.check.traps import TRAPS
+from ampcompat.tools.check.traps import FORMER_TRAPS, TRAPS
 
 COMMENT = re.compile(r"#\s*ampcompat:\s*ignore(?:\[([^\]]*)\])?")
 KEYS = ("select", "ignore", "exclude")
@@ -81,6 +81,8 @@ def check_rules(where: str, rules: Iterable[str]) -> None:
     known = {*KINDS, *LEVELS, *FILE_RULES, *(trap.__name__ for trap in TRAPS), *SYMBOLS}
     known |= {f"optimizer.{name}" for name in ON_OPTIMIZERS}
     for rule in rules:
+        if rule in FORMER_TRAPS:
+            raise BadConfig(f"{where}: {rule!r} is no longer a rule - {FORMER_TRAPS[rule]} - leave it out")
         # An unknown name of a module of apex is reported by that name; "optimizer" stands for all that begin so.
         parent = rule.rpartition(".")[0]
         if rule in known or parent in MODULES or any(name.startswith(f"{rule}.") for name in known):
@@ -104,7 +106,7 @@ def read_config(paths: Iterable[str | Path]) -> Config:
     """``[tool.ampcompat]`` of the pyproject.toml nearest above the first path; the default without one.
 
     Raises:
-        BadConfig: the file is no TOML, or the table has unknown keys or rules, or values that are no lists of strings.
+        BadConfig: the file is not TOML, the table has unknown keys or rules, or a value is not a list of strings.
     """
     first = Path(next(iter(paths), ".")).resolve()
     for folder in (first, *first.parents):
@@ -148,7 +150,7 @@ def _table(file: Path) -> dict[str, object]:
     tools = content.get("tool", {})
     table = tools.get("ampcompat", {}) if isinstance(tools, dict) else {}
     if not isinstance(table, dict):
-        raise BadConfig(f"{file}: tool.ampcompat is no table - it is {table!r} - write [tool.ampcompat] above its keys")
+        raise BadConfig(f"{file}: tool.ampcompat is not a table but {table!r} - write [tool.ampcompat] above its keys")
     return table
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypedDict
 
-from ampcompat.tools.check.lines import lines_of
+from ampcompat.tools.check.split_lines import lines_of
 
 NOTEBOOKS = ("*.ipynb",)
 INSTALLS = (
@@ -36,7 +36,7 @@ HIDDEN = "#ampcompat magic:"
 
 
 class NotANotebook(ValueError):
-    """The file is no notebook of the format that is read here."""
+    """The file is not a notebook of the format that is read here."""
 
 
 def is_notebook(name: str) -> bool:
@@ -110,7 +110,7 @@ class Notebook:
             cells = content["cells"]
             codes = [(i, "".join(cell["source"])) for i, cell in enumerate(cells) if cell["cell_type"] == "code"]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
-            raise NotANotebook(f"is no notebook: {problem}") from None
+            raise NotANotebook(f"is not a notebook: {problem}") from None
         notebook = cls(content)
         places = _places(text)
         at = 0

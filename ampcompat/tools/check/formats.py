@@ -1,13 +1,11 @@
-"""The report as text for a terminal, and as GitHub annotations and SARIF for CI."""
+"""The report as text for a terminal, and as GitHub annotations."""
 
 from __future__ import annotations
 
-import json
 import posixpath
 from collections.abc import Callable
 from pathlib import Path
 
-from ampcompat import __version__
 from ampcompat.tools.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
 
 VERDICTS = {"works": "works", "differs": "works with a difference", UNSUPPORTED: "not supported"}
@@ -42,12 +40,12 @@ def table(report: Report, paint: Callable[[str, str], str] = lambda text, colour
                 lines.append(plain(f"  {'':<{wide}}    {finding.note}"))
         lines.append("")
     counts = ", ".join(f"{n} {VERDICTS.get(level, level)}" for level, n in report.counts.items() if n)
-    lines.append(f"{report.files} files: {counts or 'no apex symbol found'}")
+    files = "1 file" if report.files == 1 else f"{report.files} files"
+    lines.append(f"{files}: {counts or 'no apex symbol found'}")
     return "\n".join(lines)
 
 
-SEVERITY = {UNSUPPORTED: ERROR, ERROR: ERROR, WARNING: WARNING, DIFFERS: NOTE, NOTE: NOTE}
-GITHUB = {ERROR: "error", WARNING: "warning", NOTE: "notice"}
+GITHUB = {UNSUPPORTED: "error", ERROR: "error", WARNING: "warning", DIFFERS: "notice", NOTE: "notice"}
 
 
 def place(report: Report, finding: Finding) -> str:
@@ -58,20 +56,17 @@ def place(report: Report, finding: Finding) -> str:
     return posixpath.join(Path(root).as_posix(), finding.path) if Path(root).is_dir() else Path(root).as_posix()
 
 
-def told(report: Report) -> list[Finding]:
-    """Findings that tell something: what works is left out."""
-    return [finding for finding in report.findings if finding.level != WORKS]
-
-
 def github(report: Report) -> str:
-    """Workflow commands, one a line: GitHub shows them beside the code."""
+    """Workflow commands, one a line: GitHub shows them beside the code. What works is left out."""
     lines = []
-    for finding in told(report):
+    for finding in report.findings:
+        if finding.level == WORKS:
+            continue
         where = f"file={_property(place(report, finding))}"
         where += f",line={finding.line}" if finding.line else ""
         where += f",col={finding.column}" if finding.column else ""
-        kind = GITHUB[SEVERITY[finding.level]]
-        lines.append(f"::{kind} {where},title={_property(finding.name)}::{_message(finding.note or finding.level)}")
+        where += f",title={_property(finding.name)}"
+        lines.append(f"::{GITHUB[finding.level]} {where}::{_message(finding.note or finding.level)}")
     return "\n".join(lines)
 
 
@@ -81,30 +76,3 @@ def _message(text: str) -> str:
 
 def _property(text: str) -> str:
     return _message(text).replace(":", "%3A").replace(",", "%2C")
-
-
-def sarif(report: Report) -> str:
-    """SARIF 2.1.0, which code-scanning services take."""
-    chosen = told(report)
-    rules = [{"id": name} for name in sorted({finding.name for finding in chosen})]
-    results: list[dict[str, object]] = []
-    for finding in chosen:
-        region = {"startLine": max(finding.line, 1)}
-        if finding.column:
-            region["startColumn"] = finding.column
-        location = {"artifactLocation": {"uri": place(report, finding)}, "region": region}
-        results.append(
-            {
-                "ruleId": finding.name,
-                "level": SEVERITY[finding.level],
-                "message": {"text": finding.note or finding.level},
-                "locations": [{"physicalLocation": location}],
-            }
-        )
-    driver = {"name": "ampcompat check", "version": __version__, "rules": rules}
-    log = {
-        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
-        "version": "2.1.0",
-        "runs": [{"tool": {"driver": driver}, "results": results}],
-    }
-    return json.dumps(log, indent=2)

@@ -1,19 +1,17 @@
 """Read the files of a directory, parse them, collect their apex symbols and traps.
 
-A file is parsed for its symbols where it names apex. Once all files have told what they do with amp, the files of a
-repository that uses it are searched for traps: the few that name apex are parsed once more for that.
+A file is parsed for its symbols where it names apex. Once all files have told what they do with amp, every file of a
+repository that uses it is searched for traps.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.bindings import apex_name
@@ -21,13 +19,11 @@ from ampcompat.tools.check.config import Config, is_ignored
 from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, installs_apex, is_notebook
 from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
 from ampcompat.tools.check.findings import DIFFERS, ERROR, NOTE, UNSUPPORTED, WARNING, WORKS, Finding, Report
-from ampcompat.tools.check.lines import lines_of
 from ampcompat.tools.check.source import TRIES, Source, mentions_apex
+from ampcompat.tools.check.split_lines import lines_of
 from ampcompat.tools.check.symbols import ON_OPTIMIZERS, canonical, verdict
 from ampcompat.tools.check.traps import TRAPS, Facts, Repository
-from ampcompat.tools.check.workers import workers
 
-T = TypeVar("T")
 #: Suffixes of files that hold Python.
 READ = (*SUFFIXES, ".ipynb")
 MENTION = re.compile(rf"^[ \t\f]*(from|import)[ \t]+({'|'.join(('apex', *EXTENSIONS))})\b", re.MULTILINE)
@@ -39,18 +35,40 @@ ATTRIBUTES = ("hasattr", "getattr", "setattr", "delattr")
 UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
-class Read(NamedTuple):
-    """What is known of one file by itself.
+@dataclass
+class Code:
+    """The Python of one file, and what is known of the file by itself.
 
     Attributes:
+        name: Its path in the report.
+        text: The code.
+        lines: For each line of a notebook's code the line of the file; empty for other files.
+        source: The parsed file; None where it does not name apex or cannot be parsed.
         findings: Symbols, and what is to be said of the file.
-        facts: What the traps of every file need to know; None where it never names apex.
-        may_hold_traps: Whether it is a Python file that can be parsed.
+        may_hold_traps: Whether it is searched for traps, if the repository uses amp.
+        has_python_suffix: Whether it is called what Python files and notebooks are; others may be given by their path.
     """
 
-    findings: list[Finding]
-    facts: Facts | None = None
+    name: str
+    text: str = ""
+    lines: list[int] = field(default_factory=list)
+    source: Source | None = None
+    findings: list[Finding] = field(default_factory=list)
     may_hold_traps: bool = False
+    has_python_suffix: bool = True
+
+    def add(self, findings: Iterable[Finding]) -> None:
+        """Add findings at lines of the code, but for those that a comment there ignores."""
+        found = list(findings)
+        if "ampcompat:" in self.text:
+            lines = lines_of(self.text)
+            found = [finding for finding in found if not is_ignored(finding, lines)]
+        if self.lines:
+            found = [replace(finding, line=self._line_of_file(finding.line)) for finding in found]
+        self.findings += found
+
+    def _line_of_file(self, line: int) -> int:
+        return self.lines[line - 1] if 0 < line <= len(self.lines) else 0
 
 
 def scan(
@@ -68,90 +86,72 @@ def scan(
 
     Raises:
         FileNotFoundError: a path does not exist.
-        ChildProcessError: one of the processes that read files was ended from outside.
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     config = config or Config()
     files = [(name, file) for name, file in _named(paths) if not config.excludes(name)]
-    findings: list[Finding] = []
-    with workers(len(files)) as apply:
-        read = list(_counted(apply(_read_file, files), "reading", len(files), progress))
-        findings += [finding for one in read for finding in one.findings]
-        repository = Repository([one.facts for one in read if one.facts is not None])
-        if repository.is_mixed:  # without amp nothing is a trap
-            rest = [file for file, one in zip(files, read, strict=True) if one.may_hold_traps]
-            found = apply(functools.partial(_traps_of_file, repository), rest)
-            for some in _counted(found, "looking for traps", len(rest), progress):
-                findings += some
-    kept = sorted(finding for finding in findings if config.keeps(finding))
-    return Report(str(paths[0]) if len(paths) == 1 else "", len(files), kept)
-
-
-def _counted(
-    results: Iterable[T], what: str, total: int, progress: Callable[[str, int, int], object] | None
-) -> Iterator[T]:
-    for done, result in enumerate(results, 1):
-        yield result
+    codes: list[Code] = []
+    for name, file in files:
+        codes.append(_read(name, file))
         if progress is not None:
-            progress(what, done, total)
+            progress("reading", len(codes), len(files))
+    repository = Repository([Facts.of(code.source) for code in codes if code.source is not None])
+    searched = [code for code in codes if code.may_hold_traps and repository.is_mixed]
+    for done, code in enumerate(searched, 1):
+        _search(code, repository)
+        if progress is not None:
+            progress("looking for traps", done, len(searched))
+    findings = sorted(finding for code in codes for finding in code.findings if config.keeps(finding))
+    return Report(str(paths[0]) if len(paths) == 1 else "", len(files), findings)
 
 
-class Code(NamedTuple):
-    """The Python in a file; ``lines`` are those of the file, for each line of a notebook's code."""
-
-    text: str
-    lines: list[int]
-    notebook: Notebook | None = None
-
-
-def _code_of(file: str) -> Code:
-    text = decode(read(file)).code
-    if not is_notebook(os.path.basename(file)):
-        return Code(text, [])
-    notebook = Notebook.read(text)
-    return Code(notebook.code, notebook.lines, notebook)
+def scan_source(text: str, path: str = "<string>") -> list[Finding]:
+    """Findings of one source text."""
+    code = Code(path, text)
+    _parse(code)
+    if code.source is not None:
+        _search(code, Repository([Facts.of(code.source)]))
+    return sorted(code.findings)
 
 
-def _read_file(job: tuple[str, str]) -> Read:
-    """The symbols of a file, and its facts. One that does not name apex has none, and is not parsed for them."""
-    name, file = job
-    try:
-        code = _code_of(file)
-    except (Unreadable, NotANotebook) as problem:
-        return Read([_unreadable(name, file, problem)])
-    if installs(file):
-        return Read(_kept(_installing(name, install_lines(code.text)), code))
-    found: list[Finding] = []
-    if code.notebook is not None:
-        commands = [number for number, command in code.notebook.commands() if installs_apex(command)]
-        found = _kept(_installing(name, commands), code)
-    if not mentions_apex(code.text):
-        return Read(found, may_hold_traps=code.notebook is None)  # notebooks are not imported
-    try:
-        source = Source(name, code.text)
-        found += _kept(_symbols(source), code)
-        return Read(found, Facts.of(source), may_hold_traps=True)
-    except UNPARSABLE as problem:
-        return Read([*found, *_kept([_unparsable(name, code.text, problem, file)], code)])
-
-
-def _traps_of_file(repository: Repository, job: tuple[str, str]) -> list[Finding]:
-    """The traps in a file that could be read, judged by what the repository does."""
-    name, file = job
-    try:
-        code = _code_of(file)
-    except (Unreadable, NotANotebook) as problem:  # it could be read before: it has changed since
-        return [_unreadable(name, file, problem)]
-    try:
-        return _kept(_traps(Source(name, code.text), repository), code)
-    except UNPARSABLE as problem:
-        return [_unparsable(name, code.text, problem, file)]
-
-
-def _unreadable(name: str, file: str, problem: Exception) -> Finding:
+def _read(name: str, file: str) -> Code:
+    """A file with the symbols in it. One that does not name apex has none, and is not parsed for them."""
     is_python = os.path.splitext(file)[1] in READ
-    reason = f"the file {problem}" if is_python else f"is not a Python file ({problem})"
-    return Finding(name, 0, 0, "file", "unreadable", WARNING, reason)
+    try:
+        text = decode(read(file)).code
+        notebook = Notebook.read(text) if is_notebook(os.path.basename(file)) else None
+    except (Unreadable, NotANotebook) as problem:
+        reason = f"the file {problem}" if is_python else f"is not a Python file ({problem})"
+        return Code(name, findings=[Finding(name, 0, 0, "file", "unreadable", WARNING, reason)])
+    code = Code(name, text, has_python_suffix=is_python)
+    if notebook is not None:
+        code.text, code.lines = notebook.code, notebook.lines
+        code.add(_installing(name, (line for line, command in notebook.commands() if installs_apex(command))))
+    if installs(file):
+        code.add(_installing(name, install_lines(text)))
+    elif mentions_apex(code.text):
+        _parse(code)
+    else:
+        code.may_hold_traps = notebook is None  # notebooks are not imported
+    return code
+
+
+def _parse(code: Code) -> None:
+    """Parse a file for its symbols."""
+    try:
+        source = Source(code.name, code.text)
+        code.add(_symbols(source))
+        code.source, code.may_hold_traps = source, True
+    except UNPARSABLE as problem:
+        code.add([_unparsable(code, problem)])
+
+
+def _search(code: Code, repository: Repository) -> None:
+    """Add the traps in a file, judged by what the repository does."""
+    try:
+        code.add(_traps(code.source or Source(code.name, code.text), repository))
+    except UNPARSABLE as problem:
+        code.add([_unparsable(code, problem)])
 
 
 def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
@@ -178,37 +178,17 @@ def _installing(name: str, lines: Iterable[int]) -> list[Finding]:
     return [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in lines]
 
 
-def _kept(found: list[Finding], code: Code) -> list[Finding]:
-    """Findings without those that a comment ignores, at the lines of the file."""
-    if "ampcompat:" in code.text:
-        lines = lines_of(code.text)
-        found = [finding for finding in found if not is_ignored(finding, lines)]
-    if not code.lines:
-        return found
-    return [replace(f, line=code.lines[f.line - 1] if 0 < f.line <= len(code.lines) else 0) for f in found]
-
-
-def scan_source(code: str, path: str = "<string>") -> list[Finding]:
-    """Findings of one source text."""
-    try:
-        source = Source(path, code)
-        return sorted(_kept(_symbols(source) + _traps(source, Repository([Facts.of(source)])), Code(code, [])))
-    except UNPARSABLE as problem:
-        return [_unparsable(path, code, problem)]
-
-
-def _unparsable(path: str, code: str, problem: BaseException, file: str = "x.py") -> Finding:
-    if os.path.splitext(file)[1] not in READ:
-        return Finding(path, 0, 0, "file", "not_python", WARNING, "is not a Python file")
-    uses_apex = MENTION.search(code) is not None
-    level = ERROR if uses_apex else WARNING
+def _unparsable(code: Code, problem: BaseException) -> Finding:
+    if not code.has_python_suffix:
+        return Finding(code.name, 0, 0, "file", "not_python", WARNING, "is not a Python file")
+    uses_apex = MENTION.search(code.text) is not None
     line, reason = 0, str(problem) or type(problem).__name__
     if isinstance(problem, SyntaxError):
         line, reason = problem.lineno or 0, problem.msg
     note = f"Python 3 cannot parse the file ({reason})"
     if uses_apex:
         note += "; it imports apex - correct it first, or port it (2to3) if it is Python 2"
-    return Finding(path, max(line, 0), 0, "file", "unparsable", level, note)
+    return Finding(code.name, max(line, 0), 0, "file", "unparsable", ERROR if uses_apex else WARNING, note)
 
 
 def _symbols(source: Source) -> list[Finding]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ampcompat.tools.check.findings import DIFFERS, UNSUPPORTED, WORKS
-from ampcompat.tools.check.own import binds
+from ampcompat.tools.check.package_names import binds
 
 
 class Symbol(NamedTuple):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ampcompat.tools.check.documents import HIDDEN, NotANotebook, Notebook
-from ampcompat.tools.check.lines import lines_of
+from ampcompat.tools.check.split_lines import lines_of
 
 COMMENT = re.compile(r"^# ampcompat cell \d+$", re.MULTILINE)
 MARKER = re.compile(r"(\s*)\"# ampcompat cell (\d+)\"")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ampcompat.tools.check.lines import lines_of
+from ampcompat.tools.check.split_lines import lines_of
 from ampcompat.tools.migrate.caller import Caller
 
 MARK = "# TODO(ampcompat): "

@@ -9,14 +9,14 @@ from pathlib import Path
 
 from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
 from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
-from ampcompat.tools.check.lines import lines_of
-from ampcompat.tools.check.workers import workers
+from ampcompat.tools.check.split_lines import lines_of
 from ampcompat.tools.migrate.change import Change
 from ampcompat.tools.migrate.elsewhere import USES, connected, imported_names, mark_uses
 from ampcompat.tools.migrate.notebook import as_source, written
 from ampcompat.tools.migrate.result import ALONE, MARK, Result, Tree
 from ampcompat.tools.migrate.shared import codes_of, module_for, with_one_helper
 from ampcompat.tools.migrate.source import migrate_source
+from ampcompat.tools.migrate.workers import workers
 
 #: Below this many files a process costs more to start than it saves: one file takes some 0.3 s.
 FEW = 8

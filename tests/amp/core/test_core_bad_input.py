@@ -112,7 +112,10 @@ opt2 = lambda s: s.optimizer2  # noqa: E731
 
 #: name: (call, exception, message)
 BEFORE = {
-    "level with a zero": (init(opt_level="01"), RuntimeError, "Unexpected optimization level '01'.*letter O.*Pass one"),
+    "level with a zero": (init(opt_level="01"), RuntimeError, "level '01'.*Did you mean 'O1', with the letter O.*Pass one"),
+    "level as a number": (init(opt_level=1), RuntimeError, "level 1 - .*Did you mean 'O1'.*Pass one"),
+    "level 0 as a number": (init(opt_level=0), RuntimeError, "level 0 - .*Did you mean 'O0'"),
+    "level in lower case": (init(opt_level="o2"), RuntimeError, "level 'o2' - .*Did you mean 'O2'"),
     "level unknown": (init(opt_level="O7"), RuntimeError, "'O7' - options are 'O0', 'O1'.*Pass one of these"),
     "level None": (init(opt_level=None), RuntimeError, "level None - options are"),
     "O1 with half weights": (
@@ -133,7 +136,7 @@ BEFORE = {
     "O2 with patches": (
         init(opt_level="O2", patch_torch_functions=True),
         RuntimeError,
-        "patch_torch_functions=True at O2 - .* - select opt_level='O1' instead",
+        "patch_torch_functions=True at O2 - .* - select opt_level='O1' or 'O4' instead",
     ),
     "flag misspelt": (
         init(opt_level="O2", keep_batchnorm_fp32="true"),

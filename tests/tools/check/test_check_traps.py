@@ -67,65 +67,6 @@ SCRIPTS = {
         '"O2"',
         {},
     ),
-    "two ways under two tests": (
-        """
-        INITIALIZE
-        if not use_apex:
-            loss.backward()
-        if use_apex:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        """,
-        '"O2"',
-        {},
-    ),
-    "one way returns": (
-        """
-        INITIALIZE
-        def step(loss):
-            if flag:
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                return
-            loss.backward()
-        """,
-        '"O2"',
-        {},
-    ),
-    "another tool's backward": (
-        """
-        INITIALIZE
-        if deepspeed:
-            engine.backward(loss)
-        else:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        """,
-        '"O2"',
-        {},
-    ),
-    "another function trains something else": (
-        """
-        INITIALIZE
-        def one():
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        def two():
-            other.backward()
-        """,
-        '"O2"',
-        {},
-    ),
-    "another model in another function": (
-        """
-        def teacher(model):
-            model.half()
-        def main():
-            model, o = amp.initialize(model, o, opt_level='O2')
-        """,
-        '"O2"',
-        {},
-    ),
 }
 
 
@@ -144,66 +85,14 @@ def test_traps_are_seen_in_migrated_scripts_too():
     assert traps(code) == {"overflowing_fill": "warning"}
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "Net().half()",
-        "net.half()",
-        "net.cuda().half()",
-        "net.half().cuda()",
-        "[a, net.half()]",
-        "net.to(torch.float16)",
-        "net.to('cuda', dtype=torch.half)",
-        "network_to_half(net)",
-    ],
-)
-@pytest.mark.parametrize("inline", [True, False])
-def test_a_half_model_is_seen_where_it_is_made(model, inline):
-    given = model if inline else "net"
-    code = "import torch\nfrom apex import amp\nfrom apex.fp16_utils import network_to_half\n"
-    code += "" if inline else f"net = {model}\n".replace("[a, net.half()]", "net.half()")
-    code += f"m, o = amp.initialize({given}, o)\n"
-    assert traps(code) == {"half_by_hand": "error"}
-
-
-@pytest.mark.parametrize(
-    "given", ["net.to(device)", "net.cuda()", "net", "build(args.half)", "net.to(dtype=torch.float32)"]
-)
-def test_a_float32_model_is_no_trap(given):
-    code = f"import torch\nfrom apex import amp\nx = x.half()\nm, o = amp.initialize({given}, o)\n"
-    assert traps(code) == {}
-
-
 HALF = "from apex import amp\nimport torch\nm, o = amp.initialize(m, o)\nx = x.half()\n"
-NO_TRAP = [
-    "y = x / (x.abs() + 1e-6)\n",
-    "y = x + 1e-9\n",
+RIGHT = [
     "y = x.masked_fill(m, float('-inf'))\n",
     "best[0] = 1e10\nlimit = 1e9\n",
     "y = attention_mask * 2  # see https://github.com/a/b/issues/140457\n",
-    "# mask * issue 107187\ny = mask * 2\n",
-    "y = x.clamp(min=0)\nz = torch.allclose(x, y, atol=1e-8)\n",
-    "def f(x, eps=1e-8):\n    return x.clamp(min=0)\n",
-    "y = norm(x + 1e-8)\n",
-    "y = [x + 1e-8] * 2\n",
-    "# x / (y + 1e-8)\n",
     "y = NBCELoss()(x) + my_binary_cross_entropy(x)\n",
-    "text = 'x / (x + 1e-8)'\n",
-    "y = x / (x.float() + 1e-8)\n",
-    "y = x / (np.abs(x) + 1e-8)\n",
+    "text = 'x.masked_fill(mask, -1e9)'\n",
     "y = x.to(torch.float32) * mask * 1e9\n",
-]
-VANISHING = [
-    "y = x / (\n    x.abs()  # not a bracket: (\n    + 1e-8\n)\n",
-    "y = torch.log(((x) + (1e-8)))\n",
-    "y = torch.sqrt(1e-9 + x)\n",
-    "y = x.clamp(min=1e-12)\n",
-    "y = x / (1e-8 + x[')'].abs())\n",
-    "y = x / \\\n    (x + 1e-9)\n",
-    "y = x / (x['#'] + .00000001)\n",
-    "y = torch.clamp(x, max=max(1, 2), min=(1e-8))\n",
-    "y = x.clamp_min(\n    # as small as (\n    1E-08\n)\n",
-    "y = x / (x + 1e-8) if '#' else x / (x + 1e-8)\n",
 ]
 OVERFLOWING = [
     "x[mask] = -1e9\n",
@@ -215,16 +104,9 @@ OVERFLOWING = [
 ]
 
 
-@pytest.mark.parametrize("code", NO_TRAP)
-def test_what_is_no_trap(code):
+@pytest.mark.parametrize("code", RIGHT)
+def test_code_without_a_trap(code):
     assert traps(HALF + code) == {}
-
-
-@pytest.mark.parametrize("code", VANISHING)
-def test_every_way_of_writing_an_epsilon(code):
-    """It is none where nothing shows that the value is half."""
-    assert traps(HALF + code) == {"vanishing_constant": "warning"}
-    assert traps(HALF.replace("x = x.half()\n", "") + code) == {}
 
 
 @pytest.mark.parametrize("code", OVERFLOWING)

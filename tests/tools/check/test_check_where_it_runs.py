@@ -1,17 +1,16 @@
 """Where the check runs: several paths, notebooks, files that install apex, formats for CI, and what is left out."""
 
-import contextlib
 import io
 import json
 import sys
-from concurrent.futures.process import BrokenProcessPool
 
 import pytest
 
 from ampcompat.cli import main
-from ampcompat.tools.check import scan, scan_source, workers
+from ampcompat.tools.check import scan, scan_source
 from ampcompat.tools.check.config import BadConfig, Config, read_config
 from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines
+from ampcompat.tools.check.traps import FORMER_TRAPS
 
 TRAP = "import torch\nfrom apex import amp, RNN\nmodel, o = amp.initialize(model, o, opt_level='01')\n"
 
@@ -87,7 +86,7 @@ def test_cells_of_a_notebook_that_install_apex(cell, lines, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"cells": 3}', '{"cells": [{"cell_type": "code"}]}', "null"])
-def test_what_is_no_notebook_is_said_to_be_none(text, tmp_path):
+def test_a_file_that_is_not_a_notebook(text, tmp_path):
     with pytest.raises(NotANotebook):
         Notebook.read(text)
     (tmp_path / "n.ipynb").write_text(text)
@@ -119,7 +118,7 @@ def test_lines_that_install_apex(name, text, lines, tmp_path):
     assert [(f.name, f.line) for f in scan(tmp_path).findings] == [("installs_apex", n) for n in lines]
 
 
-def test_a_file_that_is_not_python_is_said_to_be_none(tmp_path, capsys):
+def test_a_file_that_is_not_python(tmp_path, capsys):
     (tmp_path / "README.md").write_text("# A title\n\nfrom apex import amp, in words\n")
     status, shown = run(capsys, tmp_path / "README.md")
     assert status == 0
@@ -186,8 +185,8 @@ needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="reading TOML
         ("[tool.ampcompat", "cannot be read"),
         ("[tool.other]\nx =\n", "cannot be read"),
         ("[tool.ampcompat]\nselect = " + 5000 * "[", "cannot be read"),
-        ("[[tool.ampcompat]]\n", "is no table"),
-        ("[tool]\nampcompat = 3\n", "is no table"),
+        ("[[tool.ampcompat]]\n", "is not a table"),
+        ("[tool]\nampcompat = 3\n", "is not a table"),
         ("tool = 3\n[tool.ampcompat]\n", "cannot be read"),
     ],
 )
@@ -266,41 +265,6 @@ def test_progress_is_shown_nowhere_else(tmp_path, capsys, monkeypatch):
     assert run(capsys, tmp_path)[1].err == ""
 
 
-def test_a_process_that_was_ended_is_said_to_be(tmp_path, capsys, monkeypatch):
-    """As by the system, which was short of memory."""
-    monkeypatch.setattr(workers, "FEW", 1)
-    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-
-    @contextlib.contextmanager
-    def broken(*args, **options):
-        class Pool:
-            def map(self, *args, **options):
-                raise BrokenProcessPool
-
-            def shutdown(self, **options):
-                pass
-
-        yield Pool()
-
-    monkeypatch.setattr(workers, "ProcessPoolExecutor", broken)
-    (tmp_path / "a.py").write_text(TRAP)
-    status, shown = run(capsys, tmp_path)
-    assert (status, shown.out) == (2, "")
-    assert "a process that reads files was ended from outside" in shown.err
-
-
-def test_processes_find_what_one_finds(tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text(TRAP)
-    (tmp_path / "n.ipynb").write_text(notebook("from apex import amp\n", "amp.nonsense()\n"))
-    for i in range(6):
-        (tmp_path / f"m{i}.py").write_text("import torch\ny = torch.bmm(a, b).masked_fill(m, -1e9)\n")
-    alone = scan(tmp_path)
-    monkeypatch.setattr(workers, "FEW", 2)
-    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda _: {0, 1}, raising=False)
-    assert scan(tmp_path) == alone
-    assert len(alone.findings) > 8
-
-
 def test_github_annotations(tmp_path, capsys, monkeypatch):
     (tmp_path / "x.py").write_text(TRAP)
     monkeypatch.chdir(tmp_path)
@@ -311,13 +275,15 @@ def test_github_annotations(tmp_path, capsys, monkeypatch):
     assert lines[1].startswith("::error file=x.py,line=3,col=47,title=misspelt_level::")
 
 
-def test_sarif(tmp_path, capsys):
-    (tmp_path / "x.py").write_text(TRAP)
-    _, shown = run(capsys, tmp_path, "--format", "sarif")
-    log = json.loads(shown.out)
-    (only,) = log["runs"]
-    assert log["version"] == "2.1.0"
-    assert {rule["id"] for rule in only["tool"]["driver"]["rules"]} == {"apex.RNN", "misspelt_level"}
-    place = only["results"][0]["locations"][0]["physicalLocation"]
-    assert place["artifactLocation"]["uri"].endswith("/x.py")
-    assert place["region"]["startLine"] == 2
+def test_a_format_that_is_gone_names_others(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        run(capsys, tmp_path, "--format", "sarif")
+    assert end.value.code == 2
+    assert "use github for annotations, or json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rule", FORMER_TRAPS)
+def test_a_trap_that_is_gone_names_what_reports_it(rule, tmp_path, capsys):
+    status, shown = run(capsys, tmp_path, "--ignore", rule)
+    assert status == 2
+    assert f"{rule!r} is no longer a rule - {FORMER_TRAPS[rule]}" in shown.err

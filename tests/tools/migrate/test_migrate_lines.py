@@ -6,7 +6,7 @@ import pytest
 from legacy_shapes import HEAD, RIGHT, SETUP, loop
 
 from ampcompat.tools.check import scan, scan_source
-from ampcompat.tools.check.lines import indent_of, lines_of
+from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate import migrate_source
 from ampcompat.tools.migrate.tree import migrate_tree
 

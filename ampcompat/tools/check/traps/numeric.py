@@ -1,25 +1,24 @@
-"""Traps of half precision's range: float16 holds 6e-8 to 65504, and binary cross entropy needs more than that."""
+"""Traps of half precision's range: float16 ends at 65504, and binary cross entropy of it is refused."""
 
 from __future__ import annotations
 
 import ast
+import bisect
 from collections.abc import Callable, Iterator
 
 from ampcompat.tools.check.bindings import dotted
+from ampcompat.tools.check.branches import conditions
 from ampcompat.tools.check.findings import ERROR, WARNING, Finding
-from ampcompat.tools.check.halves import Halves, operand
-from ampcompat.tools.check.source import Source, argument, called, number
+from ampcompat.tools.check.source import Source, argument, called, number, once
 from ampcompat.tools.check.traps.repository import Repository
 
 LARGEST_HALF = 65504.0
-# Below half of the smallest subnormal a number rounds to zero.
-VANISHES_BELOW = 2.0**-25
+#: Matrix products of two arguments, which O1 casts to half.
+PRODUCTS = {"matmul", "bmm"}
 #: Methods and functions that leave no half tensor, modules that know none, and the dtypes' names.
 WIDENS = {"float", "double", "item", "cpu", "numpy", "to_float", "len"}
 PLAIN_MODULES = {"np", "numpy", "math"}
 WIDE = ("float32", "float64")
-NEEDS_GUARD = {"log", "log2", "log10", "sqrt", "rsqrt", "reciprocal"}
-LIMITS = {"clamp", "clamp_", "clamp_min", "clamp_min_"}
 FIX = "use torch.finfo(x.dtype).min, or -1e4"
 
 
@@ -98,51 +97,6 @@ def _casts_off(source: Source, node: ast.AST) -> bool:
     return False
 
 
-def vanishing_constant(source: Source, repository: Repository) -> Iterator[Finding]:
-    """An epsilon such as 1e-8 that guards a division, logarithm or root is exactly zero in float16.
-
-    ``x / (norm + 1e-8)`` divides by zero where it was meant not to. Use 1e-6 or above (the smallest float16 is 6e-8,
-    the smallest normal one 6e-5), or compute in ``x.float()``. Reported where the guarded value is shown to be half.
-    """
-    if not source.imports("torch"):
-        return
-    halves = Halves(source, repository.casts, repository.keeps_half)
-    nodes: Iterator[ast.BinOp | ast.Call] = source.kind(ast.BinOp, ast.Call)
-    for node in nodes:
-        constant, guarded = _guard(source, node)
-        if constant is not None and guarded is not None and halves.of(guarded):
-            value = ast.unparse(constant)
-            note = f"{value} is 0 in float16 (smallest: 6e-8) and guards nothing; use 1e-6 or more, or .float() first"
-            yield source.finding(constant, "trap", "vanishing_constant", WARNING, note)
-
-
-def _guard(source: Source, node: ast.BinOp | ast.Call) -> tuple[ast.expr | None, ast.expr | None]:
-    """The constant that is 0 in float16 and the value that it is to keep off 0, in ``x + 1e-8`` or a ``clamp``."""
-    if isinstance(node, ast.Call):
-        limits = [k.value for k in node.keywords if k.arg == "min"] + node.args if called(node) in LIMITS else []
-        return next(filter(_vanishes, limits), None), operand(node)
-    if isinstance(node.op, ast.Add | ast.Sub) and _guards(source, node):
-        for constant, guarded in ((node.right, node.left), (node.left, node.right)):
-            if _vanishes(constant):
-                return constant, guarded
-    return None, None
-
-
-def _vanishes(node: ast.AST) -> bool:
-    value = number(node)
-    return value is not None and 0 < abs(value) < VANISHES_BELOW
-
-
-def _guards(source: Source, node: ast.BinOp) -> bool:
-    parent = source.parents.get(node)
-    if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Div):
-        return parent.right is node
-    if not isinstance(parent, ast.Call):
-        return False
-    # torch.log(x + 1e-8), or (x + 1e-8).log() through an attribute.
-    return called(parent) in NEEDS_GUARD and not _has(source, parent.func, _is_wide)
-
-
 def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding]:
     """``scores.masked_fill(mask, -1e9)`` on half scores raises: float16 ends at 65504.
 
@@ -151,15 +105,13 @@ def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding
     """
     if not source.imports("torch"):
         return
-    halves = Halves(source, repository.casts, repository.keeps_half)
     for call in source.calls_named("masked_fill", "masked_fill_"):
         value = argument(call, 1, "value")
         if not isinstance(call.func, ast.Attribute) or value is None or not _overflows(value):
             continue
         filled = call.func.value
         if _may_be_half(source, filled):
-            # Shown to be half it raises; else it may be.
-            level = ERROR if halves.of(filled) else WARNING
+            level = ERROR if repository.casts and _is_product(source, filled) else WARNING
             note = f"{ast.unparse(value)} does not fit float16 (largest: 65504) and raises there; {FIX}"
             yield source.finding(call, "trap", "overflowing_fill", level, note)
     nodes: Iterator[ast.Assign | ast.BinOp] = source.kind(ast.Assign, ast.BinOp)
@@ -168,6 +120,38 @@ def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding
         if number is not None:
             note = f"{ast.unparse(number)} is out of float16's range (65504); {FIX}"
             yield source.finding(node, "trap", "overflowing_fill", WARNING, note)
+
+
+def _is_product(source: Source, node: ast.expr) -> bool:
+    """Whether ``node`` is a matrix product, perhaps divided or multiplied, or a name that is given one just before."""
+    if isinstance(node, ast.Name):
+        value = _value_above(source, node)
+        return value is not None and not isinstance(value, ast.Name) and _is_product(source, value)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+        return _is_product(source, node.left)
+    if isinstance(node, ast.BinOp):
+        return isinstance(node.op, ast.MatMult)
+    return isinstance(node, ast.Call) and called(node) in PRODUCTS
+
+
+def _value_above(source: Source, name: ast.Name) -> ast.expr | None:
+    """What the last assignment above gives ``name`` in its function, in every case; None if there is none."""
+    values = _assigned(source).get((source.scope(name), name.id), [])
+    above = bisect.bisect_left(values, name.lineno, key=lambda value: value.lineno)
+    if above == 0 or not conditions(source, values[above - 1]) <= conditions(source, name):
+        return None
+    return values[above - 1]
+
+
+@once
+def _assigned(source: Source) -> dict[tuple[ast.AST, str], list[ast.expr]]:
+    """What each name of a function is given, in the order of lines."""
+    found: dict[tuple[ast.AST, str], list[ast.expr]] = {}
+    for node in sorted(source.kind(ast.Assign), key=lambda node: node.lineno):
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                found.setdefault((source.scope(node), target.id), []).append(node.value)
+    return found
 
 
 def _masked_with(source: Source, node: ast.Assign | ast.BinOp) -> ast.expr | None:

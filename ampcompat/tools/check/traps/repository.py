@@ -72,11 +72,6 @@ class Repository:
         """Whether operations may be cast one by one, as O1 and O4 do."""
         return self.uses_amp and self.may_run_at("O1", "O4")
 
-    @property
-    def keeps_half(self) -> bool:
-        """Whether models are half wherever amp is used."""
-        return (self.uses_amp and self.runs_at("O2", "O3", "O5")) or (self.uses_fp16_utils and not self.uses_amp)
-
     def may_run_at(self, *levels: str) -> bool:
         """Whether training may run at one of ``levels``: spelled out, or not known."""
         return self.levels is None or bool(self.levels & set(levels))

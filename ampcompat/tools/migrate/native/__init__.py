@@ -23,7 +23,7 @@ from libcst.codemod import CodemodContext
 from libcst.codemod.visitors import AddImportsVisitor, ImportItem
 
 from ampcompat._extensions import EXTENSIONS
-from ampcompat.tools.check.lines import lines_of
+from ampcompat.tools.check.split_lines import lines_of
 from ampcompat.tools.migrate.caller import NAME
 from ampcompat.tools.migrate.native.amp_calls import replace_casts, replace_state, state_uses
 from ampcompat.tools.migrate.native.edits import SCALER, Edits

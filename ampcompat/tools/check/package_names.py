@@ -1,4 +1,4 @@
-"""Read what ampcompat itself has from its source: importing it would need torch, and the check does not."""
+"""Names that ampcompat defines, read from its source: importing it would need torch, which the check does not."""
 
 from __future__ import annotations
 
