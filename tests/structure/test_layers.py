@@ -50,6 +50,16 @@ def test_amp_imports_nothing_above_but_in_its_facade():
     assert facade | set(amp._TOOLS.values()) == FACADE_MAY_IMPORT
 
 
+def test_tools_that_observe_a_run_read_the_core_through_one_module():
+    found = []
+    for one in imports():
+        observes = one.source.startswith(("ampcompat.tools.", "ampcompat.testing.parity"))
+        observes = observes and one.source.split(".")[2] not in ("check", "core", "migrate", "selftest")
+        if observes and one.target.startswith(("ampcompat.amp", "ampcompat._state")):
+            found.append(described(one))
+    assert found == []
+
+
 def test_the_package_imports_none_of_its_modules():
     assert [described(one) for one in imports() if one.source == "ampcompat" and not one.lazy] == []
 

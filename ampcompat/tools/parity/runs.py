@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -71,7 +70,7 @@ class Run:
     def first_not_finite(self) -> str | None:
         """Say where the loss first is not finite."""
         for step in self.steps:
-            if step.loss is not None and not math.isfinite(step.loss):
+            if step.is_lost:
                 return f"loss {step.loss:g} at step {step.step}"
         return None
 

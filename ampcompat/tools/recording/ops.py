@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -122,55 +122,44 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = [t for t in tensors_in(result) if readable(t)]
         inputs = [t for t in tensors_in((args, kwargs)) if readable(t)]
         name = func.overloadpacket.__name__
-        direction = _direction()
         if name == "_foreach_copy_":  # masters and their gradients
             for target, source in zip(tensors_in(args[0]), tensors_in(args[1]), strict=True):
-                self._count_cast(source, target, direction)
+                self._count_cast(source, target)
             return
         if not inputs or not outputs:  # made from nothing, as weights and noise are; or no float result
             return
         if name in ("_to_copy", "copy_"):
-            self._count_cast(inputs[-1], outputs[0], direction)
+            self._count_cast(inputs[-1], outputs[0])
             return
         formula = _torch.flop_formula(func)
         if formula is not None:
-            self._count_product(func, formula, args, kwargs, result, inputs, direction)
+            self._count_product(func, inputs, flops=formula(*args, **kwargs, out_val=result))
+        direction = _direction()
         self.tally.ops[direction, dtype_name(outputs[0].dtype)] += 1
         if direction == "forward":
-            new = [out for out in outputs if not any(out is one for one in inputs)]  # what is in place takes no memory
-            for out in new:
-                self.tally.results[dtype_name(out.dtype)] += out.numel() * out.element_size()
+            for out in outputs:
+                if not any(out is one for one in inputs):  # what is in place takes no memory
+                    self.tally.results[dtype_name(out.dtype)] += out.numel() * out.element_size()
 
-    def _count_cast(self, source: torch.Tensor, target: torch.Tensor, direction: str) -> None:
+    def _count_cast(self, source: torch.Tensor, target: torch.Tensor) -> None:
         if source.dtype == target.dtype:
             return
         pair = dtype_name(source.dtype), dtype_name(target.dtype)
         self.tally.casts[pair] += 1
         self.tally.cast_bytes[pair] += source.numel() * source.element_size()
-        if direction == "forward":
+        if _direction() == "forward":
             self.tally.cast_results[pair[1]] += target.numel() * target.element_size()
 
-    def _count_product(
-        self,
-        func: OpOverload,
-        formula: Callable[..., int],
-        args: Args,
-        kwargs: Kwargs,
-        result: object,
-        inputs: list[torch.Tensor],
-        direction: str,
-    ) -> None:
+    def _count_product(self, func: OpOverload, inputs: list[torch.Tensor], flops: int) -> None:
+        direction = _direction()
         dtype = dtype_name(inputs[0].dtype)
-        flops = formula(*args, **kwargs, out_val=result)
         self.tally.flops[direction, dtype] += flops
-        if direction != "backward":
-            called = self.modules.innermost or OUTSIDE
-            shapes = tuple(tuple(t.shape) for t in inputs if t.dim() > 1)[:2]
-            reason = ""
-            if not is_half(dtype):
-                reason = why_not_half(func, called, inputs[0].dtype, inputs[0].device.type)
-            product = Product(func.overloadpacket.__name__, called.name, dtype, shapes, reason)
-            self.tally.products[product] += flops
+        if direction == "backward":
+            return
+        called = self.modules.innermost or OUTSIDE
+        shapes = tuple(tuple(t.shape) for t in inputs if t.dim() > 1)[:2]
+        reason = "" if is_half(dtype) else why_not_half(func, called, inputs[0].dtype, inputs[0].device.type)
+        self.tally.products[Product(func.overloadpacket.__name__, called.name, dtype, shapes, reason)] += flops
 
 
 def _direction() -> str:

@@ -29,10 +29,9 @@ def sentences(facts: Facts) -> list[str]:
     if facts.steps and not facts.blocks and facts.setting.half == "float16":
         found.append("No scale_loss block was entered: losses were not scaled, so small gradients vanished.")
     if facts.odd_products:
-        found.append(
-            f"{len(facts.odd_products)} half products have dimensions that are not multiples of 8: GPUs pad them, or"
-            " leave the tensor cores idle."
-        )
+        count = len(facts.odd_products)
+        products = "1 half product has" if count == 1 else f"{count} half products have"
+        found.append(f"{products} dimensions that are not multiples of 8: GPUs pad them, or leave tensor cores idle.")
     if facts.world > 1:
         found.append(f"This report is of rank {facts.rank}, one of {facts.world}.")
     return found
