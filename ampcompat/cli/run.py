@@ -152,10 +152,8 @@ def _unused_options_named(args: argparse.Namespace) -> Iterator[None]:
     finally:
         why = script.why_amp_is_unused() if ended_well and given and os.getpid() == process else ""
         if why:
-            emit(
-                f"ampcompat run: {why} in this process, where {', '.join(given)} had no effect{_of_children(given)}",
-                True,
-            )
+            told = f"ampcompat run: {why} in this process, where {', '.join(given)} had no effect"
+            emit(told + _of_children(given), error=True)
 
 
 def _of_children(given: Sequence[str]) -> str:
