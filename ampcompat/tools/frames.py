@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 from types import FrameType, TracebackType
+from typing import NamedTuple
 
 import torch
 
@@ -20,10 +21,31 @@ _AROUND_TOOLS = tuple(
 )
 
 
+class ScriptLine(NamedTuple):
+    """A line of the script's."""
+
+    path: str
+    number: int
+
+    @property
+    def file(self) -> str:
+        """The path, relative to the working directory where it lies below."""
+        relative = os.path.relpath(self.path)
+        return self.path if relative.startswith("..") else relative
+
+    @property
+    def source(self) -> str | None:
+        """The text; None where the file cannot be read."""
+        return linecache.getline(self.path, self.number).strip() or None
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}" + (f": {self.source}" if self.source else "")
+
+
 def script_line(
     frame: FrameType | None, bottom: FrameType | None = None, of_backward: bool = False
-) -> tuple[str, int] | None:
-    """File and line of the innermost frame of the script's, from ``frame`` to below ``bottom``.
+) -> ScriptLine | None:
+    """The innermost line of the script's that runs, from ``frame`` to below ``bottom``.
 
     With ``of_backward``, only of frames that the autograd engine has called.
     """
@@ -32,22 +54,9 @@ def script_line(
         if of_backward and file == _ENGINE:
             return None
         if _is_of_script(file):
-            return file, frame.f_lineno
+            return ScriptLine(file, frame.f_lineno)
         frame = frame.f_back
     return None
-
-
-def shown_line(line: tuple[str, int] | None) -> str:
-    """``file:number: source``, or "" for None."""
-    return "" if line is None else source_line(*line)
-
-
-def source_line(file: str, number: int) -> str:
-    """``file:number: source``, the file relative to the working directory where it lies below."""
-    text = linecache.getline(file, number).strip()
-    relative = os.path.relpath(file)
-    shown = file if relative.startswith("..") else relative
-    return f"{shown}:{number}: {text}" if text else f"{shown}:{number}"
 
 
 def hide_tools(trace: TracebackType | None, all_of_ours: bool = False) -> TracebackType | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict
 
 import torch
@@ -41,13 +40,13 @@ def fault_message(
     if event is None:
         return outside_message(what, [finding], step)
     line = event.place.line
-    if not line and event.op not in GIVEN:
+    if line is None and event.op not in GIVEN:
         line = finding.called_at  # the model is made of torch's modules alone
     direction = "backward" if event.backward else "forward"
     advice = hints(event, _setting(scaler, made, growth))
     lines = [("what", _what(event)), ("where", _where(event, finding))]
-    if line:
-        lines.append(("line", line))
+    if line is not None:
+        lines.append(("line", str(line)))
     lines += [("pass", direction), ("largest", _largest(event))]
     if event.spread is not None and event.spread != event.place:
         place = event.spread
@@ -58,7 +57,6 @@ def fault_message(
     lines += hint_lines(advice)
     if finding.caveat:
         lines.append(("note", finding.caveat))
-    file, number, source = _parts(line)
     content = {
         "step": step,
         "op": event.op,
@@ -66,9 +64,9 @@ def fault_message(
         "model": finding.model,
         "module": event.place.module,
         "type": event.place.kind,
-        "file": file,
-        "line": number,
-        "source": source,
+        "file": None if line is None else line.file,
+        "line": None if line is None else line.number,
+        "source": None if line is None else line.source,
         "pass": direction,
         "dtype": dtype_name(event.dtype),
         "largest": event.value,
@@ -78,14 +76,6 @@ def fault_message(
     }
     head = f"{what or 'The loss or a gradient is not finite'}."
     return Message("fault", head, lines, content, all_ranks=True)
-
-
-def _parts(line: str) -> tuple[str | None, int | None, str | None]:
-    """File, number and text of a line that is shown."""
-    found = re.fullmatch(r"(.*?):(\d+)(?:: (.*))?", line)
-    if found is None:
-        return None, None, None
-    return found[1], int(found[2]), found[3]
 
 
 def outside_message(what: str, findings: list[Finding], step: int) -> Message:

@@ -27,7 +27,7 @@ class Forward:
         owners: ids of the optimizers in whose blocks the gradients came.
         scaler: The loss scaler of the last of these blocks.
         age: Steps since.
-        called_at: File and line of the script's call; None where the script has none on the stack.
+        called_at: The script's line that called it; None where the script has none on the stack.
     """
 
     def __init__(self, model: torch.nn.Module, args: Args, kwargs: Kwargs, buffers: BufferCopies) -> None:

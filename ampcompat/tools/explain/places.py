@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ampcompat import _torch
-from ampcompat.tools.frames import script_line, shown_line
+from ampcompat.tools.frames import ScriptLine, script_line
 from ampcompat.tools.recording.modules import RunningModules
 
 _KEY = "ampcompat place"
@@ -27,16 +27,16 @@ class Place(NamedTuple):
         module: Qualified name of the innermost module; "" for the model itself, None outside of any.
         kind: Its class name.
         function: The torch function or tensor method that was called, as in "softmax".
-        line: ``file:number: source``, or "" where nothing but torch's own code ran below the model.
+        line: The script's line; None where nothing but torch's own code ran below the model.
     """
 
     module: str | None
     kind: str
     function: str
-    line: str
+    line: ScriptLine | None
 
 
-NOWHERE = Place(None, "", "", "")
+NOWHERE = Place(None, "", "", None)
 
 
 class Places(TorchFunctionMode):
@@ -114,9 +114,9 @@ class Places(TorchFunctionMode):
         node = _torch.current_node()
         if node is None:
             name, kind = self.modules.innermost or (None, "")
-            return Place(name, kind, self.function, shown_line(script_line(sys._getframe(1), self.bottom)))
+            return Place(name, kind, self.function, script_line(sys._getframe(1), self.bottom))
         place: Place = node.metadata.get(_KEY) or NOWHERE
         function = place.function or node.name().removesuffix("Backward0").lower()
         # The backward of a Function of the script's, or a hook.
-        in_backward = shown_line(script_line(sys._getframe(1), self.bottom, of_backward=True))
+        in_backward = script_line(sys._getframe(1), self.bottom, of_backward=True)
         return place._replace(function=function, line=in_backward or place.line)

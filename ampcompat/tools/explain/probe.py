@@ -188,7 +188,7 @@ class Probe(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def given(self, tensor: torch.Tensor, op: str, name: str) -> None:
         """Note a tensor that came from outside, if it is not finite."""
         if not is_finite(tensor):
-            self._born(tensor, Event(op, Place(name, "", "", ""), False, tensor.dtype, largest(tensor)))
+            self._born(tensor, Event(op, Place(name, "", "", None), False, tensor.dtype, largest(tensor)))
 
     def origin(self, tensors: Iterable[torch.Tensor]) -> Event | None:
         """The earliest origin of what is not finite in ``tensors``."""

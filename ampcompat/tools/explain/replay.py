@@ -15,7 +15,7 @@ from ampcompat.tools.core import Args, Kwargs, map_tree, observers, tensors_in
 from ampcompat.tools.explain.forwards import Forward, as_it_was
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Event, Probe
-from ampcompat.tools.frames import shown_line
+from ampcompat.tools.frames import ScriptLine
 from ampcompat.tools.tensors import is_finite
 
 
@@ -35,7 +35,7 @@ class Finding:
     model: str
     entered: bool = False
     caveat: str = ""
-    called_at: str = ""
+    called_at: ScriptLine | None = None
 
 
 def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
@@ -49,7 +49,7 @@ def replay(forward: Forward, model: torch.nn.Module, backward: bool) -> Finding:
         backward: Run the backward too, from the gradients that the outputs got.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    finding = Finding(None, type(model).__name__, caveat=_caveat(forward), called_at=shown_line(forward.called_at))
+    finding = Finding(None, type(model).__name__, caveat=_caveat(forward), called_at=forward.called_at)
     places = Places(names, sys._getframe())
     places.modules.stack.append(("", finding.model))  # its forward is called past the hooks that would say so
     probe = Probe(places)
