@@ -26,7 +26,7 @@ from ampcompat.tools.explain.loss_watch import LossWatch
 from ampcompat.tools.explain.messages import Message
 from ampcompat.tools.explain.probe import Event
 from ampcompat.tools.explain.replay import Finding, replay, runs_alone
-from ampcompat.tools.explain.step_checks import StepChecks
+from ampcompat.tools.explain.weight_watch import WeightWatch
 from ampcompat.tools.frames import hide_tools
 from ampcompat.tools.tensors import is_finite
 
@@ -46,7 +46,7 @@ class OverflowExplainer:
     def __init__(self, limit: int, stop: bool, json: bool) -> None:
         self.limit, self.stop, self.json = limit, stop, json
         self.left = limit
-        self.steps: weakref.WeakKeyDictionary[Optimizer, StepChecks] = weakref.WeakKeyDictionary()
+        self.weights: weakref.WeakKeyDictionary[Optimizer, WeightWatch] = weakref.WeakKeyDictionary()
         self.forwards: deque[Forward] = deque(maxlen=MOST_FORWARDS)
         self.buffers: weakref.WeakKeyDictionary[torch.nn.Module, BufferCopies] = weakref.WeakKeyDictionary()
         self.running: list[Forward | None] = []  # forwards that have begun; None for those inside of another
@@ -98,7 +98,7 @@ class OverflowExplainer:
         self.block = tuple(id(one) for one in optimizers)
         self.scaler = scaler
         for one in optimizers:
-            self._steps(one).look_again(one)
+            self._weights(one).look_again(one)
         event = self.loss_watch.look_at(loss)
         if event is not None:
             self._tell_of_outside(event, scaler, optimizers)
@@ -128,33 +128,33 @@ class OverflowExplainer:
 
         One host sync, and another where only the device knows whether it skipped.
         """
-        steps = self._steps(optimizer)
-        steps.seen += 1
+        weights = self._weights(optimizer)
+        weights.seen += 1
         if was_skipped(optimizer, skipped):
-            self._explain(self._of(optimizer), first_scaler(optimizer), "A step was skipped", steps.seen)
+            self._explain(self._of(optimizer), first_scaler(optimizer), "A step was skipped", weights.seen)
         else:
-            messages = steps.after(optimizer)
-            self.lost = self.lost or not steps.watched
-            steps.made = steps.seen
+            messages = weights.after(optimizer)
+            self.lost = self.lost or not weights.watched
+            weights.made = weights.seen
             for one in messages:
                 self._emit(one)
                 if one.kind == "weights":
                     self._count()
-        steps.faulty = False
+        weights.faulty = False
         self._forget(optimizer)
 
-    def _steps(self, optimizer: Optimizer) -> StepChecks:
-        if optimizer not in self.steps:
-            self.steps[optimizer] = StepChecks(optimizer)
-        return self.steps[optimizer]
+    def _weights(self, optimizer: Optimizer) -> WeightWatch:
+        if optimizer not in self.weights:
+            self.weights[optimizer] = WeightWatch(optimizer)
+        return self.weights[optimizer]
 
     def _next_step(self, optimizers: Sequence[Optimizer]) -> int:
-        return max([self._steps(one).seen for one in optimizers], default=0) + 1
+        return max([self._weights(one).seen for one in optimizers], default=0) + 1
 
     def _begin_fault(self, optimizers: Sequence[Optimizer]) -> int:
         """Note that the next step of ``optimizers`` gets a loss or gradient that is not finite; return its number."""
         for one in optimizers:
-            self._steps(one).faulty = True
+            self._weights(one).faulty = True
         return self._next_step(optimizers)
 
     # -- what is kept ------------------------------------------------------------------------------------------------
@@ -208,13 +208,13 @@ class OverflowExplainer:
         if event is None or (event.op == "parameter" and self.lost) or not self._is_new(event.key):
             return  # the step that lost a weight was told, or the fault that came before it
         self.lost = self.lost or event.op == "parameter"
-        made = any(one.made for one in self.steps.values())
+        made = any(one.made for one in self.weights.values())
         self._emit(fault_message(finding, scaler, what, step, made, self._growth()))
         self._count()
 
     def _growth(self) -> Grown | None:
         """The weight that the last steps of an optimizer made many times larger, if any."""
-        found = [steps.history.growth(optimizer) for optimizer, steps in self.steps.items()]
+        found = [weights.history.growth(optimizer) for optimizer, weights in self.weights.items()]
         return max((one for one in found if one is not None), key=lambda one: one.times, default=None)
 
     def _emit(self, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Weights and optimizer state that a step wrote and that are not finite: which step, which tensor, and what for."""
+"""Weights and optimizer state that a step wrote and that are not finite: which tensor, and why."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ampcompat import _torch
 from ampcompat.tools.core import HALF_DTYPES, Master, Optimizer, ParamGroup, master_of
 from ampcompat.tools.dtypes import dtype_name
-from ampcompat.tools.explain.growth import Grown, Sizes, name_of
+from ampcompat.tools.explain.growth import Grown, name_of
 from ampcompat.tools.explain.hints import BFLOAT16
 from ampcompat.tools.explain.messages import Message, hint_lines
 from ampcompat.tools.explain.numbers import MASTERS, Number, optimizer_name, unheld
@@ -70,56 +70,16 @@ def weights_message(lost: LostTensor, step: int, growth: Grown | None) -> Messag
     )
 
 
-def examine(optimizer: Optimizer) -> tuple[bool, list[Sizes]]:
-    """Whether all weights that ``optimizer`` steps, the halves of masters too, and all its state are finite.
-
-    Reads the device: one host sync each.
-
-    Returns:
-        That, and how large the weights are, which stays on the device.
-    """
-    stepped: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    others: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for _, param in _params(optimizer):
-        if param.numel():
-            stepped.setdefault((param.device, param.dtype), []).append(param)
-        master = master_of(param)
-        halves = [] if master is None else [master.half]
-        for tensor in (*halves, *(tensor for _, tensor in _state(optimizer, param))):
-            if tensor.numel():
-                others.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    flags: dict[torch.device, list[torch.Tensor]] = {}
-    sizes: list[Sizes] = []
-    for (device, _), tensors in stepped.items():
-        largest_of_each = _largest_of_each(tensors)
-        flags.setdefault(device, []).append(torch.isfinite(largest_of_each).all())
-        sizes.append(Sizes([id(tensor) for tensor in tensors], largest_of_each))
-    for (device, _), tensors in others.items():
-        flags.setdefault(device, []).append(torch.isfinite(_largest_of_each(tensors)).all())
-    finite = all(bool(torch.stack(found).all()) for found in flags.values())
-    return finite, sizes
-
-
-def _largest_of_each(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return torch.stack(_torch.foreach_norm([tensor.detach() for tensor in tensors], float("inf")))
-
-
-def versions(optimizer: Optimizer) -> list[int]:
-    """Numbers that change when anything writes a weight that ``optimizer`` steps. Runs no op."""
-    masters = [(param, master_of(param)) for group in optimizer.param_groups for param in group["params"]]
-    return [param._version + (0 if master is None else master.half._version) for param, master in masters]
-
-
 def first_written(optimizer: Optimizer) -> LostTensor | None:
     """The first weight, or state where all weights are finite, that is not, and why."""
-    for group, param in _params(optimizer):
+    for group, param in params_of(optimizer):
         if not is_finite(param):
             return _blame(optimizer, group, param)
         master = master_of(param)
         if master is not None and not is_finite(master.half):
             return _half_of_master(optimizer, group, master)
-    for group, param in _params(optimizer):
-        for name, tensor in _state(optimizer, param):
+    for group, param in params_of(optimizer):
+        for name, tensor in state_of(optimizer, param):
             if not is_finite(tensor):
                 return _state_written(optimizer, group, param, name, tensor)
     return None
@@ -142,7 +102,7 @@ def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> LostTensor:
     """Why a step of ``optimizer`` may have written ``param`` as it is."""
     lost = ~torch.isfinite(param.detach())
     found = _lost(optimizer, group, param, param)
-    for name, tensor in _state(optimizer, param):
+    for name, tensor in state_of(optimizer, param):
         if not is_finite(tensor):
             found.why.append(f"its {name} is not finite")
     for number in unheld(optimizer):
@@ -205,14 +165,16 @@ def _whole(tensor: torch.Tensor) -> bool:
     return not _torch.is_sharded(tensor) and readable(tensor)
 
 
-def _params(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+def params_of(optimizer: Optimizer) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parameters that can be looked at here, each with the index of its group."""
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             if _whole(param):
                 yield index, param
 
 
-def _state(optimizer: Optimizer, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+def state_of(optimizer: Optimizer, param: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the optimizer's state for ``param``, each with its name."""
     held = optimizer.state.get(param)
     for name, value in held.items() if isinstance(held, dict) else ():
         if isinstance(value, torch.Tensor) and _whole(value) and value.numel():
@@ -222,7 +184,7 @@ def _state(optimizer: Optimizer, param: torch.Tensor) -> Iterator[tuple[str, tor
 def _zeros(optimizer: Optimizer, param: torch.Tensor, lost: torch.Tensor) -> str:
     """Which state is zero where ``param`` is lost."""
     count = int(lost.sum())
-    for name, tensor in _state(optimizer, param):
+    for name, tensor in state_of(optimizer, param):
         zeros = int((tensor[lost] == 0).sum()) if tensor.shape == param.shape else 0
         if zeros and "sq" in name:
             return f", and {name} is 0 in {zeros} of these {count}: a division by zero"

@@ -1,0 +1,103 @@
+"""Check what the steps of one optimizer write to its weights and its state."""
+
+from __future__ import annotations
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.tools.core import Optimizer, master_of
+from ampcompat.tools.explain.growth import History, Sizes
+from ampcompat.tools.explain.lost_weights import first_written, params_of, state_of, weights_message
+from ampcompat.tools.explain.messages import Message
+from ampcompat.tools.explain.numbers import numbers_message, unheld
+
+
+class WeightWatch:
+    """The weights of one optimizer, step by step.
+
+    Attributes:
+        seen: How many it was asked for.
+        made: The number of the last that was not skipped; 0 before.
+        watched: Whether weights and state were finite when they were last looked at.
+        versions: Of the weights, then.
+        history: How large the weights were, after each of the last steps.
+        faulty: Whether the loss or a gradient of the step to come is not finite.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.seen = self.made = 0
+        self.history = History()
+        self.faulty = False
+        self._look(optimizer)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Look at the weights as something other than a step has written them. One host sync."""
+        self.watched, sizes = _examine(optimizer)
+        self.versions = _versions(optimizer)
+        self.history.begin(sizes)
+
+    def look_again(self, optimizer: Optimizer) -> None:
+        """Before a step: it is to answer for its own writing alone. One host sync, if the weights were written."""
+        if self.watched and self.versions != _versions(optimizer):
+            self._look(optimizer)
+
+    def after(self, optimizer: Optimizer) -> list[Message]:
+        """Look at what a step wrote (one host sync a device), and at its numbers the first time; what is to be told."""
+        written = None
+        if self.watched:
+            self.watched, sizes = _examine(optimizer)
+            self.history.add(sizes, optimizer)
+            if not self.watched and not self.faulty:  # else the fault was told
+                written = first_written(optimizer)
+        self.versions = _versions(optimizer)
+        messages: list[Message] = []
+        if self.made == 0:
+            blamed = [] if written is None else written.numbers
+            found = [number for number in unheld(optimizer) if number not in blamed]
+            if found:
+                messages.append(numbers_message(found))
+        if written is not None:
+            # A division by zero is infinite at any learning rate.
+            growth = None if written.numbers else self.history.growth(optimizer)
+            messages.append(weights_message(written, self.seen, growth))
+        return messages
+
+
+def _examine(optimizer: Optimizer) -> tuple[bool, list[Sizes]]:
+    """Whether all weights that ``optimizer`` steps, the halves of masters too, and all its state are finite.
+
+    Reads the device: one host sync each.
+
+    Returns:
+        That, and how large the weights are, which stays on the device.
+    """
+    stepped: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    others: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for _, param in params_of(optimizer):
+        if param.numel():
+            stepped.setdefault((param.device, param.dtype), []).append(param)
+        master = master_of(param)
+        halves = [] if master is None else [master.half]
+        for tensor in (*halves, *(tensor for _, tensor in state_of(optimizer, param))):
+            if tensor.numel():
+                others.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    sizes: list[Sizes] = []
+    for (device, _), tensors in stepped.items():
+        largest_of_each = _largest_of_each(tensors)
+        flags.setdefault(device, []).append(torch.isfinite(largest_of_each).all())
+        sizes.append(Sizes([id(tensor) for tensor in tensors], largest_of_each))
+    for (device, _), tensors in others.items():
+        flags.setdefault(device, []).append(torch.isfinite(_largest_of_each(tensors)).all())
+    finite = all(bool(torch.stack(found).all()) for found in flags.values())
+    return finite, sizes
+
+
+def _largest_of_each(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(_torch.foreach_norm([tensor.detach() for tensor in tensors], float("inf")))
+
+
+def _versions(optimizer: Optimizer) -> list[int]:
+    """Numbers that change when anything writes a weight that ``optimizer`` steps. Runs no op."""
+    masters = [(param, master_of(param)) for group in optimizer.param_groups for param in group["params"]]
+    return [param._version + (0 if master is None else master.half._version) for param, master in masters]
