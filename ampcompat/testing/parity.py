@@ -10,10 +10,9 @@ import torch
 
 from ampcompat.testing.report import failure
 from ampcompat.tools.core import LossScaler, Optimizer, observing, reset, wrap_step
-from ampcompat.tools.generators import random_state, set_random_state
+from ampcompat.tools.generators import random_state, seed_all, set_random_state
 from ampcompat.tools.parity.compare import Deviation, Tolerance, compare
 from ampcompat.tools.parity.levels import OPT_LEVELS
-from ampcompat.tools.recording.child import seed_all
 from ampcompat.tools.recording.recorder import Recorder
 from ampcompat.tools.recording.steps import Step
 

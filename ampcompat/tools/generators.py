@@ -1,4 +1,4 @@
-"""The states of all random number generators."""
+"""All random number generators: their states, and a seed for all."""
 
 from __future__ import annotations
 
@@ -39,3 +39,11 @@ def set_random_state(state: RandomState) -> None:
     torch.set_rng_state(cpu)
     for device, one in cuda:
         torch.cuda.set_rng_state(one, device)
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python, torch, and numpy where it has been imported."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Sequence
 
-import torch
-
 from ampcompat.tools import script
 from ampcompat.tools.core import observers
+from ampcompat.tools.generators import seed_all
 from ampcompat.tools.recording.journal import End, Journal
 from ampcompat.tools.recording.recorder import Recorder
 
@@ -29,14 +27,6 @@ def main(argv: Sequence[str]) -> None:
 
     with journal.ending(seen):
         script.start(target, force=True)  # an installed apex would record nothing
-
-
-def seed_all(seed: int) -> None:
-    """Seed Python, torch, and numpy where it has been imported."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
 
 
 def _watch_for_children() -> Callable[[], bool]:

@@ -9,7 +9,7 @@ import numpy
 import pytest
 import torch
 
-from ampcompat.tools.recording.child import seed_all
+from ampcompat.tools.generators import seed_all
 from ampcompat.tools.recording.journal import EnoughSteps, Journal, error_line, read_step
 from ampcompat.tools.recording.process import command
 from ampcompat.tools.recording.steps import Scale, Step
