@@ -29,7 +29,7 @@ from ampcompat.tools.report.models import add_models
 from ampcompat.tools.report.sentences import sentences
 from ampcompat.tools.report.show import as_page, as_text
 
-#: Steps kept; beyond, every second one is dropped (skipped ones stay).
+#: Steps kept, besides the skipped ones; beyond, every second one is dropped.
 MOST_STEPS = 2000
 
 
@@ -137,7 +137,7 @@ class PrecisionReport:
     def _keep(self, step: Step) -> None:
         self._skipped += step.skipped
         self._history.append(step)
-        if len(self._history) > MOST_STEPS:
+        if len(self._history) - self._skipped > MOST_STEPS:
             self._history = [one for at, one in enumerate(self._history) if at % 2 or one.skipped]
 
     def _note_rank(self) -> None:
