@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 from ampcompat._distribution import SHIM
 from ampcompat.tools import gloo
 
-#: First words of a target that are no file; the value says how many words the target must have.
+#: First words of a target that are not files; the value says how many words the target must have.
 WORDS = {"-m": 2, "-c": 2, "-": 1}
 
 
