@@ -13,7 +13,7 @@ from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.growth import Grown, name_of
 from ampcompat.tools.explain.hints import BFLOAT16
 from ampcompat.tools.explain.messages import Message, hint_lines
-from ampcompat.tools.explain.numbers import MASTERS, Number, optimizer_name, unheld
+from ampcompat.tools.explain.numbers import MASTERS, Number, not_representable, optimizer_name
 from ampcompat.tools.tensors import LARGEST, is_finite, largest, readable
 
 
@@ -105,7 +105,7 @@ def _blame(optimizer: Optimizer, group: int, param: torch.Tensor) -> LostTensor:
     for name, tensor in state_of(optimizer, param):
         if not is_finite(tensor):
             found.why.append(f"its {name} is not finite")
-    for number in unheld(optimizer):
+    for number in not_representable(optimizer):
         if number.group == group and number.dtype == found.dtype and number.name == "eps":
             found.numbers.append(number)
             found.why.append(f"{number.text}{_zeros(optimizer, param, lost)}")

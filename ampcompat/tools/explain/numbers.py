@@ -71,7 +71,7 @@ class Number:
         return [first, MASTERS]
 
 
-def unheld(optimizer: Optimizer) -> list[Number]:
+def not_representable(optimizer: Optimizer) -> list[Number]:
     """Every number in the groups of ``optimizer`` that its half parameters' dtype rounds to 0, 1 or inf.
 
     Fused optimizers, torch's and apex's, compute in float32 whatever they step. A learning rate that a scheduler moves

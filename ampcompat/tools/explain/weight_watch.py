@@ -9,7 +9,7 @@ from ampcompat.tools.core import Optimizer, master_of
 from ampcompat.tools.explain.growth import History, Sizes
 from ampcompat.tools.explain.lost_weights import first_written, params_of, state_of, weights_message
 from ampcompat.tools.explain.messages import Message
-from ampcompat.tools.explain.numbers import numbers_message, unheld
+from ampcompat.tools.explain.numbers import not_representable, numbers_message
 
 
 class WeightWatch:
@@ -53,7 +53,7 @@ class WeightWatch:
         messages: list[Message] = []
         if self.made == 0:
             blamed = [] if written is None else written.numbers
-            found = [number for number in unheld(optimizer) if number not in blamed]
+            found = [number for number in not_representable(optimizer) if number not in blamed]
             if found:
                 messages.append(numbers_message(found))
         if written is not None:
