@@ -115,20 +115,20 @@ class ModelPolicy:
         no_policy_casts = state.casts.original is None and not self.casts.enabled
         if no_policy_casts:  # nothing to switch off
             return forward(*args, **kwargs)
-        casts = self._casts_for(model)
+        casts = self._casts_for(model, args)
         if casts is None:
             return forward(*args, **kwargs)
         with casts:
             return forward(*args, **kwargs)
 
-    def _casts_for(self, model: torch.nn.Module) -> ForwardCasts | CastsOff | None:
+    def _casts_for(self, model: torch.nn.Module, args: Args) -> ForwardCasts | CastsOff | None:
         """Return the context for a forward of ``model``; None in an autocast region of the user's, who decides."""
         stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
         if stamp is not None:  # a replica of DataParallel's carries its casts into its thread
             casts, device_type = stamp
             return ForwardCasts(casts, device_type) if casts.enabled else CastsOff()
         thread = state.casts.thread
-        device_type = _device_type(model)
+        device_type = _device_type(model, args)
         if thread.disabled:
             return CastsOff()
         if thread.regions.get(device_type):
@@ -153,7 +153,7 @@ class ModelPolicy:
             args = cast_tree(args, self.input_dtype)
             kwargs = cast_tree(kwargs, self.input_dtype)
         device_types = state.casts.device_types
-        if not device_types:
+        if not device_types:  # of a model that was unpickled: no ``initialize`` has named any
             # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
             device_types = tuple({tensor.device.type: None for tensor in tensors_in((args, kwargs))})
         output = self._call_in_graph(device_types, forward, args, kwargs)
@@ -216,12 +216,16 @@ def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
 
 
 @_torch.eager
-def _device_type(model: torch.nn.Module) -> str:
-    """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along."""
+def _device_type(model: torch.nn.Module, args: Args = ()) -> str:
+    """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along.
+
+    A model without tensors computes where its arguments are.
+    """
     ambience = state.casts
     tensor = _first_tensor(model)
     if tensor is None:
-        return ambience.device_types[0] if ambience.device_types else "cpu"
+        device_types = [tensor.device.type for tensor in tensors_in(args)] or ambience.device_types
+        return device_types[0] if device_types else "cpu"
     device_type = str(tensor.device.type)
     was_moved = device_type not in ambience.device_types
     if was_moved and ambience.original is not None:

@@ -6,10 +6,12 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from ampcompat import _torch
 from ampcompat.amp import _amp_state, disable_casts, init, initialize, scale_loss, session
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -698,6 +700,27 @@ def test_a_model_without_tensors_casts_where_the_others_are():
     model, _ = at("O1")
     assert initialize(Nothing(), opt_level="O1", verbosity=0)(torch.ones(2, 2)).dtype == HALF
     assert model(torch.ones(2, 4)).dtype == HALF
+
+
+def test_a_model_without_tensors_alone_casts_on_every_device_that_it_may_be_given():
+    """Eager and compiled code agree: the inputs say where it runs, and the first of them is not known to either."""
+    norms = []
+
+    class Nothing(nn.Module):
+        def forward(self, x):
+            norms.append(F.softmax(x, -1).dtype)  # float32 by the rules, also natively on CUDA
+            return torch.mm(x, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch, "accelerator", lambda: "cuda")
+        model = initialize(Nothing(), opt_level="O1", verbosity=0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        on_cuda = torch.zeros(2, 2, device="cuda:0")
+        assert model(on_cuda).dtype == HALF
+        assert torch.compile(model, backend="eager", fullgraph=True)(on_cuda).dtype == HALF
+    assert model(torch.ones(2, 2)).dtype == HALF
+    assert torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype == HALF
+    assert set(norms) == {FLOAT}
 
 
 # -- WGAN-GP ------------------------------------------------------------------------------------------------------
