@@ -43,6 +43,8 @@ from ampcompat._torch.autograd import (
     patch_autocast_regions,
     patch_engine,
     patch_function_bodies,
+    stash_in_thread,
+    stashed_in_thread,
 )
 from ampcompat._torch.checkpoints import patch_distributed_checkpoint
 from ampcompat._torch.compiler import (

@@ -23,7 +23,7 @@ from ampcompat import _torch
 from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.casts import OFF, Casts, CastsOff, ForwardCasts, is_decided
+from ampcompat.amp.casts import OFF, Casts, CastsOff, ForwardCasts, disabled_depth, is_decided
 from ampcompat.amp.casts.ambience import follow_lifetime, install_casting, set_ambient
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half_weights import half_weights
@@ -129,7 +129,7 @@ class ModelPolicy:
             return ForwardCasts(casts, device_type) if casts.enabled else CastsOff()
         thread = state.casts.thread
         device_type = _device_type(model, args)
-        if thread.disabled:
+        if disabled_depth():
             return CastsOff()
         if thread.regions.get(device_type):
             return None
@@ -346,7 +346,7 @@ def amp_class(cls: Any) -> Any:
 def _casts_for_replica(policy: ModelPolicy, device_type: str) -> Casts:
     """Return the casts that a replica of DataParallel's brings along into its own thread."""
     thread = state.casts.thread
-    if thread.disabled:
+    if disabled_depth():
         return OFF
     if thread.regions.get(device_type):  # a user's region: hand on its dtype too, which torch does not
         return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))

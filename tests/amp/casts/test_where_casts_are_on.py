@@ -455,6 +455,34 @@ class NotingNet(nn.Module):
         return Noting.apply(self.fc(x), self.note)
 
 
+def test_disabled_casts_reach_bodies_in_the_engines_threads():
+    """The engine takes another thread for tensors on a device, and for backward passes that are nested deeply."""
+    depth = 70  # beyond 60 it takes one of its pool
+    seen = []
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, level):
+            ctx.level = level
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.level < depth:
+                with torch.enable_grad():
+                    Nested.apply(torch.ones(1, requires_grad=True), ctx.level + 1).backward()
+            else:
+                model(torch.randn(2, 4))
+                seen.append((product(), model.seen[-1], threading.current_thread() is threading.main_thread()))
+            return grad, None
+
+    model, _ = at("O1")
+    with disable_casts():
+        Nested.apply(torch.ones(1, requires_grad=True), 0).backward()
+    Nested.apply(torch.ones(1, requires_grad=True), 0).backward()
+    assert seen == [(FLOAT, FLOAT, False), (HALF, HALF, False)]
+
+
 def test_a_region_inside_a_body_ends_in_the_casts_of_the_body():
     seen = []
 
