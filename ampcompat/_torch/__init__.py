@@ -53,6 +53,7 @@ from ampcompat._torch.compiler import (
     eager,
     forget_compiled_graphs,
     in_fake_mode,
+    is_tracing,
     keep_torch_functions_traceable,
     run_uncompiled,
     run_untraced,
@@ -102,7 +103,7 @@ from ampcompat._torch.modules import (
     has_storage,
     have_bits,
     in_functional_call,
-    is_parametrized,
+    is_graph_module,
     is_sharded,
     is_uninitialized,
     is_zero,
@@ -121,7 +122,7 @@ from ampcompat._torch.modules import (
     tensor_of,
     uncompiled,
 )
-from ampcompat._torch.patch import Wrap, replace, replace_function, wrap_everywhere
+from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
 from ampcompat._torch.version import (
     TORCH,
 )
