@@ -185,3 +185,17 @@ def test_a_changed_graph_keeps_its_casts():
     model.recompile()
     assert (model(x) < 0).any()
     assert model(x).dtype == torch.float32
+
+
+# -- ONNX ------------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore")  # the exporter is deprecated, in several ways
+@pytest.mark.parametrize("level", LEVELS)
+def test_the_exporter_of_torchscript_finds_the_tensors_that_the_forward_reads(level):
+    model, _ = initialized(Net(), level)
+    file = io.BytesIO()
+    exporter = {"dynamo": False} if "dynamo" in inspect.signature(torch.onnx.export).parameters else {}
+    try:
+        torch.onnx.export(model.eval(), torch.randn(2, 4), file, **exporter)
+    except torch.onnx.errors.OnnxExporterError as error:  # the graph is made, and cannot be written
+        assert "Module onnx is not installed" in str(error)
+    assert {value.dtype for value in model.state_dict(keep_vars=True).values()} == {torch.float32, torch.int64}
