@@ -124,5 +124,6 @@ from ampcompat._torch.modules import (
 )
 from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
 from ampcompat._torch.version import (
+    IS_FOR_ROCM,
     TORCH,
 )
