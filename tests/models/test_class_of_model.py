@@ -197,5 +197,6 @@ def test_the_exporter_of_torchscript_finds_the_tensors_that_the_forward_reads(le
     try:
         torch.onnx.export(model.eval(), torch.randn(2, 4), file, **exporter)
     except torch.onnx.errors.OnnxExporterError as error:  # the graph is made, and cannot be written
-        assert "Module onnx is not installed" in str(error)
+        if "Module onnx is not installed" not in str(error):
+            raise
     assert {value.dtype for value in model.state_dict(keep_vars=True).values()} == {torch.float32, torch.int64}
