@@ -180,7 +180,7 @@ class ModelPolicy:
 
 # -- failed forwards ---------------------------------------------------------------------------------------------------
 def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
-    """Add to torch's own error what cures it, where mixed precision provokes it."""
+    """Add a hint to an error of torch's own that mixed precision provokes."""
     if state.observers:
         notify("on_failure", error)
     if isinstance(error, RuntimeError):
