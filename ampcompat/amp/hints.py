@@ -1,4 +1,4 @@
-"""Errors of torch's own that mixed precision provokes, by their texts, with a hint for each: what was passed, the rule, the fix.
+"""Errors of torch's own that mixed precision provokes, by their texts, and a hint for each: the rule, and the fix.
 
 The texts are those of torch 2.4 to 2.13; ``tests/tools/explain/test_torch_errors.py`` provokes them.
 """
