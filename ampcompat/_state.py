@@ -25,14 +25,12 @@ class ThreadCasts(threading.local):
     Attributes:
         forwards: Depth of casting forwards of initialized models; the outermost one owns autocast's weight cache.
         off: Depth of engine runs, optimizer steps and ``disable_casts`` blocks.
-        disabled: Of these, ``disable_casts`` blocks: forwards stay uncast in them too.
         regions: Open ``torch.autocast`` regions of the user, by device type.
         running: Half models in whose forward this thread is, outermost first.
     """
 
     forwards = 0
     off = 0
-    disabled = 0
     regions: dict[str, int]
     running: list[torch.nn.Module]
 

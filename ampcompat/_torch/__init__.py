@@ -44,6 +44,8 @@ from ampcompat._torch.autograd import (
     patch_autocast_regions,
     patch_engine,
     patch_function_bodies,
+    stash_in_thread,
+    stashed_in_thread,
 )
 from ampcompat._torch.checkpoints import patch_distributed_checkpoint
 from ampcompat._torch.compiler import (
@@ -52,6 +54,7 @@ from ampcompat._torch.compiler import (
     eager,
     forget_compiled_graphs,
     in_fake_mode,
+    is_tracing,
     keep_torch_functions_traceable,
     run_uncompiled,
     run_untraced,
@@ -101,7 +104,7 @@ from ampcompat._torch.modules import (
     has_storage,
     have_bits,
     in_functional_call,
-    is_parametrized,
+    is_graph_module,
     is_sharded,
     is_uninitialized,
     is_zero,
@@ -120,7 +123,8 @@ from ampcompat._torch.modules import (
     tensor_of,
     uncompiled,
 )
-from ampcompat._torch.patch import Wrap, replace, replace_function, wrap_everywhere
+from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
 from ampcompat._torch.version import (
+    IS_FOR_ROCM,
     TORCH,
 )

@@ -120,9 +120,9 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 is_uninitialized: Callable[[torch.Tensor], bool] = torch.nn.parameter.is_lazy
 
 
-def is_parametrized(module: torch.nn.Module) -> bool:
-    """Whether ``torch.nn.utils.parametrize`` has put a class in front of that of ``module``, to take off later."""
-    return isinstance(module._modules.get("parametrizations"), torch.nn.ModuleDict)
+def is_graph_module(cls: type) -> bool:
+    """Whether ``cls`` is a class of ``torch.fx``: one of a single module, on which its code is set as ``forward``."""
+    return issubclass(cls, torch.fx.GraphModule)
 
 
 def in_functional_call() -> bool:

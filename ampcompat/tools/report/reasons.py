@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from ampcompat._state import state
 from ampcompat.amp import optimizer
 from ampcompat.amp.amp_model import ModelPolicy
-from ampcompat.amp.casts import rules
+from ampcompat.amp.casts import disabled_depth, rules
 
 
 class Called(NamedTuple):
@@ -53,7 +53,7 @@ def why_not_half(op: OpOverload, called: Called, dtype: torch.dtype, device_type
     by_rule_or_step = _of_stack(sys._getframe(1))
     if by_rule_or_step:
         return by_rule_or_step
-    if thread.disabled:
+    if disabled_depth():
         return "under disable_casts"
     if thread.regions.get(device_type):
         return "in a region of torch.autocast"
