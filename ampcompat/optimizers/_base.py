@@ -75,7 +75,10 @@ class Bucket:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose params are updated in a few launches, computed in float32 for half params.
+    """A ``torch.optim.Optimizer`` whose params are updated together, computed in float32 for half params.
+
+    Kernels are launched for some dozens of params at once; rules that scale each layer launch one more a param (LAMB,
+    NovoGrad), and float32 masters of the optimizer's own three.
 
     Params and state are rounded once, where they are stored, in the dtypes that apex stored them in: state has the
     dtype of its param (``torch.zeros_like(p)``) where a subclass does not say otherwise. ``step`` makes no host
@@ -88,10 +91,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling: Any = True
 
     capturable = False
+    """Whether steps are counted on the device, for CUDA graphs, where no ``found_inf`` makes it necessary."""
     _state_names: ClassVar[tuple[str, ...]]
     _state_of_layers: ClassVar[frozenset[str]] = frozenset()
     """State that is one float32 number a param."""
-    _kept: ClassVar[tuple[str, ...]] = ("set_grad_none",)
+    _kept: ClassVar[tuple[str, ...]] = ("set_grad_none", "capturable")
     """Attributes that a copy or a pickle carries beyond ``torch.optim.Optimizer``'s own."""
     _counts_steps: ClassVar[bool] = True
     _rule_unscales: ClassVar[bool] = False
@@ -151,7 +155,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             What the closure returned, else None.
 
         Raises:
-            RuntimeError: A gradient is sparse, or a param is complex; nothing has been changed then.
+            RuntimeError: A gradient is sparse, a param is complex, or the step is captured for a CUDA graph before any
+                was counted on the device (:attr:`capturable`); nothing has been changed then.
         """
         loss = evaluated(closure)
         self._make_step(self._scaling())
@@ -169,6 +174,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 copies.write_back()
 
     def _count_step(self, found_inf: Tensor | None) -> None:
+        if _torch.is_capturing() and not self._steps.are_on_device(self.param_groups):
+            name = type(self).__name__
+            raise RuntimeError(
+                f"{name}.step() is captured for a CUDA graph while its steps are counted on the host - each replay"
+                " would repeat the count of this one - set optimizer.capturable = True, and make a step before the"
+                " capture."
+            )
         self._steps.advance(self.param_groups, found_inf, self.capturable)
 
     def _step_of(self, group: ParamGroup, device: torch.device) -> int | Tensor:
@@ -288,8 +300,8 @@ def refuse_unsupported(optimizer: str, params: Iterable[Tensor], reads_whole_par
             continue
         if grad.is_sparse:
             raise RuntimeError(
-                f"{optimizer} does not support sparse gradients, and a param of shape {tuple(param.shape)} has one: "
-                "please consider torch.optim.SparseAdam for it, or build its embedding with sparse=False."
+                f"{optimizer} does not support sparse gradients - a param of shape {tuple(param.shape)} has one -"
+                " build its embedding with sparse=False, or give it to torch.optim.SparseAdam."
             )
         if reads_whole_params and _torch.is_sharded(param):
             raise RuntimeError(
