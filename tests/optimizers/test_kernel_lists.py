@@ -98,8 +98,8 @@ class TestHelpers:
         assert len(lists.calls) == 2
 
     def test_lists_of_unequal_length_are_refused(self):
-        with pytest.raises(ValueError, match="zip"):
-            _torch.foreach_copy_([torch.zeros(2)], [])
+        with pytest.raises(RuntimeError, match="same number of tensors"):
+            _torch.foreach_copy_([torch.zeros(2)], [torch.ones(2), torch.ones(2)])
 
 
 def test_the_check_would_notice():
