@@ -224,7 +224,7 @@ def multi_tensor_lamb_stage2_cuda(
     with _lent([tensor_lists[1], tensor_lists[0]], 2, "multi_tensor_lamb_stage2_cuda") as (updates, params):
         if not params:
             return
-        update: _rules.Tensors = updates
+        update: _torch.Tensors = updates
         if use_nvlamb or weight_decay is None or weight_decay != 0.0:
             ratios = _layerwise.trust_ratios(per_tensor_param_norm, per_tensor_update_norm)
             update = _torch.foreach_mul(update, list(ratios.to(params[0].device, non_blocking=True).unbind()))
