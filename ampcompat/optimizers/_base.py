@@ -265,7 +265,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return what torch's does, with exact step counts: a host synchronisation if the device counts them."""
-        self._steps.settle()
+        self._steps.make_exact()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -285,7 +285,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             group["step"] = int(group["step"])
 
     def __getstate__(self) -> dict[str, object]:
-        self._steps.settle()
+        self._steps.make_exact()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._kept}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
