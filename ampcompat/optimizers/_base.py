@@ -100,8 +100,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     _kept: ClassVar[tuple[str, ...]] = ("set_grad_none", "capturable")
     """Attributes that a copy or a pickle carries beyond ``torch.optim.Optimizer``'s own."""
     _counts_steps: ClassVar[bool] = True
+    """Whether ``group["step"]`` counts the steps."""
     _rule_unscales: ClassVar[bool] = False
+    """Whether the rule takes ``grad_scale`` and ``found_inf``; else it gets gradients without either."""
     _reads_whole_params: ClassVar[bool] = False
+    """Whether the rule reads norms of layers, which a shard does not have."""
 
     def __init__(self, params: Any, set_grad_none: bool, amsgrad: bool = False, **defaults: object) -> None:
         if amsgrad:
@@ -204,6 +207,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         working = self._working_params(params, copies)
         grads = [_torch.local_part(param.grad) for param in params if param.grad is not None]
         state: dict[str, list[Tensor]] = {}
+        for name in self._names(group):
+            values = [_torch.local_part(self.state[param][name]) for param in params]
+            if name not in self._state_of_layers:
+                values = copies.lend(values, like=working, changes=True)
+            state[name] = values
         bucket = Bucket(
             params=working,
             grads=copies.lend(grads, like=working),
@@ -218,9 +226,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             is_new=is_new,
             grad_scale=scaling.grad_scale,
         )
-        for name in self._names(group):
-            values = [_torch.local_part(self.state[param][name]) for param in params]
-            state[name] = values if name in self._state_of_layers else copies.lend(values, like=working, changes=True)
         if not self._rule_unscales:
             bucket.make_usable()
         return bucket
