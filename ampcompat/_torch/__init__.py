@@ -5,6 +5,7 @@ A change of torch that breaks something is to be fixed here.
 
 from ampcompat._torch.arithmetic import (
     HostCopy,
+    Tensors,
     any_non_finite,
     any_of,
     cast_to,
