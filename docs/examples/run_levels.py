@@ -16,7 +16,7 @@ LEAST_ACCURACY, LARGEST_SPREAD = 97.0, 0.5
 
 
 def run(level, script_args, folder, verbose=False):
-    """The result of the script at ``level``, or None when it failed; only then, or if ``verbose``, its output is shown."""
+    """The result of the script at ``level``, or None when it failed; its output is shown then, or if ``verbose``."""
     result = Path(folder) / f"{level}.json"
     command = [sys.executable, "-m", "ampcompat", "run", str(SCRIPT), "--opt-level", level, "--result", str(result)]
     print(f"{level} ...", flush=True)
