@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from ampcompat._types import Optimizer
     from ampcompat.amp.casts import Casts, Saved
+    from ampcompat.amp.casts.rules import Plan, Rule
     from ampcompat.amp.masters import Master
-    from ampcompat.amp.rules import Plan, Rule
     from ampcompat.amp.session import Session
 
 
@@ -43,10 +43,13 @@ class ThreadCasts(threading.local):
 
 @dataclass(eq=False)
 class CastState:
-    """The ambient casts of the process (see :mod:`ampcompat.amp.autocast`).
+    """The ambient casts of the process (see :mod:`ampcompat.amp.casts.ambience`).
 
     Attributes:
-        ambient: The casts of the latest ``initialize``; None where it casts nothing.
+        sessions: Calls of ``initialize`` and ``amp.init`` that cast functions, the latest last; not those whose models
+            are gone.
+        models: Every model under amp that is alive, copies of those that ``initialize`` was given included.
+        ambient: The casts of the latest of these calls that is in force; None where none is.
         device_types: Where they hold: the device types of initialized models.
         owner: The thread that they hold in, the one that called ``initialize`` last.
         original: Autocast's state before the first change, for undo; None while no policy casts functions.
@@ -56,6 +59,8 @@ class CastState:
         thread: What the current thread is in the middle of.
     """
 
+    sessions: list[Session] = field(default_factory=list)
+    models: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
     ambient: Casts | None = None
     device_types: tuple[str, ...] = ()
     owner: int = 0
@@ -68,7 +73,7 @@ class CastState:
 
 @dataclass(eq=False)
 class OpRules:
-    """The op rules that are on the dispatcher (see :mod:`ampcompat.amp.rules`).
+    """The op rules that are on the dispatcher (see :mod:`ampcompat.amp.casts.rules`).
 
     Attributes:
         table: The rules by public name, as last read from the lists.

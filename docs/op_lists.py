@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Final
 
 from ampcompat import _torch
+from ampcompat.amp.casts.rules import PYTHON, Rule, rules_by_name
 from ampcompat.amp.lists import UNCAST, torch_overrides
-from ampcompat.amp.rules import PYTHON, Rule, rules_by_name
 
 PAGE: Final = Path(__file__).with_suffix(".md")
 RULES: Final = rules_by_name()

@@ -24,14 +24,42 @@ DIVERGENCES = {
 }
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options that run the tests on CUDA devices, on real ones or on those of ``accelerator/``."""
+    parser.addoption(
+        "--emulate-cuda", action="store_true", help="emulate two CUDA devices, on a torch that was built without CUDA"
+    )
+    parser.addoption("--on-cuda", action="store_true", help="make tensors on cuda:0 where a test names no device")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Import torch in the processes that run tests."""
+    """Import torch in the processes that run tests, with the devices that are wanted."""
     is_worker = hasattr(config, "workerinput")
     has_no_workers = config.getoption("dist", "no") == "no"
-    if is_worker or has_no_workers:
-        config.pluginmanager.import_plugin("torch_left_as_found")
-    else:
+    runs_tests = is_worker or has_no_workers
+    if config.getoption("--emulate-cuda"):
+        emulate_cuda(runs_tests)
+    if not runs_tests:
         gc.enable()
+        return
+    if config.getoption("--on-cuda"):
+        import torch
+
+        torch.set_default_device("cuda")
+    config.pluginmanager.import_plugin("torch_left_as_found")
+
+
+def emulate_cuda(runs_tests: bool) -> None:
+    """Install the emulated devices in this process if it runs tests; else only build them, before the workers do."""
+    import emulated_cuda
+
+    reason = emulated_cuda.why_not()
+    if reason is not None:
+        raise pytest.UsageError(f"--emulate-cuda: {reason}")
+    if runs_tests:
+        emulated_cuda.install()
+    else:
+        emulated_cuda.built()
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` deselects the slow tests

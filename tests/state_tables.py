@@ -103,7 +103,7 @@ CASTS: Final = Table(
     rows=(
         ("device types that hold no params of an initialized model", "off"),
         ("the forward of an initialized model", "those of the call that owns it, in any thread"),
-        ("anywhere else in the thread that called `initialize`", 'those of the latest `initialize` ("ambient")'),
+        ("anywhere else in the thread that called `initialize`", 'those of the latest call at O1 or O4 ("ambient")'),
         ("the autograd engine", "off"),
         ("Python `autograd.Function` backward bodies", "those of the forward"),
         ("`optimizer.step`", "off; inside its closure as outside"),
@@ -150,7 +150,7 @@ STATE_CHANGES: Final = Table(
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
     "block": ("gradients", "float32"),
     "masters": ("masters",),
-    "autocast": ("casts",),
+    "casts/ambience": ("casts",),
 }
 TABLES: Final[dict[str, Table]] = {
     "gradients": MASTER_GRADIENTS,

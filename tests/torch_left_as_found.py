@@ -3,6 +3,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -77,6 +78,13 @@ def environment() -> dict[bytes, bytes]:
         for name, value in os.environ._data.items()
         if name not in (b"PYTEST_CURRENT_TEST", b"CUDA_MODULE_LOADING") and b"TORCHINDUCTOR" not in name
     }
+
+
+@pytest.fixture
+def tensors_on_the_accelerator() -> Iterator[None]:
+    """Make tensors where ``amp.init``, which knows no model, casts: on the accelerator if there is one."""
+    with torch.device("cuda") if torch.cuda.is_available() else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

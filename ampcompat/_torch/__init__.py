@@ -10,6 +10,7 @@ from ampcompat._torch.arithmetic import (
     cast_to,
     coalesced,
     float32_copies,
+    foreach_accumulate_,
     foreach_add,
     foreach_add_,
     foreach_copy_,
@@ -49,13 +50,13 @@ from ampcompat._torch.compiler import (
     COMPILER_SEES_CACHE_FLAG,
     compile_backward_without_autocast,
     eager,
-    eager_itself,
     forget_compiled_graphs,
     in_fake_mode,
     keep_torch_functions_traceable,
     run_uncompiled,
     run_untraced,
     setting,
+    skip_compile_of_frame,
     tag_compile_caches,
 )
 from ampcompat._torch.dispatcher import (

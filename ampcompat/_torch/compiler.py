@@ -43,7 +43,7 @@ def eager(function: F) -> F:
     return _skipped(function, with_callees=True)
 
 
-def eager_itself(function: F) -> F:
+def skip_compile_of_frame(function: F) -> F:
     """Decorate a function like :func:`eager`, but let the compiler take what it calls (an optimizer's own step)."""
     return _skipped(function, with_callees=False)
 

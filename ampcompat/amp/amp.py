@@ -1,15 +1,13 @@
-"""Functions that users have cast: ``register_*_function``, the decorators, and ``amp.init``, the API of before 2019.
+"""``amp.init``, the API of before 2019; and the home of names that scripts import from ``apex.amp.amp``.
 
-Users register functions by module and name, or decorate their own. The next ``initialize`` whose casts are on replaces
-registered ones in their module; they are put back when casts end, and the registrations stay. ``init`` casts without a
-model, and returns a handle to scale losses with.
+``init`` casts functions without a model, and returns a handle to scale losses with.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast, overload
+from typing import Any, overload
 
 import torch
 
@@ -17,152 +15,25 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.amp_model import device_types_of
-from ampcompat.amp.autocast import cover, set_ambient
+from ampcompat.amp.casts.ambience import install_casting, set_ambient
+from ampcompat.amp.casts.registration import (
+    bfloat16_function,
+    float_function,
+    half_function,
+    promote_function,
+    register_bfloat16_function,
+    register_float_function,
+    register_half_function,
+    register_promote_function,
+)
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.properties import HALF_DTYPES, read_properties
-from ampcompat.amp.rules import Rule, wrap, wrap_registered
+from ampcompat.amp.properties import HALF_DTYPES, casting_level, read_properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session
 
 __all__ = ["bfloat16_function", "float_function", "half_function", "init", "promote_function"]
 __all__ += ["register_bfloat16_function", "register_float_function", "register_half_function"]
 __all__ += ["register_promote_function"]
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _register(module: object, name: str, rule: Rule) -> None:
-    if not isinstance(name, str) or not hasattr(module, name):
-        raise ValueError(
-            f"No function named {name!r} in module {getattr(module, '__name__', type(module).__name__)} - it must exist"
-            " when it is registered - check the spelling, and pass the function's name as a string."
-        )
-    target = getattr(module, name)
-    if not callable(target):
-        shown = getattr(module, "__name__", type(module).__name__)
-        raise ValueError(
-            f"{name!r} in module {shown} is a {type(target).__name__} - what is registered must be a function or a"
-            " class - check the name."
-        )
-    state.functions[id(module), name] = module, name, rule
-    if state.casts.patches is not None:
-        wrap_registered()
-
-
-def register_half_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to half while casts are on (``apex/amp/amp.py: register_half_function``).
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name. A class found there keeps its identity: a module's ``forward`` is wrapped, an
-            ``autograd.Function``'s ``apply``, any other class's ``__call__``.
-
-    Raises:
-        ValueError: ``module`` has no such attribute, or it is no function.
-    """
-    _register(module, name, Rule.HALF)
-
-
-def register_bfloat16_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to bfloat16 while casts are on, at O1 too; as in ROCm's fork of apex.
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute, or it is no function.
-    """
-    _register(module, name, Rule.BFLOAT16)
-
-
-def register_float_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to float32 while casts are on.
-
-    As in apex (``apex/amp/amp.py: register_float_function``).
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute, or it is no function.
-    """
-    _register(module, name, Rule.FLOAT)
-
-
-def register_promote_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
-
-    As in apex (``apex/amp/amp.py: register_promote_function``).
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute, or it is no function.
-    """
-    _register(module, name, Rule.PROMOTE)
-
-
-def _check_decorable(function: object, decorator: str) -> None:
-    if not callable(function) and not isinstance(function, classmethod):
-        raise TypeError(
-            f"{decorator} got an object of type {type(function).__name__} - it decorates a function or a class - pass"
-            " the function itself."
-        )
-
-
-def _decorated(function: F, rule: Rule, decorator: str) -> F:
-    _check_decorable(function, decorator)
-    method, wrapper = wrap(function, rule)
-    if not method:
-        return cast(F, wrapper)
-    setattr(function, method, wrapper)
-    return function
-
-
-def half_function(fn: F) -> F:
-    """Decorate ``fn`` to get its floating tensor arguments in half while casts are on.
-
-    Works on Python functions, C builtins, ``Function.apply``, methods of every kind and classes, before or after any
-    ``initialize`` (``apex/amp/amp.py: half_function``).
-
-    Args:
-        fn: The function or class.
-
-    Returns:
-        A function in its place, or the class itself.
-    """
-    return _decorated(fn, Rule.HALF, "half_function")
-
-
-def bfloat16_function(fn: F) -> F:
-    """Decorate ``fn`` to get its arguments in bfloat16 while casts are on, at O1 too; as in ROCm's fork of apex.
-
-    Args:
-        fn: What :func:`half_function` takes; what that returns is returned.
-    """
-    return _decorated(fn, Rule.BFLOAT16, "bfloat16_function")
-
-
-def float_function(fn: F) -> F:
-    """Decorate ``fn`` to get its half arguments in float32 while casts are on (``apex/amp/amp.py: float_function``).
-
-    Args:
-        fn: What :func:`half_function` takes; what that returns is returned.
-    """
-    return _decorated(fn, Rule.FLOAT, "float_function")
-
-
-def promote_function(fn: F) -> F:
-    """Decorate ``fn`` to get its arguments in the widest dtype among them (``apex/amp/amp.py: promote_function``).
-
-    Args:
-        fn: What :func:`half_function` takes; what that returns is returned.
-    """
-    return _decorated(fn, Rule.PROMOTE, "promote_function")
 
 
 def _rocm_order(init: Callable[..., AmpHandle]) -> Callable[..., AmpHandle]:
@@ -238,7 +109,7 @@ def init(
         no_op = NoOpHandle()
         _amp_state.handle = no_op
         return no_op
-    level = "O4" if patch_type is torch.bfloat16 else "O1"
+    level = casting_level(patch_type or torch.float16)
     properties, half_dtype = read_properties(level, {"loss_scale": loss_scale})
     latest = state.session
     follows_initialize = latest is not None and not latest.by_init
@@ -258,10 +129,11 @@ def _begin_casts(session: Session) -> None:
     """Make the casts of ``session`` ambient, and cast functions in the forwards of all models."""
     of_models = device_types_of(state.models.live) & set(_torch.autocast_device_types())
     session.device_types = of_models | {_torch.accelerator()}
-    cover(session.device_types)
+    install_casting(session.device_types)
     for model in state.models.live:
         policy = model.__dict__["_amp_policy"]
         if not policy.casts.enabled:  # forwards at other levels cast functions too, into their own half dtype
             session.casting.append(policy)
             policy.casts = policy.casts._replace(enabled=True)
-    set_ambient(session.policy.casts, session.device_types)
+    session.come_into_force()
+    set_ambient(session.device_types)

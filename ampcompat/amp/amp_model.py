@@ -23,13 +23,13 @@ from ampcompat import _torch
 from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.autocast import cover, set_ambient
 from ampcompat.amp.casts import OFF, Casts, CastsOff, ForwardCasts, is_decided
-from ampcompat.amp.cures import note_cure
+from ampcompat.amp.casts.ambience import follow_lifetime, install_casting, set_ambient
+from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half_weights import half_weights
+from ampcompat.amp.hints import add_hint
 from ampcompat.amp.masters import follow_replacements, masters_of, own_tensors, reconcile
 from ampcompat.amp.observers import notify
-from ampcompat.amp.trees import cast_tree, tensors_in
 from ampcompat.amp.weights import cast_weights
 
 Forward = Callable[..., object]
@@ -64,7 +64,7 @@ class ModelPolicy:
         if torch.compiler.is_compiling():
             return self._run_compiled(forward, args, kwargs)
         if self._lacks_patches():
-            _torch.run_uncompiled(cover, [_device_type(model)])
+            _torch.run_uncompiled(install_casting, [_device_type(model)])
             return _torch.run_uncompiled(self.run, model, forward, args, kwargs)
         if state.observers:
             notify("on_forward", model, args, kwargs)
@@ -184,7 +184,7 @@ def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
         notify("on_failure", error)
     if isinstance(error, RuntimeError):
         _note_wide_weight(model, error)
-    note_cure(error, model)
+    add_hint(error, model)
 
 
 def _note_wide_weight(model: torch.nn.Module, error: RuntimeError) -> None:
@@ -226,8 +226,8 @@ def _device_type(model: torch.nn.Module) -> str:
     was_moved = device_type not in ambience.device_types
     if was_moved and ambience.original is not None:
         wanted = device_types_of(state.models.live) & set(_torch.autocast_device_types())
-        cover(wanted)
-        set_ambient(ambience.ambient or OFF, wanted)
+        install_casting(wanted)
+        set_ambient(wanted)
     return device_type
 
 
@@ -273,6 +273,7 @@ def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
     if policy is None:
         _take_policy_off(model)
         state.models.live.discard(model)
+        state.casts.models.discard(model)
         return
     if not isinstance(model, AmpModel):
         model.__class__ = _class_with_amp(model)
@@ -281,6 +282,7 @@ def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
     if own_forward is not None and not isinstance(own_forward, InstanceForward):
         object.__setattr__(model, "forward", InstanceForward(model, own_forward))
     state.models.live.add(model)
+    follow_lifetime(model)
 
 
 def _take_policy_off(model: torch.nn.Module) -> None:
@@ -381,6 +383,7 @@ def rebuild(cls: type[torch.nn.Module], build: Any, args: tuple[Any, ...]) -> to
     model: torch.nn.Module = build(*args)
     if not isinstance(model, AmpModel):
         model.__class__ = amp_class(type(model))
+    follow_lifetime(model)
     return model
 
 

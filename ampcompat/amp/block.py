@@ -72,10 +72,10 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp import misuse, sharded
-from ampcompat.amp.autocast import assert_ambience
-from ampcompat.amp.cures import note_cure
+from ampcompat.amp.casts.ambience import assert_ambience
 from ampcompat.amp.ddp import holds_back
 from ampcompat.amp.gradients import put_aside, rescale_pending, show, unscale_new
+from ampcompat.amp.hints import add_hint
 from ampcompat.amp.masters import drop_cleared_gradients
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import is_optimizer
@@ -195,7 +195,7 @@ class Block:
             )
         self.entered = True
         casts = state.casts
-        if casts.ambient is not None and casts.device_types and not torch.is_autocast_enabled(casts.device_types[0]):
+        if casts.device_types and torch.is_autocast_enabled(casts.device_types[0]) != (casts.ambient is not None):
             assert_ambience()
         needs_scale = self._look_at_optimizers()
         if state.observers:
@@ -271,7 +271,7 @@ class Block:
             if isinstance(error, Exception):
                 if state.observers:
                     notify("on_failure", error)
-                note_cure(error)
+                add_hint(error)
             return
         if self.is_plain:
             for optimizer in self.optimizers:

@@ -19,14 +19,14 @@ from ampcompat._types import Optimizer, Options, OptLevel
 from ampcompat.amp import amp_model, block, checkpoint, named_masters, nested, properties, sharded
 from ampcompat.amp import optimizer as amp_optimizer
 from ampcompat.amp.amp_model import ModelPolicy
-from ampcompat.amp.autocast import set_ambient
 from ampcompat.amp.casts import OFF
+from ampcompat.amp.casts.ambience import set_ambient
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.keep_fp32 import BorderPolicy, select, set_border
+from ampcompat.amp.keep_fp32 import BoundaryPolicy, select, set_boundary
 from ampcompat.amp.masters import follow_replacements, master_of
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
+from ampcompat.amp.properties import LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
 from ampcompat.amp.sharing import never_held, sharers_outside
@@ -52,12 +52,13 @@ class _Level:
     more = ""
 
     def __call__(self, properties: Properties) -> Properties:
-        properties._update_options_dict({"enabled": True, "opt_level": self.name, **LEVELS[self.name]})
+        properties._update_options_dict({"enabled": True, "opt_level": self.name, **LEVELS[self.name].options})
         return properties
 
 
-O0, O1, O2, O3, O4, O5 = (type(name, (_Level,), {"name": name, "brief": BRIEFS[name]}) for name in LEVELS)
-opt_levels = {level.__name__: level() for level in (O0, O1, O2, O3, O4, O5)}
+_classes = {name: type(name, (_Level,), {"name": name, "brief": row.brief}) for name, row in LEVELS.items()}
+O0, O1, O2, O3, O4, O5 = (_classes[name] for name in ("O0", "O1", "O2", "O3", "O4", "O5"))
+opt_levels = {name: level() for name, level in _classes.items()}
 
 
 @overload
@@ -297,9 +298,9 @@ def _say_what_a_string_enables(enabled: str, session: Session) -> None:
 def _print_options(options: Properties) -> None:
     """Print what apex printed, for people and scripts that look for it."""
     level = options.opt_level
-    say(f"Selected optimization level {BRIEFS[level]}")
+    say(f"Selected optimization level {LEVELS[level].brief}")
     say("Defaults for this optimization level are:")
-    for name, value in {"enabled": True, "opt_level": level, **LEVELS[level]}.items():
+    for name, value in {"enabled": True, "opt_level": level, **LEVELS[level].options}.items():
         say(f"{name:22} : {value}")
     say("After processing overrides, optimization options are:")
     for name, value in options.options.items():
@@ -316,7 +317,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
     policy = session.policy
     scaled = _scaled_for_no_optimizer(objects.optimizers)
     with ExitStack() as undo:
-        undo.callback(set_ambient, state.casts.ambient or OFF, state.casts.device_types)
+        undo.callback(set_ambient, state.casts.device_types)
         undo.callback(session.end_casts)
         for model in objects.models:
             undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
@@ -371,7 +372,7 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         has_masters=policy.master_weights,
         trained=trained if policy.master_weights else (),
     )
-    border = BorderPolicy(
+    border = BoundaryPolicy(
         opt_level=policy.opt_level,
         casts=OFF,
         input_dtype=torch.float32,
@@ -384,9 +385,9 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
             continue
         before = part.__dict__.get("_amp_policy")
         is_kept = part in objects.kept
-        if is_kept or isinstance(before, BorderPolicy):
-            undo.callback(set_border, part, before)
-            set_border(part, border if is_kept else None)
+        if is_kept or isinstance(before, BoundaryPolicy):
+            undo.callback(set_boundary, part, before)
+            set_boundary(part, border if is_kept else None)
 
 
 def _ids_of_stepped(optimizers: list[Optimizer]) -> set[int]:

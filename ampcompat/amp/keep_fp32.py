@@ -21,15 +21,15 @@ from ampcompat._state import state
 from ampcompat.amp import amp_model
 from ampcompat.amp.amp_model import Args, Forward, Kwargs, ModelPolicy
 from ampcompat.amp.casts import casts_off
+from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.masters import own_tensors
 from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.amp.trees import cast_tree, tensors_in
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 Names = dict[torch.nn.Module, str]
 
 
-class BorderPolicy(ModelPolicy):
+class BoundaryPolicy(ModelPolicy):
     """How a kept module runs; ``output_dtype`` is the half dtype around it, if any."""
 
     def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
@@ -215,13 +215,13 @@ def _fits_pattern(module: torch.nn.Module, name: str, pattern: str) -> bool:
 
 
 # -- the border --------------------------------------------------------------------------------------------------------
-def set_border(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
+def set_boundary(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
     """Put the border ``policy`` around ``module``, or what was there before."""
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _keep_off_fused_path]:
         del hooks[key]
     amp_model.set_policy(module, policy)
-    if isinstance(policy, BorderPolicy):
+    if isinstance(policy, BoundaryPolicy):
         state.models.live.discard(module)
         module.register_forward_pre_hook(_keep_off_fused_path)
 

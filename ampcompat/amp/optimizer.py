@@ -124,11 +124,11 @@ def _wrap(original: Callable[..., Any], method: Callable[..., Any]) -> Callable[
     return wrapper
 
 
-_torch.eager_itself(_wrap(print, print))  # all wrappers share its code
+_torch.skip_compile_of_frame(_wrap(print, print))  # all wrappers share its code
 
 
 # -- step --------------------------------------------------------------------------------------------------------------
-@_torch.eager_itself
+@_torch.skip_compile_of_frame
 def _step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow.
 
@@ -171,7 +171,7 @@ def _is_plain(stash: AmpOptimizerState) -> bool:
     return not noted and not len(state.optimizers.pending)
 
 
-@_torch.eager_itself
+@_torch.skip_compile_of_frame
 def _plain_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callable[..., R], **kwargs: Any) -> R:
     """Step as plain torch does."""
     result = original(**kwargs)
@@ -183,7 +183,7 @@ def _plain_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callab
     return result
 
 
-@_torch.eager_itself
+@_torch.skip_compile_of_frame
 def _scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, step: Callable[[], Any]) -> Any:
     """Make the step, or skip it on the host; or leave that to an optimizer that skips on the device."""
     on_device = _skips_on_device(optimizer)

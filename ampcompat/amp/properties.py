@@ -9,7 +9,8 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,32 +27,53 @@ if TYPE_CHECKING:
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-OPTIONS = (
-    "cast_model_type",
-    "patch_torch_functions",
-    "patch_torch_functions_type",  # of ROCm's fork
-    "keep_batchnorm_fp32",
-    "master_weights",
-    "loss_scale",
-)
-LEVELS: Mapping[str, Mapping[str, object]] = {
-    level: dict(zip(OPTIONS, values, strict=True))
-    for level, values in {
-        "O0": (torch.float32, False, None, None, False, 1.0),
-        "O1": (None, True, torch.float16, None, None, "dynamic"),
-        "O2": (torch.float16, False, None, True, True, "dynamic"),
-        "O3": (torch.float16, False, None, False, False, 1.0),
-        "O4": (None, True, torch.bfloat16, None, None, 1.0),
-        "O5": (torch.bfloat16, False, None, True, True, 1.0),
-    }.items()
-}
-BRIEFS: Mapping[str, str] = {
-    "O0": "O0:  Pure FP32 training.",
-    "O1": "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
-    "O2": "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
-    "O3": "O3:  Pure FP16 training.",
-    "O4": "O4:  Insert automatic casts to BFLOAT16 around Pytorch functions and Tensor methods.",
-    "O5": "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
+
+@dataclass(frozen=True)
+class Level:
+    """A row of :data:`LEVELS`: what is printed of a level, and its defaults; a None means nothing at that level."""
+
+    brief: str
+    cast_model_type: torch.dtype | None
+    patch_torch_functions: bool
+    patch_torch_functions_type: torch.dtype | None  # of ROCm's fork
+    keep_batchnorm_fp32: bool | None
+    master_weights: bool | None
+    loss_scale: float | str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The defaults by name."""
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    @property
+    def half_dtype(self) -> torch.dtype:
+        """What it casts weights or functions to; float16 where it casts nothing."""
+        if self.cast_model_type in HALF_DTYPES:
+            return self.cast_model_type
+        return self.patch_torch_functions_type or torch.float16
+
+
+OPTIONS = tuple(field.name for field in fields(Level) if field.name != "brief")
+#: The levels. Their dtype, what may be overridden in them and the texts about them follow from their rows.
+LEVELS: dict[str, Level] = {
+    "O0": Level("O0:  Pure FP32 training.", torch.float32, False, None, None, False, 1.0),
+    "O1": Level(
+        "O1:  Insert automatic casts around Pytorch functions and Tensor methods.",
+        *(None, True, torch.float16, None, None, "dynamic"),
+    ),
+    "O2": Level(
+        "O2:  FP16 training with FP32 batchnorm and FP32 master weights.",
+        *(torch.float16, False, None, True, True, "dynamic"),
+    ),
+    "O3": Level("O3:  Pure FP16 training.", torch.float16, False, None, False, False, 1.0),
+    "O4": Level(
+        "O4:  Insert automatic casts to BFLOAT16 around Pytorch functions and Tensor methods.",
+        *(None, True, torch.bfloat16, None, None, 1.0),
+    ),
+    "O5": Level(
+        "O5:  BFLOAT16 training with FP32 batchnorm and FP32 master weights.",
+        *(torch.bfloat16, False, None, True, True, 1.0),
+    ),
 }
 _DTYPE_NAMES = dict.fromkeys(("float16", "fp16", "half"), torch.float16)
 _DTYPE_NAMES |= dict.fromkeys(("bfloat16", "bf16"), torch.bfloat16)
@@ -124,7 +146,7 @@ def refuse_other_level(enabled: object, opt_level: object) -> None:
     """Refuse a string in the place of ``enabled`` that names another level than ``opt_level``, however it is spelt.
 
     Scripts that pass the level as the third argument, which is ``enabled``, trained at O1 under apex. A level from
-    outside overrides both.
+    the environment overrides both.
     """
     if not isinstance(enabled, str) or os.environ.get("AMPCOMPAT_OPT_LEVEL"):
         return
@@ -159,47 +181,57 @@ def check_keywords(
         )
 
 
-#: Why O1 and O4, which cast around functions and leave the weights in float32, do not take an option.
-_NOT_AT_O1: Mapping[str, str] = {
-    "cast_model_type": "the weights stay float32 - use opt_level='O2' or 'O3' to cast the model.",
-    "keep_batchnorm_fp32": "all weights stay float32, so it must be None - leave it out, or use opt_level='O2'.",
-    "master_weights": "the model's weights are their own masters - leave it out, or use opt_level='O2'.",
-}
+def casting_level(dtype: torch.dtype) -> str:
+    """The first level that casts functions to ``dtype``."""
+    return next(name for name, row in LEVELS.items() if row.patch_torch_functions_type == dtype)
+
+
+def _listed_where(fits: Callable[[Level], bool]) -> str:
+    """The levels whose rows fit, for a message: "'O2' or 'O3'"."""
+    return " or ".join(repr(name) for name, row in LEVELS.items() if fits(row))
 
 
 def refusal(level: str, name: str, value: object) -> str | None:
     """Say why ``level`` does not allow ``name=value``, or None where it does; apex allowed and refused the same."""
-    casts_functions = level in ("O1", "O4")
-    if casts_functions:
-        reason = _why_not_at_o1(level, name, value)
+    if value is None:
+        return None
+    if LEVELS[level].patch_torch_functions:
+        reason = _why_not_beside_casts(LEVELS[level], name, value)
     else:
-        reason = _why_only_at_o1(name, value)
+        reason = _why_not_without_casts(name, value)
     if reason is None:
         return None
     return f"{name}={value!r} at {level} - {reason}"
 
 
-def _why_not_at_o1(level: str, name: str, value: object) -> str | None:
-    """Why O1 or O4 does not take ``name=value``; None where it does."""
-    if value is None:
-        return None
+def _why_not_beside_casts(row: Level, name: str, value: object) -> str | None:
+    """Why a level that casts functions, and no weights, does not take ``name=value``; None if it does."""
+    dtype = row.half_dtype
     if name == "patch_torch_functions_type":
-        dtype_of_level = LEVELS[level][name]
-        if value == dtype_of_level:
+        if value == dtype:
             return None
-        other = "O4" if level == "O1" else "O1"
-        return f"this level casts to {dtype_of_level} - select opt_level={other!r} instead."
-    if name == "cast_model_type" and value in (False, torch.float32):
-        return None
-    return _NOT_AT_O1.get(name)
+        other = _listed_where(lambda other: other.patch_torch_functions_type == value)
+        return f"this level casts to {dtype} - select opt_level={other} instead."
+    if name == "cast_model_type":
+        if value in (False, torch.float32):
+            return None
+        casting = _listed_where(lambda other: other.cast_model_type == dtype)
+        return f"the weights stay float32 - use opt_level={casting} to cast the model."
+    with_masters = _listed_where(lambda other: other.cast_model_type == dtype and bool(other.master_weights))
+    if name == "keep_batchnorm_fp32":
+        return f"all weights stay float32, so it must be None - leave it out, or use opt_level={with_masters}."
+    if name == "master_weights":
+        return f"the model's weights are their own masters - leave it out, or use opt_level={with_masters}."
+    return None
 
 
-def _why_only_at_o1(name: str, value: object) -> str | None:
-    """Why a level that does not cast functions does not take ``name=value``; None where it does."""
+def _why_not_without_casts(name: str, value: object) -> str | None:
+    """Why a level that does not cast functions does not take ``name=value``; None if it does."""
+    casting = _listed_where(lambda row: row.patch_torch_functions)
     if name == "patch_torch_functions" and value:
-        return "only O1 (O4) inserts casts around functions - select opt_level='O1' instead."
-    if name == "patch_torch_functions_type" and value is not None:
-        return "only O1 (O4) inserts casts around functions - leave it out, or select opt_level='O1' instead."
+        return f"this level casts no functions - select opt_level={casting} instead."
+    if name == "patch_torch_functions_type":
+        return f"this level casts no functions - leave it out, or select opt_level={casting} instead."
     return None
 
 
@@ -243,18 +275,18 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
     """Read the options of a call: those of its level, overridden by keywords and by the environment.
 
     ``AMPCOMPAT_OPT_LEVEL`` and ``AMPCOMPAT_DTYPE`` change a script from outside, and a message says so. A keyword that
-    the level from outside does not allow is dropped. Returns also the half dtype in force.
+    the level of the environment does not allow is dropped. Returns also the half dtype in force.
     """
-    level_from_outside = os.environ.get("AMPCOMPAT_OPT_LEVEL") or None
-    level = _checked_level(level_from_outside or opt_level)
-    dtype_from_outside = _dtype_from_outside()
-    half_dtype = dtype_from_outside or (torch.bfloat16 if level in ("O4", "O5") else torch.float16)
-    options = dict(LEVELS[level])
+    level_from_env = os.environ.get("AMPCOMPAT_OPT_LEVEL") or None
+    level = _checked_level(level_from_env or opt_level)
+    dtype_from_env = _dtype_from_env()
+    half_dtype = dtype_from_env or LEVELS[level].half_dtype
+    options = LEVELS[level].options
     if options["cast_model_type"] in HALF_DTYPES:
         options["cast_model_type"] = half_dtype
-    for name, value in _accepted_overrides(level, overrides, drops_unfit=level_from_outside is not None).items():
+    for name, value in _accepted_overrides(level, overrides, drops_refused=level_from_env is not None).items():
         if name in ("cast_model_type", "patch_torch_functions_type") and value in HALF_DTYPES:
-            half_dtype = dtype_from_outside or value
+            half_dtype = dtype_from_env or value
             options[name] = half_dtype
         else:
             options[name] = value
@@ -265,20 +297,20 @@ def read_properties(opt_level: object, overrides: Mapping[str, object]) -> tuple
         options["loss_scale"] = 1.0  # bfloat16 has float32's range: nothing to scale
     properties = Properties()
     properties.options.update({"enabled": True, "opt_level": level, **options})
-    if level_from_outside and level_from_outside != opt_level:
-        say(f"AMPCOMPAT_OPT_LEVEL={level_from_outside} overrides the script's opt_level={opt_level!r}.")
-    if dtype_from_outside is not None:
-        say(f"AMPCOMPAT_DTYPE: the half dtype is {dtype_from_outside}.")
+    if level_from_env and level_from_env != opt_level:
+        say(f"AMPCOMPAT_OPT_LEVEL={level_from_env} overrides the script's opt_level={opt_level!r}.")
+    if dtype_from_env is not None:
+        say(f"AMPCOMPAT_DTYPE: the half dtype is {dtype_from_env}.")
     return properties, half_dtype
 
 
-def _accepted_overrides(level: str, overrides: Mapping[str, object], drops_unfit: bool) -> dict[str, Any]:
+def _accepted_overrides(level: str, overrides: Mapping[str, object], drops_refused: bool) -> dict[str, Any]:
     """Check ``overrides``; returns those that change something.
 
     Args:
         level: The level in force.
         overrides: Keywords of ``initialize``; None overrides nothing.
-        drops_unfit: Whether one that the level does not allow is dropped, with a message, instead of being an error.
+        drops_refused: Whether one that the level does not allow is dropped, with a message, instead of being an error.
     """
     accepted = {}
     for name, value in overrides.items():
@@ -286,7 +318,7 @@ def _accepted_overrides(level: str, overrides: Mapping[str, object], drops_unfit
         if checked is None:
             continue
         reason = refusal(level, name, checked)
-        if reason is not None and drops_unfit:
+        if reason is not None and drops_refused:
             say(f"AMPCOMPAT_OPT_LEVEL={level}: the script's {name}={value!r} is not for this level and is dropped.")
             continue
         if reason is not None:
@@ -300,13 +332,13 @@ def _checked_level(level: object) -> str:
         return level
     meant = f"O{str(level).lstrip('oO0') or '0'}"
     hint = f" Did you mean {meant!r}, with the letter O (as in Optimization)?" if meant in LEVELS else ""
+    options = ", ".join(map(repr, LEVELS))
     raise RuntimeError(
-        f"Unexpected optimization level {level!r} - options are 'O0', 'O1', 'O2', 'O3' (and 'O4', 'O5' for"
-        f" bfloat16).{hint} Pass one of these as opt_level."
+        f"Unexpected optimization level {level!r} - options are {options}.{hint} Pass one of these as opt_level."
     )
 
 
-def _dtype_from_outside() -> torch.dtype | None:
+def _dtype_from_env() -> torch.dtype | None:
     """The half dtype that ``AMPCOMPAT_DTYPE`` names; None where it is not set."""
     name = os.environ.get("AMPCOMPAT_DTYPE")
     if not name:
@@ -318,7 +350,7 @@ def _dtype_from_outside() -> torch.dtype | None:
 
 # -- models and optimizers ---------------------------------------------------------------------------------------------
 def as_models(models: object, options: Mapping[str, Any]) -> list[torch.nn.Module]:
-    """Return ``models`` as a list, each out of ``torch.compile`` and checked to be fit for ``options``."""
+    """Return ``models`` as a list, each out of ``torch.compile`` and checked against ``options``."""
     wanted = "a model - models must be a torch.nn.Module, or a list or tuple of them - pass the module itself."
     given = _as_list(models)
     for model in given:
@@ -331,7 +363,7 @@ def as_models(models: object, options: Mapping[str, Any]) -> list[torch.nn.Modul
         for path, module in model.named_modules():
             if casts_weights and not isinstance(model, torch.jit.ScriptModule):
                 _refuse_scripted(path, module, options["opt_level"])
-            _refuse_unfit_weights(module)
+            _refuse_unsupported_weights(module)
     return uncompiled
 
 
@@ -352,7 +384,7 @@ def _refuse_scripted(path: str, module: torch.nn.Module, level: str) -> None:
         )
 
 
-def _refuse_unfit_weights(module: torch.nn.Module) -> None:
+def _refuse_unsupported_weights(module: torch.nn.Module) -> None:
     """Raise a RuntimeError if a parameter of ``module`` itself has no float32 values that amp could cast or train."""
     allows_half: bool = state.view["allow_incoming_model_not_fp32"]
     refused_dtypes = () if allows_half else HALF_DTYPES
@@ -366,13 +398,13 @@ def _refuse_unfit_weights(module: torch.nn.Module) -> None:
         record = half_weights(module)
         cast_by_earlier_call = record is not None and record.dtype == param.dtype
         is_half_already = param.dtype in refused_dtypes and not cast_by_earlier_call
-        trouble = _trouble_with(param, shown, is_half_already)
-        if trouble is not None:
-            raise RuntimeError(f"amp.initialize got a model with unfit weights: {trouble}")
+        reason = _why_unsupported(param, shown, is_half_already)
+        if reason is not None:
+            raise RuntimeError(f"amp.initialize got a model with unsupported weights: {reason}")
 
 
-def _trouble_with(param: torch.nn.Parameter, shown: str, is_half_already: bool) -> str | None:
-    """Say what makes ``param``, called ``shown``, unfit, and what to do about it; None if it is fit."""
+def _why_unsupported(param: torch.nn.Parameter, shown: str, is_half_already: bool) -> str | None:
+    """Say why amp cannot cast or train ``param``, called ``shown``, and what to do about it; None if it can."""
     if _torch.is_uninitialized(param):
         return f"uninitialized {shown} - its shape must be known - run one forward pass first."
     if param.is_meta:

@@ -10,10 +10,16 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp import cpu_convolution, ddp
+from ampcompat.amp import ddp
 from ampcompat.amp.amp_model import ModelPolicy, device_types_of
-from ampcompat.amp.autocast import cover, set_ambient, switch_this_forward, uncover
-from ampcompat.amp.casts import Casts
+from ampcompat.amp.casts import Casts, cpu_convolution
+from ampcompat.amp.casts.ambience import (
+    install_casting,
+    policies_in_force,
+    set_ambient,
+    switch_this_forward,
+    uninstall_casting,
+)
 from ampcompat.amp.properties import HALF_DTYPES, Properties
 from ampcompat.amp.scaler import LossScaler, check_scaler
 
@@ -28,6 +34,7 @@ class Session:
         cast_outputs: The keyword ``cast_model_outputs``.
         scalers: One per ``num_losses``.
         by_init: Whether ``amp.init`` made it.
+        has_models: Whether it was given models: its casts outside of them end with the last of these.
         steps: Of all its optimizers, skipped ones included.
         enabled: False of ``initialize(enabled=False)``, which owns nothing.
         policy: How its models run.
@@ -40,6 +47,7 @@ class Session:
     cast_outputs: torch.dtype | None = None
     scalers: list[LossScaler] = field(default_factory=list)
     by_init: bool = False
+    has_models: bool = False
     steps: int = 0
     enabled: bool = field(init=False)
     policy: ModelPolicy = field(init=False)
@@ -80,7 +88,7 @@ class Session:
         self.scalers = scalers
 
     def begin_casts(self) -> None:
-        """Make this call's casts the ambient ones, on the devices of every live model."""
+        """Make this call's casts, if it has any, the ambient ones, on the devices of every live model."""
         ddp.install()
         held = device_types_of(state.models.live)
         if "cpu" in held:
@@ -90,10 +98,19 @@ class Session:
             for device_type in held - self.device_types:
                 self._warn_of_no_autocast(device_type)
             self._cast_deactivated_models_again()
-            cover(self.device_types)
+            install_casting(self.device_types)
+            self.has_models = self.policy in policies_in_force()
+            self.come_into_force()
         elif self.policy.half_dtype is not None and "cpu" in self.device_types:
             cpu_convolution.acquire()
-        set_ambient(self.policy.casts, self.device_types)
+        release_casts()
+        set_ambient(self.device_types.union(*(session.device_types for session in _without_models())))
+
+    def come_into_force(self) -> None:
+        """Make this the latest of the calls that cast functions, and forget those whose models are gone."""
+        in_force = policies_in_force()
+        earlier = [other for other in state.casts.sessions if other.policy in in_force or not other.has_models]
+        state.casts.sessions = [*(other for other in earlier if other is not self), self]
 
     def _warn_of_no_autocast(self, device_type: str) -> None:
         warn_once(
@@ -106,18 +123,16 @@ class Session:
     def switch_casts(self, on: bool) -> None:
         """Switch this call's casts off, or on again; a forward that this thread is in the middle of follows at once.
 
-        Ambient casts follow where they are this call's: where it is the latest, or an ``amp.init`` is switched on.
-        Patches of torch stay, so that switching is cheap.
+        Ambient casts follow. Patches of torch stay, so that switching is cheap.
         """
         for policy in self.casting:
             policy.casts = policy.casts._replace(enabled=on)
-        latest = state.session
-        if latest is None:  # reset since
+        if state.session is None:  # reset since
             return
         if on:
-            cover(self.device_types)
-        decides = self if self.by_init and on else latest
-        set_ambient(decides.policy.casts, self.device_types.union(state.casts.device_types))
+            install_casting(self.device_types)
+            self.come_into_force()
+        set_ambient(self.device_types.union(state.casts.device_types))
         switch_this_forward(on)
 
     def _cast_deactivated_models_again(self) -> None:
@@ -139,11 +154,14 @@ class Session:
 
 def release_casts() -> None:
     """Take all patches off torch if no model and no ``amp.init`` casts functions any more."""
-    policies = [model.__dict__["_amp_policy"] for model in state.models.live]
-    if state.session is not None:
-        policies.append(state.session.policy)
+    policies = [*policies_in_force(), *(session.policy for session in _without_models())]
     if not any(policy.casts.enabled for policy in policies):
-        uncover()
+        uninstall_casting()
+
+
+def _without_models() -> list[Session]:
+    """Calls that cast functions and were given no models."""
+    return [session for session in state.casts.sessions if not session.has_models]
 
 
 #: Owner of optimizers that were initialized with ``enabled=False``, when a later call is enabled.

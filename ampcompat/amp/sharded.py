@@ -102,9 +102,9 @@ def _refuse_other_shards(units: list[_torch.ShardedUnit], models: Sequence[torch
             if type(param) is torch.nn.Parameter or id(param) in held or not _torch.is_sharded(param):
                 continue
             raise RuntimeError(
-                f"amp.initialize got a model with unfit weights: {name!r} is a DTensor that fully_shard does not hold,"
-                f" at opt_level={level!r} - amp keeps no float32 masters of shards, FSDP2 does - call fully_shard on"
-                " the model, or use opt_level='O1' (O4 for bfloat16)."
+                f"amp.initialize got a model with unsupported weights: {name!r} is a DTensor that fully_shard does not"
+                f" hold, at opt_level={level!r} - amp keeps no float32 masters of shards, FSDP2 does - call fully_shard"
+                " on the model, or use opt_level='O1' (O4 for bfloat16)."
             )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ampcompat.amp.trees import map_tree, tensors_in
+from ampcompat.amp.casts.trees import map_tree, tensors_in
 
 __all__ = ["cached_cast", "casted_args", "get_func", "has_func", "is_fp_tensor", "is_nested", "maybe_float"]
 __all__ += ["maybe_bfloat16", "maybe_half", "set_func"]

@@ -134,9 +134,9 @@ def _explained(error: BaseException, trace: TracebackType | None) -> TracebackTy
     if "ampcompat.amp" not in sys.modules or not isinstance(error, Exception):
         return trace
     from ampcompat._state import state
-    from ampcompat.amp.cures import note_cure
+    from ampcompat.amp.hints import add_hint
     from ampcompat.tools.frames import hide_tools
 
     if state.session is not None and state.session.enabled:
-        note_cure(error)
+        add_hint(error)
     return hide_tools(trace, all_of_ours=True)

@@ -117,7 +117,7 @@ def _losses(
 def _seeded(seed: int) -> Iterator[None]:
     """The global generators seeded inside, and as they were afterwards."""
     before = random_state([])
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):  # torch warns where it is not told which of several
         seed_all(seed)
         try:
             yield

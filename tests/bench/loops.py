@@ -67,9 +67,9 @@ def _native(variant, case, model, x, y):
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
     casts = not variant.startswith("fp32")
     if variant == "native, same casts":
-        from ampcompat.amp import autocast
+        from ampcompat.amp.casts import ambience
 
-        autocast.cover([case.device])
+        ambience.install_casting([case.device])
     scaler = torch.amp.GradScaler(case.device, enabled=casts and case.dtype == torch.float16)
 
     def backward():
@@ -91,7 +91,7 @@ def _native(variant, case, model, x, y):
 
 def _with_masters(case, model, x, y, float32_sums):
     if case.device == "cpu":
-        from ampcompat.amp import cpu_convolution
+        from ampcompat.amp.casts import cpu_convolution
 
         cpu_convolution.acquire()  # torch's own half convolutions take up to ten times as long: loops are compared here
     model.to(case.dtype)

@@ -9,11 +9,15 @@ from internals import reset
 
 
 def run_on_two_processes(checks):
-    """Call each of ``checks`` with the rank in two processes, forked: torch takes long to import."""
+    """Call each of ``checks`` with the rank in two processes: forked if they can be, since torch takes long to import.
+
+    Beside a GPU the autograd engine has threads, which a fork does not survive.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    torch.multiprocessing.start_processes(_run, (port, checks), nprocs=2, start_method="fork")
+    method = "spawn" if torch.cuda.is_available() else "fork"
+    torch.multiprocessing.start_processes(_run, (port, checks), nprocs=2, start_method=method)
 
 
 def _run(rank, port, checks):

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ampcompat.amp import rules
+from ampcompat.amp.casts import rules
 
 
 @contextmanager

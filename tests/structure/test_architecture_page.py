@@ -25,11 +25,11 @@ def test_the_page_names_functions_and_fields_that_there_are():
     story = "\n".join(
         re.findall("^  .*", text[text.index("## One step at O2") : text.index("### Which state changes when")], re.M)
     )
-    modules = "|".join(path.stem for path in PAGE["AMP"].glob("*.py"))
-    names = re.findall(rf"\b({modules})\.([A-Za-z_]\w*)(?:\.(\w+))?", story)
+    modules = {path.stem: path.relative_to(PAGE["AMP"]).with_suffix("").parts for path in PAGE["AMP"].rglob("*.py")}
+    names = re.findall(rf"\b({'|'.join(modules)})\.([A-Za-z_]\w*)(?:\.(\w+))?", story)
     assert names
     for module, name, method in names:
-        owner = getattr(importlib.import_module(f"ampcompat.amp.{module}"), name)
+        owner = getattr(importlib.import_module(".".join(("ampcompat.amp", *modules[module]))), name)
         assert not method or hasattr(owner, method), (module, name, method)
     table = text[text.index("## Process-wide state") : text.index("## What an exception leaves behind")]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == fields_of_state()

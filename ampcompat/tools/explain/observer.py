@@ -10,9 +10,9 @@ import torch
 
 from ampcompat._types import Optimizer
 from ampcompat.amp.amp_model import Args, Kwargs
+from ampcompat.amp.casts.trees import tensors_in
 from ampcompat.amp.optimizer import step_was_skipped
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.trees import tensors_in
 from ampcompat.tools.explain import message, ranges
 from ampcompat.tools.explain.growth import Grown
 from ampcompat.tools.explain.live import LiveProbe

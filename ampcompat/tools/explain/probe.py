@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import _torch
 from ampcompat.amp.amp_model import Args, Kwargs
+from ampcompat.amp.casts.trees import map_tree, tensors_in
 from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.amp.trees import map_tree, tensors_in
 from ampcompat.tools.dtypes import dtype_name
 from ampcompat.tools.explain.places import Place, Places
 from ampcompat.tools.explain.tensors import (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.modules import module as hooks
 
-from ampcompat.amp.trees import tensors_in
+from ampcompat.amp.casts.trees import tensors_in
 from ampcompat.tools.columns import aligned
 from ampcompat.tools.data import named
 from ampcompat.tools.dtypes import dtype_name

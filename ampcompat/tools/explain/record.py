@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 
 from ampcompat.amp.amp_model import Args, Kwargs
+from ampcompat.amp.casts.trees import tensors_in
 from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.trees import tensors_in
 from ampcompat.tools.frames import script_line
 from ampcompat.tools.generators import random_state, set_random_state
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ampcompat.amp.amp_model import Args, Kwargs
+from ampcompat.amp.casts.trees import map_tree, tensors_in
 from ampcompat.amp.observers import observers
-from ampcompat.amp.trees import map_tree, tensors_in
 from ampcompat.tools.explain.places import Places
 from ampcompat.tools.explain.probe import Event, Probe
 from ampcompat.tools.explain.record import Record, as_it_was

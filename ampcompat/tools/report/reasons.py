@@ -10,8 +10,9 @@ import torch
 from torch._ops import OpOverload
 
 from ampcompat._state import state
-from ampcompat.amp import optimizer, rules
+from ampcompat.amp import optimizer
 from ampcompat.amp.amp_model import ModelPolicy
+from ampcompat.amp.casts import rules
 
 
 class Called(NamedTuple):

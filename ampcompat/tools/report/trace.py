@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.amp_model import Args, Kwargs
-from ampcompat.amp.keep_fp32 import BorderPolicy
-from ampcompat.amp.trees import tensors_in
+from ampcompat.amp.casts.trees import tensors_in
+from ampcompat.amp.keep_fp32 import BoundaryPolicy
 from ampcompat.tools.dtypes import dtype_name, is_half
 from ampcompat.tools.explain.tensors import readable
 from ampcompat.tools.report.reasons import OUTSIDE, Called, why_not_half
@@ -53,7 +53,7 @@ class OpTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if around is None:
             around = OUTSIDE
         own_policy = module.__dict__.get("_amp_policy")
-        at_border = isinstance(own_policy, BorderPolicy)
+        at_border = isinstance(own_policy, BoundaryPolicy)
         policy = around.policy
         if own_policy is not None and not at_border:
             policy = own_policy

@@ -96,6 +96,7 @@ def test_disabled(call):
     assert torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype == torch.float32
 
 
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_allow_banned():
     half, target = torch.full((2,), 0.5, dtype=torch.float16), torch.ones(2)
     amp.init()
@@ -108,6 +109,7 @@ def test_allow_banned():
     assert F.binary_cross_entropy(half, target).dtype == torch.float32
 
 
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_deactivate_is_final_for_this_handle_only():
     first, second = amp.init(), amp.init()
     first._deactivate()

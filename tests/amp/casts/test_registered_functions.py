@@ -51,9 +51,9 @@ def promoted(*args):
 def test_decorators_do_nothing_while_casts_are_inactive():
     x = ones()
     assert in_half(x)[0][0] is x
-    begin("O2")
+    _held = begin("O2")
     assert in_half(x)[0][0] is x
-    begin("O1")
+    _held = begin("O1")
     assert in_half(x)[0][0].dtype == HALF
     with amp.disable_casts():
         assert in_half(x)[0][0] is x
@@ -67,7 +67,7 @@ def test_a_plain_autocast_region_is_no_amp():
 
 
 def test_nested_arguments_keep_their_structure():
-    begin()
+    _held = begin()
     marker = object()
     args, kwargs = in_half([ones(), (ones(), 3)], {"a": ones(), "b": "text"}, Pair(ones(), None), marker, key=[ones()])
     assert args[0][0].dtype == HALF
@@ -83,7 +83,7 @@ def test_nested_arguments_keep_their_structure():
 
 
 def test_what_is_not_cast():
-    begin()
+    _held = begin()
     integers, doubles = torch.ones(2, dtype=torch.long), ones(DOUBLE)
     (first, second, third), _ = in_half(integers, doubles, ones())
     assert (first.dtype, second.dtype, third.dtype) == (torch.long, DOUBLE, HALF)
@@ -91,7 +91,7 @@ def test_what_is_not_cast():
 
 
 def test_promotion_is_to_the_widest():
-    begin()
+    _held = begin()
     assert [t.dtype for t in promoted(ones(HALF), ones())] == [FLOAT, FLOAT]
     assert [t.dtype for t in promoted(ones(HALF), ones(HALF))] == [HALF, HALF]
     assert [t.dtype for t in promoted(ones(HALF), ones(torch.bfloat16))] == [FLOAT, FLOAT]
@@ -102,18 +102,18 @@ def test_inner_ops_still_follow_the_lists():
     def product_and_softmax(x):
         return torch.mm(x, x), F.softmax(x, -1)
 
-    begin()
+    _held = begin()
     product, probabilities = product_and_softmax(ones(HALF))
     assert (product.dtype, probabilities.dtype) == (HALF, FLOAT)
 
 
 def test_the_half_dtype_in_force():
-    begin("O4")
+    _held = begin("O4")
     assert in_half(ones())[0][0].dtype == torch.bfloat16
 
 
 def test_gradients_flow_through_the_cast():
-    begin()
+    _held = begin()
     x = torch.ones(2, 2, requires_grad=True)
     (cast,), _ = in_half(x)
     cast.float().sum().backward()
@@ -124,7 +124,7 @@ def test_gradients_flow_through_the_cast():
 # -- what can be decorated --------------------------------------------
 def test_a_c_builtin():
     logsumexp = amp.float_function(torch.logsumexp)
-    begin()
+    _held = begin()
     assert torch.logsumexp(ones(HALF), 0).dtype == HALF
     assert logsumexp(ones(HALF), 0).dtype == FLOAT
 
@@ -147,7 +147,7 @@ class Twice(torch.autograd.Function):
 
 def test_forward_and_backward_of_a_function_under_staticmethod():
     Twice.seen.clear()
-    begin()
+    _held = begin()
     x = torch.ones(2, 2, dtype=HALF, requires_grad=True)
     Twice.apply(x).sum().backward()
     assert Twice.seen == [FLOAT, FLOAT]
@@ -165,7 +165,7 @@ def test_function_apply():
             return grad * 2
 
     apply = amp.half_function(Plain.apply)
-    begin()
+    _held = begin()
     assert apply(ones()).dtype == HALF
     assert Plain.apply(ones()).dtype == FLOAT
 
@@ -204,7 +204,7 @@ def test_methods_static_class_abstract_and_forward():
 
     with pytest.raises(TypeError, match="abstract"):
         Base()
-    begin()
+    _held = begin()
     derived = Derived()
     assert derived.above(ones()) == (derived, HALF)
     assert derived.static(ones()) == Derived.static(ones()) == HALF
@@ -218,7 +218,7 @@ def test_a_decorated_class_keeps_its_identity():
         def forward(self, x):
             return x.dtype
 
-    begin()
+    _held = begin()
     layer = Layer()
     assert isinstance(layer, Layer)
     assert layer(ones(HALF)) == FLOAT
@@ -234,11 +234,11 @@ def test_a_registered_function_is_put_back():
     module = library(op=original)
     amp.register_half_function(module, "op")
     assert module.op is original
-    begin()
+    _held = begin()
     assert module.op(ones()) == HALF
     amp._amp_state.handle._deactivate()
     assert module.op is original
-    begin()
+    _held = begin()
     assert module.op(ones()) == HALF
     reset()
     assert module.op is original
@@ -257,7 +257,7 @@ def test_static_methods_and_autograd_functions():
 
     amp.register_half_function(Ops, "op")
     amp.register_float_function(library(Copy=Copy), "Copy")
-    begin()
+    _held = begin()
     assert Ops.op(ones()) == Ops().op(ones()) == HALF
     assert Copy.apply(ones(HALF)).dtype == FLOAT
     amp._amp_state.handle._deactivate()
@@ -267,7 +267,7 @@ def test_static_methods_and_autograd_functions():
 
 def test_registering_while_casts_are_on_takes_effect_at_once():
     module = library(op=lambda x: x.dtype)
-    begin()
+    _held = begin()
     amp.register_half_function(module, "op")
     assert module.op(ones()) == HALF
 
@@ -276,7 +276,7 @@ def test_the_last_registration_of_a_name_counts():
     module = library(op=lambda x: x.dtype)
     amp.register_half_function(module, "op")
     amp.register_float_function(module, "op")
-    begin()
+    _held = begin()
     assert module.op(ones(HALF)) == FLOAT
 
 
@@ -304,19 +304,19 @@ def test_an_unknown_name(register):
 )
 def test_the_users_word_beats_the_list(register, module, name, call, dtype):
     getattr(amp, f"register_{register}_function")(module, name)
-    begin()
+    _held = begin()
     assert call(ones()).dtype == dtype
 
 
 def test_bce_after_a_registered_sigmoid():
     amp.register_float_function(torch, "sigmoid")
-    begin()
+    _held = begin()
     assert F.binary_cross_entropy(torch.sigmoid(ones(HALF)), ones()).dtype == FLOAT
 
 
 def test_batch_norm_registered_with_double_backward():
     amp.register_float_function(torch, "batch_norm")
-    begin()
+    _held = begin()
     x = torch.randn(4, 2, dtype=HALF, requires_grad=True)
     norm = nn.BatchNorm1d(2)
     out = norm(x)
@@ -338,7 +338,7 @@ def test_batch_norm_registered_with_double_backward():
 def test_a_registered_class_of_torch(name, make, x):
     cls = getattr(nn, name)
     amp.register_float_function(nn, name)
-    begin()
+    _held = begin()
     layer = make()
     assert getattr(nn, name) is cls
     assert isinstance(layer, cls)
@@ -351,7 +351,7 @@ def test_a_registered_class_of_torch(name, make, x):
 def test_a_class_registered_in_half_can_run():
     """The inputs of a registered ``Linear`` are half, its weights float32: the multiplication casts both."""
     amp.register_half_function(nn, "Linear")
-    begin()
+    _held = begin()
     assert nn.Linear(2, 2)(ones()).dtype == HALF
 
 
@@ -363,7 +363,7 @@ def test_a_subclass_of_a_registered_class():
             return x, super().forward(x)
 
     amp.register_half_function(nn, "Sigmoid")
-    begin()
+    _held = begin()
     assert [y.dtype for y in Mine()(ones())] == [FLOAT, HALF]
 
 
@@ -380,19 +380,19 @@ def test_casts_reach_mappings_but_not_objects():
         def forward(self, batch):
             return batch["x"].dtype
 
-    begin()
+    _held = begin()
     assert Loss().forward(collections.OrderedDict(x=ones())) == HALF
     assert in_half(types.MappingProxyType({"x": ones()}))[0][0]["x"].dtype == HALF
 
 
 def test_tensors_of_devices_without_casts_pass():
-    begin()
+    _held = begin()
     assert in_half(torch.ones(2, device="meta"), ones())[0][0].dtype == FLOAT
 
 
 def test_out_is_written_to():
     amp.register_float_function(torch, "mm")
-    begin()
+    _held = begin()
     out = torch.zeros(2, 2)
     assert torch.mm(ones(HALF), ones(HALF), out=out) is out
     assert out.eq(2).all()

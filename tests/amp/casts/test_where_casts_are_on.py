@@ -1,5 +1,7 @@
-"""One test for each cell of the table at the head of ``ampcompat/amp/autocast.py``; each fails without its cure."""
+"""One test for each cell of the table at the head of ``casts/ambience.py``; each fails without its cure."""
 
+import copy
+import gc
 import threading
 
 import pytest
@@ -66,21 +68,67 @@ def test_ambient_code_and_the_block_follow_the_level(level, dtype):
     assert product() == dtype
 
 
-def test_latest_initialize_decides_outside_models():
-    """The latest call decides whether code outside the models is cast; earlier models keep their own casts."""
+@pytest.mark.parametrize("level", ["O0", "O2", "O3"])
+def test_casts_outside_models_survive_a_call_without_casts(level):
+    """A teacher or a critic at another level does not end the casts that the losses of the first model need."""
     first, _ = at("O1")
-    second, _ = at("O0")
-    assert product() == FLOAT
+    second, _ = at(level)
+    assert product() == HALF
     first(torch.randn(2, 4))
     second(torch.randn(2, 4))
     assert first.seen == [HALF]
     assert second.seen == [FLOAT]
+    assert product() == HALF
+
+
+def test_the_latest_call_with_casts_decides_outside_models():
+    first, _ = at("O1")
+    second, _ = at("O4")
+    assert product() == torch.bfloat16
+    first(torch.randn(2, 4))
+    assert first.seen == [HALF]
+    del second
+    gc.collect()
+    assert product() == HALF
+    at("O0", first)
     assert product() == FLOAT
-    at("O1")
+
+
+def test_casts_end_with_the_last_model(torch_state):
+    before = torch_state()
+    model, _ = at("O1")
+    average = copy.deepcopy(model)
+    teacher, _ = at("O2")
+    del model
+    gc.collect()
+    assert product() == HALF  # a copy of it is alive
+    del average
+    gc.collect()
+    assert product() == FLOAT
+    teacher(torch.randn(2, 4))
+    assert teacher.seen == [FLOAT]
+    del teacher
+    _held = at("O0")
+    assert torch_state() == before
+
+
+def test_a_model_collected_in_another_thread_ends_the_casts_at_the_next_block():
+    held = [at("O1")[0]]
+    model, optimizer = at("O2")
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    with scale_loss(model(torch.randn(2, 4)).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert product() == FLOAT
+
+
+def test_casts_without_a_model_last_until_they_are_undone():
+    handle = init()
+    _held = at("O0")
     assert product() == HALF
-    second(torch.randn(2, 4))
-    assert second.seen[-1] == FLOAT
-    assert product() == HALF
+    handle._deactivate()
+    assert product() == FLOAT
 
 
 @pytest.mark.parametrize("then", ["region", "block"])
@@ -134,7 +182,7 @@ def test_a_later_call_adds_no_casts_to_uncast_models():
     half, _ = at("O2")
     for handle in (_amp_state.handle, init()):
         handle._deactivate()
-    at("O1")
+    _held = at("O1")
     for model in (old, half):
         model(torch.randn(2, 4))
         assert model.seen == [FLOAT]
@@ -151,9 +199,9 @@ def test_a_failed_call_reactivates_no_model(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(session, "set_ambient", fail)
         with pytest.raises(RuntimeError, match="no casts today"):
-            at("O1")
+            _held = at("O1")
     old(torch.randn(2, 4))
-    at("O1")
+    _held = at("O1")
     old(torch.randn(2, 4))
     assert old.seen == [FLOAT, HALF]
 
@@ -169,7 +217,7 @@ def test_a_region_in_an_uncast_forward(level):
             return super().forward(x)
 
     model, _ = at(level, WithRegion())
-    at("O1")
+    _held = at("O1")
     model(torch.randn(2, 4))
     assert model.seen == [FLOAT]
     assert product() == HALF
@@ -191,7 +239,7 @@ def test_data_parallel_replica(enabled):
     """torch hands ``enabled`` to the replica's thread, as a region, but not the dtype."""
     model, _ = at("O4")
     if not enabled:
-        at("O0")
+        _held = at("O0")
     replica = model._replicate_for_data_parallel()
     replica.fc = nn.Linear(4, 4)
 
@@ -248,7 +296,7 @@ class Products(torch.utils.data.Dataset):
 
 
 def test_forked_worker():
-    at("O1")
+    _held = at("O1")
     loader = torch.utils.data.DataLoader(Products(), batch_size=None, num_workers=1, multiprocessing_context="fork")
     assert list(loader) == [str(FLOAT)] * 2
     assert product() == HALF
@@ -300,7 +348,7 @@ def test_backward_of_a_float32_region_is_float32(run):
 
 
 def test_engine_restores_casts_after_an_exception():
-    at("O1")
+    _held = at("O1")
 
     class Fail(torch.autograd.Function):
         @staticmethod
@@ -338,7 +386,7 @@ def old_style_step():
 
 
 def test_old_custom_functions_multiply_half_by_float():
-    at("O1")
+    _held = at("O1")
     assert old_style_step() is not None
 
 
@@ -374,7 +422,7 @@ def test_bodies_are_uncast_where_casts_are_disabled():
             seen.append(product())
             return grad
 
-    at("O1")
+    _held = at("O1")
     loss = Body.apply(torch.ones(1, requires_grad=True))
     with disable_casts():
         loss.backward(retain_graph=True)
@@ -414,10 +462,10 @@ def test_a_region_inside_a_body_ends_in_the_casts_of_the_body():
         seen.append(product())
 
     model, _ = at("O1", NotingNet(note))
-    at("O0")  # the ambience differs from the casts of the model
+    _other = at("O4")  # the ambience differs from the casts of the model
     model(torch.ones(1, 2)).float().sum().backward()
     assert seen == [FLOAT, HALF]
-    assert product() == FLOAT
+    assert product() == torch.bfloat16
 
 
 def test_bodies_see_weights_move():
@@ -490,7 +538,7 @@ def test_disable_casts_nests_and_survives_exceptions(is_one_object):
 
 
 def test_disable_casts_decorates_functions():
-    at("O1")
+    _held = at("O1")
 
     @disable_casts()
     def wide(depth):
@@ -589,7 +637,7 @@ def test_a_region_open_across_initialize():
     model, _ = at("O1")
     region.__exit__(None, None, None)
     assert product() == HALF
-    at("O0")
+    _held = at("O0")
     model(torch.randn(2, 4))
     with region:
         model(torch.randn(2, 4))
@@ -611,7 +659,7 @@ def test_a_region_inside_forward():
 
 def test_a_region_for_another_device_type_says_nothing():
     model, _ = at("O1")
-    at("O0")
+    _held = at("O0")
     with torch.autocast("xpu", enabled=False):
         model(torch.randn(2, 4))
     assert model.seen == [HALF]
@@ -637,7 +685,7 @@ def test_a_device_type_that_torch_cannot_autocast_is_named():
     model = nn.Linear(2, 2)
     model.register_buffer("elsewhere", torch.zeros(1, device="meta"))
     with pytest.warns(UserWarning, match="on the device type 'meta', which this torch cannot autocast"):
-        initialize(model, opt_level="O1", verbosity=0)
+        _held = initialize(model, opt_level="O1", verbosity=0)
 
 
 # -- models without tensors ----------------------------------------

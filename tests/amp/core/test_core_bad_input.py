@@ -136,7 +136,7 @@ BEFORE = {
     "O2 with patches": (
         init(opt_level="O2", patch_torch_functions=True),
         RuntimeError,
-        "patch_torch_functions=True at O2 - .* - select opt_level='O1' instead",
+        "patch_torch_functions=True at O2 - .* - select opt_level='O1' or 'O4' instead",
     ),
     "flag misspelt": (
         init(opt_level="O2", keep_batchnorm_fp32="true"),

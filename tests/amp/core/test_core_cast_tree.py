@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from ampcompat import amp
 from ampcompat.amp._initialize import applier
-from ampcompat.amp.trees import cast_tree, map_tree, tensors_in
+from ampcompat.amp.casts.trees import cast_tree, map_tree, tensors_in
 
 Pair = collections.namedtuple("Pair", "x y")
 HALF = torch.float16

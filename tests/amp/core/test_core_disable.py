@@ -193,6 +193,7 @@ def test_a_model_is_not_taken_out_without_its_optimizer(level):
     assert same(list(amp.master_params(optimizer)), list(amp.master_params(twin_optimizer)))
 
 
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_disabling_others_leaves_casts_of_init_alone():
     handle = amp.init()
     other = net(1)

@@ -67,7 +67,7 @@ def test_is_active_after_deactivate_casts_again():
 
 
 def test_is_active_of_an_earlier_call():
-    """It switches the casts of that call's models alone, not those of code outside the models."""
+    """It switches the casts of that call's models alone, not those of the code outside, which the latest call casts."""
     first, _ = start("O1")
     handle, x = amp._amp_state.handle, torch.ones(4, 6)
     second, _ = start("O1", model=net(1))
@@ -75,16 +75,19 @@ def test_is_active_of_an_earlier_call():
     assert (first(x).dtype, second(x).dtype, mm()) == (torch.float32, torch.float16, torch.float16)
     third, _ = start("O2", model=net(2))
     handle._is_active = True
-    assert (first(x).dtype, third(x).dtype, mm()) == (torch.float16, torch.float32, torch.float32)
+    assert (first(x).dtype, third(x).dtype, mm()) == (torch.float16, torch.float32, torch.float16)
 
 
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_is_active_of_init_s_handle():
     handle = amp.init()
     handle._is_active = False
     assert mm() == torch.float32
     handle._is_active = True
     assert mm() == torch.float16
+    handle._is_active = False
     model, _ = start("O2")
+    assert mm() == torch.float32
     handle = amp.init()
     assert mm() == torch.float16
     handle._is_active = False
@@ -93,18 +96,18 @@ def test_is_active_of_init_s_handle():
 
 def test_is_active_does_nothing_where_nothing_is_cast():
     for level in ("O0", "O2", "O3"):
-        start(level, model=net(1))
+        _held = start(level, model=net(1))
         handle = amp._amp_state.handle
         for written in (True, False):
             handle._is_active = written
             assert handle._is_active is False
             assert mm() == torch.float32
-    start("O1")
+    _held = start("O1")
     assert mm() == torch.float16
 
 
 def test_is_active_of_a_handle_from_before_a_reset():
-    start("O1")
+    _held = start("O1")
     handle = amp._amp_state.handle
     reset()
     for written in (False, True, False):

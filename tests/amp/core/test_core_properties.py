@@ -1,13 +1,15 @@
 """Levels, overrides and the rules between them."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
 
 from ampcompat import amp
+from ampcompat._types import OptLevel
 from ampcompat.amp.frontend import Properties
-from ampcompat.amp.properties import LEVELS, read_properties
+from ampcompat.amp.properties import LEVELS, Level, read_properties
 
 TABLE = {
     "O0": (torch.float32, False, None, None, False, 1.0),
@@ -73,7 +75,7 @@ def test_every_override_at_every_level(level, name, value):
     assert type(found) in (type(want), float)
 
 
-@pytest.mark.parametrize("name", LEVELS["O2"])
+@pytest.mark.parametrize("name", NAMES)
 def test_initialize_takes_every_option_as_a_keyword(name):
     with pytest.raises((TypeError, ValueError), match=name):
         amp.initialize(torch.nn.Linear(1, 1), opt_level="O2", **{name: object()})
@@ -120,3 +122,47 @@ def test_environment_overrides_level_and_dtype(monkeypatch, capsys):
 def test_cast_model_type_takes_dtypes_and_false_alone(value):
     with pytest.raises(TypeError, match="cast_model_type=.* - it must be torch.float16"):
         read("O2", cast_model_type=value)
+
+
+# -- a level is a row --------------------------------------------------------------------------------------------------
+def test_a_new_row_is_a_level(monkeypatch, capsys):
+    """A half model in bfloat16, which no level is: the row alone says so, and it trains."""
+    row = Level("O6:  Pure BF16 training.", torch.bfloat16, False, None, False, False, 1.0)
+    monkeypatch.setitem(LEVELS, "O6", row)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O6")
+    assert "Selected optimization level O6:  Pure BF16 training." in capsys.readouterr().out
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 1.0
+    x = torch.randn(16, 4)
+    losses = []
+    for _ in range(20):
+        loss = (model(x) - 1).square().mean()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+def test_what_a_new_row_with_casts_allows_follows_from_it(monkeypatch):
+    row = Level("O6:  Casts, with a dynamic scale.", None, True, torch.bfloat16, None, None, "dynamic")
+    monkeypatch.setitem(LEVELS, "O6", row)
+    with pytest.raises(RuntimeError, match=r"master_weights=True at O6 - .* opt_level='O5'"):
+        read("O6", master_weights=True)
+    with pytest.raises(RuntimeError, match=r"this level casts to torch.bfloat16 - select opt_level='O1'"):
+        read("O6", patch_torch_functions_type=torch.float16)
+    with pytest.raises(RuntimeError, match=r"casts no functions - select opt_level='O1' or 'O4' or 'O6' instead"):
+        read("O2", patch_torch_functions=True)
+    with pytest.raises(RuntimeError, match=r"options are 'O0', .*'O5', 'O6'"):
+        read("O7")
+    model = torch.nn.Linear(2, 2)
+    model, _ = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O6", verbosity=0)
+    assert model(torch.ones(1, 2)).dtype == torch.bfloat16
+
+
+def test_the_type_of_opt_level_lists_the_rows():
+    assert get_args(OptLevel) == tuple(LEVELS)

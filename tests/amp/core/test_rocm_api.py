@@ -36,6 +36,7 @@ def mm():
         ((True, 128.0, BF16), {"verbose": False, "allow_banned": True}, BF16),
     ],
 )
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_init_casts_to_patch_type(args, kwargs, dtype):
     handle = amp.init(*args, **kwargs)
     assert mm() == dtype
@@ -54,6 +55,7 @@ def test_init_casts_to_patch_type(args, kwargs, dtype):
         ((True, "dynamic", True, False, True), {}),
     ],
 )
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_init_reads_either_order_of_arguments(args, kwargs):
     """ROCm's fork and apex order the positional arguments differently."""
     amp.init(*args, **kwargs)
@@ -91,6 +93,7 @@ def test_patch_type_of_init_leaves_models_alone():
     assert mm() == BF16
 
 
+@pytest.mark.usefixtures("tensors_on_the_accelerator")
 def test_the_dtype_from_outside_beats_patch_type(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv("AMPCOMPAT_DTYPE", "float16")
@@ -122,8 +125,8 @@ def test_the_type_of_patches_is_an_option(level, dtype, capsys):
     [
         ("O1", BF16, "at O1 - .* torch.float16 - select opt_level='O4'"),
         ("O4", HALF, "at O4 - .* torch.bfloat16 - select opt_level='O1'"),
-        ("O2", HALF, "at O2 - only O1 .O4. inserts casts around functions - leave it out"),
-        ("O0", BF16, "at O0 - only O1"),
+        ("O2", HALF, "at O2 - this level casts no functions - leave it out"),
+        ("O0", BF16, "at O0 - this level casts no functions"),
     ],
 )
 def test_another_type_of_patches_is_refused(level, dtype, fix):
@@ -165,7 +168,7 @@ def in_bfloat16(x, *rest, **kwargs):
 def test_bfloat16_function_casts_while_casts_are_on(level, dtype):
     x = torch.ones(2)
     assert in_bfloat16(x) == FLOAT
-    start(level)
+    _held = start(level)
     assert (in_bfloat16(x), in_bfloat16(x.half())) == (dtype, dtype if dtype == BF16 else HALF)
     assert in_bfloat16(x.double()) == torch.float64
     with amp.disable_casts():
@@ -176,7 +179,7 @@ def test_bfloat16_function_casts_while_casts_are_on(level, dtype):
 def test_register_bfloat16_function_beats_the_lists(level):
     amp.register_bfloat16_function(torch, "softmax")
     amp.register_bfloat16_function(torch, "mm")
-    start(level)
+    _held = start(level)
     assert torch.softmax(torch.ones(2), 0).dtype == BF16
     assert mm() == BF16
     reset()
@@ -229,7 +232,7 @@ def test_an_edit_of_a_bfloat16_list_counts_at_both_levels(edited_lists, level, d
     lists.torch_overrides.BFLOAT16_FUNCS.remove("mv")
     lists.torch_overrides.FP32_FUNCS.remove("cumsum")
     lists.torch_overrides.BFLOAT16_FUNCS.append("cumsum")
-    start(level)
+    _held = start(level)
     assert torch.mv(torch.ones(2, 2), torch.ones(2)).dtype == FLOAT
     assert torch.cumsum(torch.ones(2), 0).dtype == dtype
     assert mm() == dtype
@@ -239,7 +242,7 @@ def test_an_edit_of_a_bfloat16_list_counts_at_both_levels(edited_lists, level, d
 def test_a_name_taken_off_both_lists_is_not_cast(edited_lists, level):
     lists.torch_overrides.FP16_FUNCS.remove("mm")
     lists.torch_overrides.BFLOAT16_FUNCS.remove("mm")
-    start(level)
+    _held = start(level)
     assert mm() == FLOAT
 
 
@@ -257,7 +260,7 @@ def test_initialize_sets_the_variable_and_reset_puts_it_back(before, monkeypatch
             amp.initialize(model, sgd(model), opt_level="O9")
         assert os.environ.get("APEX_AMP_ENABLED") == before
         for level in ("O0", "O2"):
-            start(level)
+            _held = start(level)
             assert os.environ["APEX_AMP_ENABLED"] == "1"
         reset()
         assert os.environ.get("APEX_AMP_ENABLED") == before

@@ -10,7 +10,7 @@ from internals import has_policy, observers
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.amp.keep_fp32 import BorderPolicy
+from ampcompat.amp.keep_fp32 import BoundaryPolicy
 
 
 class Probe(nn.Linear):
@@ -217,7 +217,7 @@ def test_initialized_again_without_it():
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     assert model.wide.weight.dtype == torch.float16
     assert torch.equal(model.state_dict()["wide.weight"], before)
-    assert not any(isinstance(m.__dict__.get("_amp_policy"), BorderPolicy) for m in model.modules())
+    assert not any(isinstance(m.__dict__.get("_amp_policy"), BoundaryPolicy) for m in model.modules())
     train(model, optimizer)
 
 

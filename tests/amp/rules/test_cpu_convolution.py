@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from internals import reset
 
 from ampcompat import _torch
-from ampcompat.amp import cpu_convolution
+from ampcompat.amp.casts import cpu_convolution
 
 HALVES = [torch.float16, torch.bfloat16]
 LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -16,7 +16,7 @@ def initialize(net, level="O1", **keywords):
 
 
 def test_every_recorded_row_in_a_script_at_o1():
-    initialize(nn.Linear(2, 2))
+    _held = initialize(nn.Linear(2, 2))
     got = {name: {pair: probe(name, pair) for pair in PAIRS} for name in ROWS}
     assert got == {name: row["expected"] for name, row in ROWS.items()}
 
@@ -42,7 +42,7 @@ def test_convolutions_compute_in_float32_at_every_level(level, monkeypatch):
 
 def test_a_level_without_casts_ends_the_rules_effect():
     h = torch.ones(4).half()
-    initialize(nn.Linear(2, 2))
+    _held = initialize(nn.Linear(2, 2))
     assert torch.exp(h).dtype is h.cpu().dtype is torch.float32
-    initialize(nn.Linear(2, 2), "O0")
+    _held = initialize(nn.Linear(2, 2), "O0")
     assert torch.exp(h).dtype is h.cpu().dtype is torch.float16

@@ -7,7 +7,7 @@ from o1_casts import casts_on, engine_without_casts
 from torch import nn
 
 from ampcompat import _torch
-from ampcompat.amp import rules
+from ampcompat.amp.casts import rules
 
 # dynamo itself instantiates autograd Functions
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from o1_casts import casts_on, engine_without_casts
 
-from ampcompat.amp.rules import SHIPPED, Rule
+from ampcompat.amp.casts.rules import SHIPPED, Rule
 
 # Far below 1, where squares vanish in half; far above, where they overflow.
 MAGNITUDES = [1e-4, 1e-2, 1.0, 100.0, 3e4]

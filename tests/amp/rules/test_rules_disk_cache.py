@@ -13,7 +13,7 @@ import torch
 from torch._dynamo.utils import counters
 
 if sys.argv[1] == "rules":
-    from ampcompat.amp import rules
+    from ampcompat.amp.casts import rules
     rules.acquire(["cpu"])
 
 @torch.compile(fullgraph=True)

@@ -54,15 +54,15 @@ def test_the_lists_have_apexs_names_and_homes():
 
 
 def test_a_softmax_moved_to_half_as_in_tacotron2(h):
-    initialize()
+    _held = initialize()
     assert softmaxes(h) == softmaxes(h.float()) - {HALF} == {FLOAT}
     amp.lists.functional_overrides.FP32_FUNCS.remove("softmax")
     amp.lists.functional_overrides.FP16_FUNCS.append("softmax")
-    initialize()
+    _held = initialize()
     assert softmaxes(h) == softmaxes(h.float()) == {HALF}
     functional_overrides.FP16_FUNCS.remove("softmax")
     functional_overrides.FP32_FUNCS.append("softmax")
-    initialize()
+    _held = initialize()
     assert softmaxes(h) == {FLOAT}
 
 
@@ -141,7 +141,7 @@ def test_bans_can_be_lifted_and_made(h):
 def test_an_unknown_name_gets_a_warning():
     functional_overrides.FP32_FUNCS.append("sofmax")
     with pytest.warns(UserWarning, match=r"functional_overrides\.FP32_FUNCS holds 'sofmax'.*spelling"):
-        initialize()
+        _held = initialize()
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_an_entry_of_the_wrong_kind_is_refused(entries, entry, torch_state):
     before = torch_state()
     getattr(functional_overrides, entries).append(entry)
     with pytest.raises(TypeError, match=rf"functional_overrides\.{entries} holds .* - its entries are"):
-        initialize()
+        _held = initialize()
     assert not device_types_with_rules()
     assert torch_state() == before
 

@@ -12,7 +12,7 @@ HALF, FLOAT = torch.float16, torch.float32
 
 @pytest.fixture
 def casts():
-    """Return a function that puts casts of O1 on, or of O4, as ``initialize`` does."""
+    """Return a function that puts casts of O1 on, or of O4, as long as the model that it returns is alive."""
     return lambda level="O1": initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
 
 
@@ -23,7 +23,7 @@ def casts():
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_weight_norm(normed, dim, dtype, level, casts):
     """The magnitudes have the dtype of the weight, which torch demands of them."""
-    casts(level)
+    _held = casts(level)
     layer = normed(nn.Linear(8, 4).to(dtype), dim=dim)
     assert {p.dtype for p in layer.parameters()} == {dtype}
     y = layer(torch.randn(2, 8, dtype=dtype))
@@ -41,7 +41,7 @@ def test_pinv_has_float32s_result_and_gradient(shape, hermitian, casts):
     found = []
     for cast in (False, True):
         if cast:
-            casts()
+            _held = casts()
         given = a.clone().requires_grad_()
         result = torch.linalg.pinv(given, hermitian=hermitian)
         result.sum().backward()
@@ -51,7 +51,7 @@ def test_pinv_has_float32s_result_and_gradient(shape, hermitian, casts):
 
 def test_pinverse_by_its_older_name(casts):
     a = torch.eye(3, requires_grad=True)
-    casts()
+    _held = casts()
     torch.pinverse(a).sum().backward()
     assert a.grad.dtype is FLOAT
 
@@ -59,7 +59,7 @@ def test_pinverse_by_its_older_name(casts):
 @pytest.mark.skipif(not hasattr(torch.ops.aten, "_safe_softmax"), reason="this torch has no _safe_softmax")
 def test_the_softmax_of_masked_attention_is_float32(casts):
     x = torch.randn(2, 4, dtype=HALF, requires_grad=True)
-    casts()
+    _held = casts()
     y = torch.ops.aten._safe_softmax(x, -1)
     y[:, 0].sum().backward()
     assert y.dtype is FLOAT
@@ -70,7 +70,7 @@ def test_the_softmax_of_masked_attention_is_float32(casts):
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_attention_made_of_products(is_causal, dtype, casts):
     x = torch.randn(1, 4, 8, dtype=dtype, requires_grad=True)
-    casts()
+    _held = casts()
     y, weights = torch.ops.aten._scaled_dot_product_attention_math(x, x, x, is_causal=is_causal)
     (y.sum() + weights.sum()).backward()
     assert x.grad.dtype is dtype
@@ -95,7 +95,7 @@ def test_results_written_into_a_tensor_have_its_dtype(name, level, casts):
     half = {"O1": HALF, "O4": torch.bfloat16}[level]
     a = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=half if "norm" in name else FLOAT)
     want = INTO[name](a, None)
-    casts(level)
+    _held = casts(level)
     out = torch.empty_like(want)
     assert INTO[name](a, out) is out
     assert torch.equal(out, want)

@@ -9,7 +9,7 @@ import pytest
 
 from ampcompat import _torch
 from ampcompat.amp import lists
-from ampcompat.amp.rules import PYTHON, SHIPPED, Rule, rules_by_name
+from ampcompat.amp.casts.rules import PYTHON, SHIPPED, Rule, rules_by_name
 
 SCRIPT = Path(__file__).parents[3] / "docs" / "op_lists.py"
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from internals import device_types_with_rules, reset
 
 from ampcompat import _torch
-from ampcompat.amp import rules
+from ampcompat.amp.casts import rules
 
 
 def registrations():

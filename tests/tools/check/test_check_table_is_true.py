@@ -84,7 +84,7 @@ def test_second_homes_work(name):
 OURS = [
     "import ampcompat\nampcompat.install_as_apex()",
     "from ampcompat import amp\namp.report()\namp.unwrap(model)\namp.explain_overflows()",
-    "from ampcompat import amp\namp.autocast.set_ambient(x, y)",
+    "from ampcompat.amp.casts.ambience import set_ambient\nset_ambient(x, y)",
     "from ampcompat.amp import lists\nlists.torch_overrides.CASTS",
     "from ampcompat import amp\namp.lists.functional_overrides.FP32_FUNCS.remove('softmax')",
     "from ampcompat.amp.masters import Master",

@@ -12,7 +12,7 @@ from python_process import run_python
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.amp.cures import cure_of
+from ampcompat.amp.hints import hint_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -86,7 +86,7 @@ def test_the_cure_of_each(name):
     provoke, word = PROVOKED[name]
     with pytest.raises((RuntimeError, TypeError, ValueError)) as raised:
         provoke()
-    assert word in cure_of(raised.value)
+    assert word in hint_for(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_cure_of_each(name):
     ],
 )
 def test_other_errors_have_none(error):
-    assert cure_of(error) is None
+    assert hint_for(error) is None
 
 
 class Attention(nn.Module):

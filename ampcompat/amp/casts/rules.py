@@ -25,12 +25,13 @@ import torch
 from ampcompat import __version__, _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp import lists, refusals
-from ampcompat.amp.casts import casts_off
+from ampcompat.amp import lists
+from ampcompat.amp.casts import refusals
+from ampcompat.amp.casts.contexts import casts_off
+from ampcompat.amp.casts.refusals import OWNERS, public_name
+from ampcompat.amp.casts.trees import map_tree, tensors_in
 from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.amp.refusals import OWNERS, public_name
-from ampcompat.amp.trees import map_tree, tensors_in
 
 CASTABLE: Final = (*HALF_DTYPES, torch.float32)
 
@@ -38,8 +39,8 @@ CASTABLE: Final = (*HALF_DTYPES, torch.float32)
 class Rule(Enum):
     """Say what an op does with its floating-point arguments; float64 is left alone by each, as in torch.
 
-    The last two refuse half where a script calls them by name (:mod:`ampcompat.amp.refusals`). Where torch calls the
-    op, arguments of a banned one are cast to float32, those of an in-place one to the dtype of the left side.
+    The last two refuse half where a script calls them by name (:mod:`ampcompat.amp.casts.refusals`). Where torch calls
+    the op, arguments of a banned one are cast to float32, those of an in-place one to the dtype of the left side.
     """
 
     HALF = "half"
@@ -437,7 +438,7 @@ def _python_function(name: str) -> tuple[object, Callable[..., object]] | None:
     return None
 
 
-# -- Told to tools -----------------------------------------------------------------------------------------------------
+# -- For tools ---------------------------------------------------------------------------------------------------------
 def why_float32(frame: FrameType) -> str:
     """Say why the kernel or wrapper that runs in ``frame`` does not cast to half; "" where it does, or is none of ours.
 

@@ -89,7 +89,7 @@ _KINDS: Final = (RuntimeError, ValueError, TypeError)
 _OF_MODULES: Final = (_TOO_LARGE, _WRITE, _MIXED, _NO_KERNEL, _FFT)
 
 
-def cure_of(error: BaseException, module: str = "") -> str | None:
+def hint_for(error: BaseException, module: str = "") -> str | None:
     """Explain an error that mixed precision provokes: what was passed, the rule, the fix. None for any other.
 
     Args:
@@ -108,21 +108,21 @@ def cure_of(error: BaseException, module: str = "") -> str | None:
     return cure
 
 
-def note_cure(error: BaseException, model: torch.nn.Module | None = None) -> None:
+def add_hint(error: BaseException, model: torch.nn.Module | None = None) -> None:
     """Append to an error of torch's own that mixed precision provokes what cures it, once.
 
     Args:
         error: An exception; it stays the same object.
         model: The model in whose forward it was raised, if known.
     """
-    if cure_of(error) is None:
+    if hint_for(error) is None:
         return
     notes = getattr(error, "__notes__", "")
     has_note_of_ours = "ampcompat: " in f"{error}{notes}"
     if has_note_of_ours:
         return
     module = "" if model is None else _raised_in(error, model)
-    _torch.add_note(error, f"ampcompat: {cure_of(error, module)}.")
+    _torch.add_note(error, f"ampcompat: {hint_for(error, module)}.")
 
 
 def _raised_in(error: BaseException, model: torch.nn.Module) -> str:

@@ -1,17 +1,17 @@
 """Decide where casts are on: the ambient autocast of a process and what takes precedence over it.
 
-========================================================  ==============================================
+========================================================  ================================================
 code                                                      casts
-========================================================  ==============================================
+========================================================  ================================================
 device types that hold no params of an initialized model  off
 the forward of an initialized model                       those of the call that owns it, in any thread
-anywhere else in the thread that called ``initialize``    those of the latest ``initialize`` ("ambient")
+anywhere else in the thread that called ``initialize``    those of the latest call at O1 or O4 ("ambient")
 the autograd engine                                       off
 Python ``autograd.Function`` backward bodies              those of the forward
 ``optimizer.step``                                        off; inside its closure as outside
 ``disable_casts()``                                       off
 a user's own ``torch.autocast`` region                    the user's
-========================================================  ==============================================
+========================================================  ================================================
 
 The contexts that change casts for a time are in :mod:`ampcompat.amp.casts`. Ambient code runs without autocast's weight
 cache: it has no end at which the cache could be dropped.
@@ -28,24 +28,29 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import cpu_convolution, rules
-from ampcompat.amp.casts import Casts, CastsOff, Saved, mark_switched_off, restore, restored, save
+from ampcompat.amp.casts import cpu_convolution, rules
+from ampcompat.amp.casts.contexts import OFF, Casts, CastsOff, Saved, mark_switched_off, restore, restored, save
+
+if TYPE_CHECKING:
+    from ampcompat.amp.amp_model import ModelPolicy
 
 T = TypeVar("T")
 
 
 # -- ambient casts -----------------------------------------------------------------------------------------------------
-def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
-    """Make ``casts`` the ambient casts of this thread, on every device type in ``device_types`` and no other."""
+def set_ambient(device_types: Iterable[str]) -> None:
+    """Make the casts of the latest call the ambient ones of this thread, on ``device_types`` and no others."""
     ambience = state.casts
+    casts = _latest_casts()
     wanted = tuple(sorted(set(device_types)))
     if ambience.original is None and casts.enabled:
         ambience.original = _state_outside_of_regions()
@@ -55,6 +60,47 @@ def set_ambient(casts: Casts, device_types: Iterable[str]) -> None:
     ambience.device_types = wanted
     ambience.owner = threading.get_ident()
     assert_ambience()
+
+
+def _latest_casts() -> Casts:
+    """The casts of the latest call that casts functions, was not undone, and has a model that is alive.
+
+    A call that was given no model (``amp.init``) lasts until it is undone.
+    """
+    in_force = policies_in_force()
+    for session in reversed(state.casts.sessions):
+        is_in_use = session.policy in in_force or not session.has_models
+        if is_in_use and session.policy.casts.enabled:
+            return session.policy.casts
+    return OFF
+
+
+def policies_in_force() -> list[ModelPolicy]:
+    """The policies of all models that are alive, each once."""
+    policies = [model.__dict__.get("_amp_policy") for model in state.casts.models]
+    return list(dict.fromkeys(policy for policy in policies if policy is not None))
+
+
+def follow_lifetime(model: torch.nn.Module) -> None:
+    """Have the casts that ``model`` brings into force end when it is collected."""
+    if model not in state.casts.models:
+        weakref.finalize(model, _model_collected).atexit = False
+        state.casts.models.add(model)
+
+
+def _model_collected() -> None:
+    """End the ambient casts with the last model whose call cast functions.
+
+    The garbage collector may call this at any time and in any thread. Where something else is in force, the next block
+    or the end of a region brings torch's state in line. Patches of torch stay until the next ``initialize``.
+    """
+    ambience = state.casts
+    if ambience.ambient is None:
+        return
+    casts = _latest_casts()
+    if not casts.same_as(ambience.ambient):
+        ambience.ambient = casts if casts.enabled else None
+        assert_ambience()
 
 
 def _state_outside_of_regions() -> Saved:
@@ -107,7 +153,7 @@ if hasattr(os, "register_at_fork"):
 
 
 # -- patches of torch --------------------------------------------------------------------------------------------------
-def cover(device_types: Iterable[str]) -> None:
+def install_casting(device_types: Iterable[str]) -> None:
     """Install everything that casting needs on ``device_types``: patches, op rules, registered functions."""
     device_types = list(device_types)
     if state.casts.patches is None:
@@ -125,11 +171,11 @@ def _patch_torch() -> None:
         _torch.patch_function_bodies(_record_forward_casts, _with_forward_casts, undo)
         _torch.patch_autocast_regions(_region_changed, undo)
         state.casts.patches = undo.pop_all()
-    state.undo_once(uncover)
+    state.undo_once(uninstall_casting)
 
 
-def uncover() -> None:
-    """Leave autocast in this thread, and torch, as they were before the first :func:`cover`. Idempotent."""
+def uninstall_casting() -> None:
+    """Leave autocast in this thread, and torch, as they were before the first :func:`install_casting`. Idempotent."""
     ambience = state.casts
     if ambience.original is not None:
         torch.clear_autocast_cache()
@@ -142,7 +188,7 @@ def uncover() -> None:
     ambience.patches = None
     ambience.functions.close()
     rules.release()
-    has_half_models = any(model.__dict__["_amp_policy"].half_dtype for model in state.models.live)
+    has_half_models = any(policy.half_dtype for policy in policies_in_force())
     if not has_half_models:
         cpu_convolution.release()
 

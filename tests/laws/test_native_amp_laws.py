@@ -1,0 +1,287 @@
+"""Training programs under ``native_amp.py``, the file that ``migrate --to native`` copies, against the slow reference.
+
+Weights are float32 at every level there: the reference runs at O0, O1 and O4. The arithmetic is the same, to the bit.
+"""
+
+import contextlib
+import copy
+import importlib.util
+import io
+import pprint
+import sys
+
+import law_profiles  # noqa: F401 - loads the profile
+import programs
+import pytest
+import torch
+from hypothesis import settings
+from reference_amp import Raised, Reference, Untold
+from test_training_laws import SHARED, STALE, TOGETHER, block, check, clear, step
+
+from ampcompat.tools.migrate import native_amp
+
+LEVELS = {"O0": "O0", "O1": "O1", "O2": "O1", "O3": "O1", "O4": "O4", "O5": "O4"}
+#: Steps about master weights, and about what a script cannot ask of the file.
+LEFT_OUT = (*programs.CHANGES, "write", "load_scaler", "save")
+
+
+def fresh():
+    """The file as a module of its own, with a state of its own."""
+    spec = importlib.util.spec_from_file_location("native_amp", native_amp.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "native_amp", module)  # dataclasses look there
+        spec.loader.exec_module(module)
+    return module
+
+
+class Native:
+    """A run of a program, by torch under ``native_amp.py``."""
+
+    def __init__(self, config):
+        self.config = config
+        self.make(seed=0)
+
+    def make(self, seed):
+        config = self.config
+        self.amp = fresh()
+        self.models, self.weights = programs.build(config, seed)
+        self.optimizers = programs.make_optimizers(config, self.weights)
+        self.amp.initialize(
+            self.models,
+            self.optimizers,
+            opt_level=config["level"],
+            loss_scale=config["loss_scale"],
+            min_loss_scale=config["minimum"],
+            max_loss_scale=config["maximum"],
+            num_losses=config["losses"],
+            verbosity=0,
+        )
+        for scaler in self.amp._amp_state.loss_scalers:
+            scaler._scale_seq_len = config["window"]
+
+    def seen(self):
+        found = {f"weight {n}": w.detach() for n, w in enumerate(self.weights)}
+        found |= {f"p.grad of weight {n}": w.grad for n, w in enumerate(self.weights)}
+        for number, one in enumerate(self.optimizers):
+            for index, p in enumerate(self.amp.master_params(one)):
+                found[f"param {index} of optimizer {number}"] = p.detach()
+                found[f"gradient of param {index} of optimizer {number}"] = p.grad
+        for number, scaler in enumerate(self.amp._amp_state.loss_scalers):
+            found[f"scaler {number}"] = scaler.loss_scale(), scaler._unskipped
+        for number, model in enumerate(self.models):
+            found |= {f"buffer {name} of model {number}": buffer for name, buffer in model.named_buffers()}
+        return found
+
+    def take(self, step):
+        getattr(self, step["do"])(step)
+
+    def open_block(self, part, chosen, **more):
+        loss = programs.loss_of(self.models, part)
+        chosen = [self.optimizers[n] for n in chosen]
+        return self.amp.scale_loss(loss, chosen if len(chosen) > 1 else chosen[0], part["loss_id"], **more)
+
+    def block(self, step):
+        opened = self.open_block(step, step["optimizers"], delay_unscale=step["delay_unscale"])
+        with contextlib.suppress(Raised), opened as scaled:
+            if step["raises"] == "before":
+                raise Raised
+            if not step["late"]:
+                self.take_inside(step["inside"])
+            for _ in range(step["passes"] if scaled.requires_grad else 0):
+                scaled.backward(retain_graph=True)
+            if step["late"]:
+                self.take_inside(step["inside"])
+            if step["raises"] == "after":
+                raise Raised
+
+    def take_inside(self, steps):
+        for step in steps:
+            if step["fate"] == "refused":
+                assert refuses(self, step), f"inside of a block, {step} is not refused"
+            elif step["fate"] == "taken":
+                self.take(step)
+
+    def plain(self, step):
+        loss = programs.loss_of(self.models, step)
+        if loss.requires_grad:
+            loss.backward()
+
+    def step(self, step):
+        self.optimizers[step["optimizer"]].step()
+
+    def clear(self, step):
+        set_to_none = step["how"] == "none"
+        if step["who"] == "optimizer":
+            self.optimizers[step["optimizer"]].zero_grad(set_to_none)
+        elif step["who"] == "model":
+            self.models[step["model"]].zero_grad(set_to_none)
+        else:
+            for weight in self.weights if step["who"] == "all" else [self.weights[step["weight"]]]:
+                if set_to_none:
+                    weight.grad = None
+                elif weight.grad is not None:
+                    weight.grad.zero_()
+
+    def edit(self, step):
+        programs.edit([w.grad for w in self.weights if w.grad is not None], step["how"])
+
+    def clip(self, step):
+        torch.nn.utils.clip_grad_norm_(self.amp.master_params(self.optimizers[step["optimizer"]]), step["norm"])
+
+    def join(self, step):
+        programs.join(self.config, self.optimizers, self.weights)
+
+    def scale(self, step):
+        self.amp._amp_state.loss_scalers[step["loss_id"]]._loss_scale = step["value"]
+
+    def freeze(self, step):
+        weight = self.weights[step["weight"]]
+        weight.requires_grad_(not weight.requires_grad)
+
+    def snapshot(self, step):
+        file = io.BytesIO()
+        state = {
+            "models": [model.state_dict() for model in self.models],
+            "optimizers": [one.state_dict() for one in self.optimizers],
+            "amp": self.amp.state_dict(),
+        }
+        torch.save(state, file)
+        file.seek(0)
+        self.kept = torch.load(file, weights_only=True)
+
+    def rewind(self, step):
+        kept = copy.deepcopy(self.kept)
+        for one, state in zip(self.models + self.optimizers, kept["models"] + kept["optimizers"], strict=True):
+            one.load_state_dict(state)
+        self.amp.load_state_dict(kept["amp"])
+
+
+def refuses(native, step):
+    try:
+        native.take(step)
+    except RuntimeError as error:
+        return "scaled" in str(error)
+    return False
+
+
+def run(program):
+    """Run the reference, then the file, and compare what is seen after every step.
+
+    A program ends where amp refuses a step; where a block is delayed on top of gradients from before it (amp keeps these
+    apart until the last block, the file adds them); where weights join that have gradients (amp clears scaled ones);
+    where delayed gradients are unscaled under another loss_id (amp moves both scales); where weights become inf or NaN,
+    by a step of gradients that the block of another optimizer left (the file skips it).
+    """
+    reference = Reference(program["config"])
+    expected = [reference.seen()]
+    taken = []
+    with contextlib.suppress(Untold):
+        for step in program["steps"]:
+            if step.get("delay_unscale") and any(weight.leaf.grad is not None for weight in reference.weights):
+                break
+            if step["do"] == "join" and any(weight.leaf.grad is not None for weight in reference.weights):
+                break
+            if step["do"] == "block" and moves_two_scales(reference, step):
+                break
+            fate = reference.take(step)
+            if fate == "refused" or is_broken(reference):
+                break
+            taken.append(step if fate == "taken" else None)
+            expected.append(reference.seen())
+    native = Native(program["config"])
+    check(0, native.seen(), without_skips(expected[0]))
+    for index, (step, values) in enumerate(zip(taken, expected[1:], strict=False), 1):
+        if step is not None:
+            native.take(step)
+        check(index, native.seen(), without_skips(values))
+    return len(taken)
+
+
+def is_broken(reference):
+    """Whether a step under a dynamic scale has made a weight inf or NaN."""
+    finite = all(bool(weight.leaf.isfinite().all()) for weight in reference.weights)
+    return reference.scalers[0].dynamic and not finite
+
+
+def moves_two_scales(reference, step):
+    scaler = reference.scalers[step["loss_id"]]
+    pending = [reference.optimizers[n].pending for n in step["optimizers"]]
+    return any(one is not None and one.scalers != [scaler] for one in pending)
+
+
+def without_skips(seen):
+    """What is seen, without names that only amp has."""
+    return {name: value for name, value in seen.items() if name != "skipped" and not name.startswith("saved")}
+
+
+def generate(seed):
+    program = programs.generate(seed)
+    plain = {"bfloat16": False, "masters": None, "batchnorm": None}
+    program["config"] |= {**plain, "level": LEVELS[program["config"]["level"]]}
+    program["steps"] = [one for one in program["steps"] if one["do"] not in (*LEFT_OUT, "nested")]
+    for one in program["steps"]:
+        one["delay_overflow_check"] = False
+    return program
+
+
+def shortened(program):
+    """``program`` without the steps that its failure does not need."""
+    steps = list(program["steps"])
+    for index in reversed(range(len(steps))):
+        fewer = steps[:index] + steps[index + 1 :]
+        try:
+            run({**program, "steps": fewer})
+        except Exception:
+            steps = fewer
+    return {**program, "steps": steps}
+
+
+@pytest.mark.filterwarnings("ignore:.*forward never ran:UserWarning")
+@pytest.mark.parametrize("seed", range(settings().max_examples))
+def test_a_program(seed):
+    program = generate(seed)
+    try:
+        run(program)
+    except Exception:
+        short = shortened(program)
+        try:
+            run(short)
+        except Exception as error:
+            pytest.fail(f"{error!r}\nin the program\n{pprint.pformat(short, width=120, sort_dicts=False)}")
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("steps", STALE.values(), ids=STALE)
+def test_no_gradient_is_used_after_it_was_cleared(level, steps):
+    config = {**SHARED, "sharers": [()] * 6, "level": level}
+    assert run({"config": config, "steps": steps}) == len(steps)
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+@pytest.mark.parametrize(("config", "steps"), TOGETHER.values(), ids=TOGETHER)
+def test_optimizers_that_share_weights(config, steps, loss_scale):
+    run({"config": {**config, "level": "O1", "loss_scale": loss_scale}, "steps": steps})
+
+
+OVERFLOW = {"size": float("inf")}
+SEVERAL = {
+    "an overflow in the first of two losses": [block(0, **OVERFLOW), block(0), step(0), block(0), step(0)],
+    "in the last": [block(0), block(0, **OVERFLOW), step(0), clear("all", "none"), block(0), step(0)],
+    "accumulated": [block(0), block(0), block(0), step(0)],
+    "delayed": [block(0, delay_unscale=True), block(0), step(0)],
+    "an overflow in a delayed one": [block(0, delay_unscale=True, **OVERFLOW), block(0), step(0)],
+    "delayed to the step": [block(0, delay_unscale=True), step(0)],
+    "cleared after an overflow": [block(0, **OVERFLOW), clear("optimizer", "none"), block(0), step(0), step(0)],
+    "stepped again after a skip": [block(0, **OVERFLOW), step(0), step(0), clear("all", "none"), block(0), step(0)],
+    "raised": [block(0), block(0, raises="after"), block(0), step(0)],
+    "one loss, two optimizers": [block(0, 1, **OVERFLOW), step(0), clear("all", "none"), block(0), step(0), step(1)],
+}
+
+
+@pytest.mark.parametrize("loss_scale", ["dynamic", 128.0])
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("steps", SEVERAL.values(), ids=SEVERAL)
+def test_several_blocks_before_a_step(steps, level, loss_scale):
+    config = {**SHARED, "sharers": [()] * 6, "level": level, "loss_scale": loss_scale}
+    assert run({"config": config, "steps": steps}) == len(steps)
