@@ -60,10 +60,9 @@ def _leaves_before(source: Source, earlier: ast.AST, later: ast.AST) -> bool:
     for child, parent in source.around(earlier):
         if isinstance(parent, SCOPES):
             return False
-        if isinstance(parent, ast.If) and parent not in around_later:
-            branch = parent.body if source.field(child) == "body" else parent.orelse
-            if _leaves(branch[-1]):
-                return True
+        place = source.place(child)
+        if isinstance(parent, ast.If) and parent not in around_later and place is not None and _leaves(place.block[-1]):
+            return True
     return False
 
 
