@@ -85,7 +85,8 @@ def check_ops(device: torch.device, level: OptLevel) -> str:
     exact = torch.linspace(-1.49, 2.0, 64).reshape(8, 8)
     wide, half = exact.to(device), exact.to(device, HALF_DTYPES[level])
     with fresh():
-        amp.initialize(torch.nn.Linear(2, 2).to(device), opt_level=level, verbosity=0)
+        model = torch.nn.Linear(2, 2).to(device)  # operations outside of it are cast while it is alive
+        amp.initialize(model, opt_level=level, verbosity=0)
         for name, call in HALF_CALLS.items():
             _compare(name, call(wide), call(exact), half.dtype)
         for name, call in FLOAT_CALLS.items():
