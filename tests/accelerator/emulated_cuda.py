@@ -1,4 +1,4 @@
-"""CUDA devices ``cuda:0`` and ``cuda:1`` on a machine without one: :func:`install`, once, before the first backward pass.
+"""CUDA devices ``cuda:0`` and ``cuda:1`` on a machine without one: :func:`install`, before the first backward pass.
 
 ``emulated_cuda.cpp`` says what they are. Here it is built, on first use, and ``torch.cuda`` is made to see them. A
 :class:`Log` tells what the devices did.
@@ -302,7 +302,7 @@ class Log:
         return len(self.of("sync"))
 
 
-#: Tensors that one launch of ``multi_tensor_apply`` takes, by the number of lists: CUDA's kernels have 4 KB of arguments.
+#: Tensors that one launch of ``multi_tensor_apply`` takes, by the number of lists: a kernel has 4 KB of arguments.
 MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 MOST_WITH_SCALARS = {1: 96, 2: 64, 3: 48, 4: 36, 5: 30}
 MOST_FUSED = {1: 72, 2: 60, 3: 54, 4: 36, 5: 30}

@@ -89,7 +89,7 @@ def native(case):
 
 
 def masters_by_hand(case):
-    """A half model whose batch norms stay in float32, and float32 masters, copied by ``foreach`` in either direction."""
+    """A half model, but for its batch norms, and float32 masters, copied by ``foreach`` in either direction."""
     model, x, y = case.made()
     model.half()
     for module in model.modules():
