@@ -60,8 +60,8 @@ class Run:
         """Both sides, to the bit; ``half`` defaults to ``value`` rounded."""
         half = value.to(self.dtype) if half is None else half
         assert self.model.weight.dtype == self.dtype
-        assert torch.equal(self.model.weight.detach().cpu(), half)
-        assert torch.equal(self.held.detach().cpu(), value)
+        assert torch.equal(self.model.weight.detach().cpu(), half.cpu())
+        assert torch.equal(self.held.detach().cpu(), value.cpu())
 
     def taken(self, row):
         """The master after row 0 of the model was written: the other row keeps its low bits."""
