@@ -249,11 +249,16 @@ struct Hooks final : at::CUDAHooksInterface {
 };
 
 // ---- one memory, seen from both sides ----------------------------------------------------------------------------------
-Tensor tensor_of(c10::Storage storage, c10::DispatchKey key, const Tensor& like) {
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+Tensor laid_out_as(Tensor made, const Tensor& like) {
   made.unsafeGetTensorImpl()->set_storage_offset(like.storage_offset());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
   return made;
+}
+Tensor tensor_of(c10::Storage storage, c10::DispatchKey key, const Tensor& like) {
+  return laid_out_as(at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype()), like);
+}
+Tensor view_of(const Tensor& base, const Tensor& like) {
+  return laid_out_as(at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), like.dtype()), like);
 }
 Tensor host_view(const Tensor& tensor) {
   auto* kept = new c10::Storage(tensor.storage());
@@ -447,7 +452,7 @@ struct Call {
     if (narrow && result.scalar_type() == at::kFloat) result = result.to(*narrow);
     for (auto& [tensor, view] : views)  // a view, or the argument itself
       if (result.storage().data() && result.storage().data() == tensor.storage().data())
-        return tensor_of(tensor.storage(), c10::DispatchKey::CUDA, result);
+        return view_of(tensor, result);
     fresh.push_back(result);
     return tensor_of(as_device_storage(result.storage(), device), c10::DispatchKey::CUDA, result);
   }
