@@ -73,8 +73,12 @@ class Device:
     def __getattr__(self, name):
         function = getattr(library(), name)
         function.restype = self.RESULTS.get(name, ctypes.c_int)
-        setattr(self, name, function)
-        return function
+
+        def call(*arguments):  # torch's compiler asks for a function that it can hash
+            return function(*arguments)
+
+        setattr(self, name, call)
+        return call
 
 
 device = Device()
