@@ -102,7 +102,7 @@ SYMBOLS: dict[str, Symbol] = {
     **_works("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
     "apex.amp.utils": Symbol(DIFFERS, "internal helpers of apex; use torch.is_floating_point and Tensor.to"),
     "apex.parallel.DistributedDataParallel": Symbol(
-        DIFFERS, "it tolerates unused parameters with and without delay_allreduce; options of apex's streams have no effect"
+        DIFFERS, "it tolerates unused parameters with and without delay_allreduce; options of streams have no effect"
     ),
     "apex.parallel.Reducer": Symbol(WORKS),
     "apex.parallel.SyncBatchNorm": Symbol(DIFFERS, "torch.nn.SyncBatchNorm underneath"),

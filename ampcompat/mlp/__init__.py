@@ -1,0 +1,5 @@
+"""``MLP``: linear layers with an activation after each."""
+
+from ampcompat.mlp.mlp import MLP
+
+__all__ = ["MLP"]
