@@ -250,26 +250,43 @@ def check_output_of_any_kind(rank):
 
 
 def check_compiled(rank):
-    for outside in (False, True):
-        for options in MODES:
-            torch._dynamo.reset()
-            plain, model = Parts(), Parts()
-            if outside:
-                wrapped = DistributedDataParallel(model, **options)
-                run = torch.compile(wrapped, backend="aot_eager")
-            else:
-                wrapped = DistributedDataParallel(torch.compile(model, backend="aot_eager"), **options)
-                run = wrapped
-            for step in range(2):
-                wrapped.zero_grad()
-                plain.zero_grad()
-                run(data(rank, step), "left").backward()
-                plain(data(rank, step), "left").backward()
-                means = mean_of_ranks(own_gradients(plain))
-                for param, mean in zip(wrapped.parameters(), means, strict=True):
-                    assert (param.grad is None) is (mean is None)
-                    if mean is not None:
-                        torch.testing.assert_close(param.grad, mean)
+    """The wrapper compiled, and a compiled model wrapped."""
+    for outside, options in ((True, {"message_size": 1}), (False, {"delay_allreduce": True})):
+        plain, model = Parts(), Parts()
+        if outside:
+            wrapped = DistributedDataParallel(model, **options)
+            run = torch.compile(wrapped, backend="aot_eager")
+        else:
+            wrapped = DistributedDataParallel(torch.compile(model, backend="aot_eager"), **options)
+            run = wrapped
+        for step in range(2):
+            wrapped.zero_grad()
+            plain.zero_grad()
+            run(data(rank, step), "left").backward()
+            plain(data(rank, step), "left").backward()
+            for param, mean in zip(wrapped.parameters(), mean_of_ranks(own_gradients(plain)), strict=True):
+                assert (param.grad is None) is (mean is None)
+                if mean is not None:
+                    torch.testing.assert_close(param.grad, mean)
+
+
+def check_tensors_without_elements(rank):
+    class Odd(Parts):
+        def __init__(self):
+            super().__init__()
+            self.none = nn.Parameter(torch.empty(0))
+            self.register_buffer("whole", torch.empty(0, dtype=torch.int64))
+            self.register_buffer("flag", torch.tensor(rank == 0))
+
+        def forward(self, x):
+            return super().forward(x, "left") + self.none.sum()
+
+    for options in MODES:
+        wrapped = DistributedDataParallel(Odd(), **options)
+        assert wrapped.module.flag
+        for step in range(2):
+            wrapped(data(rank, step)).backward()
+        assert wrapped.module.none.grad.shape == (0,)
 
 
 def check_buckets_leave_during_the_pass(rank):
