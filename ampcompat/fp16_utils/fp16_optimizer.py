@@ -35,7 +35,7 @@ class FP16_Optimizer:
         verbose: Say what happens, on rank 0.
 
     Raises:
-        TypeError: ``init_optimizer`` is no optimizer, or a parameter is neither half nor float32.
+        TypeError: ``init_optimizer`` is not an optimizer, or a parameter is neither half nor float32.
     """
 
     def __init__(
@@ -57,8 +57,10 @@ class FP16_Optimizer:
                     raise TypeError(f"A parameter of {p.dtype} - only float16, bfloat16 and float32 - cast it first.")
         self.loss_scaler = self._make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args or {})
         self.dynamic_loss_scale = dynamic_loss_scale
-        self.optimizer, self.verbose = init_optimizer, verbose
-        self.overflow, self.first_closure_call_this_step = False, True
+        self.optimizer = init_optimizer
+        self.verbose = verbose
+        self.overflow = False
+        self.first_closure_call_this_step = True
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -91,7 +93,10 @@ class FP16_Optimizer:
             say(message)
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        return [p for g in self.fp16_groups for p in g], [p for g in self.fp32_from_fp16_groups for p in g]
+        """The half parameters, and the master of each."""
+        halves = [p for group in self.fp16_groups for p in group]
+        masters = [p for group in self.fp32_from_fp16_groups for p in group]
+        return halves, masters
 
     def _master_params(self) -> list[Tensor]:
         return [p for g in self.optimizer.param_groups for p in g["params"]]

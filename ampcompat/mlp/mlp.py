@@ -40,7 +40,9 @@ class MLP(nn.Module):
         if chosen not in ("none", "relu", "sigmoid"):
             raise TypeError(f"activation={activation!r} - apex's MLP knows none, relu and sigmoid - pass one of them.")
         super().__init__()
-        self.mlp_sizes, self.bias, self.activation = list(mlp_sizes), bias, chosen
+        self.mlp_sizes = list(mlp_sizes)
+        self.bias = bias
+        self.activation = chosen
         self.num_layers = len(self.mlp_sizes) - 1
         for i, (fan_in, fan_out) in enumerate(pairwise(self.mlp_sizes)):
             self.register_parameter(f"weight_{i}", nn.Parameter(torch.empty(fan_out, fan_in)))
@@ -59,15 +61,19 @@ class MLP(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw normal weights of deviation sqrt(2 / (fan_in + fan_out)), biases of sqrt(1 / fan_out)."""
-        for p in self.parameters():
-            nn.init.normal_(p, 0.0, (2.0 / sum(p.shape)) ** 0.5 if p.dim() == 2 else (1.0 / p.numel()) ** 0.5)
+        for weight in self.weights:
+            nn.init.normal_(weight, 0.0, (2.0 / sum(weight.shape)) ** 0.5)
+        for bias in self.biases:
+            nn.init.normal_(bias, 0.0, (1.0 / bias.numel()) ** 0.5)
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (N, sizes[0]) to (N, sizes[-1])."""
         for i in range(self.num_layers):
             input = F.linear(input, getattr(self, f"weight_{i}"), getattr(self, f"bias_{i}"))
-            if self.activation != "none":
-                input = F.relu(input) if self.activation == "relu" else input.sigmoid()
+            if self.activation == "relu":
+                input = F.relu(input)
+            elif self.activation == "sigmoid":
+                input = input.sigmoid()
         return input
 
     def extra_repr(self) -> str:
