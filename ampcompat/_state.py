@@ -113,13 +113,13 @@ class ModelIndex:
 
     Attributes:
         live: Models that ``initialize`` was given; copies of them are not listed.
-        ddp: Every ``DistributedDataParallel`` made since the first ``initialize``; None before.
+        ddp: Every ``DistributedDataParallel``, torch's and apex's, made since the first ``initialize``; None before.
         masters_are_named: Whether ``torch.distributed.checkpoint`` finds masters.
         sharded: Modules in models under amp that ``fully_shard`` was called on.
     """
 
     live: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
-    ddp: weakref.WeakSet[torch.nn.parallel.DistributedDataParallel] | None = None
+    ddp: weakref.WeakSet[Any] | None = None
     masters_are_named: bool = False
     sharded: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
 

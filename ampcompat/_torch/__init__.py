@@ -41,7 +41,9 @@ from ampcompat._torch.arithmetic import (
 from ampcompat._torch.autograd import (
     CACHES_WEIGHTS_ACROSS_GRAD_MODES,
     accelerator,
+    at_end_of_backward,
     autocast_nesting,
+    in_backward,
     patch_autocast_regions,
     patch_engine,
     patch_function_bodies,
@@ -96,10 +98,8 @@ from ampcompat._torch.fsdp import (
 )
 from ampcompat._torch.host_memory import keep_freed_memory
 from ampcompat._torch.modules import (
-    AnyDeviceDDP,
     bits,
     broadcast_elements,
-    buffers_keyword,
     feeds_errors_back,
     fingerprint,
     has_storage,

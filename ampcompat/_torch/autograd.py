@@ -49,6 +49,16 @@ def accelerator() -> str:
     return "cpu"
 
 
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward pass ends; not when it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def patch_engine(wrap: Wrap, undo: ExitStack) -> None:
     """Wrap the one function through which ``backward`` and ``autograd.grad`` enter the engine."""
     name = "_engine_run_backward"
