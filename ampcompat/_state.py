@@ -25,14 +25,12 @@ class ThreadCasts(threading.local):
     Attributes:
         forwards: Depth of casting forwards of initialized models; the outermost one owns autocast's weight cache.
         off: Depth of engine runs, optimizer steps and ``disable_casts`` blocks.
-        disabled: Of these, ``disable_casts`` blocks: forwards stay uncast in them too.
         regions: Open ``torch.autocast`` regions of the user, by device type.
         running: Half models in whose forward this thread is, outermost first.
     """
 
     forwards = 0
     off = 0
-    disabled = 0
     regions: dict[str, int]
     running: list[torch.nn.Module]
 
@@ -115,13 +113,13 @@ class ModelIndex:
 
     Attributes:
         live: Models that ``initialize`` was given; copies of them are not listed.
-        ddp: Every ``DistributedDataParallel`` made since the first ``initialize``; None before.
+        ddp: Every ``DistributedDataParallel``, torch's and apex's, made since the first ``initialize``; None before.
         masters_are_named: Whether ``torch.distributed.checkpoint`` finds masters.
         sharded: Modules in models under amp that ``fully_shard`` was called on.
     """
 
     live: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
-    ddp: weakref.WeakSet[torch.nn.parallel.DistributedDataParallel] | None = None
+    ddp: weakref.WeakSet[Any] | None = None
     masters_are_named: bool = False
     sharded: weakref.WeakSet[torch.nn.Module] = field(default_factory=weakref.WeakSet)
 

@@ -104,7 +104,7 @@ The modules `functional_overrides`, `torch_overrides` and `tensor_overrides` of 
   name that you remove from either is not.
 - A name that you add leaves the list that it was on. On several lists, half beats float32, and float32 beats the widest
   dtype.
-- A name that you remove and add nowhere runs as given. A name that is no function of torch gives a warning.
+- A name that you remove and add nowhere runs as given. A name that is not a function of torch gives a warning.
 """
 
 

@@ -56,10 +56,20 @@ def emulate_cuda(runs_tests: bool) -> None:
     reason = emulated_cuda.why_not()
     if reason is not None:
         raise pytest.UsageError(f"--emulate-cuda: {reason}")
-    if runs_tests:
-        emulated_cuda.install()
-    else:
+    if not runs_tests:
         emulated_cuda.built()
+        return
+    emulated_cuda.install()
+    from torch.nn.parallel import DistributedDataParallel
+
+    make = DistributedDataParallel.__init__
+
+    def skip_on_the_devices(self, module, *args, **kwargs):
+        if any(param.is_cuda for param in module.parameters()):
+            pytest.skip("an emulated device has no process groups: gloo copies by CUDA's own streams")
+        make(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = skip_on_the_devices
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` deselects the slow tests
@@ -78,6 +88,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             entry = DIVERGENCES[mark.args[0]]
             if SpecifierSet(entry["torch"]).contains(torch.__version__.split("+")[0], prereleases=True):
                 item.add_marker(pytest.mark.xfail(strict=True, reason=f"{entry['id']}: {entry['ampcompat']}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """Skip a test where it reaches a kernel that an emulated device lacks, since the CPU has none for it."""
+    try:
+        return (yield)
+    except NotImplementedError as error:
+        has_no_kernel = "'SparseCUDA' backend" in str(error)
+        if not (item.config.getoption("--emulate-cuda") and has_no_kernel):
+            raise
+        pytest.skip("an emulated device has no kernels of sparse tensors")
 
 
 def pytest_collection_finish() -> None:

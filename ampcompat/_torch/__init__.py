@@ -5,6 +5,7 @@ A change of torch that breaks something is to be fixed here.
 
 from ampcompat._torch.arithmetic import (
     HostCopy,
+    Tensors,
     any_non_finite,
     any_of,
     cast_to,
@@ -40,10 +41,14 @@ from ampcompat._torch.arithmetic import (
 from ampcompat._torch.autograd import (
     CACHES_WEIGHTS_ACROSS_GRAD_MODES,
     accelerator,
+    at_end_of_backward,
     autocast_nesting,
+    in_backward,
     patch_autocast_regions,
     patch_engine,
     patch_function_bodies,
+    stash_in_thread,
+    stashed_in_thread,
 )
 from ampcompat._torch.checkpoints import patch_distributed_checkpoint
 from ampcompat._torch.compiler import (
@@ -52,6 +57,7 @@ from ampcompat._torch.compiler import (
     eager,
     forget_compiled_graphs,
     in_fake_mode,
+    is_tracing,
     keep_torch_functions_traceable,
     run_uncompiled,
     run_untraced,
@@ -92,16 +98,14 @@ from ampcompat._torch.fsdp import (
 )
 from ampcompat._torch.host_memory import keep_freed_memory
 from ampcompat._torch.modules import (
-    AnyDeviceDDP,
     bits,
     broadcast_elements,
-    buffers_keyword,
     feeds_errors_back,
     fingerprint,
     has_storage,
     have_bits,
     in_functional_call,
-    is_parametrized,
+    is_graph_module,
     is_sharded,
     is_uninitialized,
     is_zero,
@@ -120,7 +124,8 @@ from ampcompat._torch.modules import (
     tensor_of,
     uncompiled,
 )
-from ampcompat._torch.patch import Wrap, replace, replace_function, wrap_everywhere
+from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
 from ampcompat._torch.version import (
+    IS_FOR_ROCM,
     TORCH,
 )

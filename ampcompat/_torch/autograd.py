@@ -24,6 +24,22 @@ def autocast_nesting() -> int:
     return torch.autocast_decrement_nesting()
 
 
+def stash_in_thread(key: str, value: int) -> None:
+    """Keep ``value`` in this thread and in the threads of the autograd engine that work for it."""
+    torch._C._stash_obj_in_tls(key, value)
+
+
+def stashed_in_thread(key: str) -> int | None:
+    """What :func:`stash_in_thread` has kept, None where nothing.
+
+    In the engine's threads, where backward bodies run for tensors on a device: what held in the thread that started it.
+    """
+    if not torch._C._is_key_in_tls(key):
+        return None
+    value: int = torch._C._get_obj_in_tls(key)
+    return value
+
+
 def accelerator() -> str:
     """The device type of the accelerator that this torch sees, "cpu" without one; does not initialise it."""
     for device_type in ("cuda", "xpu", "mps", "hpu", torch._C._get_privateuse1_backend_name()):
@@ -31,6 +47,16 @@ def accelerator() -> str:
         if backend is not None and callable(getattr(backend, "is_available", None)) and backend.is_available():
             return device_type
     return "cpu"
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside a backward pass."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the running backward pass ends; not when it raises."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def patch_engine(wrap: Wrap, undo: ExitStack) -> None:

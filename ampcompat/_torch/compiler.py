@@ -28,6 +28,11 @@ def in_fake_mode() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def is_tracing() -> bool:
+    """Whether the compiler is at work in this thread: Python code that runs now may be its own."""
+    return torch._guards.CompileContext.try_get() is not None
+
+
 def run_uncompiled(function: Callable[..., R], *args: object) -> R:
     """``function(*args)``, which a compiler that traces the caller does not look into."""
     result: R = torch.compiler.disable(function)(*args)  # type: ignore[no-untyped-call]

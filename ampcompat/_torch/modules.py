@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -90,23 +89,11 @@ def broadcast_elements(tensor: torch.Tensor, source: int, group: Any) -> None:
         tensor.copy_(rows)
 
 
-class AnyDeviceDDP(DistributedDataParallel):
-    """torch's, with synchronised batch norm off CUDA too: torch has no kernels for it there; ours needs none."""
-
-    def _passing_sync_batchnorm_handle(self, module: torch.nn.Module) -> None:
-        pass
-
-
-def buffers_keyword() -> str:
-    """Name DDP's keyword for the broadcast of buffers in forward."""
-    has_new_name = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    return "forward_sync_buffers" if has_new_name else "broadcast_buffers"
-
-
 def parallel_wrapper(model: torch.nn.Module) -> str | None:
     """Name the data-parallel wrapper that ``model`` is, if it is one."""
     wrappers = (DistributedDataParallel, torch.nn.DataParallel)
-    if isinstance(model, wrappers) or type(model).__name__ == "FullyShardedDataParallel":
+    by_name = ("DistributedDataParallel", "FullyShardedDataParallel")  # apex's wrapper is not torch's
+    if isinstance(model, wrappers) or type(model).__name__ in by_name:
         return type(model).__name__
     return None
 
@@ -120,9 +107,9 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 is_uninitialized: Callable[[torch.Tensor], bool] = torch.nn.parameter.is_lazy
 
 
-def is_parametrized(module: torch.nn.Module) -> bool:
-    """Whether ``torch.nn.utils.parametrize`` has put a class in front of that of ``module``, to take off later."""
-    return isinstance(module._modules.get("parametrizations"), torch.nn.ModuleDict)
+def is_graph_module(cls: type) -> bool:
+    """Whether ``cls`` is a class of ``torch.fx``: one of a single module, on which its code is set as ``forward``."""
+    return issubclass(cls, torch.fx.GraphModule)
 
 
 def in_functional_call() -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import CodeType, FunctionType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -65,6 +66,44 @@ def wrap_everywhere(owner: object, function: Callable[..., object], wrap: Wrap, 
     function.__code__ = body.replace(
         co_filename=code.co_filename, co_firstlineno=code.co_firstlineno, co_name=code.co_name
     )
+
+
+def with_parameters_of(function: Callable[..., object], called: Callable[..., object]) -> Callable[..., object]:
+    """Make a function that calls ``called`` and shows the parameters of ``function``, in its code too.
+
+    Helpers of export and of data pipelines read ``model.forward.__code__.co_varnames``. A callable that is not written
+    in Python has no code to show: ``called`` is returned for it.
+    """
+    if not isinstance(function, FunctionType):
+        return functools.update_wrapper(called, function)
+    spec = inspect.getfullargspec(function)
+    parameters = list(spec.args)
+    arguments = list(spec.args)
+    if spec.varargs:
+        parameters.append(f"*{spec.varargs}")
+        arguments.append(f"*{spec.varargs}")
+    elif spec.kwonlyargs:
+        parameters.append("*")
+    parameters += spec.kwonlyargs
+    arguments += [f"{name}={name}" for name in spec.kwonlyargs]
+    if spec.varkw:
+        parameters.append(f"**{spec.varkw}")
+        arguments.append(f"**{spec.varkw}")
+    source = f"def make(_called):\n    return lambda {', '.join(parameters)}: _called({', '.join(arguments)})"
+    namespace: dict[str, Any] = {}
+    exec(source, namespace)
+    shown: FunctionType = namespace["make"](called)
+    functools.update_wrapper(shown, function)
+    shown.__code__ = shown.__code__.replace(co_name=function.__name__)
+    shown.__defaults__ = function.__defaults__
+    shown.__kwdefaults__ = function.__kwdefaults__
+    vars(shown)["__signature__"] = inspect.signature(function)
+    return shown
+
+
+def set_class(instance: object, cls: type) -> None:
+    """Set the class of ``instance``, past a property of its class that answers for ``__class__``."""
+    object.__dict__["__class__"].__set__(instance, cls)
 
 
 def _body_that_calls(name: str, function: FunctionType) -> CodeType:

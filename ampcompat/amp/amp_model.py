@@ -12,8 +12,8 @@ import abc
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +23,15 @@ from ampcompat import _torch
 from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.casts import OFF, Casts, CastsOff, ForwardCasts, is_decided
+from ampcompat.amp.casts import OFF, Casts, CastsOff, ForwardCasts, disabled_depth, is_decided
 from ampcompat.amp.casts.ambience import follow_lifetime, install_casting, set_ambient
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
+from ampcompat.amp.half_weights import ATTRIBUTE as HALF_WEIGHTS
 from ampcompat.amp.half_weights import half_weights
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.masters import follow_replacements, masters_of, own_tensors, reconcile
 from ampcompat.amp.observers import notify
-from ampcompat.amp.weights import cast_weights
+from ampcompat.amp.weights import cast_weights, hook
 
 Forward = Callable[..., object]
 Args = tuple[object, ...]
@@ -115,21 +116,21 @@ class ModelPolicy:
         no_policy_casts = state.casts.original is None and not self.casts.enabled
         if no_policy_casts:  # nothing to switch off
             return forward(*args, **kwargs)
-        casts = self._casts_for(model)
+        casts = self._casts_for(model, args)
         if casts is None:
             return forward(*args, **kwargs)
         with casts:
             return forward(*args, **kwargs)
 
-    def _casts_for(self, model: torch.nn.Module) -> ForwardCasts | CastsOff | None:
+    def _casts_for(self, model: torch.nn.Module, args: Args) -> ForwardCasts | CastsOff | None:
         """Return the context for a forward of ``model``; None in an autocast region of the user's, who decides."""
         stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
         if stamp is not None:  # a replica of DataParallel's carries its casts into its thread
             casts, device_type = stamp
             return ForwardCasts(casts, device_type) if casts.enabled else CastsOff()
         thread = state.casts.thread
-        device_type = _device_type(model)
-        if thread.disabled:
+        device_type = _device_type(model, args)
+        if disabled_depth():
             return CastsOff()
         if thread.regions.get(device_type):
             return None
@@ -153,7 +154,7 @@ class ModelPolicy:
             args = cast_tree(args, self.input_dtype)
             kwargs = cast_tree(kwargs, self.input_dtype)
         device_types = state.casts.device_types
-        if not device_types:
+        if not device_types:  # of a model that was unpickled: no ``initialize`` has named any
             # Not the model's own device: torch 2.4 cannot trace ``parameters()`` of every model.
             device_types = tuple({tensor.device.type: None for tensor in tensors_in((args, kwargs))})
         output = self._call_in_graph(device_types, forward, args, kwargs)
@@ -179,7 +180,7 @@ class ModelPolicy:
 
 # -- failed forwards ---------------------------------------------------------------------------------------------------
 def _explain_failure(model: torch.nn.Module, error: Exception) -> None:
-    """Add to torch's own error what cures it, where mixed precision provokes it."""
+    """Add a hint to an error of torch's own that mixed precision provokes."""
     if state.observers:
         notify("on_failure", error)
     if isinstance(error, RuntimeError):
@@ -216,12 +217,16 @@ def device_types_of(models: Iterable[torch.nn.Module]) -> set[str]:
 
 
 @_torch.eager
-def _device_type(model: torch.nn.Module) -> str:
-    """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along."""
+def _device_type(model: torch.nn.Module, args: Args = ()) -> str:
+    """Return the device type of ``model``. A model moved since ``initialize`` moves the ambient casts along.
+
+    A model without tensors computes where its arguments are.
+    """
     ambience = state.casts
     tensor = _first_tensor(model)
     if tensor is None:
-        return ambience.device_types[0] if ambience.device_types else "cpu"
+        device_types = [tensor.device.type for tensor in tensors_in(args)] or ambience.device_types
+        return device_types[0] if device_types else "cpu"
     device_type = str(tensor.device.type)
     was_moved = device_type not in ambience.device_types
     if was_moved and ambience.original is not None:
@@ -276,7 +281,7 @@ def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
         state.casts.models.discard(model)
         return
     if not isinstance(model, AmpModel):
-        model.__class__ = _class_with_amp(model)
+        _torch.set_class(model, amp_class(type(model)))
     object.__setattr__(model, "_amp_policy", policy)
     own_forward = model.__dict__.get("forward")
     if own_forward is not None and not isinstance(own_forward, InstanceForward):
@@ -293,7 +298,7 @@ def _take_policy_off(model: torch.nn.Module) -> None:
     if isinstance(own_forward, InstanceForward):
         object.__setattr__(model, "forward", own_forward.inner)
     model.__dict__.pop("_amp_policy", None)
-    model.__class__ = _class_without_amp(model)
+    _torch.set_class(model, _own_class(model))
 
 
 def amp_class(cls: Any) -> Any:
@@ -303,21 +308,13 @@ def amp_class(cls: Any) -> Any:
         if known.__dict__.get("_amp_of") is cls:
             return known
 
-    @functools.wraps(cls.forward)
-    def forward(self: Any, *args: object, **kwargs: object) -> object:
-        policy = self._amp_policy
-        bound = functools.partial(cls.forward, self)
-        if policy is None or isinstance(self.__dict__.get("forward"), InstanceForward):
-            return bound(*args, **kwargs)
-        return policy.run(self, bound, args, kwargs)
-
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         reduced = super(made, self).__reduce_ex__(protocol)
         if isinstance(reduced, str):
             return reduced
         build, args, *rest = reduced
         args = tuple(cls if arg is made else arg for arg in args)
-        return (rebuild, (cls, build, args), *rest)
+        return (rebuild, (build, args), *rest)
 
     def _replicate_for_data_parallel(self: Any) -> Any:
         policy: ModelPolicy | None = self._amp_policy
@@ -330,8 +327,12 @@ def amp_class(cls: Any) -> Any:
         return replica
 
     body: dict[str, Any] = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    body |= {"_amp_of": cls, "forward": forward, "__reduce_ex__": __reduce_ex__}
-    body["_replicate_for_data_parallel"] = _replicate_for_data_parallel
+    body |= {"_amp_of": cls, "forward": _forward_over(cls), "__class__": property(_class_of, _change_class)}
+    body |= {"__reduce_ex__": __reduce_ex__, "_replicate_for_data_parallel": _replicate_for_data_parallel}
+    if hasattr(cls, "__deepcopy__"):
+        body["__deepcopy__"] = _deepcopy_over(cls)
+    if _torch.is_graph_module(cls):
+        body["recompile"] = _recompile_over(cls)
     # Past the user's metaclass, which may count or rename classes; what it set on the class is inherited. An abstract
     # class keeps caches of its own, which only ABCMeta makes.
     base = abc.ABCMeta if isinstance(cls, abc.ABCMeta) else type
@@ -339,50 +340,105 @@ def amp_class(cls: Any) -> Any:
     return made
 
 
+def _forward_over(cls: Any) -> Callable[..., object]:
+    """Make the ``forward`` of the dynamic subclass: that of ``cls`` under the policy of the instance."""
+
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
+        policy = self._amp_policy
+        bound = functools.partial(cls.forward, self)
+        if policy is None or isinstance(self.__dict__.get("forward"), InstanceForward):
+            return bound(*args, **kwargs)
+        return policy.run(self, bound, args, kwargs)
+
+    return _torch.with_parameters_of(cls.forward, forward)
+
+
+def _deepcopy_over(cls: Any) -> Callable[..., object]:
+    """Make the ``__deepcopy__`` of the dynamic subclass of ``cls``, which has one of its own.
+
+    Such a method makes an object of ``self.__class__`` and copies attributes into it; where it copies the policy too,
+    the copy is one under amp.
+    """
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        with _as_plain(self):
+            clone = cls.__deepcopy__(self, memo)
+        if _torch.is_graph_module(cls):  # it copies the attributes that its graph reads
+            for name in {"_amp_policy", HALF_WEIGHTS}.intersection(self.__dict__):
+                clone.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        return _put_under_amp(clone) if "_amp_policy" in clone.__dict__ else clone
+
+    return __deepcopy__
+
+
+def _recompile_over(cls: Any) -> Callable[..., object]:
+    """Make the ``recompile`` of the dynamic subclass of ``cls``, a graph module: it sets ``forward`` on its class."""
+
+    def recompile(self: Any) -> Any:
+        with _as_plain(self):
+            code = cls.recompile(self)
+        amp_class(cls).forward = _forward_over(cls)
+        return code
+
+    return recompile
+
+
+# -- the class of an instance ------------------------------------------------------------------------------------------
+def _class_of(model: Any) -> Any:
+    """Answer for ``model.__class__``: the model's own class, for ``super(self.__class__, self)`` and comparisons.
+
+    The compiler looks methods up in ``__class__``, and must find amp's ``forward`` there.
+    """
+    return type(model) if _torch.is_tracing() else _own_class(model)
+
+
+def _own_class(model: Any) -> Any:
+    """The class of ``model`` as it would be without amp; one that a script has derived from ours stays."""
+    cls = type(model)
+    return vars(cls).get("_amp_of", cls)
+
+
+def _change_class(model: Any, cls: Any) -> None:
+    """Follow ``model.__class__ = cls``, as of a parametrization or ``fully_shard``: the model stays under amp."""
+    _torch.set_class(model, cls if issubclass(cls, AmpModel) else amp_class(cls))
+
+
+@contextmanager
+def _as_plain(model: Any) -> Iterator[None]:
+    """Context in which the type of ``model`` is its own class."""
+    under_amp = type(model)
+    _torch.set_class(model, _own_class(model))
+    try:
+        yield
+    finally:
+        _torch.set_class(model, under_amp)
+
+
 def _casts_for_replica(policy: ModelPolicy, device_type: str) -> Casts:
     """Return the casts that a replica of DataParallel's brings along into its own thread."""
     thread = state.casts.thread
-    if thread.disabled:
+    if disabled_depth():
         return OFF
     if thread.regions.get(device_type):  # a user's region: hand on its dtype too, which torch does not
         return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
     return policy.casts
 
 
-def _class_with_amp(model: torch.nn.Module) -> Any:
-    """Return the class of ``model`` with amp's ``forward``; below the class that parametrizations have put in front."""
-    cls = type(model)
-    if _torch.is_parametrized(model):
-        # ``remove_parametrizations`` gives the module the first base of its class.
-        return _over(cls, amp_class(cls.__bases__[0]))
-    return amp_class(cls)
-
-
-def _class_without_amp(model: torch.nn.Module) -> Any:
-    """Return the class of ``model`` as it would be without amp.
-
-    A class that something else than a parametrization has put in front stays: without a policy it is a plain one.
-    """
-    cls = type(model)
-    if "_amp_of" in vars(cls):
-        return vars(cls)["_amp_of"]
-    base = cls.__bases__[0]
-    if _torch.is_parametrized(model) and "_amp_of" in vars(base):
-        return _over(cls, vars(base)["_amp_of"])
-    return cls
-
-
-def _over(cls: Any, base: Any) -> Any:
-    """Make a class like ``cls``, which copies of the module have as well, over ``base``."""
-    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type.__new__(type(cls), cls.__name__, (base,), body)
-
-
-def rebuild(cls: type[torch.nn.Module], build: Any, args: tuple[Any, ...]) -> torch.nn.Module:
-    """Make an empty copy of a model under amp (deepcopy, unpickling); its state, the policy included, follows."""
+def rebuild(build: Any, args: tuple[Any, ...]) -> torch.nn.Module:
+    """Make a copy of a model under amp (deepcopy, unpickling); its state, the policy included, may follow."""
     model: torch.nn.Module = build(*args)
+    return _put_under_amp(model)
+
+
+def _put_under_amp(model: torch.nn.Module) -> torch.nn.Module:
+    """Give a copy of a model under amp its class, and the hooks of its half weights if making it has lost them."""
     if not isinstance(model, AmpModel):
-        model.__class__ = amp_class(type(model))
+        _torch.set_class(model, amp_class(type(model)))
+    record = half_weights(model)
+    has_lost_hooks = record is not None and not model._state_dict_hooks
+    if record is not None and has_lost_hooks:
+        record.hooks.clear()
+        hook(model, record.dtype, record.has_masters)
     follow_lifetime(model)
     return model
 

@@ -165,7 +165,8 @@ def initialize(
         say("A ScriptModule runs as it was scripted: amp.initialize passed it through without casting it.")
     _take_over(session, objects)
     if enabled:
-        _tell_the_environment()
+        if _torch.IS_FOR_ROCM:
+            _tell_the_environment()
         named_masters.install()
         state.view["verbosity"] = int(verbosity)
         if state.observers:

@@ -1,4 +1,4 @@
-"""Errors of torch's own that mixed precision provokes, by their texts, and what cures each.
+"""Errors of torch's own that mixed precision provokes, by their texts, and a hint for each: the rule, and the fix.
 
 The texts are those of torch 2.4 to 2.13; ``tests/tools/explain/test_torch_errors.py`` provokes them.
 """
@@ -54,10 +54,10 @@ _SAME = (
     "same d?type|same scalar type|should be the same|dtypes must be the same|expected (?:object of )?scalar type|"
     "expected dtype|type promoting not supported|does not match weight dtype|must have the type"
 )
-#: Texts, and their cures; the first that matches counts. A text that names no dtype comes from other code as well.
-_CURES: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
-    (re.compile(text), cure)
-    for text, cure in (
+#: Texts, and their hints; the first that matches counts. A text that names no dtype comes from other code as well.
+_HINTS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
+    (re.compile(text), hint)
+    for text, hint in (
         (r"value cannot be converted to type (?:c10|at)::(?:Half|BFloat16) without overflow", _TOO_LARGE),
         (r"unsafe to autocast", _CROSS_ENTROPY),
         (r"Index put requires the source and destination dtypes match", _WRITE),
@@ -102,14 +102,14 @@ def hint_for(error: BaseException, module: str = "") -> str | None:
         text = str(error)
     except Exception:  # a subclass of the script's own, whose text cannot be read
         return None
-    cure = next((cure for pattern, cure in _CURES if pattern.search(text)), None)
-    if module and cure in _OF_MODULES:
-        return f"{cure}; or keep the module in float32: amp.initialize(..., keep_fp32=[{module!r}])"
-    return cure
+    hint = next((hint for pattern, hint in _HINTS if pattern.search(text)), None)
+    if module and hint in _OF_MODULES:
+        return f"{hint}; or keep the module in float32: amp.initialize(..., keep_fp32=[{module!r}])"
+    return hint
 
 
 def add_hint(error: BaseException, model: torch.nn.Module | None = None) -> None:
-    """Append to an error of torch's own that mixed precision provokes what cures it, once.
+    """Append a hint, once, to an error of torch's own that mixed precision provokes.
 
     Args:
         error: An exception; it stays the same object.

@@ -1,7 +1,7 @@
 """Modules that stay float32 inside a model that runs in half: ``initialize(keep_fp32=...)``.
 
-A kept module gets a border: its forward has float32 inputs and runs with casts off; where the model's weights are half,
-its outputs go back to half. The border is a policy of the dynamic subclass that makes a model run under amp, so that
+A kept module gets a boundary: its forward has float32 inputs and runs with casts off; where the model's weights are
+half, its outputs go back to half. The boundary is a policy of the dynamic subclass that makes a model run under amp, so that
 deepcopy, pickle, DataParallel, a direct ``module.forward(x)`` and ``torch.compile`` go through it too.
 """
 
@@ -128,7 +128,7 @@ def _with_sharers(
         if isinstance(module, _CONTAINERS):  # it has no forward: what it contains is kept
             waiting.extend(module.children())
             continue
-        _refuse_unfit(module, names, models)
+        _refuse_unsupported(module, names, models)
         kept[module] = None
         for part, sharer in _pairs_that_share(module, holders):
             if sharer in covered:
@@ -158,8 +158,8 @@ def _holders_by_tensor(names: Names) -> dict[int, list[torch.nn.Module]]:
     return holders
 
 
-def _refuse_unfit(module: torch.nn.Module, names: Names, models: list[torch.nn.Module]) -> None:
-    """Raise a ValueError if ``module`` cannot have a border of its own."""
+def _refuse_unsupported(module: torch.nn.Module, names: Names, models: list[torch.nn.Module]) -> None:
+    """Raise a ValueError if ``module`` cannot have a boundary of its own."""
     if not set(module.modules()).isdisjoint(models):
         raise ValueError(
             f"keep_fp32 keeps a whole model ({type(module).__name__}) - it keeps modules inside of one - initialize"
@@ -214,9 +214,9 @@ def _fits_pattern(module: torch.nn.Module, name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
 
 
-# -- the border --------------------------------------------------------------------------------------------------------
+# -- the boundary ------------------------------------------------------------------------------------------------------
 def set_boundary(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
-    """Put the border ``policy`` around ``module``, or what was there before."""
+    """Put the boundary ``policy`` around ``module``, or what was there before."""
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _keep_off_fused_path]:
         del hooks[key]

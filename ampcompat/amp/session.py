@@ -91,6 +91,8 @@ class Session:
         """Make this call's casts, if it has any, the ambient ones, on the devices of every live model."""
         ddp.install()
         held = device_types_of(state.models.live)
+        if state.models.live and not held:  # models without tensors alone: they compute where their inputs are
+            held = {_torch.accelerator(), "cpu"}
         if "cpu" in held:
             _torch.keep_freed_memory()
         self.device_types = held & set(_torch.autocast_device_types())

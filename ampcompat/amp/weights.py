@@ -253,6 +253,8 @@ def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, 
     record = half_weights(module)
     if record is None:
         return
+    if torch.onnx.is_in_onnx_export():  # it looks up, among these tensors, those that the traced forward reads
+        return
     for name, part in hook_added_modules(module, record):
         _hand_out(part, state_dict, f"{prefix}{name}.", local_metadata)
     for name, tensor in own_tensors(module):

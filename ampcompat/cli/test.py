@@ -22,7 +22,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     """Add ``test`` to the command line."""
     parser = subparsers.add_parser(
         "test",
-        help="check in some seconds that amp works on this machine",
+        help="check that amp works on this machine",
         description="Check amp on each device: dtypes of ops, a small training at each level against float32, resume,"
         " an overflow, and DDP on two processes where possible.",
         epilog=EPILOG,
@@ -71,9 +71,9 @@ def _shown(row: Row) -> Row:
 def _summary(rows: Sequence[Row]) -> str:
     counts = Counter(row.result for row in rows)
     if counts["FAIL"]:
-        what = painted(f"{counts['FAIL']} of {len(rows)} checks FAILED", "red")
+        what = painted(f"{counts['FAIL']} of {len(rows)} failed", "red")
     else:
-        what = painted(f"{counts['ok']} checks passed", "green")
+        what = painted(f"{counts['ok']} passed", "green")
     skipped = f", {counts['skip']} skipped" if counts["skip"] else ""
     return f"{what}{skipped}, in {sum(row.seconds for row in rows):.0f} s"
 

@@ -14,7 +14,12 @@ from ampcompat._log import say
 from ampcompat._types import ParamGroup, ParamState
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
-from ampcompat.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler
+from ampcompat.fp16_utils.loss_scaler import (
+    AnyLossScaler,
+    CallableLossScaler,
+    dynamic_scaler,
+    restored_scaler,
+)
 
 
 class FP16_Optimizer:
@@ -23,16 +28,15 @@ class FP16_Optimizer:
     Args:
         init_optimizer: Optimizer over half and float32 parameters, of any device.
         static_loss_scale: Fixed loss scale.
-        dynamic_loss_scale: Use a :class:`DynamicLossScaler` instead.
-        dynamic_loss_args: Its keyword arguments.
+        dynamic_loss_scale: Let the scale move, as in apex from March 2019 on: from 2^16, up to 2^24, growing after 2000
+            clean steps.
+        dynamic_loss_args: ``init_scale``, ``scale_factor``, ``scale_window``, ``min_loss_scale``, ``max_loss_scale``.
+            With ``min_scale`` or ``delayed_shift``: all are those of :class:`DynamicLossScaler`, apex's before.
         verbose: Say what happens, on rank 0.
 
     Raises:
-        TypeError: ``init_optimizer`` is no optimizer, or a parameter is neither half nor float32.
+        TypeError: ``init_optimizer`` is not an optimizer, or a parameter is neither half nor float32.
     """
-
-    #: What a dynamic scale begins at, unless ``dynamic_loss_args`` has an ``init_scale``.
-    first_scale = 2.0**32
 
     def __init__(
         self,
@@ -51,16 +55,20 @@ class FP16_Optimizer:
             for p in group["params"]:
                 if p.dtype not in (*HALF_DTYPES, torch.float32):
                     raise TypeError(f"A parameter of {p.dtype} - only float16, bfloat16 and float32 - cast it first.")
-        moving = {"init_scale": self.first_scale, **(dynamic_loss_args or {})}
-        scaler = DynamicLossScaler(**moving) if dynamic_loss_scale else LossScaler(static_loss_scale)
-        self.loss_scaler, self.dynamic_loss_scale = scaler, dynamic_loss_scale
-        self.optimizer, self.verbose = init_optimizer, verbose
-        self.overflow, self.first_closure_call_this_step = False, True
+        self.loss_scaler = self._make_scaler(static_loss_scale, dynamic_loss_scale, dynamic_loss_args or {})
+        self.dynamic_loss_scale = dynamic_loss_scale
+        self.optimizer = init_optimizer
+        self.verbose = verbose
+        self.overflow = False
+        self.first_closure_call_this_step = True
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
         for group in init_optimizer.param_groups:
             self._take(group)
+
+    def _make_scaler(self, static_scale: float, is_dynamic: bool, arguments: dict[str, Any]) -> AnyLossScaler:
+        return dynamic_scaler(arguments) if is_dynamic else CallableLossScaler(static_scale)
 
     def _take(self, group: ParamGroup) -> None:
         trainable = [p for p in group["params"] if p.requires_grad]
@@ -85,7 +93,10 @@ class FP16_Optimizer:
             say(message)
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
-        return [p for g in self.fp16_groups for p in g], [p for g in self.fp32_from_fp16_groups for p in g]
+        """The half parameters, and the master of each."""
+        halves = [p for group in self.fp16_groups for p in group]
+        masters = [p for group in self.fp32_from_fp16_groups for p in group]
+        return halves, masters
 
     def _master_params(self) -> list[Tensor]:
         return [p for g in self.optimizer.param_groups for p in g["params"]]
@@ -188,7 +199,10 @@ class FP16_Optimizer:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Restore what :meth:`state_dict` gave; a checkpoint of apex, with a scaler object in it, loads as well."""
+        """Restore what :meth:`state_dict` gave; a checkpoint of apex, with a scaler object in it, loads as well.
+
+        The scaler is then of the checkpoint's generation, which one line says.
+        """
         saved = [p for g in state_dict["fp32_from_fp16"] for p in g]
         masters = self._pairs()[1]
         if [p.shape for p in saved] != [p.shape for p in masters]:
@@ -196,20 +210,21 @@ class FP16_Optimizer:
                 f"{len(saved)} saved masters for {len(masters)} masters here - their shapes must match one by one - "
                 "load the checkpoint of this model."
             )
+        scaler = restored_scaler(state_dict["loss_scaler"])
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        scaler = state_dict["loss_scaler"]
+        self.loss_scaler = scaler
         self.dynamic_loss_scale = state_dict["dynamic_loss_scale"]
-        self.loss_scaler = DynamicLossScaler() if self.dynamic_loss_scale else LossScaler()
-        vars(self.loss_scaler).update(scaler if isinstance(scaler, dict) else vars(scaler))
         self.overflow = state_dict["overflow"]
         self.first_closure_call_this_step = state_dict["first_closure_call_this_step"]
         for master, value in zip(masters, saved, strict=True):
             master.copy_(value)
+        when = "since March 2019" if isinstance(scaler, CallableLossScaler) else "before March 2019"
+        self._say(f"FP16_Optimizer: loaded a loss scale of {self.loss_scale}, in the form that apex had {when}")
 
     @property
     def loss_scale(self) -> float:
         """The current loss scale."""
-        return self.loss_scaler.loss_scale
+        return self.loss_scaler.cur_scale
 
     @loss_scale.setter
     def loss_scale(self, value: float) -> None:

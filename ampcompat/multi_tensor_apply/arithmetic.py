@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -29,7 +30,7 @@ def _flag(noop_flag: Tensor, tensors: Sequence[Tensor]) -> None:
     """Set ``noop_flag`` if an element is not finite: its tensor's largest magnitude is inf or NaN then."""
     filled = [tensor for tensor in tensors if tensor.numel()]
     if filled:
-        finite = torch.stack([t.float() for t in _torch.foreach_norm(filled, float("inf"))]).isfinite().all()
+        finite = _layerwise.norms(filled, math.inf).isfinite().all()
         noop_flag.copy_(torch.where(finite, noop_flag, 1))
 
 
@@ -61,7 +62,10 @@ def multi_tensor_axpby(
     xs, ys, outs = (list(tensors) for tensors in tensor_lists)
     if not xs:
         return
-    _flag(noop_flag, {0: xs, 1: ys, -1: [*xs, *ys]}[arg_to_check])
+    if arg_to_check in (0, -1):
+        _flag(noop_flag, xs)
+    if arg_to_check in (1, -1):
+        _flag(noop_flag, ys)
     copies = WorkingCopies()
     scaled = _torch.foreach_mul(copies.params(xs), a)
     _torch.foreach_add_(scaled, _torch.foreach_mul(copies.params(ys), b))

@@ -21,9 +21,9 @@ def _lent(tensor_lists: Lists, count: int, op: str) -> Iterator[list[list[Tensor
     check(tensor_lists, count, op)
     copies = WorkingCopies()
     params = copies.params(tensor_lists[1])
-    yield [
-        params if i == 1 else copies.lend(tensors, like=params, changes=i > 1) for i, tensors in enumerate(tensor_lists)
-    ]
+    grads = copies.lend(tensor_lists[0], like=params)
+    state = [copies.lend(tensors, like=params, changes=True) for tensors in tensor_lists[2:]]
+    yield [grads, params, *state]
     copies.write_back()
 
 
@@ -45,7 +45,15 @@ def multi_tensor_adam(
 
     Reproduces ``csrc/multi_tensor_adam.cu: multi_tensor_adam_cuda``.
     """
-    hyper = Hyper(lr, weight_decay, epsilon, (beta1, beta2), step, bool(bias_correction), decoupled=bool(mode))
+    hyper = Hyper(
+        lr,
+        weight_decay,
+        eps=epsilon,
+        betas=(beta1, beta2),
+        step=step,
+        bias_correction=bool(bias_correction),
+        decoupled=bool(mode),
+    )
     with _lent(tensor_lists, 4, "multi_tensor_adam") as (grads, params, exp_avgs, exp_avg_sqs):
         if params:
             _rules.adam_(params, grads, exp_avgs, exp_avg_sqs, hyper)
@@ -107,7 +115,7 @@ def multi_tensor_adagrad(
     """
     with _lent(tensor_lists, 3, "multi_tensor_adagrad") as (grads, params, sums):
         if params:
-            _rules.adagrad_(params, grads, sums, Hyper(lr, weight_decay, epsilon, decoupled=bool(mode)))
+            _rules.adagrad_(params, grads, sums, Hyper(lr, weight_decay, eps=epsilon, decoupled=bool(mode)))
 
 
 @torch.no_grad()
@@ -133,8 +141,16 @@ def multi_tensor_lamb(
     Reproduces ``csrc/multi_tensor_lamb.cu: multi_tensor_lamb_cuda``, which left its update in the gradients' memory:
     here it is rounded to their dtype, and the gradients stay.
     """
-    corrected, averaged, decoupled = bool(bias_correction), bool(grad_averaging), bool(mode)
-    hyper = Hyper(lr, weight_decay, epsilon, (beta1, beta2), step, corrected, averaged, decoupled=decoupled)
+    hyper = Hyper(
+        lr,
+        weight_decay,
+        eps=epsilon,
+        betas=(beta1, beta2),
+        step=step,
+        bias_correction=bool(bias_correction),
+        grad_averaging=bool(grad_averaging),
+        decoupled=bool(mode),
+    )
     with _lent(tensor_lists, 4, "multi_tensor_lamb") as (grads, params, exp_avgs, exp_avg_sqs):
         if params:
             _layerwise.lamb_(
@@ -224,7 +240,7 @@ def multi_tensor_lamb_stage2_cuda(
     with _lent([tensor_lists[1], tensor_lists[0]], 2, "multi_tensor_lamb_stage2_cuda") as (updates, params):
         if not params:
             return
-        update: _rules.Tensors = updates
+        update: _torch.Tensors = updates
         if use_nvlamb or weight_decay is None or weight_decay != 0.0:
             ratios = _layerwise.trust_ratios(per_tensor_param_norm, per_tensor_update_norm)
             update = _torch.foreach_mul(update, list(ratios.to(params[0].device, non_blocking=True).unbind()))
@@ -252,8 +268,16 @@ def multi_tensor_novograd(
 
     Reproduces ``csrc/multi_tensor_novograd.cu: multi_tensor_novograd_cuda``.
     """
-    corrected, averaged, decoupled = bool(bias_correction), bool(grad_averaging), moment_mode != 0
-    hyper = Hyper(lr, weight_decay, epsilon, (beta1, beta2), step, corrected, averaged, decoupled=decoupled)
+    hyper = Hyper(
+        lr,
+        weight_decay,
+        eps=epsilon,
+        betas=(beta1, beta2),
+        step=step,
+        bias_correction=bool(bias_correction),
+        grad_averaging=bool(grad_averaging),
+        decoupled=moment_mode != 0,
+    )
     with _lent(tensor_lists, 3, "multi_tensor_novograd") as (grads, params, exp_avgs):
         if params:
             _layerwise.novograd_(params, grads, exp_avgs, list(grad_norms.unbind()), hyper, norm_type=norm_type)

@@ -65,6 +65,22 @@ def mixed_dtype_fused_layer_norm_affine(
     return _layer_norm(input, normalized_shape, weight, bias, eps, weight.dtype)
 
 
+class FusedLayerNormAffineFunction:
+    """The ``autograd.Function`` behind apex's layer, for scripts that call :meth:`apply` themselves."""
+
+    @staticmethod
+    def apply(
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Shape,
+        eps: float = 1e-6,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """:func:`fused_layer_norm_affine`."""
+        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+
+
 def fused_rms_norm(input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False) -> Tensor:
     """RMS norm without a weight, in the dtype of ``input``; the mean square is taken in float32."""
     return _rms_norm(input, normalized_shape, None, eps, input.dtype)

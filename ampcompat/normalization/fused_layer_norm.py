@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ampcompat.normalization.functional import (
+    FusedLayerNormAffineFunction,
     Shape,
     as_shape,
     fused_layer_norm,
@@ -19,6 +20,7 @@ from ampcompat.normalization.functional import (
 
 __all__ = [
     "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
     "FusedRMSNorm",
     "MixedFusedLayerNorm",
     "MixedFusedRMSNorm",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim.optimizer import StateDict
 
 from ampcompat import _torch
+from ampcompat._torch import Tensors
 from ampcompat._types import ParamGroup
-from ampcompat.optimizers._rules import Hyper, Tensors, usable
+from ampcompat.optimizers._rules import Hyper, usable
 from ampcompat.optimizers._steps import StepCounts
 from ampcompat.optimizers._working import WorkingCopies, by_math_kind, math_dtype
 
@@ -53,7 +54,8 @@ class Bucket:
     """Params of one group, device and math dtype that have gradients, ready for an update rule.
 
     Attributes:
-        params, grads, state: Working copies, or the tensors themselves where they will do; state by its names.
+        params, grads: Working copies, or the tensors themselves where they will do.
+        state: The same of the state, by its names.
         hyper: Hyperparameters of the group, for this step.
         dtypes: Dtypes of the params as the caller holds them.
         is_new: Which params take their first step.
@@ -62,11 +64,11 @@ class Bucket:
 
     params: list[Tensor]
     grads: Tensors
+    state: dict[str, list[Tensor]]
     hyper: Hyper
     dtypes: list[torch.dtype]
     is_new: list[bool]
     grad_scale: Tensor | None
-    state: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def make_usable(self) -> None:
         """Take the scale out of the gradients, and the overflow, for rules that leave both to us."""
@@ -75,7 +77,10 @@ class Bucket:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose params are updated in a few launches, computed in float32 for half params.
+    """A ``torch.optim.Optimizer`` whose params are updated together, computed in float32 for half params.
+
+    Kernels are launched for some dozens of params at once; rules that scale each layer launch one more a param (LAMB,
+    NovoGrad), and float32 masters of the optimizer's own three.
 
     Params and state are rounded once, where they are stored, in the dtypes that apex stored them in: state has the
     dtype of its param (``torch.zeros_like(p)``) where a subclass does not say otherwise. ``step`` makes no host
@@ -88,14 +93,18 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling: Any = True
 
     capturable = False
+    """Whether steps are counted on the device, for CUDA graphs, where no ``found_inf`` makes it necessary."""
     _state_names: ClassVar[tuple[str, ...]]
     _state_of_layers: ClassVar[frozenset[str]] = frozenset()
     """State that is one float32 number a param."""
-    _kept: ClassVar[tuple[str, ...]] = ("set_grad_none",)
+    _kept: ClassVar[tuple[str, ...]] = ("set_grad_none", "capturable")
     """Attributes that a copy or a pickle carries beyond ``torch.optim.Optimizer``'s own."""
     _counts_steps: ClassVar[bool] = True
+    """Whether ``group["step"]`` counts the steps."""
     _rule_unscales: ClassVar[bool] = False
+    """Whether the rule takes ``grad_scale`` and ``found_inf``; else it gets gradients without either."""
     _reads_whole_params: ClassVar[bool] = False
+    """Whether the rule reads norms of layers, which a shard does not have."""
 
     def __init__(self, params: Any, set_grad_none: bool, amsgrad: bool = False, **defaults: object) -> None:
         if amsgrad:
@@ -151,7 +160,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             What the closure returned, else None.
 
         Raises:
-            RuntimeError: A gradient is sparse, or a param is complex; nothing has been changed then.
+            RuntimeError: A gradient is sparse, a param is complex, or the step is captured for a CUDA graph before any
+                was counted on the device (:attr:`capturable`); nothing has been changed then.
         """
         loss = evaluated(closure)
         self._make_step(self._scaling())
@@ -169,6 +179,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                 copies.write_back()
 
     def _count_step(self, found_inf: Tensor | None) -> None:
+        if _torch.is_capturing() and not self._steps.are_on_device(self.param_groups):
+            name = type(self).__name__
+            raise RuntimeError(
+                f"{name}.step() is captured for a CUDA graph while its steps are counted on the host - each replay"
+                " would repeat the count of this one - set optimizer.capturable = True, and make a step before the"
+                " capture."
+            )
         self._steps.advance(self.param_groups, found_inf, self.capturable)
 
     def _step_of(self, group: ParamGroup, device: torch.device) -> int | Tensor:
@@ -179,58 +196,70 @@ class FusedOptimizer(torch.optim.Optimizer):
         return Scaling.of(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
 
     def _buckets(self, group: ParamGroup, scaling: Scaling) -> Iterator[tuple[Bucket, WorkingCopies]]:
-        names = self._names(group)
-        held = [param for param in group["params"] if param.grad is not None and _torch.local_part(param).numel()]
-        for owners in by_math_kind(held):
-            device = owners[0].device
-            states = [self.state[param] for param in owners]
-            is_new = [False] * len(owners)
-            kept = {name: [state.get(name) for state in states] for name in names}
-            for name, values in kept.items():
-                for index in [index for index, value in enumerate(values) if value is None]:
-                    values[index] = states[index][name] = self._new_state(name, owners[index], group)
-                    is_new[index] = True
+        with_grads = [p for p in group["params"] if p.grad is not None and _torch.local_part(p).numel()]
+        for params in by_math_kind(with_grads):
             copies = WorkingCopies()
-            # Of a shard the rule sees what lies on this rank.
-            kept = {name: list(map(_torch.local_part, values)) for name, values in kept.items()}
-            params = self._working_params(owners, copies)
-            scaled = scaling.on(device)
-            hyper = Hyper.of(
-                group, step=self._step_of(group, device), decoupled=self._decoupled, found_inf=scaled.found_inf
-            )
-            bucket = Bucket(
-                params=params,
-                grads=copies.lend([_torch.local_part(p.grad) for p in owners if p.grad is not None], like=params),
-                hyper=hyper,
-                dtypes=[param.dtype for param in owners],
-                is_new=is_new,
-                grad_scale=scaled.grad_scale,
-            )
-            for name, values in kept.items():
-                of_layers = name in self._state_of_layers
-                bucket.state[name] = values if of_layers else copies.lend(values, like=params, changes=True)
-            if not self._rule_unscales:
-                bucket.make_usable()
-            yield bucket, copies
+            yield self._bucket(group, params, scaling.on(params[0].device), copies), copies
 
-    def _working_params(self, owners: list[Tensor], copies: WorkingCopies) -> list[Tensor]:
-        working = copies.params(list(map(_torch.local_part, owners)))
-        old: list[Tensor] = []
-        values: list[Tensor] = []
-        for param, copy in zip(owners, working, strict=True):
+    def _bucket(self, group: ParamGroup, params: list[Tensor], scaling: Scaling, copies: WorkingCopies) -> Bucket:
+        """Make a bucket of ``params``, of one device and math dtype, from what ``copies`` lends."""
+        is_new = self._add_missing_state(group, params)
+        working = self._working_params(params, copies)
+        grads = [_torch.local_part(param.grad) for param in params if param.grad is not None]
+        state: dict[str, list[Tensor]] = {}
+        for name in self._names(group):
+            values = [_torch.local_part(self.state[param][name]) for param in params]
+            if name not in self._state_of_layers:
+                values = copies.lend(values, like=working, changes=True)
+            state[name] = values
+        bucket = Bucket(
+            params=working,
+            grads=copies.lend(grads, like=working),
+            state=state,
+            hyper=Hyper.of(
+                group,
+                step=self._step_of(group, params[0].device),
+                decoupled=self._decoupled,
+                found_inf=scaling.found_inf,
+            ),
+            dtypes=[param.dtype for param in params],
+            is_new=is_new,
+            grad_scale=scaling.grad_scale,
+        )
+        if not self._rule_unscales:
+            bucket.make_usable()
+        return bucket
+
+    def _add_missing_state(self, group: ParamGroup, params: list[Tensor]) -> list[bool]:
+        """Make the state that ``params`` lack; return which of them lacked some."""
+        is_new: list[bool] = []
+        for param in params:
+            state = self.state[param]
+            missing = [name for name in self._names(group) if state.get(name) is None]
+            for name in missing:
+                state[name] = self._new_state(name, param, group)
+            is_new.append(bool(missing))
+        return is_new
+
+    def _working_params(self, params: list[Tensor], copies: WorkingCopies) -> list[Tensor]:
+        """Lend ``params``, with the low bits of the masters of those that have one."""
+        # Of a shard the rule sees what lies on this rank.
+        working = copies.params(list(map(_torch.local_part, params)))
+        stale: list[Tensor] = []
+        exact: list[Tensor] = []
+        for param, copy in zip(params, working, strict=True):
             if not self._keeps_master(param):
                 continue
             state = self.state[param]
-            if state.get("master_param") is None:
-                state["master_param"] = torch.empty_like(copy)
+            master = state.get("master_param")
+            if master is None:
+                master = state["master_param"] = torch.empty_like(copy)
             else:
-                master = state["master_param"]
-                old.append(copy)
+                stale.append(copy)
                 # Where somebody else wrote the param its value counts, elsewhere the master's low bits are kept.
-                values.append(torch.where(master.to(param.dtype) == param, master, copy))
-            copies.save(copy, to=state["master_param"])
-        if old:
-            _torch.foreach_copy_(old, values)
+                exact.append(torch.where(master.to(param.dtype) == param, master, copy))
+            copies.save(copy, to=master)
+        _torch.foreach_copy_(stale, exact)
         return working
 
     # --- the rest of torch.optim.Optimizer ----------------------------------------------------------------------------
@@ -241,7 +270,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> StateDict:
         """Return what torch's does, with exact step counts: a host synchronisation if the device counts them."""
-        self._steps.settle()
+        self._steps.make_exact()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: StateDict) -> None:
@@ -261,7 +290,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             group["step"] = int(group["step"])
 
     def __getstate__(self) -> dict[str, object]:
-        self._steps.settle()
+        self._steps.make_exact()
         return {**super().__getstate__(), **{name: getattr(self, name) for name in self._kept}}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -288,8 +317,8 @@ def refuse_unsupported(optimizer: str, params: Iterable[Tensor], reads_whole_par
             continue
         if grad.is_sparse:
             raise RuntimeError(
-                f"{optimizer} does not support sparse gradients, and a param of shape {tuple(param.shape)} has one: "
-                "please consider torch.optim.SparseAdam for it, or build its embedding with sparse=False."
+                f"{optimizer} does not support sparse gradients - a param of shape {tuple(param.shape)} has one -"
+                " build its embedding with sparse=False, or give it to torch.optim.SparseAdam."
             )
         if reads_whole_params and _torch.is_sharded(param):
             raise RuntimeError(

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ampcompat import _torch
+from ampcompat._torch import Tensors
 from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.optimizers._rules import Hyper, Tensors, adam_update_, blend_, descend_, root
+from ampcompat.optimizers._rules import Hyper, adam_update_, blend_, descend_, root
 
 
 def norms(tensors: Sequence[Tensor], order: float = 2.0) -> Tensor:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from ampcompat import _torch
+from ampcompat._torch import Tensors
 from ampcompat._types import ParamGroup
-
-Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 @dataclass(frozen=True)

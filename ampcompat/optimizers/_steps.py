@@ -47,7 +47,7 @@ class StepCounts:
             found_inf: 0-dim float32, 1 if the step is skipped; None if it is not.
             on_device: Count on the device even without ``found_inf``, for CUDA graphs.
         """
-        self._heed_report()
+        self._apply_report()
         filled = [group for group in groups if group["params"]]
         if not filled:
             return
@@ -74,16 +74,20 @@ class StepCounts:
                 counts[id(group)] = count
         self._counts = counts
         if counts and skipped is None:
-            self._ask()
+            self._start_report()
+
+    def are_on_device(self, groups: list[ParamGroup]) -> bool:
+        """Return whether the device counts the steps of every group that has params."""
+        return all(id(group) in self._counts for group in groups if group["params"])
 
     def of(self, group: ParamGroup, device: torch.device) -> int | Tensor:
-        """The step of ``group`` that is under way, for an update rule: an int, or 0-dim float32 on ``device``."""
+        """Return the number of the current step of ``group``: an int, or 0-dim float32 on ``device``."""
         count = self._counts.get(id(group))
         if count is not None:
             return count.value.to(device, non_blocking=True)
         return int(group.get("step", 0))
 
-    def settle(self) -> None:
+    def make_exact(self) -> None:
         """Make every ``group["step"]`` exact, replays of CUDA graphs included: one host sync if the device counts."""
         self._report = None
         counts = list(self._counts.values())
@@ -92,14 +96,14 @@ class StepCounts:
             for count, value in zip(counts, held, strict=True):
                 count.show(int(value))
 
-    def _ask(self) -> None:
+    def _start_report(self) -> None:
         # The next copy starts when this one has arrived: the host may be several steps ahead of the device.
         if self._report is None and not _torch.is_capturing() and not _torch.in_fake_mode():
             counts = list(self._counts.values())
             copy = _torch.HostCopy([count.value for count in counts])
             self._report = copy, [(count, count.shown) for count in counts]
 
-    def _heed_report(self) -> None:
+    def _apply_report(self) -> None:
         if self._report is None or not self._report[0].arrived():
             return
         copy, counts = self._report

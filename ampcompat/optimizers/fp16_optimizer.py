@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ampcompat import fp16_utils
+from ampcompat.fp16_utils.loss_scaler import AnyLossScaler, DynamicLossScaler, LossScaler
 
 
 class FP16_Optimizer(fp16_utils.FP16_Optimizer):
-    """:class:`ampcompat.fp16_utils.FP16_Optimizer` whose dynamic scale begins at 2^16, not at 2^32."""
+    """:class:`ampcompat.fp16_utils.FP16_Optimizer` with the scaler of before 2019, beginning at 2^16."""
 
-    first_scale = 2.0**16
+    def _make_scaler(self, static_scale: float, is_dynamic: bool, arguments: dict[str, Any]) -> AnyLossScaler:
+        if is_dynamic:
+            return DynamicLossScaler(**{"init_scale": 2.0**16, **arguments})
+        return LossScaler(static_scale)
 
     @property
     def cur_scale(self) -> float:

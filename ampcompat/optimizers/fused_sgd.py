@@ -36,13 +36,7 @@ class FusedSGD(FusedOptimizer):
             with no momentum or with dampening.
     """
 
-    _kept = (
-        *FusedOptimizer._kept,
-        "wd_after_momentum",
-        "materialize_master_grads",
-        "most_recent_scale",
-        "scale_set_by_backward",
-    )
+    _kept = (*FusedOptimizer._kept, "wd_after_momentum", "materialize_master_grads")
     _state_names = ("momentum_buffer",)
     _counts_steps = False
     _rule_unscales = True
@@ -72,8 +66,6 @@ class FusedSGD(FusedOptimizer):
             )
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
-        self.most_recent_scale = 1.0
-        self.scale_set_by_backward = False
         super().__init__(
             params,
             set_grad_none,

@@ -1,12 +1,11 @@
-"""apex's data parallelism on torch's own engine."""
+"""apex's data parallelism on ``torch.distributed``."""
 
 from torch.distributed import ReduceOp
 
-from ampcompat.parallel.distributed import DistributedDataParallel
+from ampcompat.parallel.distributed import DistributedDataParallel, Reducer
 
 # Eager: importing the submodule binds its name on this package, and the class must win over the module.
 from ampcompat.parallel.LARC import LARC
-from ampcompat.parallel.reducer import Reducer
 from ampcompat.parallel.sync_batchnorm import (
     SyncBatchNorm,
     convert_syncbn_model,

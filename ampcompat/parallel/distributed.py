@@ -1,18 +1,20 @@
-"""``DistributedDataParallel``: torch's, taking apex's keywords beside its own."""
+"""``DistributedDataParallel`` and ``Reducer``: gradients averaged over processes, with apex's keywords."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
 
-from ampcompat import _torch
 from ampcompat._log import say
-from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat._state import state
+from ampcompat.amp.ddp import broadcast_masters
+from ampcompat.parallel.reduction import Arithmetic, GradientReduction
 
 
 def require_process_group(who: str) -> None:
@@ -24,65 +26,58 @@ def require_process_group(who: str) -> None:
         )
 
 
+def split_half_float_double(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Put tensors of one dtype and device into one list each; bfloat16 ones too."""
+    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(buckets.values())
+
+
 @torch.no_grad()
-def flat_dist_call(
-    tensors: Iterable[Tensor], call: Callable[..., object], extra_args: tuple[object, ...] | None = None
+def apply_flat_dist_call(
+    bucket: Sequence[Tensor], call: Callable[..., object], extra_args: tuple[object, ...] | None = None
 ) -> None:
-    """Do a collective on many tensors, with one call a dtype and device, in place; a sum becomes the mean.
+    """Do a collective on tensors of one dtype and device by one call, in place; a sum becomes the mean.
 
     Args:
-        tensors: Tensors, of any dtypes, on any devices.
+        bucket: The tensors, of any shapes.
         call: ``torch.distributed.all_reduce``, after which the result is divided by the number of processes, or
             ``broadcast``.
         extra_args: Positional arguments for ``call`` after the tensor.
     """
-    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for bucket in buckets.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        call(flat, *(extra_args or ()))
-        if call is dist.all_reduce:
-            flat /= dist.get_world_size()
-        for tensor, part in zip(bucket, torch.split(flat, [t.numel() for t in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    call(flat, *(extra_args or ()))
+    if call is dist.all_reduce:
+        flat /= dist.get_world_size()
+    for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
+        tensor.copy_(part.view_as(tensor))
 
 
-class _Reduction:
-    """Communication hook: apex's arithmetic around one all-reduce a bucket."""
-
-    def __init__(self, group: dist.ProcessGroup, always_fp32: bool, average: bool, predivide: float) -> None:
-        self.group, self.always_fp32, self.predivide = group, always_fp32, predivide
-        self.after = predivide / dist.get_world_size(group) if average else 1.0
-
-    def __call__(self, state: None, bucket: Any) -> Future[Tensor]:
-        flat = bucket.buffer()
-        work = flat.float() if self.always_fp32 and flat.dtype in HALF_DTYPES else flat
-        if self.predivide != 1.0:
-            work.mul_(1.0 / self.predivide)
-        future = dist.all_reduce(work, group=self.group, async_op=True).get_future()
-
-        def finish(done: Future[list[Tensor]]) -> Tensor:
-            # Scaled while still wide: a sum of halves may not fit before it is averaged.
-            reduced: Tensor = done.value()[0]
-            if self.after != 1.0:
-                reduced.mul_(self.after)
-            return reduced if reduced is flat else flat.copy_(reduced)  # type: ignore[no-any-return]
-
-        result: Future[Tensor] = future.then(finish)
-        return result
+def flat_dist_call(
+    tensors: Iterable[Tensor], call: Callable[..., object], extra_args: tuple[object, ...] | None = None
+) -> None:
+    """Do :func:`apply_flat_dist_call` on tensors of any dtypes, on any devices."""
+    for bucket in split_half_float_double(tensors):
+        apply_flat_dist_call(bucket, call, extra_args)
 
 
-class DistributedDataParallel(_torch.AnyDeviceDDP):
-    """torch's ``DistributedDataParallel`` with apex's keywords; each process owns one device and one replica.
+class DistributedDataParallel(nn.Module):
+    """Averages gradients over processes at the end of each backward pass; each process owns one replica.
+
+    Reproduces ``apex/parallel/distributed.py: DistributedDataParallel``. Layers may be unused, on some ranks or on all,
+    and may be frozen, unfrozen or replaced after the wrap; a forward may have several backward passes. A parameter that
+    no rank has a gradient of keeps None. Each backward pass must reach some parameter on every rank. The wrapper gives
+    every rank the parameters and buffers of rank 0, and amp's masters of them.
+
+    One host sync a backward pass, in which ranks agree on the gradients that there are.
 
     Args:
         module: The replica, already on its device.
-        message_size: Elements in a reduction bucket; becomes torch's ``bucket_cap_mb``. A list here is taken as
-            torch's ``device_ids``, which stands second in torch's signature.
-        delay_allreduce: Tolerate parameters without a gradient, and put all gradients in one bucket size.
+        message_size: Elements after which a bucket of gradients is full.
+        delay_allreduce: Send all buckets at the end of the backward pass, instead of each when it is full.
         shared_param: Refused with ValueError, as in apex.
-        allreduce_trigger_params: No effect, said once on rank 0; torch finds its own order.
+        allreduce_trigger_params: No effect, said once on rank 0.
         retain_allreduce_buffers: No effect, said; the gradients themselves are reduced.
         allreduce_always_fp32: Reduce half gradients in float32 (twice the traffic).
         num_allreduce_streams: No effect, said; torch owns its streams.
@@ -92,17 +87,19 @@ class DistributedDataParallel(_torch.AnyDeviceDDP):
             processes after it.
         gradient_average_split_factor: No effect, said; apex had deprecated it.
         prof: No effect.
-        **torch_options: torch's own keywords. ``broadcast_buffers`` is False unless given: apex did not broadcast them.
+        process_group: Processes to reduce over (all).
+        **torch_options: Keywords of torch's wrapper. No effect, said.
 
     Raises:
-        RuntimeError: No process group.
+        RuntimeError: No process group. In the backward pass: a sparse gradient.
+        TypeError: A keyword that neither wrapper has.
         ValueError: ``shared_param`` given, or a factor or size that is not positive.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        message_size: int | list[int] | list[torch.device] = 10_000_000,
+        message_size: int = 10_000_000,
         delay_allreduce: bool = False,
         shared_param: bool | None = None,
         allreduce_trigger_params: list[Tensor] | None = None,
@@ -114,63 +111,107 @@ class DistributedDataParallel(_torch.AnyDeviceDDP):
         gradient_predivide_factor: float = 1.0,
         gradient_average_split_factor: float | None = None,
         prof: bool = False,
+        process_group: dist.ProcessGroup | None = None,
         **torch_options: Any,
     ) -> None:
+        super().__init__()
         require_process_group("DistributedDataParallel")
         if shared_param is not None:
             raise ValueError("shared_param was passed - apex withdrew it - use delay_allreduce=True.")
         if gradient_predivide_factor <= 0:
             raise ValueError(f"gradient_predivide_factor={gradient_predivide_factor} - must be positive - use 1.0.")
-        if isinstance(message_size, list):
-            torch_options.setdefault("device_ids", message_size)
-            message_size = 10_000_000
-        if message_size <= 0:
+        if not isinstance(message_size, int) or message_size <= 0:
             raise ValueError(f"message_size={message_size} - a number of elements above 0 - leave it out.")
-        unused = {
+        _refuse_unknown(torch_options)
+        without_effect = {
             "allreduce_trigger_params": allreduce_trigger_params,
             "retain_allreduce_buffers": retain_allreduce_buffers,
             "num_allreduce_streams": num_allreduce_streams != 1,
             "allreduce_communicators": allreduce_communicators,
             "gradient_average_split_factor": gradient_average_split_factor,
+            **torch_options,
         }
-        given = [name for name, value in unused.items() if value]
+        given = [name for name, value in without_effect.items() if value]
         if given:
-            say(f"DistributedDataParallel: {', '.join(given)} have no effect; torch's engine schedules the reduction.")
-        if "broadcast_buffers" not in torch_options:
-            torch_options.setdefault(_torch.buffers_keyword(), False)
-        torch_options.setdefault("find_unused_parameters", delay_allreduce)
-        if delay_allreduce:
-            message_size = max(message_size, sum(p.numel() for p in module.parameters()))
-        widest = max((p.element_size() for p in module.parameters()), default=4)
-        torch_options.setdefault("bucket_cap_mb", max(1, -(-message_size * widest // 2**20)))
-        super().__init__(module, **torch_options)
-        # Divided by the number of processes beforehand: torch's own arithmetic, and no Python on gloo's threads, which
-        # abort a process that ends while they wait for the interpreter.
-        as_torch = gradient_average and gradient_predivide_factor in (1.0, dist.get_world_size(self.process_group))
-        if allreduce_always_fp32 or not as_torch:
-            hook = _Reduction(
-                self.process_group, allreduce_always_fp32, gradient_average, float(gradient_predivide_factor)
-            )
-            self.register_comm_hook(None, _annotated(hook))
+            say(f"DistributedDataParallel: these have no effect: {', '.join(given)}")
+        self.module = module
+        group = dist.group.WORLD if process_group is None else process_group
+        _broadcast_from_first(module, group)
+        arithmetic = Arithmetic(allreduce_always_fp32, gradient_average, float(gradient_predivide_factor))
+        self._reduction = GradientReduction(module, process_group, arithmetic, message_size, not delay_allreduce)
+        if state.models.ddp is not None:
+            state.models.ddp.add(self)
 
-    def _passing_sync_batchnorm_handle(self, module: nn.Module) -> None:
-        """Let ``SyncBatchNorm`` be on any device: torch's own refuses the CPU, where ours works."""
-        if self.device_type != "cpu":
-            super()._passing_sync_batchnorm_handle(module)
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether backward passes reduce gradients; the name is that of torch's wrapper."""
+        return self._reduction.enabled
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's own forward."""
+        self._reduction.before_forward()
+        return self.module(*inputs, **kwargs)
 
     def enable_allreduce(self) -> None:
-        """Reduce gradients in backward again."""
-        self.require_backward_grad_sync = True
+        """Reduce gradients in backward again, those of the passes before included."""
+        self._reduction.enabled = True
 
     def disable_allreduce(self) -> None:
-        """Leave gradients local until :meth:`enable_allreduce` (torch's ``no_sync`` as a switch)."""
-        self.require_backward_grad_sync = False
+        """Leave gradients local until :meth:`enable_allreduce`."""
+        self._reduction.enabled = False
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients local inside, as torch's wrapper does."""
+        before = self._reduction.enabled
+        self._reduction.enabled = False
+        try:
+            yield
+        finally:
+            self._reduction.enabled = before
 
 
-def _annotated(reduction: _Reduction) -> Callable[..., object]:
-    # torch inspects __qualname__ and the annotations of a hook, as objects: a plain function, annotated by hand.
-    def hook(state, bucket):  # type: ignore[no-untyped-def]
-        return reduction(state, bucket)
+def _refuse_unknown(torch_options: dict[str, Any]) -> None:
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    unknown = [name for name in torch_options if name not in known]
+    if unknown:
+        raise TypeError(
+            f"DistributedDataParallel got {', '.join(unknown)} - neither apex's wrapper nor torch's has that keyword -"
+            " leave it out."
+        )
 
-    hook.__annotations__ = {"bucket": dist.GradBucket, "return": Future[Tensor]}  # type: ignore[attr-defined]
-    return hook
+
+def _broadcast_from_first(module: nn.Module, group: Any) -> None:
+    """Give every rank the parameters, buffers and masters of the group's first rank."""
+    tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
+    flat_dist_call(tensors, dist.broadcast, (dist.get_global_rank(group, 0), group))
+    broadcast_masters(module, group, set())
+
+
+class Reducer:
+    """Averages gradients over all processes on :meth:`reduce`.
+
+    Args:
+        module_or_grads_list: A module, whose parameters and buffers (and masters, where apex left each rank its own)
+            are broadcast from rank 0 now; or the gradients themselves.
+
+    Raises:
+        RuntimeError: No process group.
+    """
+
+    def __init__(self, module_or_grads_list: nn.Module | Iterable[Tensor]) -> None:
+        require_process_group("Reducer")
+        self.module: nn.Module | None = None
+        self.grads: list[Tensor] = []
+        if isinstance(module_or_grads_list, nn.Module):
+            self.module = module_or_grads_list
+            _broadcast_from_first(self.module, dist.group.WORLD)
+        else:
+            self.grads = list(module_or_grads_list)
+
+    def reduce(self) -> None:
+        """Replace every gradient by its mean over the processes, one all-reduce a dtype and device."""
+        grads = self.grads
+        if self.module is not None:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        flat_dist_call(grads, dist.all_reduce)

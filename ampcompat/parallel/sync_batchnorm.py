@@ -67,11 +67,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, input: Tensor, z: Tensor | None = None) -> Tensor:
         """Normalize ``input``, (N, C, *) or (N, *, C); ``z`` of the same shape is added before the ReLU."""
-        last = self.channel_last and input.dim() > 2
-        x = input.movedim(-1, 1) if last else input
+        channel_is_last = self.channel_last and input.dim() > 2
+        x = input.movedim(-1, 1) if channel_is_last else input
         y = super().forward(x) if x.is_cuda else self._anywhere(x)
-        y = y.movedim(1, -1) if last else y
-        y = y if z is None else y + z
+        if channel_is_last:
+            y = y.movedim(1, -1)
+        if z is not None:
+            y = y + z
         return F.relu(y) if self.fuse_relu else y
 
     def _anywhere(self, x: Tensor) -> Tensor:

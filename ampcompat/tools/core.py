@@ -24,6 +24,7 @@ from ampcompat.amp.amp_model import Args as Args
 from ampcompat.amp.amp_model import Kwargs as Kwargs
 from ampcompat.amp.amp_model import ModelPolicy as ModelPolicy
 from ampcompat.amp.casts import CastsOff as CastsOff
+from ampcompat.amp.casts import disabled_depth as _disabled_depth
 from ampcompat.amp.casts import rules as _rules
 from ampcompat.amp.casts.trees import map_tree as map_tree
 from ampcompat.amp.casts.trees import tensors_in as tensors_in
@@ -182,7 +183,7 @@ def is_replica(model: torch.nn.Module) -> bool:
 
 def in_disable_casts() -> bool:
     """Whether ``amp.disable_casts`` holds in this thread."""
-    return bool(state.casts.thread.disabled)
+    return _disabled_depth() > 0
 
 
 def in_autocast_region(device_type: str) -> bool:

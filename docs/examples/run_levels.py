@@ -16,12 +16,12 @@ LEAST_ACCURACY, LARGEST_SPREAD = 97.0, 0.5
 
 
 def run(level, script_args, folder, verbose=False):
-    """The result of the script at ``level``, or None when it failed; what it prints is shown then, or if ``verbose``."""
+    """The result of the script at ``level``, or None when it failed; its output is shown then, or if ``verbose``."""
     result = Path(folder) / f"{level}.json"
     command = [sys.executable, "-m", "ampcompat", "run", str(SCRIPT), "--opt-level", level, "--result", str(result)]
     print(f"{level} ...", flush=True)
-    output = None if verbose else subprocess.PIPE
-    done = subprocess.run([*command, *script_args], stdout=output, stderr=None if verbose else subprocess.STDOUT)
+    kept = {} if verbose else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run([*command, *script_args], **kept)
     if done.returncode:
         print((done.stdout or b"").decode(errors="replace"), end="", file=sys.stderr)
         print(f"{level}: the script ended with status {done.returncode}", file=sys.stderr)

@@ -1,6 +1,6 @@
 """Record the loss scale of a training by ``amp.on_step``, and draw it: ``python scale_log.py scale_log.png``.
 
-The scale doubles after a number of backward passes without an overflow, 2000 unless told otherwise; 40 here, so that a
+The scale doubles after a number of backward passes without an overflow, 2000 by default; 40 here, so that a
 run of 400 steps shows what a long one does. Needs matplotlib for the picture.
 """
 

@@ -249,11 +249,16 @@ struct Hooks final : at::CUDAHooksInterface {
 };
 
 // ---- one memory, seen from both sides ----------------------------------------------------------------------------------
-Tensor tensor_of(c10::Storage storage, c10::DispatchKey key, const Tensor& like) {
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+Tensor laid_out_as(Tensor made, const Tensor& like) {
   made.unsafeGetTensorImpl()->set_storage_offset(like.storage_offset());
   made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
   return made;
+}
+Tensor tensor_of(c10::Storage storage, c10::DispatchKey key, const Tensor& like) {
+  return laid_out_as(at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype()), like);
+}
+Tensor view_of(const Tensor& base, const Tensor& like) {
+  return laid_out_as(at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), like.dtype()), like);
 }
 Tensor host_view(const Tensor& tensor) {
   auto* kept = new c10::Storage(tensor.storage());
@@ -447,7 +452,7 @@ struct Call {
     if (narrow && result.scalar_type() == at::kFloat) result = result.to(*narrow);
     for (auto& [tensor, view] : views)  // a view, or the argument itself
       if (result.storage().data() && result.storage().data() == tensor.storage().data())
-        return tensor_of(tensor.storage(), c10::DispatchKey::CUDA, result);
+        return view_of(tensor, result);
     fresh.push_back(result);
     return tensor_of(as_device_storage(result.storage(), device), c10::DispatchKey::CUDA, result);
   }
@@ -619,6 +624,11 @@ void register_kernels() {
   }
 }
 
+}  // namespace
+
+// ---- for Python, by ctypes: an op would be counted as one of the program's ------------------------------------------------
+extern "C" {
+
 void set_up() {
   static c10::impl::DeviceGuardImplRegistrar registrar(CUDA, &guard);
   c10::SetAllocator(CUDA, &device_allocator);
@@ -628,25 +638,32 @@ void set_up() {
   register_kernels();
 }
 
-// ---- for Python --------------------------------------------------------------------------------------------------------------
 void start_log() { Lock lock(mutex); log_lines.clear(); is_logging = true; }
-std::vector<std::string> stop_log() { Lock lock(mutex); is_logging = false; return std::move(log_lines); }
-void mark(std::string name) { log("mark", name, -1); }
+const char* stop_log() {
+  Lock lock(mutex);
+  is_logging = false;
+  static std::string text;
+  text.clear();
+  for (const auto& line : log_lines) text += line + "\n";
+  return text.c_str();
+}
+void mark(const char* name) { log("mark", name, -1); }
 
-int64_t get_device() { return device_now; }
-void set_device(int64_t device) { guard.setDevice(Device(CUDA, device)); }
-int64_t get_stream(int64_t device) { return streams_now[device]; }
-void set_stream(int64_t device, int64_t stream) { streams_now[device] = stream; }
-void synchronize(int64_t device) { guard.synchronizeDevice(device); }
+int get_device() { return device_now; }
+void set_device(int device) { device_now = device; }
+int64_t get_stream(int device) { return streams_now[device]; }
+void set_stream(int device, int64_t stream) { streams_now[device] = stream; }
+void synchronize(int device) { guard.synchronizeDevice(device); }
 
-std::vector<int64_t> memory() { Lock lock(mutex); return {bytes_held, bytes_peak}; }
-void reset_peak() { Lock lock(mutex); bytes_peak = bytes_held; }
-void set_late_queries(int64_t count) { late_queries = count; }
-void set_sync_debug_mode(int64_t mode) { sync_debug_mode = mode; }
-int64_t get_sync_debug_mode() { return sync_debug_mode; }
+int64_t get_bytes_held() { return bytes_held; }
+int64_t get_bytes_peak() { return bytes_peak; }
+void reset_bytes_peak() { Lock lock(mutex); bytes_peak = bytes_held; }
+void set_late_queries(int count) { late_queries = count; }
+void set_sync_debug_mode(int mode) { sync_debug_mode = mode; }
+int get_sync_debug_mode() { return sync_debug_mode; }
 
 bool capturing() { return is_capturing; }
-int64_t begin_capture() {
+int begin_capture() {
   Lock lock(mutex);
   graphs.emplace_back();
   is_capturing = true;
@@ -658,7 +675,7 @@ void end_capture() {
   for (auto& [address, kept] : before_capture) memcpy(const_cast<void*>(address), kept.second.data(), kept.second.size());
   before_capture.clear();
 }
-void replay(int64_t graph) {
+void replay(int graph) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (auto& kernel : graphs.at(graph)) {
@@ -673,25 +690,4 @@ void replay(int64_t graph) {
   }
 }
 
-TORCH_LIBRARY(emulated_cuda, m) {
-  m.def("set_up", &set_up);
-  m.def("start_log", &start_log);
-  m.def("stop_log", &stop_log);
-  m.def("mark", &mark);
-  m.def("get_device", &get_device);
-  m.def("set_device", &set_device);
-  m.def("get_stream", &get_stream);
-  m.def("set_stream", &set_stream);
-  m.def("synchronize", &synchronize);
-  m.def("memory", &memory);
-  m.def("reset_peak", &reset_peak);
-  m.def("set_late_queries", &set_late_queries);
-  m.def("set_sync_debug_mode", &set_sync_debug_mode);
-  m.def("get_sync_debug_mode", &get_sync_debug_mode);
-  m.def("capturing", &capturing);
-  m.def("begin_capture", &begin_capture);
-  m.def("end_capture", &end_capture);
-  m.def("replay", &replay);
-}
-
-}  // namespace
+}  // extern "C"

@@ -1,10 +1,12 @@
-"""CUDA devices ``cuda:0`` and ``cuda:1`` on a machine without one: :func:`install`, once, before the first backward pass.
+"""CUDA devices ``cuda:0`` and ``cuda:1`` on a machine without one: :func:`install`, before the first backward pass.
 
 ``emulated_cuda.cpp`` says what they are. Here it is built, on first use, and ``torch.cuda`` is made to see them. A
 :class:`Log` tells what the devices did.
 """
 
 import contextlib
+import ctypes
+import functools
 import hashlib
 import os
 import shutil
@@ -45,16 +47,46 @@ def built() -> Path:
     ]
     key = hashlib.sha256(f"{command} {torch.__version__}".encode() + SOURCE.read_bytes()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "ampcompat-tests"
-    library = cache / f"emulated_cuda-{key}.so"
-    if not library.exists():
+    path = cache / f"emulated_cuda-{key}.so"
+    if not path.exists():
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as folder:
-            made = Path(folder) / library.name
+            made = Path(folder) / path.name
             done = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True)
             if done.returncode:
                 raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
-            made.replace(library)  # at once: other processes may be building it too
-    return library
+            made.replace(path)  # at once: other processes may be building it too
+    return path
+
+
+class Device:
+    """The library's functions: ``device.capturing()``. They take integers and return one, but for those in RESULTS."""
+
+    RESULTS = {
+        "capturing": ctypes.c_bool,
+        "stop_log": ctypes.c_char_p,
+        "get_stream": ctypes.c_int64,
+        "get_bytes_held": ctypes.c_int64,
+        "get_bytes_peak": ctypes.c_int64,
+    }
+
+    def __getattr__(self, name):
+        function = getattr(library(), name)
+        function.restype = self.RESULTS.get(name, ctypes.c_int)
+
+        def call(*arguments):  # torch's compiler asks for a function that it can hash
+            return function(*arguments)
+
+        setattr(self, name, call)
+        return call
+
+
+device = Device()
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(built()))
 
 
 def install() -> None:
@@ -63,20 +95,19 @@ def install() -> None:
     import torch._dynamo
     import torch._inductor.utils
 
-    torch.ops.load_library(str(built()))
-    emulated = torch.ops.emulated_cuda
-    emulated.set_up()
-    for name, function in bindings(emulated).items():
+    device.set_up()
+    for name, function in bindings().items():
         setattr(torch._C, name, function)
     torch.version.cuda = "emulated"
     torch.cuda._lazy_init = lambda: None
     torch.cuda._initialized = True
-    torch.cuda._exchange_device = torch.cuda._maybe_exchange_device = torch._C._cuda_exchangeDevice
+    torch.cuda._exchange_device = torch._C._cuda_exchangeDevice
+    torch.cuda._maybe_exchange_device = torch._C._cuda_maybeExchangeDevice
     torch.cuda.default_generators = (torch.default_generator,) * DEVICES  # the devices draw from the CPU's
     torch.cuda.get_device_properties = lambda device=None: Properties()
     for module in (torch.cuda, torch.cuda.streams):
         module.Stream, module.Event = Stream, Event
-    torch.cuda.graphs._cuda_isCurrentStreamCapturing = emulated.capturing
+    torch.cuda.graphs._cuda_isCurrentStreamCapturing = device.capturing
     for module in (torch.cuda, torch.cuda.graphs):
         module.CUDAGraph = CUDAGraph
     torch.cuda.nccl.is_available = lambda tensors: False
@@ -84,55 +115,67 @@ def install() -> None:
     storages_on_the_device()
 
 
-def bindings(emulated) -> dict:
+def bindings() -> dict:
     """What ``torch._C`` has of CUDA, as far as ``torch.cuda`` and ``DataParallel`` call it."""
 
-    def exchange_device(device):
-        before = emulated.get_device()
-        if device >= 0:
-            emulated.set_device(device)
+    def set_device(index):
+        if index >= DEVICES:
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        if index >= 0:
+            device.set_device(index)
+
+    def exchange_device(index):
+        before = device.get_device()
+        set_device(index)
         return before
 
+    def maybe_exchange_device(index):  # a function of its own: torch's compiler has a handler for each
+        return exchange_device(index)
+
     def set_stream(stream_id, device_index, device_type):
-        emulated.set_device(device_index)
-        emulated.set_stream(device_index, stream_id)
+        device.set_device(device_index)
+        device.set_stream(device_index, stream_id)
 
-    def memory_stats(device):
-        held, peak = emulated.memory()
-        return {"allocated_bytes": {"all": {"current": held, "peak": peak}}}
+    def synchronize():
+        if device.capturing():
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing (synchronize)")
+        device.synchronize(device.get_device())
 
-    def there(tensor, device):
-        return tensor.to(torch.device("cuda", device), non_blocking=True)
+    def memory_stats(index):
+        return {"allocated_bytes": {"all": {"current": device.get_bytes_held(), "peak": device.get_bytes_peak()}}}
+
+    def there(tensor, index):
+        return tensor.to(torch.device("cuda", index) if index >= 0 else "cpu", non_blocking=index >= 0)
 
     def scatter(tensor, devices, sizes=None, dim=0, streams=None):
         chunks = tensor.split(sizes, dim) if sizes else tensor.chunk(len(devices), dim)
-        return tuple(there(chunk, device) for chunk, device in zip(chunks, devices))
+        return tuple(map(there, chunks, devices))
 
     cuda = int(torch._C._autograd.DeviceType.CUDA)
     return {
         "_cuda_getDeviceCount": lambda: DEVICES,
         "_cuda_isInBadFork": False,
-        "_cuda_getDevice": emulated.get_device,
-        "_cuda_setDevice": emulated.set_device,
+        "_cuda_getDevice": device.get_device,
+        "_cuda_setDevice": set_device,
         "_cuda_exchangeDevice": exchange_device,
-        "_cuda_maybeExchangeDevice": exchange_device,
-        "_cuda_getCurrentStream": lambda device: (emulated.get_stream(device), device, cuda),
-        "_cuda_getDefaultStream": lambda device: (0, device, cuda),
+        "_cuda_maybeExchangeDevice": maybe_exchange_device,
+        "_cuda_getCurrentStream": lambda index: (device.get_stream(index), index, cuda),
+        "_cuda_getDefaultStream": lambda index: (0, index, cuda),
         "_cuda_setStream": set_stream,
-        "_cuda_synchronize": lambda: emulated.synchronize(emulated.get_device()),
+        "_cuda_synchronize": synchronize,
         "_cuda_emptyCache": lambda: None,
         "_host_emptyCache": lambda: None,
         "_cuda_memoryStats": memory_stats,
-        "_cuda_resetPeakMemoryStats": lambda device: emulated.reset_peak(),
-        "_cuda_set_sync_debug_mode": emulated.set_sync_debug_mode,
-        "_cuda_get_sync_debug_mode": emulated.get_sync_debug_mode,
-        "_cuda_isCurrentStreamCapturing": emulated.capturing,
+        "_cuda_resetPeakMemoryStats": lambda index: device.reset_bytes_peak(),
+        "_cuda_set_sync_debug_mode": device.set_sync_debug_mode,
+        "_cuda_get_sync_debug_mode": device.get_sync_debug_mode,
+        "_cuda_isCurrentStreamCapturing": device.capturing,
         "_scatter": scatter,
-        "_gather": lambda tensors, dim, device: torch.cat([there(tensor, device) for tensor in tensors], dim),
-        "_broadcast": lambda tensor, devices: tuple(there(tensor, device) for device in devices),
-        "_broadcast_coalesced": lambda tensors, devices, size=0: [
-            [tensor if tensor.device.index == device else there(tensor, device) for tensor in tensors]
-            for device in devices
+        "_gather": lambda tensors, dim, index: torch.cat([there(tensor, index) for tensor in tensors], dim),
+        "_broadcast": lambda tensor, indices: tuple(there(tensor, index) for index in indices),
+        "_broadcast_coalesced": lambda tensors, indices, size=0: [
+            [tensor if tensor.device.index == index else there(tensor, index) for tensor in tensors]
+            for index in indices
         ],
     }
 
@@ -184,13 +227,13 @@ class Event(torch.Event):
 
 class CUDAGraph:
     def capture_begin(self, *args, **kwargs):
-        self.number = torch.ops.emulated_cuda.begin_capture()
+        self.number = device.begin_capture()
 
     def capture_end(self):
-        torch.ops.emulated_cuda.end_capture()
+        device.end_capture()
 
     def replay(self):
-        torch.ops.emulated_cuda.replay(self.number)
+        device.replay(self.number)
 
     def reset(self):
         pass
@@ -202,11 +245,11 @@ class CUDAGraph:
 @contextlib.contextmanager
 def late_copies(queries: int):
     """Asynchronous copies to pinned memory hold NaN until their event was asked more than ``queries`` times."""
-    torch.ops.emulated_cuda.set_late_queries(queries)
+    device.set_late_queries(queries)
     try:
         yield
     finally:
-        torch.ops.emulated_cuda.set_late_queries(-1)
+        device.set_late_queries(-1)
 
 
 @dataclass
@@ -241,11 +284,11 @@ class Log:
     entries: list[Entry] = field(default_factory=list)
 
     def __enter__(self):
-        torch.ops.emulated_cuda.start_log()
+        device.start_log()
         return self
 
     def __exit__(self, *error):
-        self.entries = list(map(Entry.of, torch.ops.emulated_cuda.stop_log()))
+        self.entries = list(map(Entry.of, device.stop_log().decode().splitlines()))
 
     def of(self, kind: str) -> list[Entry]:
         return [entry for entry in self.entries if entry.kind == kind]
@@ -263,7 +306,7 @@ class Log:
         return len(self.of("sync"))
 
 
-#: Tensors that one launch of ``multi_tensor_apply`` takes, by the number of lists: CUDA's kernels have 4 KB of arguments.
+#: Tensors that one launch of ``multi_tensor_apply`` takes, by the number of lists: a kernel has 4 KB of arguments.
 MOST_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}
 MOST_WITH_SCALARS = {1: 96, 2: 64, 3: 48, 4: 36, 5: 30}
 MOST_FUSED = {1: 72, 2: 60, 3: 54, 4: 36, 5: 30}

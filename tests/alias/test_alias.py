@@ -315,3 +315,26 @@ def test_lazy_names():
     assert ampcompat.install_as_apex is install_as_apex
     with pytest.raises(AttributeError, match="no attribute 'absent'"):
         ampcompat.absent
+
+
+PKG_RESOURCES = """
+import sys, warnings
+warnings.simplefilter("ignore")
+try:
+    import pkg_resources
+except ImportError:  # setuptools dropped it; pip still has a copy
+    import pip._vendor.pkg_resources as pkg_resources
+    sys.modules["pkg_resources"] = pkg_resources
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_pkg_resources_finds_the_alias_under_run(when, tmp_path):
+    """Console scripts of old setuptools import it before the command begins, and it looks at sys.path once."""
+    script = tmp_path / "script.py"
+    script.write_text("import pkg_resources\nprint(pkg_resources.require('apex>=0.1')[0].version)\n")
+    if when == "after":
+        script.write_text(PKG_RESOURCES + script.read_text())
+    starts = f"from ampcompat.cli import main\nimport sys\nsys.exit(main(['run', {str(script)!r}]))"
+    done = run_python(["-c", (PKG_RESOURCES if when == "before" else "") + starts], cwd=tmp_path)
+    assert done.stdout.strip() == ampcompat.__version__, done.stderr[-2000:]

@@ -51,7 +51,7 @@ def command_of(monkeypatch, run_levels, code, argv):
     """What ``main`` starts for each level, with a script that ends with ``code``."""
     started = []
 
-    def start(command, stdout, stderr):
+    def start(command, stdout=None, stderr=None):
         started.append(command)
         if not code:
             path = command[command.index("--result") + 1]
@@ -72,6 +72,13 @@ def test_each_level_is_run_by_ampcompat_run(monkeypatch, run_levels, capsys):
     shown = capsys.readouterr().out
     assert shown.count("98.00 %") == 4
     assert "what the script said" not in shown
+
+
+def test_verbose_lets_the_script_print(monkeypatch, run_levels, capsys):
+    command_of(monkeypatch, run_levels, 3, ["--opt-levels", "O2", "--verbose"])
+    with pytest.raises(SystemExit):
+        run_levels.main()
+    assert capsys.readouterr().err == "O2: the script ended with status 3\n"
 
 
 def test_a_level_that_fails_fails_the_run(monkeypatch, run_levels, capsys):

@@ -1,10 +1,14 @@
 import functools
 import importlib
 import io
+import pickle
+import sys
+import types
 
 import pytest
 import torch
 
+from ampcompat import install_as_apex
 from ampcompat.fp16_utils import DynamicLossScaler, FP16_Optimizer
 
 
@@ -122,7 +126,7 @@ def test_scaler_schedule():
 
 
 @pytest.mark.parametrize(
-    ("home", "first"), [("fp16_utils", 2.0**32), ("optimizers", 2.0**16), ("contrib.optimizers", 2.0**16)]
+    ("home", "first"), [("fp16_utils", 2.0**16), ("optimizers", 2.0**16), ("contrib.optimizers", 2.0**16)]
 )
 def test_each_home_of_it_begins_at_the_scale_of_apex(home, first):
     kind = importlib.import_module(f"ampcompat.{home}").FP16_Optimizer
@@ -136,3 +140,85 @@ def test_each_home_of_it_begins_at_the_scale_of_apex(home, first):
     if home != "fp16_utils":
         optimizer.cur_scale = 64.0
         assert optimizer.loss_scale == 64.0 == optimizer.cur_scale
+
+
+def test_the_scaler_is_that_of_apex_from_2019_on():
+    _, optimizer = make(dynamic_loss_scale=True)
+    scaler = optimizer.loss_scaler
+    assert scaler.loss_scale() == optimizer.loss_scale == 2.0**16
+    for _ in range(1999):
+        scaler.update_scale(False)
+    assert scaler.loss_scale() == 2.0**16
+    scaler.update_scale(False)
+    assert scaler.loss_scale() == 2.0**17
+    for _ in range(2000 * 8):
+        scaler.update_scale(False)
+    assert scaler.loss_scale() == 2.0**24
+    arguments = {"init_scale": 64.0, "scale_window": 1, "min_loss_scale": 32.0, "max_loss_scale": 128.0}
+    _, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args=arguments)
+    seen = []
+    for overflow in (True, True, False, False, False):
+        optimizer.loss_scaler.update_scale(overflow)
+        seen.append(optimizer.loss_scale)
+    assert seen == [32.0, 32.0, 64.0, 128.0, 128.0]
+    _, static = make(static_loss_scale=128.0)
+    assert static.loss_scaler.loss_scale() == 128.0
+
+
+def test_arguments_of_the_generation_before_choose_its_scaler():
+    _, optimizer = make(dynamic_loss_scale=True, dynamic_loss_args={"init_scale": 8.0, "min_scale": 4.0})
+    assert isinstance(optimizer.loss_scaler, DynamicLossScaler)
+    assert optimizer.loss_scaler.loss_scale == optimizer.loss_scale == 8.0
+
+
+SINCE_2019 = {"_max_loss_scale": 2.0**24, "_min_loss_scale": None, "_scale_seq_len": 2000, "_unskipped": 7}
+BEFORE_2019 = {"cur_iter": 40, "last_overflow_iter": 30, "scale_factor": 2.0, "scale_window": 1000}
+
+
+@pytest.mark.parametrize(
+    ("home", "kind", "attributes", "scale"),
+    [
+        ("amp.scaler", "LossScaler", {"dynamic": False, "_loss_scale": 128.0, **SINCE_2019}, 128.0),
+        ("amp.scaler", "LossScaler", {"dynamic": True, "_loss_scale": 1024.0, **SINCE_2019}, 1024.0),
+        ("fp16_utils.loss_scaler", "LossScaler", {"cur_scale": 128.0}, 128.0),
+        ("fp16_utils.loss_scaler", "DynamicLossScaler", {"cur_scale": 1024.0, **BEFORE_2019}, 1024.0),
+    ],
+)
+def test_checkpoints_of_both_generations_load(home, kind, attributes, scale, capsys):
+    """The scaler is pickled as an object, by the name of apex's class."""
+    model, optimizer = make()
+    state = optimizer.state_dict()
+    made = type(kind, (), {"__module__": f"apex.{home}"})
+    scaler = made()
+    vars(scaler).update(attributes)
+    apex = {name: types.ModuleType(name) for name in ("apex", f"apex.{home.partition('.')[0]}", f"apex.{home}")}
+    setattr(apex[f"apex.{home}"], kind, made)
+    sys.modules.update(apex)
+    try:
+        saved = pickle.dumps(
+            {**state, "loss_scaler": scaler, "dynamic_loss_scale": attributes.get("dynamic", "cur_iter" in attributes)}
+        )
+    finally:
+        for name in apex:
+            del sys.modules[name]
+    install_as_apex()
+    optimizer.verbose = True
+    optimizer.load_state_dict(pickle.loads(saved))
+    assert optimizer.loss_scale == scale
+    since = "since" if "_loss_scale" in attributes else "before"
+    assert f"loss scale of {scale}, in the form that apex had {since} March 2019" in capsys.readouterr().out
+    loaded = optimizer.loss_scaler
+    assert (loaded.loss_scale() if since == "since" else loaded.loss_scale) == scale
+    assert {name: vars(loaded)[name] for name in attributes} == attributes
+    train(model, optimizer)
+    assert optimizer.loss_scale == scale
+    again = make()[1]
+    again.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    assert vars(again.loss_scaler) == vars(loaded)
+
+
+def test_a_scaler_of_neither_generation_changes_nothing():
+    model, optimizer = make(static_loss_scale=4.0)
+    with pytest.raises(ValueError, match="March 2019"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "loss_scaler": {"scale": 2.0}})
+    assert optimizer.loss_scale == 4.0

@@ -30,7 +30,7 @@ def train(model, optimizer, steps, first=0):
 
 def test_masters_follow_a_move_of_the_model():
     """The model moves to the GPU after ``initialize``."""
-    model = net()
+    model = net().cpu()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
     exact = [p.detach().clone() for p in amp.master_params(optimizer)]

@@ -243,7 +243,7 @@ class Reference:
                 return model(x.to(self.half)).float()
             if self.half is None:
                 return model(x)
-            with torch.autocast("cpu", self.half, cache_enabled=CACHES_WEIGHTS):
+            with torch.autocast(torch.get_default_device().type, self.half, cache_enabled=CACHES_WEIGHTS):
                 return model(x)
 
         return call

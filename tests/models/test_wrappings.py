@@ -195,30 +195,38 @@ def test_parametrizations_of_a_root_can_be_removed(level, when):
 
 @ROOTS
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_parametrized_root_can_leave_amp(level, when):
-    """It can be copied and unwrapped, too."""
+def test_a_parametrized_root_can_be_copied(level, when):
+    model, _ = parametrized_root(level, when)
+    clone = copy.deepcopy(model)
+    assert torch.equal(clone(batch()), model(batch()))
+    assert clone(batch()).dtype == initialized(nn.Linear(4, 4), level)[0](batch()).dtype
+
+
+@ROOTS
+@pytest.mark.parametrize("leave", ["unwrap", "enabled=False"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_parametrized_root_can_leave_amp(level, leave, when):
     model, optimizer = parametrized_root(level, when)
-    saved = {name: value.clone() for name, value in model.state_dict().items()}
     reference = nn.Linear(4, 4)
     parametrize.register_parametrization(reference, "weight", Symmetric())
-    reference.load_state_dict(saved)
-    clone, plain = copy.deepcopy(model), amp.unwrap(model)
-    assert torch.equal(clone(batch()), model(batch()))
-    amp.initialize(model, optimizer, enabled=False)
-    want = reference(batch())
-    for found in (plain, model):
-        assert parametrize.is_parametrized(found)
-        assert parametrize.type_before_parametrizations(found) is nn.Linear
-        with amp.disable_casts():
-            assert torch.equal(found(batch()), want)
-        parametrize.remove_parametrizations(found, "weight")
-        assert type(found) is nn.Linear
-        assert b"ampcompat" not in pickle.dumps(found)
-    assert clone(batch()).dtype == initialized(nn.Linear(4, 4), level)[0](batch()).dtype
-    optimizer.zero_grad()
-    model(batch()).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model.weight, plain.weight)
+    reference.load_state_dict(model.state_dict())
+    if leave == "unwrap":
+        plain = amp.unwrap(model)
+    else:
+        plain, _ = amp.initialize(model, optimizer, enabled=False)
+    assert parametrize.is_parametrized(plain)
+    assert parametrize.type_before_parametrizations(plain) is nn.Linear
+    with amp.disable_casts():
+        assert torch.equal(plain(batch()), reference(batch()))
+    parametrize.remove_parametrizations(plain, "weight")
+    assert type(plain) is nn.Linear
+    assert b"ampcompat" not in pickle.dumps(plain)
+    if plain is model:
+        before = plain.weight.detach().clone()
+        optimizer.zero_grad()
+        plain(batch()).sum().backward()
+        optimizer.step()
+        assert not torch.equal(plain.weight, before)
 
 
 def test_leaving_amp_keeps_a_derived_class():

@@ -125,3 +125,45 @@ def test_mlp_takes_the_argument_of_before_activation(relu, activation):
     assert MLP([3, 2], relu=relu).activation == MLP([3, 2], True, relu).activation == activation
     with pytest.raises(TypeError, match="both"):
         MLP([3, 2], activation="sigmoid", relu=relu)
+
+
+PATHS = [
+    ("contrib.optimizers.fp16_optimizer", "FP16_Optimizer", "optimizers"),
+    ("contrib.optimizers.fused_adam", "FusedAdam", "optimizers"),
+    ("contrib.optimizers.fused_lamb", "FusedLAMB", "optimizers"),
+    ("contrib.optimizers.fused_sgd", "FusedSGD", "optimizers"),
+    ("contrib.xentropy.softmax_xentropy", "SoftmaxCrossEntropyLoss", "contrib.xentropy"),
+    ("contrib.clip_grad.clip_grad", "clip_grad_norm_", "contrib.clip_grad"),
+    ("mlp.mlp", "MLP", "mlp"),
+    ("parallel.optimized_sync_batchnorm", "SyncBatchNorm", "parallel"),
+    ("parallel.distributed", "Reducer", "parallel"),
+]
+
+
+@pytest.mark.parametrize(("path", "name", "home"), PATHS)
+def test_old_import_paths(path, name, home):
+    install_as_apex()
+    scope = {}
+    exec(f"from apex.{path} import {name}", scope)
+    assert scope[name] is getattr(importlib.import_module(f"ampcompat.{home}"), name)
+
+
+def test_the_layer_norm_function():
+    install_as_apex()
+    from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction
+
+    x, weight, bias = torch.randn(2, 3), torch.randn(3), torch.randn(3)
+    out = FusedLayerNormAffineFunction.apply(x, weight, bias, (3,), 1e-5)
+    assert torch.equal(out, torch.nn.functional.layer_norm(x, (3,), weight, bias, 1e-5))
+
+
+def test_flat_calls_by_dtype():
+    install_as_apex()
+    from apex.parallel.distributed import apply_flat_dist_call, split_half_float_double
+
+    tensors = [torch.ones(2), torch.ones(3).half(), torch.ones(2, 2)]
+    halves_last = split_half_float_double(tensors)
+    assert [[t.dtype for t in bucket] for bucket in halves_last] == [[torch.float32] * 2, [torch.float16]]
+    apply_flat_dist_call(halves_last[0], lambda flat, factor: flat.mul_(factor), (2,))
+    assert torch.equal(tensors[0], torch.full((2,), 2.0))
+    assert torch.equal(tensors[2], torch.full((2, 2), 2.0))

@@ -7,6 +7,7 @@ import pickle
 import pytest
 import torch
 
+from ampcompat import _torch
 from ampcompat.optimizers import FusedSGD
 from ampcompat.parallel.LARC import LARC
 
@@ -166,3 +167,43 @@ def test_marks_of_amp_are_not_read_from_the_optimizer_inside():
     assert not hasattr(larc, "_amp_stash")
     with pytest.raises(AttributeError, match="no_such"):
         larc.no_such
+
+
+def test_complex_params_are_refused_before_anything_changes():
+    real, imaginary = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    real.grad, imaginary.grad = torch.ones(2), torch.ones(2, dtype=torch.complex64)
+    larc = LARC(torch.optim.SGD([real, imaginary], lr=1.0))
+    with pytest.raises(RuntimeError, match="LARC only supports floating-point params"):
+        larc.step()
+    assert torch.equal(real.grad, torch.ones(2))
+
+
+def test_sharded_params_are_refused(monkeypatch):
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    monkeypatch.setattr(_torch, "is_sharded", lambda param: True)
+    with pytest.raises(RuntimeError, match="LARC got a param of shape .* that fully_shard has sharded"):
+        LARC(torch.optim.SGD([p], lr=1.0)).step()
+
+
+def test_zero_weights_and_zero_gradients_have_no_rate():
+    weights = [
+        torch.nn.Parameter(torch.zeros(2)),
+        torch.nn.Parameter(torch.ones(2)),
+        torch.nn.Parameter(torch.zeros(2)),
+    ]
+    for p, grad in zip(weights, (torch.ones(2), torch.zeros(2), torch.zeros(2)), strict=True):
+        p.grad = grad
+    LARC(torch.optim.SGD(weights, lr=1.0, weight_decay=0.5)).step()
+    assert [p.tolist() for p in weights] == [[-1, -1], [1, 1], [0, 0]]
+
+
+def test_gradients_in_other_strides_and_half_are_scaled_in_place():
+    wide, half = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    grads = torch.ones(3, 2).t(), torch.ones(4, dtype=torch.float16)
+    wide.grad, half.grad = grads
+    LARC(torch.optim.SGD([wide, half], lr=1.0), trust_coefficient=0.5, clip=False, eps=0.0).step()
+    assert wide.grad is grads[0]
+    assert half.grad is grads[1]
+    torch.testing.assert_close(wide.detach(), torch.full((2, 3), 0.5))
+    torch.testing.assert_close(half.detach(), torch.full((4,), 0.5, dtype=torch.float16))

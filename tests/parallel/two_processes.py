@@ -1,5 +1,6 @@
 """Checks on two gloo processes."""
 
+import datetime
 import socket
 import time
 
@@ -22,7 +23,13 @@ def run_on_two_processes(checks):
 
 def _run(rank, port, checks):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=2,
+        timeout=datetime.timedelta(seconds=60),
+    )
     try:
         for check in checks:
             check(rank)

@@ -22,6 +22,7 @@ from ampcompat.amp.casts.contexts import (
     Saved,
     casts_off,
     disable_casts,
+    disabled_depth,
     is_decided,
     mark_switched_off,
     restore,
@@ -30,4 +31,4 @@ from ampcompat.amp.casts.contexts import (
 )
 
 __all__ = ["OFF", "Casts", "CastsOff", "DisabledCasts", "ForwardCasts", "Saved", "casts_off", "disable_casts"]
-__all__ += ["is_decided", "mark_switched_off", "restore", "restored", "save"]
+__all__ += ["disabled_depth", "is_decided", "mark_switched_off", "restore", "restored", "save"]

@@ -38,7 +38,17 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.casts import cpu_convolution, rules
-from ampcompat.amp.casts.contexts import OFF, Casts, CastsOff, Saved, mark_switched_off, restore, restored, save
+from ampcompat.amp.casts.contexts import (
+    OFF,
+    Casts,
+    CastsOff,
+    Saved,
+    disabled_depth,
+    mark_switched_off,
+    restore,
+    restored,
+    save,
+)
 
 if TYPE_CHECKING:
     from ampcompat.amp.amp_model import ModelPolicy
@@ -217,7 +227,7 @@ def _with_forward_casts(apply_backward: Callable[..., object]) -> Callable[..., 
     @functools.wraps(apply_backward)
     def apply(self: object, *args: object) -> object:
         forward_casts: Saved | None = getattr(self, "_amp_forward_casts", None)
-        if forward_casts is None or state.casts.thread.disabled:
+        if forward_casts is None or disabled_depth():
             return apply_backward(self, *args)
         # Without the forward's weight cache: a weight may have changed since.
         with restored(forward_casts._replace(cache=False)):

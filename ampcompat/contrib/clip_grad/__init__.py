@@ -1,5 +1,5 @@
-"""``clip_grad_norm_`` is torch's, which runs on foreach kernels."""
+"""``clip_grad_norm_`` is torch's."""
 
-from torch.nn.utils import clip_grad_norm_
+from ampcompat.contrib.clip_grad.clip_grad import clip_grad_norm_
 
 __all__ = ["clip_grad_norm_"]

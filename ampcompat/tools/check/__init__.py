@@ -1,4 +1,4 @@
-"""Static check of a repository that uses apex: what it calls, whether that works here, and the traps it walks into.
+"""Static check of a repository that uses apex: what it calls, whether that works here, and mistakes in it.
 
 Nothing is imported from the scanned code and torch is not needed: files are read as bytes and parsed with :mod:`ast`.
 """

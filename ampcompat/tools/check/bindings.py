@@ -67,7 +67,7 @@ class Bindings:
                 assigned += _pairs([node.target], node.value)
         for target, value in assigned:
             symbol = self.resolve(dotted(value))
-            # Only modules and symbols of the table: `x = amp._amp_state.loss_scalers[0]` is no alias.
+            # Only modules and symbols of the table: `x = amp._amp_state.loss_scalers[0]` is not an alias.
             if symbol in SYMBOLS:
                 self.names.setdefault(target, symbol)
             elif symbol is None:

@@ -27,11 +27,16 @@ def conditions(source: Source, node: ast.AST) -> frozenset[Condition]:
     found: set[Condition] = set()
     for child, parent in source.around(node):
         if isinstance(parent, ast.If):
-            holds = source.field(child) == "body"
-            found |= {(ast.unparse(parent.test), holds), *_parts(parent.test, holds)}
+            found |= _of_test(source, parent.test, source.field(child) == "body")
         if isinstance(parent, SCOPES):
             break
     return frozenset(found)
+
+
+@once
+def _of_test(source: Source, test: ast.expr, holds: bool) -> set[Condition]:
+    """What follows from a test that holds or does not, as a whole and in its parts."""
+    return {(ast.unparse(test), holds), *_parts(test, holds)}
 
 
 def _parts(test: ast.expr, holds: bool) -> set[Condition]:
@@ -51,13 +56,13 @@ def _parts(test: ast.expr, holds: bool) -> set[Condition]:
 
 def _leaves_before(source: Source, earlier: ast.AST, later: ast.AST) -> bool:
     """Whether a branch that holds ``earlier`` ends the iteration, and ``later`` stands below that branch."""
+    around_later = set(source.ancestors(later))
     for child, parent in source.around(earlier):
         if isinstance(parent, SCOPES):
             return False
-        if isinstance(parent, ast.If) and parent not in source.ancestors(later):
-            branch = parent.body if source.field(child) == "body" else parent.orelse
-            if _leaves(branch[-1]):
-                return True
+        place = source.place(child)
+        if isinstance(parent, ast.If) and parent not in around_later and place is not None and _leaves(place.block[-1]):
+            return True
     return False
 
 

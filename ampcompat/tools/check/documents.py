@@ -21,8 +21,7 @@ INSTALLS = (
 )  # fmt: skip
 #: Of files in a folder ``requirements``.
 REQUIREMENTS = (".txt", ".in")
-# apex as a download, a clone, an argument of an installer, a requirement; "apex" in another word or in a path of the
-# project is none of them.
+# apex as a download, a clone, an argument of an installer or a requirement, but not in another word or a path.
 DOWNLOAD = re.compile(r"github\.com[/:]nvidia/apex|nvidia[-_]apex", re.IGNORECASE)
 INSTALL_COMMAND = re.compile(r"\b(?:pip3?|conda|mamba)[ \t]+install\b", re.IGNORECASE)
 APEX = re.compile(r"\bapex\b", re.IGNORECASE)

@@ -17,7 +17,7 @@ class Finding:
         path: The file, relative to the scanned directory, with ``/`` between its parts.
         line: Line in the file, from 1; 0 where the finding is about the file.
         column: Column, from 1; 0 where there is none.
-        kind: ``"symbol"`` (an apex name in use), ``"trap"`` (a habit that mixed precision punishes) or ``"file"``.
+        kind: ``"symbol"`` (an apex name in use), ``"trap"`` (a mistake in mixed precision) or ``"file"``.
         name: The apex symbol in full, or the name of the trap.
         level: ``works``, ``differs``, ``unsupported`` for symbols; ``error``, ``warning``, ``note`` for the others.
         note: What differs or goes wrong, and the fix.

@@ -1,6 +1,6 @@
 """Read the files of a directory, parse them, collect their apex symbols and traps.
 
-A file is parsed for its symbols where it names apex. Once all files have told what they do with amp, every file of a
+A file is parsed for its symbols where it names apex. Once it is known what all of them do with amp, every file of a
 repository that uses it is searched for traps.
 """
 
@@ -36,7 +36,7 @@ UNPARSABLE = (SyntaxError, ValueError, RecursionError, MemoryError)
 
 
 @dataclass
-class Code:
+class CheckedFile:
     """The Python of one file, and what is known of the file by itself.
 
     Attributes:
@@ -44,7 +44,8 @@ class Code:
         text: The code.
         lines: For each line of a notebook's code the line of the file; empty for other files.
         source: The parsed file; None where it does not name apex or cannot be parsed.
-        findings: Symbols, and what is to be said of the file.
+        facts: What the traps of every file need to know; None where ``source`` is.
+        findings: Symbols and traps in it, and problems of the file itself.
         may_hold_traps: Whether it is searched for traps, if the repository uses amp.
         has_python_suffix: Whether it is called what Python files and notebooks are; others may be given by their path.
     """
@@ -53,6 +54,7 @@ class Code:
     text: str = ""
     lines: list[int] = field(default_factory=list)
     source: Source | None = None
+    facts: Facts | None = None
     findings: list[Finding] = field(default_factory=list)
     may_hold_traps: bool = False
     has_python_suffix: bool = True
@@ -89,32 +91,32 @@ def scan(
     """
     paths = [path] if isinstance(path, str | Path) else list(path)
     config = config or Config()
-    files = [(name, file) for name, file in _named(paths) if not config.excludes(name)]
-    codes: list[Code] = []
-    for name, file in files:
-        codes.append(_read(name, file))
+    wanted = [(name, file) for name, file in _named(paths) if not config.excludes(name)]
+    files: list[CheckedFile] = []
+    for name, file in wanted:
+        files.append(_read(name, file))
         if progress is not None:
-            progress("reading", len(codes), len(files))
-    repository = Repository([Facts.of(code.source) for code in codes if code.source is not None])
-    searched = [code for code in codes if code.may_hold_traps and repository.is_mixed]
-    for done, code in enumerate(searched, 1):
-        _search(code, repository)
+            progress("reading", len(files), len(wanted))
+    repository = Repository(checked.facts for checked in files if checked.facts is not None)
+    searched = [checked for checked in files if checked.may_hold_traps and repository.is_mixed]
+    for done, checked in enumerate(searched, 1):
+        _search(checked, repository)
         if progress is not None:
             progress("looking for traps", done, len(searched))
-    findings = sorted(finding for code in codes for finding in code.findings if config.keeps(finding))
+    findings = sorted(finding for checked in files for finding in checked.findings if config.keeps(finding))
     return Report(str(paths[0]) if len(paths) == 1 else "", len(files), findings)
 
 
 def scan_source(text: str, path: str = "<string>") -> list[Finding]:
     """Findings of one source text."""
-    code = Code(path, text)
-    _parse(code)
-    if code.source is not None:
-        _search(code, Repository([Facts.of(code.source)]))
-    return sorted(code.findings)
+    checked = CheckedFile(path, text)
+    _parse(checked)
+    if checked.facts is not None:
+        _search(checked, Repository([checked.facts]))
+    return sorted(checked.findings)
 
 
-def _read(name: str, file: str) -> Code:
+def _read(name: str, file: str) -> CheckedFile:
     """A file with the symbols in it. One that does not name apex has none, and is not parsed for them."""
     is_python = os.path.splitext(file)[1] in READ
     try:
@@ -122,36 +124,36 @@ def _read(name: str, file: str) -> Code:
         notebook = Notebook.read(text) if is_notebook(os.path.basename(file)) else None
     except (Unreadable, NotANotebook) as problem:
         reason = f"the file {problem}" if is_python else f"is not a Python file ({problem})"
-        return Code(name, findings=[Finding(name, 0, 0, "file", "unreadable", WARNING, reason)])
-    code = Code(name, text, has_python_suffix=is_python)
+        return CheckedFile(name, findings=[Finding(name, 0, 0, "file", "unreadable", WARNING, reason)])
+    checked = CheckedFile(name, text, has_python_suffix=is_python)
     if notebook is not None:
-        code.text, code.lines = notebook.code, notebook.lines
-        code.add(_installing(name, (line for line, command in notebook.commands() if installs_apex(command))))
+        checked.text, checked.lines = notebook.code, notebook.lines
+        checked.add(_installing(name, (line for line, command in notebook.commands() if installs_apex(command))))
     if installs(file):
-        code.add(_installing(name, install_lines(text)))
-    elif mentions_apex(code.text):
-        _parse(code)
+        checked.add(_installing(name, install_lines(text)))
+    elif mentions_apex(checked.text):
+        _parse(checked)
     else:
-        code.may_hold_traps = notebook is None  # notebooks are not imported
-    return code
+        checked.may_hold_traps = notebook is None  # notebooks are not imported
+    return checked
 
 
-def _parse(code: Code) -> None:
+def _parse(checked: CheckedFile) -> None:
     """Parse a file for its symbols."""
     try:
-        source = Source(code.name, code.text)
-        code.add(_symbols(source))
-        code.source, code.may_hold_traps = source, True
+        source = Source(checked.name, checked.text)
+        checked.add(_symbols(source))
+        checked.source, checked.facts, checked.may_hold_traps = source, Facts.of(source), True
     except UNPARSABLE as problem:
-        code.add([_unparsable(code, problem)])
+        checked.add([_unparsable(checked, problem)])
 
 
-def _search(code: Code, repository: Repository) -> None:
+def _search(checked: CheckedFile, repository: Repository) -> None:
     """Add the traps in a file, judged by what the repository does."""
     try:
-        code.add(_traps(code.source or Source(code.name, code.text), repository))
+        checked.add(_traps(checked.source or Source(checked.name, checked.text), repository))
     except UNPARSABLE as problem:
-        code.add([_unparsable(code, problem)])
+        checked.add([_unparsable(checked, problem)])
 
 
 def _named(paths: Sequence[str | Path]) -> Iterator[tuple[str, str]]:
@@ -178,17 +180,17 @@ def _installing(name: str, lines: Iterable[int]) -> list[Finding]:
     return [Finding(name, line, 0, "file", "installs_apex", NOTE, INSTALLED) for line in lines]
 
 
-def _unparsable(code: Code, problem: BaseException) -> Finding:
-    if not code.has_python_suffix:
-        return Finding(code.name, 0, 0, "file", "not_python", WARNING, "is not a Python file")
-    uses_apex = MENTION.search(code.text) is not None
+def _unparsable(checked: CheckedFile, problem: BaseException) -> Finding:
+    if not checked.has_python_suffix:
+        return Finding(checked.name, 0, 0, "file", "not_python", WARNING, "is not a Python file")
+    uses_apex = MENTION.search(checked.text) is not None
     line, reason = 0, str(problem) or type(problem).__name__
     if isinstance(problem, SyntaxError):
         line, reason = problem.lineno or 0, problem.msg
     note = f"Python 3 cannot parse the file ({reason})"
     if uses_apex:
         note += "; it imports apex - correct it first, or port it (2to3) if it is Python 2"
-    return Finding(code.name, max(line, 0), 0, "file", "unparsable", ERROR if uses_apex else WARNING, note)
+    return Finding(checked.name, max(line, 0), 0, "file", "unparsable", ERROR if uses_apex else WARNING, note)
 
 
 def _symbols(source: Source) -> list[Finding]:

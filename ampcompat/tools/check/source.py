@@ -7,7 +7,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.bindings import Bindings, dotted, parameters
@@ -56,6 +56,14 @@ def parse(code: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(code)
+
+
+class Place(NamedTuple):
+    """Where a statement stands: in which list of its parent (``"body"``, ``"orelse"``, ...), and as which of it."""
+
+    field: str
+    block: list[ast.stmt]
+    position: int
 
 
 class Source:
@@ -145,23 +153,30 @@ class Source:
             scopes[node] = parent if isinstance(parent, SCOPES) else scopes[parent]
         return scopes
 
+    def place(self, node: ast.AST) -> Place | None:
+        """Where a statement, or a handler, stands; None for an expression."""
+        return self._places.get(node)
+
     @functools.cached_property
-    def _fields(self) -> dict[ast.AST, str]:
-        fields: dict[ast.AST, str] = {}
+    def _places(self) -> dict[ast.AST, Place]:
+        places: dict[ast.AST, Place] = {}
         for node in self.nodes:
             if not isinstance(node, HOLDS_STATEMENTS):
                 continue
             for field in ("body", "orelse", "finalbody", "handlers"):
-                fields.update(dict.fromkeys(getattr(node, field, []), field))
-        return fields
+                block: list[ast.stmt] = getattr(node, field, [])
+                for position, statement in enumerate(block):
+                    places[statement] = Place(field, block, position)
+        return places
 
     def field(self, node: ast.AST) -> str:
-        """The list of its parent that a statement or handler stands in (``"body"``, ...); "" for an expression."""
-        return self._fields.get(node, "")
+        """The list of its parent that a statement or handler stands in; "" for an expression."""
+        place = self.place(node)
+        return "" if place is None else place.field
 
     def statement(self, node: ast.AST) -> ast.AST:
         """The innermost statement that ``node`` is a part of, or is."""
-        while node not in self._fields and node in self.parents:
+        while node not in self._places and node in self.parents:
             node = self.parents[node]
         return node
 

@@ -14,5 +14,5 @@ def lines_of(text: str, keepends: bool = False) -> list[str]:
 
 
 def indent_of(line: str) -> str:
-    """The blanks that a line begins with; a form feed is none of them."""
+    """The blanks that a line begins with; a form feed is not one."""
     return line[: len(line) - len(line.lstrip(" \t"))]

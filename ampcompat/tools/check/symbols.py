@@ -61,12 +61,20 @@ MODULES = frozenset(
         "apex.optimizers.fused_novograd",
         "apex.optimizers.fused_sgd",
         "apex.parallel.multiproc",
+        "apex.parallel.optimized_sync_batchnorm",
         "apex.parallel.sync_batchnorm",
         "apex.testing.common_utils",
         "apex.contrib.clip_grad",
+        "apex.contrib.clip_grad.clip_grad",
         "apex.contrib.optimizers",
+        "apex.contrib.optimizers.fp16_optimizer",
+        "apex.contrib.optimizers.fused_adam",
+        "apex.contrib.optimizers.fused_lamb",
+        "apex.contrib.optimizers.fused_sgd",
         "apex.contrib.xentropy",
+        "apex.contrib.xentropy.softmax_xentropy",
         "apex.mlp",
+        "apex.mlp.mlp",
     }
 )
 """Names under which an unknown attribute is an unknown symbol; anywhere else it belongs to the symbol before it."""
@@ -102,14 +110,18 @@ SYMBOLS: dict[str, Symbol] = {
     **_works("apex.amp.lists.tensor_overrides", "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
     "apex.amp.utils": Symbol(DIFFERS, "internal helpers of apex; use torch.is_floating_point and Tensor.to"),
     "apex.parallel.DistributedDataParallel": Symbol(
-        DIFFERS, "torch's DistributedDataParallel underneath; message_size and delay_allreduce only tune its buckets"
+        DIFFERS, "it tolerates unused parameters with and without delay_allreduce; options of streams have no effect"
     ),
     "apex.parallel.Reducer": Symbol(WORKS),
     "apex.parallel.SyncBatchNorm": Symbol(DIFFERS, "torch.nn.SyncBatchNorm underneath"),
     **_works("apex.parallel", "convert_syncbn_model create_syncbn_process_group multiproc ReduceOp"),
     "apex.parallel.LARC": Symbol(WORKS),
     "apex.parallel.LARC.LARC": Symbol(WORKS),
-    **_works("apex.parallel.distributed", "DistributedDataParallel flat_dist_call"),
+    **_works(
+        "apex.parallel.distributed",
+        "DistributedDataParallel Reducer apply_flat_dist_call flat_dist_call split_half_float_double",
+    ),
+    "apex.parallel.optimized_sync_batchnorm.SyncBatchNorm": Symbol(DIFFERS, "torch.nn.SyncBatchNorm underneath"),
     **_works(
         "apex.optimizers",
         "FusedAdam FusedSGD FusedLAMB FusedMixedPrecisionLamb FusedNovoGrad FusedAdagrad FP16_Optimizer",
@@ -121,6 +133,7 @@ SYMBOLS: dict[str, Symbol] = {
     **_works(
         "apex.normalization.fused_layer_norm",
         "FusedLayerNorm MixedFusedLayerNorm FusedRMSNorm MixedFusedRMSNorm fused_layer_norm fused_layer_norm_affine "
+        "FusedLayerNormAffineFunction "
         "mixed_dtype_fused_layer_norm_affine fused_rms_norm fused_rms_norm_affine mixed_dtype_fused_rms_norm_affine",
     ),
     **_works(
@@ -139,11 +152,20 @@ SYMBOLS: dict[str, Symbol] = {
     "apex.reparameterization": Symbol(UNSUPPORTED, "use torch.nn.utils.parametrizations.weight_norm"),
     "apex.RNN": Symbol(UNSUPPORTED, "use torch.nn.LSTM, torch.nn.GRU or torch.nn.RNN"),
     "apex.mlp.MLP": Symbol(DIFFERS, "plain torch.nn.functional.linear and the activation, not one fused kernel"),
+    "apex.mlp.mlp.MLP": Symbol(DIFFERS, "plain torch.nn.functional.linear and the activation, not one fused kernel"),
     "apex.fused_dense": Symbol(UNSUPPORTED, "use torch.nn.Linear"),
     "apex.transformer": Symbol(UNSUPPORTED, "use Megatron-Core, or torch.distributed.tensor.parallel"),
     "apex.pyprof": Symbol(UNSUPPORTED, "use torch.profiler"),
     "apex.contrib": Symbol(UNSUPPORTED, "use the torch operation of the same purpose"),
     **_works("apex.contrib.optimizers", "FP16_Optimizer FusedAdam FusedLAMB FusedSGD"),
+    **_works("apex.contrib.optimizers.fp16_optimizer", "FP16_Optimizer"),
+    **_works("apex.contrib.optimizers.fused_adam", "FusedAdam"),
+    **_works("apex.contrib.optimizers.fused_lamb", "FusedLAMB"),
+    **_works("apex.contrib.optimizers.fused_sgd", "FusedSGD"),
+    **_works("apex.contrib.clip_grad.clip_grad", "clip_grad_norm_"),
+    "apex.contrib.xentropy.softmax_xentropy.SoftmaxCrossEntropyLoss": Symbol(
+        DIFFERS, "torch.nn.functional.cross_entropy underneath, not a kernel that works in place"
+    ),
     "apex.contrib.xentropy.SoftmaxCrossEntropyLoss": Symbol(
         DIFFERS, "torch.nn.functional.cross_entropy underneath, not a kernel that works in place"
     ),

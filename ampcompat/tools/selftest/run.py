@@ -6,15 +6,14 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from ampcompat.tools.selftest import checks
+from ampcompat.tools.selftest import checks, ranks
 from ampcompat.tools.selftest.checks import Failed, Skipped
-from ampcompat.tools.selftest.ranks import WORLD, Ranks, started
 
 
 @dataclass(frozen=True)
@@ -44,32 +43,19 @@ def run(devices: Sequence[str]) -> Iterator[Row]:
     Two processes per device type train under DDP meanwhile, where there are as many devices.
     """
     kinds = list(dict.fromkeys(torch.device(name).type for name in devices))
-    enough = [kind for kind in kinds if _can_distribute(kind)]
-    with _undisturbed(), started(enough) as groups:
+    with _undisturbed(), ExitStack() as stack:
+        started = {kind: stack.enter_context(ranks.started(kind)) for kind in kinds if ranks.can_start(kind)}
         checks.build(torch.device("cpu"))  # the first optimizer imports torch's compiler, which takes seconds
         for name in devices:
             for check, function, levels in checks.CHECKS:
                 for level in levels:
                     yield _row(name, check, level, partial(function, torch.device(name), level))
         for kind in kinds:
-            yield _row(kind, "ddp", "O1, O2", partial(_distributed, groups.get(kind)))
+            yield _row(kind, "ddp", ", ".join(ranks.LEVELS), started.get(kind, _cannot_start))
 
 
-def _can_distribute(kind: str) -> bool:
-    if not torch.distributed.is_available():
-        return False
-    if kind == "cuda":
-        return torch.cuda.device_count() >= WORLD and torch.distributed.is_nccl_available()
-    return kind == "cpu" and torch.distributed.is_gloo_available()
-
-
-def _distributed(ranks: Ranks | None) -> str:
-    if ranks is None:
-        raise Skipped(f"needs {WORLD} devices and their process group backend")
-    problem = ranks.problem()
-    if problem:
-        raise Failed(problem)
-    return f"{WORLD} processes: equal weights, one overflow skipped by all"
+def _cannot_start() -> str:
+    raise Skipped(f"needs {ranks.WORLD} devices and their process group backend")
 
 
 def _row(device: str, check: str, level: str, function: Callable[[], str]) -> Row:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sys
+import threading
 import traceback
 import warnings
 
@@ -189,6 +190,34 @@ def the_api_of_before_2019_casts_there():
         assert model[0].weight.dtype == torch.float32
 
 
+def disabled_casts_reach_the_engines_thread():
+    """Backward bodies of a device run in a thread of the engine's own."""
+    seen = []
+
+    class Body(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            wide = Shell(torch.ones(2, 2))
+            inside = model(Shell(torch.ones(1, 8))).dtype
+            seen.append((torch.mm(wide, wide).dtype, inside, threading.current_thread() is threading.main_thread()))
+            return grad
+
+    with Ops():
+        model = amp.initialize(net(True)[0], opt_level="O1", verbosity=0)
+        loss = Body.apply(Shell(torch.ones(1)).requires_grad_())
+        with amp.disable_casts():
+            loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        with amp.disable_casts():
+            loss.backward()
+    off, on = (torch.float32, torch.float32, False), (torch.float16, torch.float16, False)
+    assert seen == [off, on, off]
+
+
 #: The CPU inside has no kernel of these, the device no autocast of its own (attention is on no list of apex).
 NOT_PLAYED = {
     "F.ctc_loss",
@@ -262,6 +291,7 @@ CHECKS = {
     "chunks at a scale of one": (later_passes_come_in_chunks, {"loss_scale": 1.0}),
     "O2 SGD has fused passes at a scale of one": (passes_are_fused, "O2", "SGD", {"loss_scale": 1.0}),
     "amp.init": (the_api_of_before_2019_casts_there,),
+    "disable_casts": (disabled_casts_reach_the_engines_thread,),
     "moved": (moving_there_afterwards_is_refused,),
     "every row": (every_row_has_the_dtype_of_the_lists,),
     "O1 lists": (casts_follow_the_lists, "O1", torch.float16),

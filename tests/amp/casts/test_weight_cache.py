@@ -130,6 +130,15 @@ def test_the_cache_is_used_inside_a_forward_and_empty_after_it():
     assert not torch.is_autocast_cache_enabled()
 
 
+def test_a_write_between_two_forwards_is_seen():
+    """Of one iteration, too, and through ``.data``, which no counter tells of: clipping, an average put in place."""
+    model = initialize(nn.Linear(4, 4, bias=False), opt_level="O1", verbosity=0)
+    x = torch.randn(2, 4)
+    first = model(x)
+    model.weight.data.mul_(2)
+    assert torch.equal(model(x), 2 * first)
+
+
 @pytest.mark.parametrize("inner", ["amp", "plain"])
 def test_a_forward_that_trains_sees_its_weights_move(inner):
     """A trainer that is a module, or a meta-learner: loss, backward and step all lie inside one forward."""

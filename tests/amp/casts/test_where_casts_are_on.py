@@ -6,10 +6,12 @@ import threading
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from ampcompat import _torch
 from ampcompat.amp import _amp_state, disable_casts, init, initialize, scale_loss, session
 
 HALF, FLOAT = torch.float16, torch.float32
@@ -453,6 +455,34 @@ class NotingNet(nn.Module):
         return Noting.apply(self.fc(x), self.note)
 
 
+def test_disabled_casts_reach_bodies_in_the_engines_threads():
+    """The engine takes another thread for tensors on a device, and for backward passes that are nested deeply."""
+    depth = 70  # beyond 60 it takes one of its pool
+    seen = []
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, level):
+            ctx.level = level
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            if ctx.level < depth:
+                with torch.enable_grad():
+                    Nested.apply(torch.ones(1, requires_grad=True), ctx.level + 1).backward()
+            else:
+                model(torch.randn(2, 4))
+                seen.append((product(), model.seen[-1], threading.current_thread() is threading.main_thread()))
+            return grad, None
+
+    model, _ = at("O1")
+    with disable_casts():
+        Nested.apply(torch.ones(1, requires_grad=True), 0).backward()
+    Nested.apply(torch.ones(1, requires_grad=True), 0).backward()
+    assert seen == [(FLOAT, FLOAT, False), (HALF, HALF, False)]
+
+
 def test_a_region_inside_a_body_ends_in_the_casts_of_the_body():
     seen = []
 
@@ -698,6 +728,27 @@ def test_a_model_without_tensors_casts_where_the_others_are():
     model, _ = at("O1")
     assert initialize(Nothing(), opt_level="O1", verbosity=0)(torch.ones(2, 2)).dtype == HALF
     assert model(torch.ones(2, 4)).dtype == HALF
+
+
+def test_a_model_without_tensors_alone_casts_on_every_device_that_it_may_be_given():
+    """Eager and compiled code agree: the inputs say where it runs, and the first of them is not known to either."""
+    norms = []
+
+    class Nothing(nn.Module):
+        def forward(self, x):
+            norms.append(F.softmax(x, -1).dtype)  # float32 by the rules, also natively on CUDA
+            return torch.mm(x, x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_torch, "accelerator", lambda: "cuda")
+        model = initialize(Nothing(), opt_level="O1", verbosity=0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        on_cuda = torch.zeros(2, 2, device="cuda:0")
+        assert model(on_cuda).dtype == HALF
+        assert torch.compile(model, backend="eager", fullgraph=True)(on_cuda).dtype == HALF
+    assert model(torch.ones(2, 2)).dtype == HALF
+    assert torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 2)).dtype == HALF
+    assert set(norms) == {FLOAT}
 
 
 # -- WGAN-GP ------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ opt2 = lambda s: s.optimizer2  # noqa: E731
 
 #: name: (call, exception, message)
 BEFORE = {
-    "level with a zero": (init(opt_level="01"), RuntimeError, "level '01'.*Did you mean 'O1', with the letter O.*Pass one"),
+    "level with a zero": (init(opt_level="01"), RuntimeError, "level '01'.*Did you mean 'O1', with the letter O"),
     "level as a number": (init(opt_level=1), RuntimeError, "level 1 - .*Did you mean 'O1'.*Pass one"),
     "level 0 as a number": (init(opt_level=0), RuntimeError, "level 0 - .*Did you mean 'O0'"),
     "level in lower case": (init(opt_level="o2"), RuntimeError, "level 'o2' - .*Did you mean 'O2'"),

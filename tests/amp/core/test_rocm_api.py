@@ -11,7 +11,7 @@ from core_kit import net, sgd, start, train
 from internals import is_anything_initialized, reset
 from python_process import run_python
 
-from ampcompat import amp
+from ampcompat import _torch, amp
 from ampcompat.amp import lists, utils
 from ampcompat.testing import common_utils
 
@@ -248,8 +248,10 @@ def test_a_name_taken_off_both_lists_is_not_cast(edited_lists, level):
 
 # -- the environment ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("before", [None, "0", "1"])
-def test_initialize_sets_the_variable_and_reset_puts_it_back(before, monkeypatch):
+@pytest.mark.parametrize("is_for_rocm", [True, False])
+def test_initialize_sets_the_variable_on_rocm_and_reset_puts_it_back(is_for_rocm, before, monkeypatch):
     with monkeypatch.context() as patch:
+        patch.setattr(_torch, "IS_FOR_ROCM", is_for_rocm)
         patch.delenv("APEX_AMP_ENABLED", raising=False)
         if before is not None:
             patch.setenv("APEX_AMP_ENABLED", before)
@@ -261,7 +263,7 @@ def test_initialize_sets_the_variable_and_reset_puts_it_back(before, monkeypatch
         assert os.environ.get("APEX_AMP_ENABLED") == before
         for level in ("O0", "O2"):
             _held = start(level)
-            assert os.environ["APEX_AMP_ENABLED"] == "1"
+            assert os.environ.get("APEX_AMP_ENABLED") == ("1" if is_for_rocm else before)
         reset()
         assert os.environ.get("APEX_AMP_ENABLED") == before
 

@@ -1,4 +1,4 @@
-"""The check reads repositories that nobody vouches for: any bytes, any file, any link; it never runs what it reads."""
+"""The check reads repositories that are not trusted: any bytes, any file, any link; it never runs what it reads."""
 
 import argparse
 import json

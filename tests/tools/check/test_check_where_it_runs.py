@@ -176,7 +176,7 @@ needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="reading TOML
 
 @needs_toml
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("[tool.ampcompat]\ncolour = 3\n", "has no 'colour'; use select, ignore, exclude"),
         ("[tool.ampcompat]\nselect = 'all'\n", "give a list of strings"),
@@ -190,7 +190,7 @@ needs_toml = pytest.mark.skipif(sys.version_info < (3, 11), reason="reading TOML
         ("tool = 3\n[tool.ampcompat]\n", "cannot be read"),
     ],
 )
-def test_a_bad_project_file_is_bad_usage(text, told, tmp_path, capsys):
+def test_a_bad_project_file_is_bad_usage(text, message, tmp_path, capsys):
     (tmp_path / "pyproject.toml").write_text(text)
     with pytest.raises(BadConfig):
         read_config([tmp_path])
@@ -198,7 +198,7 @@ def test_a_bad_project_file_is_bad_usage(text, told, tmp_path, capsys):
     assert (status, shown.out) == (2, "")
     assert shown.err.startswith("ampcompat check: ")
     assert "pyproject.toml" in shown.err
-    assert told in shown.err
+    assert message in shown.err
 
 
 @needs_toml
@@ -210,7 +210,7 @@ def test_a_project_file_of_others_is_none_of_ours(text, tmp_path):
 
 @pytest.mark.parametrize("option", ["--select", "--ignore"])
 @pytest.mark.parametrize(
-    ("rules", "told"),
+    ("rules", "message"),
     [
         ("nosuchrule", "'nosuchrule' names no rule"),
         ("trap,misspelled_level", "did you mean misspelt_level?"),
@@ -219,7 +219,7 @@ def test_a_project_file_of_others_is_none_of_ours(text, tmp_path):
         (" , ", "no rule is given"),
     ],
 )
-def test_a_rule_that_there_is_not_is_bad_usage(option, rules, told, tmp_path, capsys):
+def test_an_unknown_rule_is_bad_usage(option, rules, message, tmp_path, capsys):
     (tmp_path / "x.py").write_text(TRAP)
     try:
         status = main(["check", str(tmp_path), option, rules])
@@ -227,7 +227,7 @@ def test_a_rule_that_there_is_not_is_bad_usage(option, rules, told, tmp_path, ca
         status = ended.code
     shown = capsys.readouterr()
     assert (status, shown.out) == (2, "")
-    assert told in shown.err
+    assert message in shown.err
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_github_annotations(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _, shown = run(capsys, "--format", "github")
     lines = shown.out.splitlines()
-    assert len(lines) == 2  # what works is no annotation
+    assert len(lines) == 2  # what works is left out
     assert lines[0].startswith("::error file=x.py,line=2,col=1,title=apex.RNN::")
     assert lines[1].startswith("::error file=x.py,line=3,col=47,title=misspelt_level::")
 

@@ -108,6 +108,12 @@ TRUE = {
         "overflowing_fill",
         amp_at('"O2"', "mask = mask.half()\nscores = scores + (1.0 - mask) * -1e9\n"),
     ),
+    "fill of a product that is divided on its own line": (
+        "overflowing_fill",
+        APEX
+        + ATTENTION.format("scores = scores / 2.0\n        scores = scores.masked_fill(mask, -1e9)")
+        + INIT.format('"O1"'),
+    ),
     "fill of a product that may be float32": (
         "overflowing_fill",
         APEX

@@ -122,16 +122,18 @@ def overflowing_fill(source: Source, repository: Repository) -> Iterator[Finding
             yield source.finding(node, "trap", "overflowing_fill", WARNING, note)
 
 
-def _is_product(source: Source, node: ast.expr) -> bool:
+def _is_product(source: Source, node: ast.expr | None) -> bool:
     """Whether ``node`` is a matrix product, perhaps divided or multiplied, or a name that is given one just before."""
-    if isinstance(node, ast.Name):
-        value = _value_above(source, node)
-        return value is not None and not isinstance(value, ast.Name) and _is_product(source, value)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
-        return _is_product(source, node.left)
-    if isinstance(node, ast.BinOp):
-        return isinstance(node.op, ast.MatMult)
-    return isinstance(node, ast.Call) and called(node) in PRODUCTS
+    while node is not None:
+        if isinstance(node, ast.Name):
+            node = _value_above(source, node)
+        elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Mult):
+            node = node.left
+        elif isinstance(node, ast.BinOp):
+            return isinstance(node.op, ast.MatMult)
+        else:
+            return isinstance(node, ast.Call) and called(node) in PRODUCTS
+    return False
 
 
 def _value_above(source: Source, name: ast.Name) -> ast.expr | None:
