@@ -91,6 +91,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Make the tensors of a test that is marked ``on_cpu`` there, whatever ``--on-cuda`` says."""
+    if item.config.getoption("--on-cuda") and item.get_closest_marker("on_cpu"):
+        import torch
+
+        torch.set_default_device(None)
+        try:
+            return (yield)
+        finally:
+            torch.set_default_device("cuda")
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
     """Skip a test where it reaches a kernel that an emulated device lacks, since the CPU has none for it."""
     try:
