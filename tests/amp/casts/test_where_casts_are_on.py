@@ -417,6 +417,7 @@ class NotingNet(nn.Module):
         return Noting.apply(self.fc(x), self.note)
 
 
+@pytest.mark.on_cpu  # bodies run in a thread of their own on a device, with another default
 def test_a_region_inside_a_body_ends_in_the_casts_of_the_body():
     seen = []
 
