@@ -282,7 +282,7 @@ class Entry:
 class Log:
     """What the devices do inside of ``with Log() as log``."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list, repr=False)
 
     def __enter__(self):
         device.start_log()
