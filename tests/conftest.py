@@ -60,16 +60,16 @@ def emulate_cuda(runs_tests: bool) -> None:
         emulated_cuda.built()
         return
     emulated_cuda.install()
-    from torch.nn.parallel import DistributedDataParallel
+    from torch.nn.parallel import distributed
 
-    make = DistributedDataParallel.__init__
+    verify = distributed._verify_param_shape_across_processes  # the first that DDP does with processes
 
-    def skip_on_the_devices(self, module, *args, **kwargs):
-        if any(param.is_cuda for param in module.parameters()):
+    def verify_or_skip(process_group, params, *args, **kwargs):
+        if any(param.is_cuda for param in params):
             pytest.skip("an emulated device has no process groups: gloo copies by CUDA's own streams")
-        make(self, module, *args, **kwargs)
+        return verify(process_group, params, *args, **kwargs)
 
-    DistributedDataParallel.__init__ = skip_on_the_devices
+    distributed._verify_param_shape_across_processes = verify_or_skip
 
 
 @pytest.hookimpl(tryfirst=True)  # before ``-m`` deselects the slow tests
@@ -88,6 +88,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             entry = DIVERGENCES[mark.args[0]]
             if SpecifierSet(entry["torch"]).contains(torch.__version__.split("+")[0], prereleases=True):
                 item.add_marker(pytest.mark.xfail(strict=True, reason=f"{entry['id']}: {entry['ampcompat']}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    """Make the tensors of a test that is marked ``on_cpu`` there, whatever ``--on-cuda`` says."""
+    if item.config.getoption("--on-cuda") and item.get_closest_marker("on_cpu"):
+        import torch
+
+        torch.set_default_device(None)
+        try:
+            return (yield)
+        finally:
+            torch.set_default_device("cuda")
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -83,7 +83,8 @@ def environment() -> dict[bytes, bytes]:
 @pytest.fixture
 def tensors_on_the_accelerator() -> Iterator[None]:
     """Make tensors where ``amp.init``, which knows no model, casts: on the accelerator if there is one."""
-    with torch.device("cuda") if torch.cuda.is_available() else nullcontext():
+    is_elsewhere = torch.cuda.is_available() and torch.get_default_device().type != "cuda"
+    with torch.device("cuda") if is_elsewhere else nullcontext():
         yield
 
 

@@ -91,6 +91,7 @@ def library() -> ctypes.CDLL:
 
 def install() -> None:
     """Put the devices into this process, for good."""
+    os.environ["TORCH_DISABLE_ADDR2LINE"] = "1"  # else a C++ error takes seconds, in which it looks its stack up
     # They look at what torch.cuda has when they are imported, and would then look for a real device.
     import torch._dynamo
     import torch._inductor.utils
@@ -281,7 +282,7 @@ class Entry:
 class Log:
     """What the devices do inside of ``with Log() as log``."""
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list, repr=False)
 
     def __enter__(self):
         device.start_log()

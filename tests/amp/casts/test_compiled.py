@@ -135,6 +135,7 @@ class NoTensors(nn.Module):
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", [Counting, BuffersOnly, NoTensors])
+@pytest.mark.on_cpu
 def test_models_of_unusual_contents_compile(kind, level):
     """Models that keep a list, that have buffers only, and that have no tensors at all."""
     torch._dynamo.reset()
@@ -263,6 +264,7 @@ def test_a_compiled_model_called_in_another_thread(level, dtype, latest):
 
 @pytest.mark.divergence("compiled-casts-torch24")
 @pytest.mark.parametrize("latest", ["O0", "O1"])
+@pytest.mark.on_cpu
 def test_a_region_of_the_users_decides_in_any_thread(latest):
     fast = compiled("O1")
     initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
@@ -277,6 +279,7 @@ def test_a_region_of_the_users_decides_in_any_thread(latest):
 
 
 @pytest.mark.parametrize("latest", ["O0", "O1"])
+@pytest.mark.on_cpu
 def test_a_region_in_compiled_code_decides(latest):
     torch._dynamo.reset()
     model = initialize(Linear(4, 4), opt_level="O1", verbosity=0)

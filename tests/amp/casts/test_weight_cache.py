@@ -80,6 +80,7 @@ def test_a_no_grad_use_inside_the_forward_does_not_poison_it():
     assert model.fc.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.on_cpu
 def test_another_dtype_inside_the_forward():
     class Mixed(nn.Module):
         def __init__(self):

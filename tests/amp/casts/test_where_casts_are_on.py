@@ -17,7 +17,12 @@ from ampcompat.amp import _amp_state, disable_casts, init, initialize, scale_los
 HALF, FLOAT = torch.float16, torch.float32
 
 
-def product(device="cpu"):
+def here():
+    """The type of the device that tensors are made on."""
+    return torch.get_default_device().type
+
+
+def product(device=None):
     """The dtype that code standing here gets from a matrix product of float32 matrices."""
     a = torch.zeros(2, 2, device=device)
     return torch.mm(a, a).dtype
@@ -136,10 +141,10 @@ def test_casts_without_a_model_last_until_they_are_undone():
 @pytest.mark.parametrize("then", ["region", "block"])
 def test_initialize_inside_a_region(then):
     """The region restores the state that it found; the next region that ends, or block, turns the casts on again."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):  # Python has looked its __exit__ up before it is patched
+    with torch.autocast(here(), dtype=torch.bfloat16):  # Python has looked its __exit__ up before it is patched
         model, optimizer = at("O1")
     if then == "region":
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(here(), dtype=torch.bfloat16):
             assert product() == torch.bfloat16
         assert product() == HALF
         return
@@ -214,7 +219,7 @@ def test_a_region_in_an_uncast_forward(level):
 
     class WithRegion(Probe):
         def forward(self, x):
-            with torch.autocast("cpu", enabled=False):
+            with torch.autocast(here(), enabled=False):
                 pass
             return super().forward(x)
 
@@ -237,6 +242,7 @@ def test_forward_in_a_new_thread(level, dtype):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.on_cpu
 def test_data_parallel_replica(enabled):
     """torch hands ``enabled`` to the replica's thread, as a region, but not the dtype."""
     model, _ = at("O4")
@@ -246,7 +252,7 @@ def test_data_parallel_replica(enabled):
     replica.fc = nn.Linear(4, 4)
 
     def worker():
-        with torch.autocast("cpu", enabled=torch.is_autocast_enabled("cpu")):
+        with torch.autocast(here(), enabled=torch.is_autocast_enabled(here())):
             replica(torch.randn(2, 4))
 
     thread = threading.Thread(target=worker)
@@ -257,7 +263,7 @@ def test_data_parallel_replica(enabled):
 
 def test_data_parallel_replica_made_in_a_users_region():
     model, _ = at("O1")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(here(), dtype=torch.bfloat16):
         replica = model._replicate_for_data_parallel()
     replica.fc = nn.Linear(4, 4)
     thread = threading.Thread(target=replica, args=(torch.randn(2, 4),))
@@ -276,6 +282,7 @@ def test_cpu_code_beside_a_cuda_model():
         assert model.seen == [HALF]
 
 
+@pytest.mark.on_cpu
 def test_a_model_that_moves_takes_the_casts_along():
     model, _ = at("O1", Elsewhere("cpu"))
     assert product() == HALF
@@ -313,7 +320,7 @@ class Float32Region(nn.Module):
         self.weight = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x):
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(here(), enabled=False):
             return torch.mm(x, self.weight)
 
 
@@ -411,6 +418,11 @@ def test_bodies_follow_the_model_that_ran_them_not_the_ambience():
     assert casting.weight.grad is not None
 
 
+@pytest.mark.xfail(
+    torch.get_default_device().type != "cpu",
+    reason="a device's backward bodies run in a thread of their own",
+    strict=False,
+)
 def test_bodies_are_uncast_where_casts_are_disabled():
     seen = []
 
@@ -483,11 +495,12 @@ def test_disabled_casts_reach_bodies_in_the_engines_threads():
     assert seen == [(FLOAT, FLOAT, False), (HALF, HALF, False)]
 
 
+@pytest.mark.on_cpu  # bodies run in a thread of their own on a device, with another default
 def test_a_region_inside_a_body_ends_in_the_casts_of_the_body():
     seen = []
 
     def note():
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(here(), enabled=False):
             seen.append(product())
         seen.append(product())
 
@@ -498,6 +511,7 @@ def test_a_region_inside_a_body_ends_in_the_casts_of_the_body():
     assert product() == torch.bfloat16
 
 
+@pytest.mark.on_cpu
 def test_bodies_see_weights_move():
     """Each body runs without the weight cache, which its forward had."""
     weight = nn.Parameter(torch.ones(2, 2))
@@ -590,6 +604,7 @@ def test_disable_casts_decorates_functions():
     assert product() == HALF
 
 
+@pytest.mark.on_cpu
 def test_one_disable_casts_in_two_threads():
     """They leave it in the order in which they came."""
     model, _ = at("O1")
@@ -632,17 +647,17 @@ def test_disable_casts_in_a_forward():
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_a_users_region_decides_for_the_forward_inside(level):
     model, _ = at(level, cast_model_type=False if level == "O2" else None)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(here(), dtype=torch.bfloat16):
         assert product() == torch.bfloat16
         model(torch.randn(2, 4))
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(here(), enabled=False):
             model(torch.randn(2, 4))
     assert model.seen == [torch.bfloat16, FLOAT]
     assert product() == (HALF if level == "O1" else FLOAT)
 
 
 def test_a_region_is_over_at_its_last_exit():
-    outer, again = torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False)
+    outer, again = torch.autocast(here(), dtype=torch.bfloat16), torch.autocast(here(), enabled=False)
     with outer as yielded:
         returns_itself = yielded is outer  # torch 2.4's does not
     model, _ = at("O1")
@@ -662,7 +677,7 @@ def test_a_region_is_over_at_its_last_exit():
 
 def test_a_region_open_across_initialize():
     """It was entered before ``initialize`` and is left after it: casts outside models and in them stay right."""
-    region = torch.autocast("cpu", dtype=torch.bfloat16)
+    region = torch.autocast(here(), dtype=torch.bfloat16)
     region.__enter__()
     model, _ = at("O1")
     region.__exit__(None, None, None)
@@ -678,7 +693,7 @@ def test_a_region_open_across_initialize():
 def test_a_region_inside_forward():
     class Inside(Probe):
         def forward(self, x):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(here(), dtype=torch.bfloat16):
                 y = self.fc(x)
             return super().forward(y)
 
@@ -719,6 +734,9 @@ def test_a_device_type_that_torch_cannot_autocast_is_named():
 
 
 # -- models without tensors ----------------------------------------
+@pytest.mark.xfail(
+    torch.get_default_device().type != "cpu", reason="eager code does not cast on the device", strict=False
+)
 def test_a_model_without_tensors_casts_where_the_others_are():
     class Nothing(nn.Module):
         def forward(self, x):

@@ -53,6 +53,7 @@ def test_what_we_save_is_what_apex_saved():
 
 @pytest.mark.parametrize("late", [0, 10])
 @pytest.mark.parametrize("then", ["forward", "block", "state_dict"])
+@pytest.mark.on_cpu
 def test_nvidia_berts_master_params(then, late):
     """Its resume: model, amp.initialize, optimizer, amp, then ``.data.copy_`` over the master params."""
     saved = recorded("nvidia_bert")
@@ -92,6 +93,7 @@ def test_nvidia_berts_master_params(then, late):
         assert amp.state_dict()["loss_scaler0"] == {"loss_scale": 1024.0, "unskipped": 3}
 
 
+@pytest.mark.on_cpu
 def test_berts_run_goes_on_bitwise():
     """The masters that were saved, the optimizer's state and the next batch make the step they would have made."""
     saved = recorded("nvidia_bert")

@@ -338,7 +338,11 @@ AFTER = {
         IndexError,
         "loss_id='G' - .* - pass a loss_id from 0 to 1",
     ),
-    "loss_id a tensor": (enter(stepped, opt2, loss_id=torch.tensor(0)), IndexError, r"loss_id=tensor\(0\) - .*"),
+    "loss_id a tensor": (
+        enter(stepped, opt2, loss_id=torch.tensor(0, device="cpu")),
+        IndexError,
+        r"loss_id=tensor\(0\) - .*",
+    ),
     "loss complex": (
         enter(lambda s: torch.ones((), dtype=torch.complex64), opt2),
         TypeError,
@@ -472,6 +476,7 @@ def test_refused_before_anything_was_initialized(name, capsys, torch_state):
 
 
 @pytest.mark.parametrize("name", [name for name in (*BEFORE, *AFTER) if name != "block before initialize"])
+@pytest.mark.on_cpu
 def test_refused_beside_a_running_model(name, capsys, torch_state):
     scene = Scene()
     scene.initialize()

@@ -196,6 +196,7 @@ def test_a_defaultdict_keeps_its_factory():
     assert cast_tree(collections.defaultdict(list, a=ones()), HALF)["missing"] == []
 
 
+@pytest.mark.on_cpu
 def test_packed_sequences_and_objects_with_to():
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     got = cast_tree(packed, HALF)

@@ -214,6 +214,7 @@ def test_sparse_gradients_cleared_or_multiplied(product):
     assert moved_by(optimizer) == [product]
 
 
+@pytest.mark.on_cpu
 def test_looking_at_edited_gradients_waits_once(monkeypatch):
     """One host sync for all of them, however many a script clips."""
     model, optimizer = start("O2")

@@ -85,6 +85,7 @@ def passes_of_two_parts(parts):
     return ops, [param.grad for param in amp.master_params(optimizer)], sums
 
 
+@pytest.mark.on_cpu
 def test_unscaled_gradients_are_added_without_copies():
     ops, found, expected = passes_of_two_parts([(0, 1), (0, 1), (0, 1)])
     assert ops == [["aten::_to_copy"] * 4, *[["aten::_foreach_add_.List"]] * 2]

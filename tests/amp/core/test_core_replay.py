@@ -97,6 +97,7 @@ CASES = [*((make, 1) for make in MAKERS), ("AdamW", 2)]
 
 @pytest.mark.parametrize(("make", "blocks"), CASES)
 @pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.on_cpu
 def test_replays_are_the_eager_steps(level, make, blocks, captured):
     _, optimizer, step, _ = started(level, blocks, make)
     for _ in range(5):

@@ -84,12 +84,14 @@ def test_masters_settle_down_to_no_comparisons():
     assert counted_step("O2", 5)[1] == 1
 
 
+@pytest.mark.on_cpu
 def test_o1_calls_do_not_grow_with_parameters():
     """The dispatcher's calls of a step are as many for 10 as for 300 parameters."""
     few, many = counted_step("O1", 10)[0], counted_step("O1", 300)[0]
     assert few == many <= 12
 
 
+@pytest.mark.on_cpu
 def test_dispatcher_calls_at_o1_are_fewer_than_gradscalers():
     model = Tensors(10)
     optimizer, scaler = Idle(model.parameters()), torch.amp.GradScaler("cpu")
@@ -118,6 +120,7 @@ def test_levels_without_scaling_add_nothing(level):
     assert counted_step(level, 300)[0] <= 6  # the input's cast and the output's
 
 
+@pytest.mark.on_cpu
 def test_bytes_per_parameter_at_o2_with_adam(monkeypatch):
     """20 in the optimizer, with the half gradients that outlive it; 20 and one chunk where a block ends."""
     width, layers = 128, 16

@@ -203,6 +203,7 @@ def test_a_direct_call_of_forward_passes_the_border():
     assert model.wide.forward(torch.ones(2, 16, dtype=torch.half)).dtype == torch.float16
 
 
+@pytest.mark.on_cpu
 def test_an_exception_inside_leaves_casts_on():
     model, _ = build("O1")
     with pytest.raises(RuntimeError):
