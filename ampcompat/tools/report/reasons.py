@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from ampcompat._state import state
 from ampcompat.amp import optimizer
 from ampcompat.amp.amp_model import ModelPolicy
-from ampcompat.amp.casts import disabled_depth, rules
+from ampcompat.amp.casts import disabled_depth, wrappers
 
 
 class Called(NamedTuple):
@@ -70,7 +70,7 @@ def why_not_half(op: OpOverload, called: Called, dtype: torch.dtype, device_type
 def _of_stack(frame: FrameType | None) -> str:
     """The reason that a function on the stack gives: an op rule, a registered function, or an optimizer's step."""
     while frame is not None:
-        reason = rules.why_float32(frame)
+        reason = wrappers.why_float32(frame)
         if reason:
             return reason
         if frame.f_code is optimizer.evaluate.__code__:  # the closure of a step: the script's code
