@@ -71,7 +71,7 @@ class CastState:
 
 @dataclass(eq=False)
 class OpRules:
-    """The op rules that are on the dispatcher (see :mod:`ampcompat.amp.casts.rules`).
+    """The op rules that are on the dispatcher (see :mod:`ampcompat.amp.casts.installation`).
 
     Attributes:
         table: The rules by public name, as last read from the lists.

@@ -1,8 +1,8 @@
 """Modules that stay float32 inside a model that runs in half: ``initialize(keep_fp32=...)``.
 
 A kept module gets a boundary: its forward has float32 inputs and runs with casts off; where the model's weights are
-half, its outputs go back to half. The boundary is a policy of the dynamic subclass that makes a model run under amp, so that
-deepcopy, pickle, DataParallel, a direct ``module.forward(x)`` and ``torch.compile`` go through it too.
+half, its outputs go back to half. The boundary is a policy of the dynamic subclass that makes a model run under amp, so
+that deepcopy, pickle, DataParallel, a direct ``module.forward(x)`` and ``torch.compile`` go through it too.
 """
 
 from __future__ import annotations

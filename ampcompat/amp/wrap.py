@@ -5,7 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ampcompat.amp.casts import disable_casts
-from ampcompat.amp.casts.rules import Rule, wrap
+from ampcompat.amp.casts.rules import Rule
+from ampcompat.amp.casts.wrappers import wrap
 from ampcompat.amp.utils import casted_args
 
 __all__ = ["disable_casts", "make_cast_wrapper", "make_promote_wrapper"]

@@ -25,7 +25,7 @@ from ampcompat.amp.amp_model import Kwargs as Kwargs
 from ampcompat.amp.amp_model import ModelPolicy as ModelPolicy
 from ampcompat.amp.casts import CastsOff as CastsOff
 from ampcompat.amp.casts import disabled_depth as _disabled_depth
-from ampcompat.amp.casts import rules as _rules
+from ampcompat.amp.casts import wrappers as _wrappers
 from ampcompat.amp.casts.trees import map_tree as map_tree
 from ampcompat.amp.casts.trees import tensors_in as tensors_in
 from ampcompat.amp.hints import add_hint as add_hint
@@ -201,7 +201,7 @@ def reason_in_frame(frame: FrameType) -> str | None:
 
     An op rule, a registered function, or an optimizer's step; the closure of a step is the script's code.
     """
-    reason = _rules.why_float32(frame)
+    reason = _wrappers.why_float32(frame)
     if reason:
         return reason
     if frame.f_code is _optimizer.evaluate.__code__:

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ampcompat.amp.casts import rules
+from ampcompat.amp.casts import installation
 
 
 @contextmanager
@@ -12,7 +12,7 @@ def casts_on(device_type="cpu", dtype=torch.float16, cache=False):
     """The rules installed and autocast on for ``device_type``; flags and rules as before afterwards."""
     flags = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     cached = torch.is_autocast_cache_enabled()
-    rules.acquire([device_type])
+    installation.acquire([device_type])
     torch.set_autocast_enabled(device_type, True)
     torch.set_autocast_dtype(device_type, dtype)
     torch.set_autocast_cache_enabled(cache)
@@ -23,7 +23,7 @@ def casts_on(device_type="cpu", dtype=torch.float16, cache=False):
         torch.set_autocast_dtype(device_type, flags[1])
         torch.set_autocast_cache_enabled(cached)
         torch.clear_autocast_cache()
-        rules.release()
+        installation.release()
 
 
 @contextmanager

@@ -5,7 +5,10 @@ module                    holds
 ========================  ===============================================================================
 :mod:`.ambience`          where casts are on in a process, and the patches of torch that this needs
 :mod:`.contexts`          the contexts that change the casts of a thread; these are here by name, too
-:mod:`.rules`             the op lists of :mod:`ampcompat.amp.lists` as kernels on autocast's dispatch keys
+:mod:`.rules`             which rule the lists of :mod:`ampcompat.amp.lists` give to each op
+:mod:`.kernels`           what applies a rule on autocast's dispatch keys
+:mod:`.wrappers`          what applies one to a function written in Python, or registered
+:mod:`.installation`      puts kernels and wrappers in force, and takes them back
 :mod:`.refusals`          what is refused on half
 :mod:`.registration`      ``register_*_function`` and the decorators
 :mod:`.cpu_convolution`   half convolutions on the CPU

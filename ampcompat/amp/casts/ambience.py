@@ -37,7 +37,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.casts import cpu_convolution, rules
+from ampcompat.amp.casts import cpu_convolution, installation
 from ampcompat.amp.casts.contexts import (
     OFF,
     Casts,
@@ -168,8 +168,8 @@ def install_casting(device_types: Iterable[str]) -> None:
     device_types = list(device_types)
     if state.casts.patches is None:
         _patch_torch()
-    rules.acquire(device_types)
-    rules.wrap_registered()
+    installation.acquire(device_types)
+    installation.wrap_registered()
     if "cpu" in device_types:
         cpu_convolution.acquire()
 
@@ -197,7 +197,7 @@ def uninstall_casting() -> None:
     ambience.device_types = ()
     ambience.patches = None
     ambience.functions.close()
-    rules.release()
+    installation.release()
     has_half_models = any(policy.half_dtype for policy in policies_in_force())
     if not has_half_models:
         cpu_convolution.release()

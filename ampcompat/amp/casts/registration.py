@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 from ampcompat._state import state
-from ampcompat.amp.casts.rules import Rule, wrap, wrap_registered
+from ampcompat.amp.casts.installation import wrap_registered
+from ampcompat.amp.casts.rules import Rule
+from ampcompat.amp.casts.wrappers import wrap
 
 F = TypeVar("F", bound=Callable[..., Any])
 

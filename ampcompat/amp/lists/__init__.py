@@ -13,7 +13,7 @@ nested. A name removed and added nowhere runs in the dtype it is given; one on n
 autocast.
 
 In-place forms follow: those of float32 ops (``exp_``) refuse a half left side, which cannot hold the result; those of
-half ops (``addmm_``) cast to the dtype of the left side. :mod:`ampcompat.amp.casts.rules` maps names to torch's ops.
+half ops (``addmm_``) cast to the dtype of the left side. :mod:`ampcompat.amp.casts.rules` maps names to ops.
 """
 
 from ampcompat.amp.lists import functional_overrides, tensor_overrides, torch_overrides

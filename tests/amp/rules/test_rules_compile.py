@@ -7,7 +7,7 @@ from o1_casts import casts_on, engine_without_casts
 from torch import nn
 
 from ampcompat import _torch
-from ampcompat.amp.casts import rules
+from ampcompat.amp.casts import installation
 
 # dynamo itself instantiates autograd Functions
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -90,9 +90,9 @@ def test_graphs_from_before_the_rules_are_compiled_again():
     run, x = torch.compile(torch.cosh, backend="aot_eager"), torch.ones(3).half()
     with torch.autocast("cpu", dtype=torch.float16):
         assert run(x).dtype is torch.float16
-        rules.acquire(["cpu"])
+        installation.acquire(["cpu"])
         assert run(x).dtype is torch.float32
-        rules.release()
+        installation.release()
         assert run(x).dtype is torch.float16
 
 
@@ -105,9 +105,9 @@ def test_the_cache_tag_follows_the_rules():
     try:
         tags = []
         for device_types in (["cpu"], ["cpu", "cuda"], ["cuda", "cpu"]):
-            rules.acquire(device_types)
+            installation.acquire(device_types)
             tags.append(config.cache_key_tag)
-            rules.release()
+            installation.release()
             assert config.cache_key_tag == "mine"
         assert tags[0] != tags[1] == tags[2]
         assert all(tag.startswith("mine") and len(tag) > 4 for tag in tags)

@@ -13,8 +13,8 @@ import torch
 from torch._dynamo.utils import counters
 
 if sys.argv[1] == "rules":
-    from ampcompat.amp.casts import rules
-    rules.acquire(["cpu"])
+    from ampcompat.amp.casts import installation
+    installation.acquire(["cpu"])
 
 @torch.compile(fullgraph=True)
 def loss(x):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from internals import device_types_with_rules, reset
 
 from ampcompat import _torch
-from ampcompat.amp.casts import rules
+from ampcompat.amp.casts import installation, rules
 
 
 def registrations():
@@ -36,35 +36,35 @@ def test_release_leaves_nothing_behind():
     """The dispatcher, torch's functions and its settings are as they were before ``acquire``."""
     before = registrations(), settings(), functions()
     for _ in range(3):
-        rules.acquire(_torch.autocast_device_types())
+        installation.acquire(_torch.autocast_device_types())
         assert (registrations(), settings()) != before[:2]
         assert functions() != before[2]
-        rules.release()
+        installation.release()
         assert (registrations(), settings(), functions()) == before
 
 
 def test_reset_releases():
     before = registrations()
-    rules.acquire(["cpu", "cuda"])
+    installation.acquire(["cpu", "cuda"])
     reset()
     assert registrations() == before
     assert not device_types_with_rules()
 
 
 def test_acquire_is_idempotent_and_grows():
-    rules.acquire(["cpu"])
+    installation.acquire(["cpu"])
     once = registrations()
-    rules.acquire(["cpu", "cpu"])
+    installation.acquire(["cpu", "cpu"])
     assert registrations() == once
-    rules.acquire(["cuda", "cpu"])
+    installation.acquire(["cuda", "cpu"])
     assert device_types_with_rules() == {"cpu", "cuda"}
-    rules.release()
-    rules.release()
+    installation.release()
+    installation.release()
     assert not device_types_with_rules()
 
 
 def test_a_device_type_without_autocast_is_passed_over():
-    rules.acquire(["meta", "no such device"])
+    installation.acquire(["meta", "no such device"])
     assert not device_types_with_rules()
     assert "cpu" not in torch.Tensor.__dict__
 
@@ -82,7 +82,7 @@ def test_a_failing_registration_leaves_torch_as_it_was(monkeypatch):
 
     monkeypatch.setattr(torch.library.Library, "impl", failing)
     with pytest.raises(RuntimeError, match="no more"):
-        rules.acquire(["cpu", "cuda"])
+        installation.acquire(["cpu", "cuda"])
     assert (registrations(), functions()) == before
     assert not device_types_with_rules()
 
