@@ -94,6 +94,7 @@ class MasterIndex:
         generation: Counts masters that were made, dropped or moved to another module, and modules with masters that
             were put into others.
         follows_modules: Whether a hook of torch reports modules that are put into others.
+        watches_data: Whether ``param.data`` of parameters is noted when it is taken.
     """
 
     by_tensor: weakref.WeakValueDictionary[int, Master] = field(default_factory=weakref.WeakValueDictionary)
@@ -102,6 +103,7 @@ class MasterIndex:
     )
     generation: int = 0
     follows_modules: bool = False
+    watches_data: bool = False
 
 
 @dataclass(eq=False)

@@ -96,10 +96,8 @@ from ampcompat._torch.modules import (
     broadcast_elements,
     buffers_keyword,
     feeds_errors_back,
-    fingerprint,
     has_storage,
     have_bits,
-    in_functional_call,
     is_parametrized,
     is_sharded,
     is_uninitialized,
@@ -108,17 +106,16 @@ from ampcompat._torch.modules import (
     on_module_registration,
     owns_memory_alone,
     parallel_wrapper,
-    params_by_rank,
     patch_comm_hooks,
     patch_ddp_constructor,
     patch_ddp_join,
     put_back,
     register_state_dict_hooks,
-    separate_inner_groups,
     steps_in_backward,
     tensor_of,
     uncompiled,
 )
+from ampcompat._torch.parameters import data_of, set_data, watch_parameter_data
 from ampcompat._torch.patch import Wrap, replace, replace_function, wrap_everywhere
 from ampcompat._torch.version import (
     TORCH,

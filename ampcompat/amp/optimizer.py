@@ -28,11 +28,10 @@ from ampcompat.amp.casts import CastsOff, Saved, restored, save
 from ampcompat.amp.masters import (
     Master,
     drop_cleared_gradients,
-    follow_replacements,
-    give_up_half,
     master_of,
     push,
-    reconcile,
+    settle,
+    warn_of_replaced,
 )
 from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.observers import notify
@@ -44,7 +43,6 @@ from ampcompat.amp.stash import (
     Gradients,
     announce,
     give_back_params,
-    holder_of_masters,
     match_state,
 )
 
@@ -311,12 +309,11 @@ def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = F
 
 def _prepare_masters(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     """Have masters, and their gradients, follow what the script has done to the model's."""
-    if stash.last_step.skipped is None:  # no step yet
-        nested.refuse_lookahead(optimizer)
     some_were_edited = drop_cleared_gradients(stash.masters)
     if some_were_edited:
         misuse.warn_of("half gradients edited")
-    reconcile(stash.masters, stepping=True)
+    warn_of_replaced(stash.masters)
+    settle(stash.masters)
 
 
 def _warn_of_missing_gradients(stash: AmpOptimizerState) -> None:
@@ -504,7 +501,7 @@ class _ClosureStep:
     def evaluate(self) -> Any:
         """Evaluate the closure once, on weights that follow the masters."""
         self._stash.look_up(self._optimizer)
-        reconcile(self._stash.masters)
+        settle(self._stash.masters)
         loss = evaluate(self._closure, self._outside)
         if self._evaluations == 0:
             self.first_loss = loss
@@ -541,8 +538,6 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
     if stash.gradients is Gradients.UNSCALED or len(state.optimizers.live) > 1:
         drop_cleared_gradients(stash.masters)  # before what is None becomes zeros
     original(*args, **kwargs)
-    if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
-        holder_of_masters(optimizer).zero_grad(*args, **kwargs)
     for master in stash.masters:
         master.added_grad = None
         master.half.grad = None
@@ -574,17 +569,12 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     original(*args, **kwargs)
     added = optimizer.param_groups[-1]["params"]
     masters = [master for master in map(master_of, added) if master is not None]
-    if any(id(master.value) in held and not master.took_over for master in masters):
+    if any(id(master.value) in held for master in masters):
         optimizer.param_groups.pop()
         raise ValueError(
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
-    for master in masters:
-        if master.took_over:  # this or another optimizer has trained it in the place of an old one
-            give_up_half(master)
-    for model in state.models.live:  # the new group may hold what was put into them since their last forward
-        follow_replacements(model.modules())
     new = never_held(added)
     stash.look_up(optimizer)
     for other in sharers(optimizer):  # the new group may hold gradients of theirs that are not finite

@@ -5,7 +5,6 @@ and whose gradients are whose are done here, step by step. The arithmetic is tha
 """
 
 import copy
-import operator
 from dataclasses import dataclass, field
 
 import programs
@@ -291,71 +290,6 @@ class Reference:
         if not weight.has_master or weight.leaf.dim() < 2 or not self.places(weight):
             return False  # without a master, torch's fused optimizers mix elements up
         weight.leaf.data = programs.laid_out_anew(weight.leaf.data)
-        return True
-
-    @torch.no_grad()
-    def replace(self, step):
-        """Put a new parameter in one place of a weight; see ``programs.replacement``."""
-        index = step["weight"] % len(self.weights)
-        weight = self.weights[index]
-        places = self.places(weight)
-        if not places or (step["when"] == "early" and self.owner(weight) is None):
-            return False  # nothing tells amp of a parameter that a model comes to hold without one before it
-        held = weight.value.grad
-        if weight.has_master and weight.is_zero and held is not None and not (held < 0).any():
-            raise Untold
-        step["wide"] = step["wide"] and weight.has_master and self.owner(weight) is not None
-        leaf = programs.replacement(weight.leaf, step, step["wide"])
-        exact = leaf.detach().float()
-        leaf.data = leaf.data.to(weight.leaf.dtype)
-        module, name = places[step["home"] % len(places)]
-        module._parameters[name] = leaf
-        alone = len(places) == 1
-        joins = step["joins"] is not None
-        if weight.has_master and alone and self.owner(weight) and (not joins or step["when"] == "after"):
-            # The master goes on with the new parameter.
-            weight.leaf, weight.shown, weight.dropped, weight.cleared = leaf, None, None, False
-            if step["wide"]:
-                weight.value.copy_(exact)
-            else:
-                weight.pull()
-            weight.push()
-            if joins:
-                self.weights[index] = self.split(weight)
-        else:
-            value = torch.nn.Parameter(exact.clone()) if weight.has_master else leaf
-            self.dead += [weight] if alone else []
-            if alone:
-                self.weights[index] = Weight(leaf, value)
-            else:
-                self.weights.append(Weight(leaf, value))
-        if joins:
-            added = self.weights[index if alone else -1]
-            self.optimizers[step["joins"]].torch.add_param_group({"params": [added.value], "lr": 0.25})
-        self.list_weights()
-        self.changes += 1
-        return True
-
-    def split(self, weight):
-        """Give the model's side a master of its own, with the gradient that it has; the old one is no model's."""
-        new = Weight(weight.leaf, torch.nn.Parameter(weight.value.detach().clone()))
-        new.value.grad, weight.value.grad = weight.value.grad, None
-        weight.leaf = torch.nn.Parameter(weight.leaf.detach().clone())
-        self.dead.append(weight)
-        return new
-
-    def tie(self, step):
-        """Put a weight in the place of another one."""
-        weight, other = self.weights[step["weight"] % len(self.weights)], self.weights[step["to"] % len(self.weights)]
-        places = self.places(weight)
-        kind = operator.attrgetter("dtype", "shape")
-        if weight is other or not places or not self.places(other) or kind(weight.leaf) != kind(other.leaf):
-            return False
-        if weight.has_master and self.owner(weight) is None:
-            return False  # amp does not follow what nobody trains
-        module, name = places[step["home"] % len(places)]
-        module._parameters[name] = other.leaf
-        self.changes += 1
         return True
 
     def graft(self, step):
