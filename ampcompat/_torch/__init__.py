@@ -10,6 +10,7 @@ from ampcompat._torch.arithmetic import (
     cast_to,
     coalesced,
     float32_copies,
+    foreach_accumulate_,
     foreach_add,
     foreach_add_,
     foreach_copy_,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -29,11 +30,11 @@ def without_grad(function: Callable[P, R]) -> Callable[P, R]:
 
 
 # The lists of one call are on one device, of one dtype, and laid out alike: the fused kernels read raw memory and, on
-# 2.4 and 2.13, silently mix up elements when the strides of a param and its gradient differ.
+# 2.4 and 2.13, silently mix up elements when the strides of a param and its gradient differ. Lists that may be mixed go
+# to foreach_copy_ and foreach_accumulate_, which make one call for each kind of pair.
 
 foreach_add = torch._foreach_add
 foreach_add_ = torch._foreach_add_
-foreach_copy_ = torch._foreach_copy_
 foreach_div = torch._foreach_div
 foreach_div_ = torch._foreach_div_
 foreach_mul = torch._foreach_mul
@@ -53,6 +54,52 @@ unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
 
 
+def foreach_copy_(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each of ``sources`` to its destination; dtypes, devices and strides may differ, among the pairs too.
+
+    CUDA's ``_foreach_copy_`` wrote every destination in the dtype of the first, until torch's fix of January 2026.
+    """
+    for alike, their_sources in _by_kind(destinations, sources):
+        torch._foreach_copy_(alike, their_sources)
+
+
+def foreach_accumulate_(sums: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:
+    """Add each of ``addends`` to its sum, in place; dtypes, devices and strides may differ, among the pairs too."""
+    for alike, their_addends in _by_kind(sums, addends):
+        torch._foreach_add_(alike, their_addends)
+
+
+def _by_kind(
+    written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]
+) -> Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
+    """Split two parallel lists so that no call mixes devices, dtypes, or pairs of equal and of different strides.
+
+    CUDA passes a list to one kernel only if it mixes none of these, and else launches one for each pair of it.
+    """
+    has_equal_strides = map(operator.eq, map(_STRIDE, written), map(_STRIDE, read))
+    kinds = list(
+        zip(
+            map(_DTYPE, written),
+            map(_DEVICE_INDEX, written),
+            map(_DTYPE, read),
+            map(_DEVICE_INDEX, read),
+            has_equal_strides,
+            strict=True,
+        )
+    )
+    distinct = set(kinds)
+    if len(distinct) <= 1:
+        return [(written, read)] if kinds else []
+    lists: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {kind: ([], []) for kind in distinct}
+    for kind, target, source in zip(kinds, written, read, strict=True):
+        targets, sources = lists[kind]
+        targets.append(target)
+        sources.append(source)
+    return lists.values()
+
+
+_DTYPE = operator.attrgetter("dtype")
+_DEVICE_INDEX = torch.Tensor.get_device
 _STRIDE = torch.Tensor.stride
 _CASTS = {torch.float16: torch.Tensor.half, torch.bfloat16: torch.Tensor.bfloat16, torch.float32: torch.Tensor.float}
 
@@ -191,7 +238,7 @@ def coalesced(grad: torch.Tensor) -> torch.Tensor:
 def fused_float32_copies(tensors: list[torch.Tensor], like: list[torch.Tensor]) -> list[torch.Tensor]:
     """As :func:`float32_copies`, in as few launches as torch's fused passes take."""
     copies = [torch.empty_like(model) for model in like]
-    torch._foreach_copy_(copies, tensors)
+    foreach_copy_(copies, tensors)
     return copies
 
 

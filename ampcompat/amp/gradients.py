@@ -183,7 +183,7 @@ def _add_to_masters(
             sums.append(accumulated)
             addends.append(grad)
     if sums:
-        _torch.foreach_add_(sums, addends)
+        _torch.foreach_accumulate_(sums, addends)
 
 
 def _sparse_float32_copies(half_gradients: HalfGradients) -> list[torch.Tensor]:
