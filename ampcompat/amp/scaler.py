@@ -1,12 +1,8 @@
 """The loss scaler: ``torch.amp.GradScaler`` driven as apex drove its own (``apex/amp/scaler.py: LossScaler``).
 
-The transition, once per backward pass (one end of a ``scale_loss`` block that unscales), :meth:`LossScaler.adjust`:
-
-* overflow: ``scale = max(min_loss_scale, scale / 2)``, ``unskipped = 0``;
-* clean: ``unskipped += 1``; when it reaches the window, ``scale = min(max_loss_scale, scale * 2)``, ``unskipped = 0``.
-
-The clamps act where the scale moves, so a scale that a user wrote above the maximum comes down at the next growth.
-A static scaler counts clean passes and never moves nor skips.
+The transition, once per backward pass (one end of a ``scale_loss`` block that unscales), is :func:`next_scale`. The
+limits act where the scale moves, so a scale that a user wrote above the maximum comes down at the next growth. A static
+scaler counts clean passes and never moves nor skips.
 
 ``amp.scale_loss`` drives it. Of GradScaler's own methods ``scale``, the getters and setters and ``state_dict`` serve
 as they are; those that take an optimizer are refused. ``unscale``, ``unscale_with_stashed`` and ``update_scale`` are
@@ -61,6 +57,45 @@ class _Overflows:
         """Count ``flag`` among those of gradients that were unscaled on its device."""
         earlier = self.found_inf.get(flag.device)
         self.found_inf[flag.device] = flag if earlier is None else torch.maximum(flag, earlier)
+
+
+def next_scale(
+    scale: torch.Tensor,
+    tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    *,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    smallest: float,
+    largest: float,
+    is_within_limits: bool = True,
+) -> torch.Tensor:
+    """Return the scale that follows ``scale``, and count the pass in ``tracker``. No host sync.
+
+    * ``found_inf`` is set: ``max(smallest, scale * backoff_factor)``; the tracker becomes 0.
+    * else the tracker counts one more clean pass; at ``growth_interval`` it becomes 0, and the scale
+      ``min(largest, scale * growth_factor)``.
+    * else ``scale`` as it is.
+
+    Args:
+        scale: 0-dim float32; stays as it is, since a block that holds it still unscales by what it scaled by.
+        tracker: 0-dim int32 on the device of ``scale``: the clean passes since the scale moved; written in place.
+        found_inf: 0-dim float32 on the device of ``scale``, not 0 after an overflow.
+        growth_factor: More than 1.
+        backoff_factor: Less than 1.
+        growth_interval: Clean passes before growth.
+        smallest: The limit of back-off.
+        largest: The limit of growth.
+        is_within_limits: Whether ``scale`` lies between the limits. Then one clamp does what takes six kernels else,
+            since a scale that a script wrote past a limit stays there until it moves.
+    """
+    moved = scale.clone()
+    _torch.update_scale_(moved, tracker, found_inf, growth_factor, backoff_factor, growth_interval)
+    if is_within_limits:
+        return moved.clamp_(smallest, largest)
+    moved = torch.where(moved > scale, moved.clamp(max=largest), moved)
+    return torch.where(moved < scale, moved.clamp(min=smallest), moved)
 
 
 class LossScaler(torch.amp.GradScaler):
@@ -119,9 +154,8 @@ class LossScaler(torch.amp.GradScaler):
                 f"LossScaler._loss_scale = {value!r} - a scale is a positive finite number that float32 holds -"
                 " write a power of two, 2.0**16 for example."
             )
-        if self._scale is None:
-            self._init_scale = scale
-        else:
+        self._init_scale = scale
+        if self._scale is not None:
             self._scale = torch.full_like(self._scale, scale)
 
     @property
@@ -312,32 +346,22 @@ class LossScaler(torch.amp.GradScaler):
             found_inf = _torch.any_of([found_inf, *self._overflows.delayed])
             self._overflows.delayed = []
         scale: torch.Tensor = self._scale  # type: ignore[assignment] # the caller has made both
-        tracker: torch.Tensor = self._growth_tracker  # type: ignore[assignment]
-        host_scale = _torch.host_value(scale)
-        if host_scale is None:
-            moved = scale.clone()
-        else:
-            moved = scale.new_full((), host_scale)  # in half the time
-        _torch.update_scale_(
-            moved, tracker, found_inf, self._growth_factor, self._backoff_factor, self._growth_interval
+        moved = next_scale(
+            scale,
+            self._growth_tracker,  # type: ignore[arg-type]
+            found_inf,
+            growth_factor=self._growth_factor,
+            backoff_factor=self._backoff_factor,
+            growth_interval=self._growth_interval,
+            smallest=self._min_loss_scale,
+            largest=self._max_loss_scale,
+            # What the host last wrote: from there on, moves end at the limits.
+            is_within_limits=self._min_loss_scale <= self._init_scale <= self._max_loss_scale,
         )
-        if host_scale is None or not self._stays_within_limits(host_scale):
-            moved = self._clamped(moved, scale)
-        if host_scale is None and _torch.is_capturing():
+        if _torch.is_capturing():
             scale.copy_(moved)
         else:
             self._scale = moved
-
-    def _stays_within_limits(self, scale: float) -> bool:
-        """Whether neither growth nor back-off takes ``scale`` past its limits."""
-        backed_off = scale * self._backoff_factor
-        grown = scale * self._growth_factor
-        return self._min_loss_scale <= backed_off <= grown <= self._max_loss_scale
-
-    def _clamped(self, moved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """``moved``, held at the cap where ``scale`` grew to it, and at the floor where it backed off to it."""
-        grown = torch.where(moved > scale, moved.clamp(max=self._max_loss_scale), moved)
-        return torch.where(moved < scale, moved.clamp(min=self._min_loss_scale), grown)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict()`` returned, as GradScaler does; what is scaled already keeps its scale."""

@@ -6,10 +6,11 @@ import random
 import pytest
 import torch
 from core_kit import Net, backward, start, train
+from counting import Counter
 from internals import delayed_overflow_flags, keep_few_flags, overflow_flags
 
 from ampcompat import amp
-from ampcompat.amp.scaler import FLOOR, LossScaler
+from ampcompat.amp.scaler import FLOOR, LossScaler, next_scale
 
 
 @dataclasses.dataclass
@@ -66,6 +67,24 @@ def test_transition_table(scale, unskipped, overflow, want):
     assert one_pass(scaler, overflow) is overflow
     assert state_of(scaler) == want
     assert scaler._has_overflow is overflow
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("unskipped", [0, 2])
+@pytest.mark.parametrize("scale", [2.0, 3.0, 8.0, 48.0, 64.0])
+def test_within_limits_one_clamp_does_the_same_in_three_ops(scale, unskipped, overflow):
+    options = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 3, "smallest": 2.0, "largest": 64.0}
+    reference = Reference(scale, 3, 2.0, 64.0, unskipped)
+    reference.update(overflow)
+    for is_within_limits in (True, False):
+        before, tracker = torch.tensor(scale), torch.tensor(unskipped, dtype=torch.int32)
+        found_inf = torch.tensor(float(overflow))
+        with Counter() as counter:
+            after = next_scale(before, tracker, found_inf, is_within_limits=is_within_limits, **options)
+        assert (after.item(), tracker.item()) == (reference.scale, reference.unskipped)
+        assert before.item() == scale
+        if is_within_limits:
+            assert (counter.ops, counter.syncs) == (3, 0)
 
 
 @pytest.mark.parametrize(("cap", "first"), [(512.0, 512.0), (2.0**16, 2.0**16), (2.0**24, 2.0**16)])
