@@ -98,7 +98,6 @@ from ampcompat._torch.modules import (
     buffers_keyword,
     feeds_errors_back,
     has_storage,
-    have_bits,
     is_parametrized,
     is_sharded,
     is_uninitialized,
@@ -115,6 +114,7 @@ from ampcompat._torch.modules import (
     steps_in_backward,
     tensor_of,
     uncompiled,
+    watch_zero_grad,
 )
 from ampcompat._torch.parameters import data_of, set_data, watch_parameter_data
 from ampcompat._torch.patch import Wrap, replace, replace_function, wrap_everywhere

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from ampcompat._torch.parameters import data_of, set_data
+from ampcompat._torch.patch import replace
 
 
 def register_state_dict_hooks(
@@ -31,6 +32,19 @@ def register_state_dict_hooks(
 def on_module_registration(hook: Callable[[torch.nn.Module, str, torch.nn.Module | None], None]) -> RemovableHandle:
     """Have ``hook(parent, name, module)`` called whenever a module is put into another."""
     return torch.nn.modules.module.register_module_module_registration_hook(hook)
+
+
+def watch_zero_grad(zeroed: Callable[[torch.nn.Module], None], undo: ExitStack) -> None:
+    """Call ``zeroed(module)`` after each ``module.zero_grad(set_to_none=False)``."""
+    original: Callable[..., None] = torch.nn.Module.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        if not set_to_none:
+            zeroed(self)
+
+    replace(torch.nn.Module, "zero_grad", zero_grad, undo)
 
 
 def patch_ddp_constructor(after: Callable[[DistributedDataParallel, bool], None], undo: ExitStack) -> None:
@@ -140,14 +154,6 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """View ``tensor`` as integers: NaN equals itself, and 0.0 is not -0.0."""
     return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-def have_bits(tensors: list[torch.Tensor]) -> list[bool]:
-    """Whether each tensor has a bit that is set: a number other than 0.0, -0.0 included. One host sync."""
-    flags = [bits(tensor.detach()).any() for tensor in tensors]
-    device = flags[0].device
-    on_host: list[bool] = torch.stack([flag.to(device) for flag in flags]).tolist()
-    return on_host
 
 
 def tensor_of(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:

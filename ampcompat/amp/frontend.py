@@ -24,7 +24,7 @@ from ampcompat.amp.casts import OFF
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.keep_fp32 import BorderPolicy, select, set_border
-from ampcompat.amp.masters import master_of
+from ampcompat.amp.masters import master_of, watch_torch
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import BRIEFS, LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
@@ -332,6 +332,8 @@ def _take_over(session: Session, objects: _Objects) -> None:
                 _release_optimizer(optimizer)
         if session.enabled:
             session.begin_casts()
+            if session.policy.master_weights:
+                watch_torch()
             _apply_loaded_scalers(session)
         undo.pop_all()
     state.view = view

@@ -114,6 +114,7 @@ def unscale_new(
     if is_sharded and scale is not None:
         sharded.share_overflow(scaler, direct)
     if len(half_gradients) < len(masters):
+        drop_cleared_gradients(masters)  # in the block, whose backward pass gave them none
         show(masters, scale)
     if stash.aside:
         stash.add_aside()

@@ -121,9 +121,6 @@ class Master:
     def register(self) -> None:
         """Index this master under both of its tensors."""
         index = state.masters
-        if not index.watches_data:
-            index.watches_data = True
-            _torch.watch_parameter_data(_note_taken, state.undo)
         index.by_tensor[id(self.half)] = index.by_tensor[id(self.value)] = self
 
     def add_slot(self, module: torch.nn.Module, name: str) -> None:
@@ -261,7 +258,21 @@ class Master:
 
     def __reduce__(self) -> Any:
         settle([self])
-        return Master, (self.half, self.value, True)
+        return _rebuilt, (self.half, self.value)
+
+
+def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
+    """Unpickle a master, perhaps in a process without ``initialize``."""
+    watch_torch()
+    return Master(half, value, adopt=True)
+
+
+def watch_torch() -> None:
+    """Have torch tell masters of ``param.data`` that is taken, and of modules' ``zero_grad``; until a reset."""
+    if not state.masters.watches_torch:
+        state.masters.watches_torch = True
+        _torch.watch_parameter_data(_note_taken, state.undo)
+        _torch.watch_zero_grad(_module_zeroed, state.undo)
 
 
 def _note_taken(param: torch.Tensor, alias: torch.Tensor | None) -> None:
@@ -555,86 +566,43 @@ def _differs(master: Master) -> torch.Tensor:
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
-def drop_cleared_gradients(masters: list[Master]) -> bool:
-    """Drop masters' gradients where the script has cleared the model's; return whether it edited any of the others.
+def drop_cleared_gradients(masters: Iterable[Master]) -> bool:
+    """Drop masters' gradients where the model's became None; return whether a script edited any of the others.
 
-    Cleared is a gradient that became None, and one that was set to zero in place: by ``grad.zero_()``, or by a
-    ``zero_grad(set_to_none=False)`` of the model or of another optimizer. A product is no clearing, even where it comes
-    to zero (clipping by a half norm that is inf multiplies by 0): the optimizer steps with the masters' gradients,
-    which did not change, as under apex. Zeros of a product keep the signs of what was multiplied, and it is by
-    these that the two are told apart; :func:`_was_cleared` says what is done where there is no sign.
-
-    Host syncs: none while no code writes to half gradients; else one, and one for each that became zero.
+    What a script writes into half gradients, be it zeros, has no effect on masters, as under apex. ``zero_grad`` of an
+    optimizer or a module does: see :func:`zero_gradients`.
     """
-    written: list[Master] = []
+    some_were_edited = False
     for master in masters:
         added = master.added_grad
         if added is None:
             continue
         grad = master.half.grad
-        if grad is not added[0] or grad._version != added[1]:
-            written.append(master)
-    return bool(written) and _drop_cleared(written)
-
-
-def _drop_cleared(written: list[Master]) -> bool:
-    """Tell cleared from edited among ``written``, whose half gradients a script has written; drop the cleared ones'."""
-    kept: list[Master] = []
-    entries: list[torch.Tensor] = []
-    for master in written:
-        grad = master.half.grad
         if grad is None:
             master.drop_gradient()
-        else:
-            kept.append(master)
-            entries.append(_entries(grad))
-    if not kept:
-        return False
-    edited: list[Master] = []
-    zeroed: list[Master] = []
-    for master, has_bits in zip(kept, _torch.have_bits(entries), strict=True):  # -0.0 has one
-        if has_bits:
-            edited.append(master)
-        else:
-            zeroed.append(master)
-    writes_of_edits = {_writes(master) for master in edited}
-    for master in zeroed:
-        if _was_cleared(master, writes_of_edits):
-            master.drop_gradient()
-    return bool(edited)
+        elif grad is not added[0] or grad._version != added[1]:
+            some_were_edited = True
+    return some_were_edited
 
 
-def _was_cleared(master: Master, writes_of_edits: set[int | None]) -> bool:
-    """Tell whether a half gradient whose bits are all zero now was cleared, or came to zero by a product.
+@_torch.without_grad
+def zero_gradients(masters: Iterable[Master]) -> None:
+    """Set masters' gradients to zero where the model has gradients, which ``zero_grad(set_to_none=False)`` has zeroed.
 
-    A gradient that was zero before has nothing to clear: it stays, for the sake of momentum and weight decay. One that
-    had a negative element would show -0.0 after a product. Of a gradient that was positive throughout, the others tell:
-    it was part of an edit if another one was written as often (``writes_of_edits``) and still holds something.
-
-    What cannot be told: positive gradients alone, all multiplied to zero, pass for cleared; so does one whose last
-    backward pass was positive throughout while the sum of all passes is not. One that was positive, and cleared in
-    place, passes for edited if others were edited by as many writes.
+    They are not dropped: as in plain torch, momentum and weight decay move a weight whose gradient is zero.
     """
-    if master.value.grad is None:
-        return True
-    accumulated = _entries(master.value.grad)
-    if not accumulated.any():
-        return False
-    had_negatives = bool((accumulated < 0).any())
-    return had_negatives or _writes(master) not in writes_of_edits
+    for master in masters:
+        half_grad = master.half.grad
+        if half_grad is None:
+            continue
+        if master.value.grad is None:
+            master.value.grad = torch.zeros_like(master.value)
+        else:
+            master.value.grad.zero_()
+        master.added_grad = (half_grad, half_grad._version)
 
 
-def _writes(master: Master) -> int | None:
-    """How often the half gradient was written since it was added; None: another tensor stands in its place."""
-    grad = master.half.grad
-    if grad is None or master.added_grad is None:
-        return None
-    added, version = master.added_grad
-    if grad is not added:
-        return None
-    return grad._version - version
-
-
-def _entries(grad: torch.Tensor) -> torch.Tensor:
-    """The numbers that ``grad`` holds: the stored ones of a sparse gradient."""
-    return grad._values() if grad.is_sparse else grad
+def _module_zeroed(module: torch.nn.Module) -> None:
+    """Have masters follow ``module.zero_grad(set_to_none=False)``."""
+    masters = [master_of(param) for param in module.parameters()]
+    zero_gradients(master for master in masters if master is not None)

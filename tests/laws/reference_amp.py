@@ -57,7 +57,6 @@ class Weight:
     leaf: torch.nn.Parameter
     value: torch.nn.Parameter
     shown: tuple[torch.Tensor, int] | None = None  # the model's gradient that tells of the master's, and its version
-    dropped: torch.Tensor | None = None  # the master's gradient before that one was set to zero
     cleared: bool = False  # the master's gradient is gone, and amp has had no reason to look since
     used_by: set["Optimizer"] = field(default_factory=set)  # whose step has used the master's, which others wait for
 
@@ -76,13 +75,24 @@ class Weight:
 
     def forget(self):
         """There is no gradient of the master any more."""
-        self.value.grad, self.shown, self.dropped = None, None, None
+        self.value.grad, self.shown = None, None
         self.used_by.clear()
 
     def note(self):
         """The model's gradient shows what the master's is, and may be cleared."""
         self.shown = None if self.value.grad is None else (self.leaf.grad, self.leaf.grad._version)
-        self.dropped = None
+
+    def zero(self):
+        """``zero_grad(set_to_none=False)``: where the model has a gradient, both are zero."""
+        if self.leaf.grad is None:
+            self.shown = None
+            return
+        self.leaf.grad.zero_()
+        if self.value.grad is None:
+            self.value.grad = torch.zeros_like(self.value)
+        else:
+            self.value.grad.zero_()
+        self.note()
 
     def show(self, scale):
         """Have the model show what its master has accumulated, where the last block has given nothing."""
@@ -94,16 +104,6 @@ class Weight:
         """Take the elements that somebody wrote into the model."""
         kept = self.value.to(self.leaf.dtype) == self.leaf
         self.value.data.copy_(torch.where(kept, self.value, self.leaf.to(self.value.dtype)))
-
-    @property
-    def writes(self):
-        """How often others wrote the model's gradient since it was noted."""
-        return 0 if self.shown is None or self.leaf.grad is None else self.leaf.grad._version - self.shown[1]
-
-    @property
-    def is_zero(self):
-        """Whether somebody wrote the model's gradient, and it has no bit left that is set."""
-        return self.writes > 0 and not bool(self.leaf.grad.view(torch.int16).any())
 
 
 @dataclass(eq=False)
@@ -141,10 +141,11 @@ class Optimizer:
     def zero_grad(self, set_to_none=True):
         self.torch.zero_grad(set_to_none)
         for weight in self.weights:
-            if weight.has_master:
-                weight.leaf.grad, weight.shown, weight.dropped = None, None, None
-                if set_to_none:
-                    weight.forget()
+            if weight.has_master and set_to_none:
+                weight.leaf.grad = None
+                weight.forget()
+            elif weight.has_master:
+                weight.zero()
         self.aside, self.pending, self.used, self.waits, self.earlier = {}, None, False, False, False
 
     def step(self, others):
@@ -181,10 +182,6 @@ class Raised(Exception):
 
 class Refused(Exception):
     """What amp must refuse, with a RuntimeError and without a change."""
-
-
-class Untold(Exception):
-    """What amp does now is not said anywhere: the program ends before this step."""
 
 
 class Reference:
@@ -273,7 +270,6 @@ class Reference:
         self.saved, self.skipped = {}, None
         try:
             possible = getattr(self, step["do"])(step) is not False
-            self.must_be_told()
         except Refused:
             return "refused"
         return "taken" if possible else "impossible"
@@ -433,7 +429,7 @@ class Reference:
         for weight in one.weights:
             if not weight.has_master:
                 one.aside[weight] = weight.leaf.grad
-            weight.leaf.grad, weight.shown, weight.dropped, weight.cleared = None, None, None, False
+            weight.leaf.grad, weight.shown, weight.cleared = None, None, False
         one.earlier &= bool(one.gradients())
 
     def put_back(self, chosen, scale):
@@ -510,36 +506,17 @@ class Reference:
         for weight in self.cleared_by(step):
             if how == "none":
                 weight.leaf.grad = None
-            elif weight.leaf.grad is not None:
+                if weight.shown is not None and weight.value.grad is not None:
+                    weight.forget()
+                    weight.cleared = True
+            elif who == "model" and weight.has_master and self.owner(weight):
+                weight.zero()
+            elif weight.leaf.grad is not None:  # by hand: masters do not hear of it
                 weight.leaf.grad.zero_()
-            held = weight.value.grad
-            if weight.shown is None or held is None or (how == "zeros" and not held.any()):
-                continue  # zeros in the place of zeros clear nothing
-            shown = weight.shown
-            weight.forget()
-            weight.cleared = True
-            if how == "zeros":
-                weight.shown, weight.dropped = shown, held
 
     def edit(self, step):
         """Edit the gradients of the model: those of masters stay as they are."""
         programs.edit([w.leaf.grad for w in self.weights if w.leaf.grad is not None], step["how"])
-
-    def must_be_told(self):
-        """Raise where zeros of a product cannot be told from those of ``zero_``.
-
-        DESIGN leaves it open what becomes of gradients that have no sign to tell by.
-        """
-        for one in self.optimizers:
-            zeros = [weight for weight in one.weights if weight.has_master and weight.is_zero]
-            edits = {w.writes for w in one.weights if w.has_master and w.writes and w not in zeros}
-            for weight in zeros:
-                held = weight.value.grad if weight.dropped is None else weight.dropped
-                if held is None or not held.any():
-                    continue
-                passes_for_cleared = bool((held < 0).any()) or weight.writes not in edits
-                if passes_for_cleared != (weight.dropped is not None):
-                    raise Untold
 
     def cleared_by(self, step):
         if step["who"] == "model":
