@@ -115,7 +115,7 @@ STATE_CHANGES: Final = Table(
         ("`backward`", "-", "-", "-", "`half.grad`: scaled"),
         (
             "block ends",
-            "`_overflows.last`: the flag; `_scale`: a new tensor; `_growth_tracker`: one more, or 0",
+            "`_overflows.last`: the flag; `core.scale`: a new tensor; `core.clean_passes`: one more, or 0",
             "`block`: None; `gradients`: UNSCALED; `overflows`: and the flag",
             "-",
             "`value.grad`: the sum, unscaled; `added_grad`: `half.grad` and its version",

@@ -249,7 +249,7 @@ class Block:
         """Return the loss times the scale, which the exit divides by; have a backward pass of another loss noticed."""
         scaler = self.scaler
         scaled = scaler.scale_loss(self.loss)
-        self.scale = scaler._scale
+        self.scale = scaler.core.scale
         del self.loss  # free its memory with the script's own reference
         if scaler.watched_blocks < misuse.WATCHED and scaled.requires_grad:
             scaler.watched_blocks += 1

@@ -188,7 +188,7 @@ class _Watcher:
 
 def _numbers(scaler: LossScaler) -> _Numbers:
     """The numbers of ``scaler`` as they are now. No host sync."""
-    scale, passes = scaler._scale, scaler._growth_tracker
+    scale, passes = scaler.core.scale, scaler.core.clean_passes
     if scale is None or passes is None:  # nothing was scaled yet, or it is a static 1
         return scaler.get_scale(), scaler._unskipped
     return _torch.HostCopy([scale, passes.to(scale.dtype)])

@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[2]
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
-    ("half_weights",),
+    ("half_weights", "loss_scale"),
     ("lists", "trees", "observers", "casts", "cures", "masters", "_amp_state"),
     ("_initialize", "utils", "properties"),
     ("refusals", "scaler"),

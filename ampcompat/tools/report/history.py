@@ -55,7 +55,7 @@ def _may_be_skipped(point: Point) -> bool:
 
 
 def _copy_of(scaler: LossScaler) -> float | torch.Tensor:
-    scale = scaler._scale
+    scale = scaler.core.scale
     if scale is None:
-        return float(scaler._init_scale)
+        return scaler.core.initial
     return float(scale) if scale.device.type == "cpu" else scale.detach().clone()

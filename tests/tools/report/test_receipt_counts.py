@@ -169,7 +169,7 @@ def test_bitwise_the_same_run():
 
 
 def test_the_history_is_bounded_and_keeps_skips():
-    scaler = SimpleNamespace(_scale=None, _init_scale=2.0)
+    scaler = SimpleNamespace(core=SimpleNamespace(scale=None, initial=2.0))
     optimizer = SimpleNamespace(_amp_stash=SimpleNamespace(session=SimpleNamespace(scalers=[scaler])))
     history = History()
     for step in range(5 * MOST_POINTS):
