@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -54,7 +54,10 @@ unscale_and_check_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
 
 
-def foreach_copy_(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+Tensors = tuple[torch.Tensor, ...] | list[torch.Tensor]
+
+
+def foreach_copy_(destinations: Tensors, sources: Tensors) -> None:
     """Copy each of ``sources`` to its destination; dtypes, devices and strides may differ, among the pairs too.
 
     CUDA's ``_foreach_copy_`` wrote every destination in the dtype of the first, until torch's fix of January 2026.
@@ -63,39 +66,37 @@ def foreach_copy_(destinations: Sequence[torch.Tensor], sources: Sequence[torch.
         torch._foreach_copy_(alike, their_sources)
 
 
-def foreach_accumulate_(sums: Sequence[torch.Tensor], addends: Sequence[torch.Tensor]) -> None:
+def foreach_accumulate_(sums: Tensors, addends: Tensors) -> None:
     """Add each of ``addends`` to its sum, in place; dtypes, devices and strides may differ, among the pairs too."""
     for alike, their_addends in _by_kind(sums, addends):
         torch._foreach_add_(alike, their_addends)
 
 
-def _by_kind(
-    written: Sequence[torch.Tensor], read: Sequence[torch.Tensor]
-) -> Iterable[tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
+def _by_kind(written: Tensors, read: Tensors) -> Iterable[tuple[Tensors, Tensors]]:
     """Split two parallel lists so that no call mixes devices, dtypes, or pairs of equal and of different strides.
 
     CUDA passes a list to one kernel only if it mixes none of these, and else launches one for each pair of it.
     """
-    has_equal_strides = map(operator.eq, map(_STRIDE, written), map(_STRIDE, read))
-    kinds = list(
-        zip(
-            map(_DTYPE, written),
-            map(_DEVICE_INDEX, written),
-            map(_DTYPE, read),
-            map(_DEVICE_INDEX, read),
-            has_equal_strides,
-            strict=True,
-        )
-    )
-    distinct = set(kinds)
-    if len(distinct) <= 1:
-        return [(written, read)] if kinds else []
-    lists: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {kind: ([], []) for kind in distinct}
-    for kind, target, source in zip(kinds, written, read, strict=True):
-        targets, sources = lists[kind]
+    if not written:
+        return []
+    if _is_uniform(written) and _is_uniform(read) and all(map(_has_equal_strides, written, read)):
+        return [(written, read)]
+    lists: dict[object, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for target, source in zip(written, read, strict=True):
+        kind = (target.dtype, target.device, source.dtype, source.device, _has_equal_strides(target, source))
+        targets, sources = lists.setdefault(kind, ([], []))
         targets.append(target)
         sources.append(source)
     return lists.values()
+
+
+def _is_uniform(tensors: Tensors) -> bool:
+    """Whether ``tensors`` are of one dtype and on one device."""
+    return len(set(map(_DTYPE, tensors))) == 1 and len(set(map(_DEVICE_INDEX, tensors))) == 1
+
+
+def _has_equal_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.stride() == b.stride()
 
 
 _DTYPE = operator.attrgetter("dtype")

@@ -84,7 +84,7 @@ def multi_tensor_sgd(
         if not params:
             return
         if first_run and momentum:
-            _torch.foreach_copy_(buffers, [torch.where(noop_flag.reshape(()) != 0, buf, 0.0) for buf in buffers])
+            _torch.foreach_copy_(buffers, _rules.zeroed(buffers, noop_flag.reshape(()) == 0))
         scaled = grads if scale == 1.0 else _torch.foreach_mul(grads, scale)
         _rules.sgd_(params, scaled, buffers if momentum else [], hyper)
     if len(tensor_lists) == 4:

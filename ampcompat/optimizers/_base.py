@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar, TypeVar
@@ -15,7 +15,7 @@ from ampcompat import _torch
 from ampcompat._types import ParamGroup
 from ampcompat.optimizers._rules import Hyper, Tensors, usable
 from ampcompat.optimizers._steps import StepCounts
-from ampcompat.optimizers._working import WorkingCopies, math_dtype
+from ampcompat.optimizers._working import WorkingCopies, by_math_kind, math_dtype
 
 R = TypeVar("R")
 
@@ -75,7 +75,10 @@ class Bucket:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """A ``torch.optim.Optimizer`` whose params are updated in a few launches, computed in float32 for half params.
+    """A ``torch.optim.Optimizer`` whose params are updated together, computed in float32 for half params.
+
+    Kernels are launched for some dozens of params at once; rules that scale each layer launch one more a param (LAMB,
+    NovoGrad), and float32 masters of the optimizer's own three.
 
     Params and state are rounded once, where they are stored, in the dtypes that apex stored them in: state has the
     dtype of its param (``torch.zeros_like(p)``) where a subclass does not say otherwise. ``step`` makes no host
@@ -88,10 +91,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling: Any = True
 
     capturable = False
+    """Whether steps are counted on the device, for CUDA graphs, where no ``found_inf`` makes it necessary."""
     _state_names: ClassVar[tuple[str, ...]]
     _state_of_layers: ClassVar[frozenset[str]] = frozenset()
     """State that is one float32 number a param."""
-    _kept: ClassVar[tuple[str, ...]] = ("set_grad_none",)
+    _kept: ClassVar[tuple[str, ...]] = ("set_grad_none", "capturable")
     """Attributes that a copy or a pickle carries beyond ``torch.optim.Optimizer``'s own."""
     _counts_steps: ClassVar[bool] = True
     _rule_unscales: ClassVar[bool] = False
@@ -151,14 +155,16 @@ class FusedOptimizer(torch.optim.Optimizer):
             What the closure returned, else None.
 
         Raises:
-            RuntimeError: A gradient is sparse, or a param is complex; nothing has been changed then.
+            RuntimeError: A gradient is sparse, a param is complex, or the step is captured for a CUDA graph before any
+                was counted on the device (:attr:`capturable`); nothing has been changed then.
         """
         loss = evaluated(closure)
         self._make_step(self._scaling())
         return loss
 
     def _make_step(self, scaling: Scaling) -> None:
-        self._refuse_what_no_kernel_takes()
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        refuse_unsupported(type(self).__name__, params, self._reads_whole_params)
         if self._counts_steps:
             self._count_step(scaling.found_inf)
         self._before_updates(scaling)
@@ -167,27 +173,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._update(group, bucket)
                 copies.write_back()
 
-    def _refuse_what_no_kernel_takes(self) -> None:
-        name = type(self).__name__
-        for param in chain.from_iterable(group["params"] for group in self.param_groups):
-            grad = param.grad
-            if grad is None:
-                continue
-            if grad.is_sparse:
-                raise sparse_gradient(name, param, "please consider torch.optim.SparseAdam for it, or ")
-            if self._reads_whole_params and _torch.is_sharded(param):
-                raise RuntimeError(
-                    f"{name} got a param of shape {tuple(param.shape)} that fully_shard has sharded - its rule reads"
-                    " the norms of whole layers, of which each rank has a part - use FusedAdam, FusedSGD, FusedAdagrad"
-                    " or an optimizer of torch.optim."
-                )
-            if not param.is_floating_point():
-                raise RuntimeError(
-                    f"{name} only supports floating-point params, and one of shape {tuple(param.shape)} is "
-                    f"{param.dtype}: leave it to an optimizer of torch.optim."
-                )
-
     def _count_step(self, found_inf: Tensor | None) -> None:
+        if _torch.is_capturing() and not self._steps.are_on_device(self.param_groups):
+            name = type(self).__name__
+            raise RuntimeError(
+                f"{name}.step() is captured for a CUDA graph while its steps are counted on the host - each replay"
+                " would repeat the count of this one - set optimizer.capturable = True, and make a step before the"
+                " capture."
+            )
         self._steps.advance(self.param_groups, found_inf, self.capturable)
 
     def _step_of(self, group: ParamGroup, device: torch.device) -> int | Tensor:
@@ -200,9 +193,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _buckets(self, group: ParamGroup, scaling: Scaling) -> Iterator[tuple[Bucket, WorkingCopies]]:
         names = self._names(group)
         held = [param for param in group["params"] if param.grad is not None and _torch.local_part(param).numel()]
-        kinds = [(param.device, math_dtype(param.dtype)) for param in held]
-        for kind in dict.fromkeys(kinds):
-            owners, device = [param for param, its in zip(held, kinds, strict=True) if its == kind], kind[0]
+        for owners in by_math_kind(held):
+            device = owners[0].device
             states = [self.state[param] for param in owners]
             is_new = [False] * len(owners)
             kept = {name: [state.get(name) for state in states] for name in names}
@@ -297,9 +289,28 @@ def evaluated(closure: Callable[[], R] | None) -> R | None:
         return closure()
 
 
-def sparse_gradient(name: str, param: Tensor, advice: str = "") -> RuntimeError:
-    """Return the error that optimizer ``name`` raises for a param with a sparse gradient; ``advice`` goes first."""
-    return RuntimeError(
-        f"{name} does not support sparse gradients, and a param of shape {tuple(param.shape)} has one: "
-        f"{advice}build its embedding with sparse=False."
-    )
+def refuse_unsupported(optimizer: str, params: Iterable[Tensor], reads_whole_params: bool) -> None:
+    """Raise for a param that no rule of ``optimizer`` (a name) can update; params without gradients are left alone.
+
+    ``reads_whole_params``: A rule reads norms of layers, which a shard does not have.
+    """
+    for param in params:
+        grad = param.grad
+        if grad is None:
+            continue
+        if grad.is_sparse:
+            raise RuntimeError(
+                f"{optimizer} does not support sparse gradients - a param of shape {tuple(param.shape)} has one -"
+                " build its embedding with sparse=False, or give it to torch.optim.SparseAdam."
+            )
+        if reads_whole_params and _torch.is_sharded(param):
+            raise RuntimeError(
+                f"{optimizer} got a param of shape {tuple(param.shape)} that fully_shard has sharded - its rule reads"
+                " the norms of whole layers, of which each rank has a part - use FusedAdam, FusedSGD, FusedAdagrad"
+                " or an optimizer of torch.optim."
+            )
+        if not param.is_floating_point():
+            raise RuntimeError(
+                f"{optimizer} only supports floating-point params, and one of shape {tuple(param.shape)} is "
+                f"{param.dtype}: leave it to an optimizer of torch.optim."
+            )

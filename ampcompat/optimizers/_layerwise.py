@@ -57,10 +57,16 @@ def trust_ratios(param_norms: Tensor, update_norms: Tensor) -> Tensor:
     return torch.where((param_norms != 0) & (update_norms != 0), param_norms / update_norms, 1.0)
 
 
-def rounded(tensors: Tensors, dtypes: Sequence[torch.dtype]) -> Tensors:
-    """Return ``tensors`` rounded to one of ``dtypes`` each, in their own dtype."""
-    pairs = zip(tensors, dtypes, strict=True)
-    return [t if t.dtype in (dtype, torch.float64) else t.to(dtype).to(t.dtype) for t, dtype in pairs]
+def round_(tensors: Tensors, dtypes: Sequence[torch.dtype]) -> None:
+    """Round ``tensors`` to one of ``dtypes`` each and keep their own dtype; float64 stays as it is."""
+    wide: list[Tensor] = []
+    narrow: list[Tensor] = []
+    for tensor, dtype in zip(tensors, dtypes, strict=True):
+        if tensor.dtype not in (dtype, torch.float64):
+            wide.append(tensor)
+            narrow.append(torch.empty_like(tensor, dtype=dtype))
+    _torch.foreach_copy_(narrow, wide)
+    _torch.foreach_copy_(wide, narrow)
 
 
 def lamb_(
@@ -82,7 +88,8 @@ def lamb_(
     update in the memory of the gradient: it is rounded to ``update_dtypes``.
     """
     grads = clipped(grads, global_grad_norm, max_grad_norm)
-    update = rounded(adam_update_(params, grads, exp_avgs, exp_avg_sqs, hyper), update_dtypes)
+    update = adam_update_(params, grads, exp_avgs, exp_avg_sqs, hyper)
+    round_(update, update_dtypes)
     if use_nvlamb or hyper.weight_decay != 0.0:
         update = _torch.foreach_mul(update, list(trust_ratios(norms(params), norms(update)).unbind()))
     descend_(params, update, hyper.lr, hyper.found_inf)

@@ -2,7 +2,8 @@
 
 Every rule takes lists of one dtype, device and layout (see :mod:`ampcompat.optimizers._working`), changes params and
 state in place and never the gradients. ``found_inf`` (0-dim, 1.0 after an overflow) makes it a no-op without asking the
-host: each coefficient is replaced by the one that changes nothing, and the gradients by zeros, as 0 · inf is not 0.
+host: each coefficient is replaced by the one that changes nothing, and the gradients by zeros (:func:`zeroed`). How
+many kernels are launched does not depend on the number of params, but for torch's limit of some dozens a launch.
 """
 
 from __future__ import annotations
@@ -92,9 +93,22 @@ def usable(grads: Tensors, grad_scale: Tensor | None, found_inf: Tensor | None) 
     """Return the gradients divided by ``grad_scale``, zeros after an overflow."""
     if grad_scale is not None:
         grads = _torch.foreach_div(grads, grad_scale.to(grads[0].dtype))
-    if found_inf is not None:
-        grads = [torch.where(found_inf != 0, 0.0, grad) for grad in grads]
-    return grads
+    return grads if found_inf is None else zeroed(grads, found_inf)
+
+
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+
+def zeroed(tensors: Tensors, flag: Tensor) -> Tensors:
+    """Return ``tensors``, zeros where ``flag`` (0-dim) is not 0, infs and NaNs included.
+
+    No foreach kernel selects, and 0 · inf is NaN. The bits are multiplied instead, as integers: 1 keeps them.
+    """
+    dtype = tensors[0].dtype
+    integers = _INTEGERS[dtype]
+    keep = (flag == 0).to(integers)
+    kept = _torch.foreach_mul([tensor.view(integers) for tensor in tensors], keep)
+    return [bits.view(dtype) for bits in kept]
 
 
 def bias(beta: float, step: int | Tensor) -> float | Tensor:
@@ -124,7 +138,7 @@ def blend_(average: Tensors, new: Tensors, decay: float, weight: float, found_in
 def descend_(params: Tensors, update: Tensors, lr: float | Tensor, found_inf: Tensor | None) -> None:
     """Subtract ``lr * update`` from ``params``."""
     if found_inf is not None:
-        update = [torch.where(found_inf != 0, 0.0, each) for each in update]
+        update = zeroed(update, found_inf)
     _torch.foreach_sub_(params, _torch.foreach_mul(update, lr))
 
 

@@ -76,6 +76,10 @@ class StepCounts:
         if counts and skipped is None:
             self._ask()
 
+    def are_on_device(self, groups: list[ParamGroup]) -> bool:
+        """Return whether the device counts the steps of every group that has params."""
+        return all(id(group) in self._counts for group in groups if group["params"])
+
     def of(self, group: ParamGroup, device: torch.device) -> int | Tensor:
         """The step of ``group`` that is under way, for an update rule: an int, or 0-dim float32 on ``device``."""
         count = self._counts.get(id(group))

@@ -6,7 +6,7 @@ float64 params) whose tensors are laid out alike; what is already so is used as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 import torch
@@ -20,6 +20,14 @@ _DTYPE = attrgetter("dtype")
 def math_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype that updates of a param of ``dtype`` are computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def by_math_kind(params: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Split ``params`` into lists of one device and one math dtype, which an update rule takes."""
+    lists: dict[object, list[Tensor]] = {}
+    for param in params:
+        lists.setdefault((param.device, math_dtype(param.dtype)), []).append(param)
+    return lists.values()
 
 
 def _is_dense(tensor: Tensor) -> bool:

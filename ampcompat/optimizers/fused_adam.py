@@ -44,7 +44,7 @@ class FusedAdam(FusedOptimizer):
         RuntimeError: ``amsgrad=True``.
     """
 
-    _kept = (*FusedOptimizer._kept, "adam_w_mode", "capturable", "master_weights", "max_grad_norm", "eps_inside_sqrt")
+    _kept = (*FusedOptimizer._kept, "adam_w_mode", "master_weights", "max_grad_norm", "eps_inside_sqrt")
     _state_names = ("exp_avg", "exp_avg_sq")
     _rule_unscales = True
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import StateDict
 
+from ampcompat import _torch
 from ampcompat._types import ParamGroup, ParamState
-from ampcompat.optimizers._base import evaluated, sparse_gradient
+from ampcompat.optimizers._base import evaluated, refuse_unsupported
+from ampcompat.optimizers._layerwise import norms
+from ampcompat.optimizers._working import WorkingCopies, by_math_kind
 
 
 class LARC(torch.optim.Optimizer):
@@ -19,7 +23,7 @@ class LARC(torch.optim.Optimizer):
     Reproduces ``apex/parallel/LARC.py: LARC``. With ``clip`` the resulting rate is ``min(local rate, lr)``, without it
     (LARS) ``local rate * lr``. The weight decay of ``optimizer`` is applied here, inside the scaled gradient; a param
     whose weights or gradient are all zero is left to ``optimizer`` without decay. Gradients are changed in place, as in
-    apex. No host synchronisation of its own.
+    apex. Each layer's rate is a kernel launch; the rest takes a few for all layers. No host synchronisation of its own.
 
     It shares ``param_groups``, ``state`` and everything else with ``optimizer``, so either may be given to a
     learning-rate scheduler; give this one to ``amp.initialize`` and ``amp.scale_loss``.
@@ -31,7 +35,7 @@ class LARC(torch.optim.Optimizer):
         eps: Added to the denominator.
 
     Raises:
-        TypeError: ``optimizer`` is none.
+        TypeError: ``optimizer`` is not an optimizer.
     """
 
     optim: torch.optim.Optimizer
@@ -68,21 +72,19 @@ class LARC(torch.optim.Optimizer):
             What the closure returned, else None.
 
         Raises:
-            RuntimeError: A gradient is sparse; nothing has been changed then.
+            RuntimeError: A gradient is sparse, or a param is complex or sharded; nothing has been changed then.
         """
         loss = evaluated(closure)
         groups = self.optim.param_groups
-        for param in (p for group in groups for p in group["params"]):
-            if param.grad is not None and param.grad.is_sparse:
-                raise sparse_gradient("LARC", param)
+        refuse_unsupported("LARC", chain.from_iterable(group["params"] for group in groups), reads_whole_params=True)
         decays = [group.get("weight_decay") for group in groups]
         try:
             for group, decay in zip(groups, decays, strict=True):
                 if decay is not None:
                     group["weight_decay"] = 0.0
-                for param in group["params"]:
-                    if param.grad is not None:
-                        self._scale_(param, param.grad, decay or 0.0, group["lr"])
+                with_grads = [param for param in group["params"] if param.grad is not None]
+                for params in by_math_kind(with_grads):
+                    self._scale_grads_of(params, decay or 0.0, group["lr"])
             self.optim.step()
         finally:
             for group, decay in zip(groups, decays, strict=True):
@@ -90,15 +92,22 @@ class LARC(torch.optim.Optimizer):
                     group["weight_decay"] = decay
         return loss
 
-    def _scale_(self, param: Tensor, grad: Tensor, decay: float, lr: float | Tensor) -> None:
+    def _scale_grads_of(self, params: Sequence[Tensor], decay: float, lr: float | Tensor) -> None:
         # In float32: a float16 norm overflows at 65504, and so does a gradient on its way to being scaled down.
-        weight, gradient = param.detach().to(_at_least_float32(param)), grad.to(_at_least_float32(grad))
-        weight_norm, grad_norm = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(gradient)
-        rate = self.trust_coefficient * weight_norm / (grad_norm + weight_norm * decay + self.eps)
+        weights = WorkingCopies().params(params)
+        copies = WorkingCopies()
+        grads = copies.lend([param.grad for param in params if param.grad is not None], like=weights, changes=True)
+        weight_norms = norms(weights)
+        grad_norms = norms(grads)
+        rates = self.trust_coefficient * weight_norms / (grad_norms + weight_norms * decay + self.eps)
         if self.clip:
-            rate = (rate / lr).clamp(max=1.0)
-        adaptive = (weight_norm != 0) & (grad_norm != 0)
-        grad.copy_(torch.where(adaptive, (gradient + decay * weight) * rate, gradient))
+            rates = (rates / lr).clamp(max=1.0)
+        # Zeros have no rate: a decay of zero weights adds nothing, and a gradient of zeros stays one.
+        rates = torch.where(weight_norms == 0, 1.0, rates)
+        rates = torch.where(grad_norms == 0, 0.0, rates)
+        _torch.foreach_add_(grads, _torch.foreach_mul(weights, decay))
+        _torch.foreach_mul_(grads, list(rates.unbind()))
+        copies.write_back()
 
     # --- all else is the wrapped optimizer's --------------------------------------------------------------------------
 
@@ -162,7 +171,3 @@ class LARC(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"LARC(trust_coefficient={self.trust_coefficient}, clip={self.clip}, eps={self.eps}, {self.optim!r})"
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)

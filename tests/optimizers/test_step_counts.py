@@ -196,3 +196,60 @@ def test_saving_counts_replays_of_a_graph(far_device, monkeypatch):
     assert shown(optimizer) == [2, 2]
     assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == [7, 7]
     assert shown(optimizer) == [7, 7]
+
+
+class TestCapture:
+    """A replay runs no Python: a count that is not on the device would stand still."""
+
+    @makers
+    def test_of_a_first_step_is_refused(self, maker, monkeypatch):
+        optimizer = maker(params_with_grads())
+        monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match=r"is captured for a CUDA graph .* set optimizer.capturable = True"):
+            optimizer.step()
+        assert not optimizer.state
+        assert "step" not in optimizer.param_groups[0]
+
+    @pytest.mark.parametrize("maker", [FusedAdam, FusedLAMB, FusedNovoGrad])
+    def test_of_steps_counted_on_the_host_is_refused(self, maker, monkeypatch):
+        optimizer = maker(params_with_grads())
+        optimizer.step()
+        monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="counted on the host"):
+            optimizer.step()
+        assert shown(optimizer) == [1]
+
+    @makers
+    def test_counts_on_the_device_once_capturable(self, maker, monkeypatch):
+        optimizer = maker(params_with_grads())
+        optimizer.capturable = True
+        optimizer.step()
+        (count,) = optimizer._steps._counts.values()
+        monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+        optimizer.step()
+        count.value.add_(3)  # three replays
+        monkeypatch.undo()
+        assert optimizer.state_dict()["param_groups"][0]["step"] == 5
+
+    @makers
+    def test_counts_on_the_device_under_a_scaler(self, maker, monkeypatch):
+        optimizer = maker(params_with_grads())
+        take(optimizer, [0])
+        monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+        take(optimizer, [0])
+
+    @makers
+    def test_of_the_first_step_after_loading_is_refused(self, maker, monkeypatch):
+        optimizer = maker(params_with_grads())
+        optimizer.capturable = True
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        monkeypatch.setattr(_torch, "is_capturing", lambda: True)
+        with pytest.raises(RuntimeError, match="make a step before the capture"):
+            optimizer.step()
+
+    @makers
+    def test_copies_stay_capturable(self, maker):
+        optimizer = maker(params_with_grads())
+        optimizer.capturable = True
+        assert copy.deepcopy(optimizer).capturable
