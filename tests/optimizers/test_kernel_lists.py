@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ampcompat import _torch, optimizers
+from ampcompat import _torch, amp, optimizers
 from ampcompat.parallel.LARC import LARC
 
 LEVELS = ["O0", "O1", "O2", "O3", "O4", "O5"]

@@ -82,6 +82,7 @@ def test_the_first_step_costs_what_any_other_does():
     ops, syncs = counted_step("O2", 5, settle=0)
     assert syncs == 1
     assert ops <= counted_step("O2", 5)[0] + 12  # the scale's tensors are made
+    assert counted_step("O2", 5, OnDevice, settle=0)[1] == 0  # a CUDA graph may capture it
 
 
 def test_o1_calls_do_not_grow_with_parameters():
