@@ -78,7 +78,8 @@ class Autopsy:
             if self.left > 0:
                 record.grads[index] = grad
                 record.owners.update(self.block)
-                record.scaler, record.scale = self.scaler, getattr(self.scaler, "_scale", None)
+                record.scaler = self.scaler
+                record.scale = None if self.scaler is None else self.scaler.core.scale
 
         return note
 
