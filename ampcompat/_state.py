@@ -97,6 +97,7 @@ class MasterIndex:
         generation: Counts masters that were made, dropped or moved to another module, and modules with masters that
             were put into others.
         follows_modules: Whether a hook of torch reports modules that are put into others.
+        watches_torch: Whether torch tells masters of ``param.data`` that is taken, and of modules' ``zero_grad``.
     """
 
     by_tensor: weakref.WeakValueDictionary[int, Master] = field(default_factory=weakref.WeakValueDictionary)
@@ -105,6 +106,7 @@ class MasterIndex:
     )
     generation: int = 0
     follows_modules: bool = False
+    watches_torch: bool = False
 
 
 @dataclass(eq=False)

@@ -68,27 +68,21 @@ FLOAT32_GRADIENTS: Final = Table(
     ),
 )
 
-#: The two sides of a master.
+#: The two copies of a weight.
 MASTERS: Final = Table(
     head=("event", "half (the model's tensor)", "value (the float32 master)"),
     rows=(
         ("`initialize`", "rounded from float32", "the float32 weight, to the bit"),
         ("`optimizer.step`", "rounded from value", "stepped by the optimizer"),
         ("`load_state_dict`", "rounded from what was loaded", "what was loaded"),
-        ("half written, counters move", "kept", "takes the elements that differ"),
-        (
-            "half written past the counters",
-            "kept; a step may overwrite it",
-            "the same, if compared; else kept",
-        ),
-        ("half written, then written back", "kept", "what it was before the first write"),
+        ("half written, its version moves", "kept", "takes the elements that differ"),
+        ("half written through `data`", "kept", "takes the elements that differ"),
+        ("half written, and written back", "kept", "kept"),
         ("value written", "rounded from value", "kept"),
-        ("both written after `state_dict`", "rounded from value", "half's elements where half moved"),
-        ("parameter replaced in its module", "the new parameter, cast", "takes the elements that differ"),
+        ("both written, with no look between", "kept", "takes the elements that differ"),
+        ("parameter replaced in its module", "stays, of no model; a warning", "stays with its optimizer"),
+        ("replaced, and added to an optimizer", "stays, of no model; a warning", "stays; the new one has its own"),
         ("buffer assigned in its module", "the new buffer, as it is", "what differs; dropped at another dtype"),
-        ("replaced, and added to an optimizer", "stays, of no model", "stays in its group; the new has its own"),
-        ("replaced under one of its names: untied", "stays under the others", "stays; the new one has its own"),
-        ("replaced by another's half: tied to it", "stays, of no model", "stays; the name is the other master's"),
         ("`model.to(device)`", "moved", "follows"),
         ("other strides (`memory_format=`)", "laid out anew", "keeps its strides, for fused optimizers"),
         ("`model.float()` and the like", "cast back", "takes the elements that differ"),
@@ -112,7 +106,7 @@ CASTS: Final = Table(
     ),
 )
 
-#: Which attributes change when, in one step at O2 with a dynamic scale, once masters are compared by value no more.
+#: Which attributes change when, in one step at O2 with a dynamic scale.
 STATE_CHANGES: Final = Table(
     head=("", "`LossScaler`", "`AmpOptimizerState` (stash)", "`Block`", "`Master`, and its tensors"),
     rows=(
@@ -121,7 +115,7 @@ STATE_CHANGES: Final = Table(
         ("`backward`", "-", "-", "-", "`half.grad`: scaled"),
         (
             "block ends",
-            "`_overflows.last`: the flag; `_scale`: a new tensor; `_growth_tracker`: one more, or 0",
+            "`_overflows.last`: the flag; `core.scale`: a new tensor; `core.clean_passes`: one more, or 0",
             "`block`: None; `gradients`: UNSCALED; `overflows`: and the flag",
             "-",
             "`value.grad`: the sum, unscaled; `added_grad`: `half.grad` and its version",
@@ -131,7 +125,8 @@ STATE_CHANGES: Final = Table(
             "-",
             "`gradients`: NONE; `overflows`: none; `last_step.first_gradient`",
             "-",
-            "`value`: stepped; `half`: rounded from it; `synced`; `value.grad`: None; `added_grad`: None",
+            "`value`: stepped; `half`: rounded from it; `half_version`; `value_version`; `value.grad`: None;"
+            " `added_grad`: None",
         ),
         (
             "`step`, skipped",

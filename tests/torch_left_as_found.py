@@ -55,6 +55,8 @@ RULED = [
 ]
 #: Attributes of torch that ampcompat may replace: their owners and their names.
 PATCHABLE = [
+    (torch.nn.Parameter, ["data"]),
+    (torch.distributed.distributed_c10d, ["_check_single_tensor"]),
     (torch.autograd, ["_engine_run_backward", "backward", "grad"]),
     (torch.autograd.function.BackwardCFunction, ["apply", "apply_boxed", "__init__"]),
     (torch.autograd.Function, ["apply"]),

@@ -101,7 +101,6 @@ from ampcompat._torch.modules import (
     bits,
     broadcast_elements,
     feeds_errors_back,
-    fingerprint,
     has_storage,
     have_bits,
     in_functional_call,
@@ -113,17 +112,17 @@ from ampcompat._torch.modules import (
     on_module_registration,
     owns_memory_alone,
     parallel_wrapper,
-    params_by_rank,
     patch_comm_hooks,
     patch_ddp_constructor,
     patch_ddp_join,
     put_back,
     register_state_dict_hooks,
-    separate_inner_groups,
     steps_in_backward,
     tensor_of,
     uncompiled,
+    watch_zero_grad,
 )
+from ampcompat._torch.parameters import data_of, set_data, watch_parameter_data
 from ampcompat._torch.patch import Wrap, replace, replace_function, set_class, with_parameters_of, wrap_everywhere
 from ampcompat._torch.version import (
     IS_FOR_ROCM,

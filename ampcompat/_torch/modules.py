@@ -7,12 +7,14 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
+
+from ampcompat._torch.parameters import data_of, set_data
+from ampcompat._torch.patch import replace
 
 
 def register_state_dict_hooks(
@@ -29,6 +31,19 @@ def register_state_dict_hooks(
 def on_module_registration(hook: Callable[[torch.nn.Module, str, torch.nn.Module | None], None]) -> RemovableHandle:
     """Have ``hook(parent, name, module)`` called whenever a module is put into another."""
     return torch.nn.modules.module.register_module_module_registration_hook(hook)
+
+
+def watch_zero_grad(zeroed: Callable[[torch.nn.Module], None], undo: ExitStack) -> None:
+    """Call ``zeroed(module)`` after each ``module.zero_grad(set_to_none=False)``."""
+    original: Callable[..., None] = torch.nn.Module.zero_grad
+
+    @functools.wraps(original)
+    def zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
+        original(self, set_to_none)
+        if not set_to_none:
+            zeroed(self)
+
+    replace(torch.nn.Module, "zero_grad", zero_grad, undo)
 
 
 def patch_ddp_constructor(after: Callable[[DistributedDataParallel, bool], None], undo: ExitStack) -> None:
@@ -100,7 +115,7 @@ def parallel_wrapper(model: torch.nn.Module) -> str | None:
 
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is a ``DTensor``: one rank's part of a tensor."""
-    return type(tensor).__name__ == "DTensor" or type(tensor.data).__name__ == "DTensor"
+    return type(tensor).__name__ == "DTensor" or type(data_of(tensor)).__name__ == "DTensor"
 
 
 #: Whether a tensor belongs to a lazy module that has not seen data yet.
@@ -110,15 +125,6 @@ is_uninitialized: Callable[[torch.Tensor], bool] = torch.nn.parameter.is_lazy
 def is_graph_module(cls: type) -> bool:
     """Whether ``cls`` is a class of ``torch.fx``: one of a single module, on which its code is set as ``forward``."""
     return issubclass(cls, torch.fx.GraphModule)
-
-
-def in_functional_call() -> bool:
-    """Whether ``torch.func.functional_call`` is running, which lends modules other tensors for the time of a call."""
-    code = torch.nn.utils.stateless._functional_call.__code__
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame is not None
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
@@ -137,31 +143,12 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
-def have_bits(tensors: list[torch.Tensor]) -> list[bool]:
-    """Whether each tensor has a bit that is set: a number other than 0.0, -0.0 included. One host sync."""
-    flags = [bits(tensor.detach()).any() for tensor in tensors]
-    device = flags[0].device
-    on_host: list[bool] = torch.stack([flag.to(device) for flag in flags]).tolist()
-    return on_host
-
-
 def tensor_of(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
     """Return the tensor that a plain weak reference leads to; torch must be told that Python holds it again."""
     tensor = reference()
     if tensor is not None:
         tensor._fix_weakref()  # type: ignore[attr-defined] # as torch.utils.weak.TensorWeakRef does
     return tensor
-
-
-def fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number, on the device, that changes when ``tensor`` does."""
-    data = tensor.detach()
-    is_four_aligned = data.numel() % 4 == 0 and data.storage_offset() % 4 == 0
-    if data.element_size() == 2 and data.is_contiguous() and is_four_aligned:
-        # Sum four elements at a time: summing int16 as int64 was half of ``initialize``. As one row, since dimensions
-        # of one element, or of none, may have any stride.
-        return data.view(-1).view(torch.int64).sum()
-    return bits(data).sum(dtype=torch.int64)
 
 
 @torch.inference_mode(False)
@@ -205,7 +192,7 @@ def owns_memory_alone(tensor: torch.Tensor, fresh: torch.Tensor) -> bool:
 
 def put_back(tensor: torch.Tensor, data: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Give ``tensor`` the ``data`` and the ``grad`` that it had; its dtype may be another now."""
-    tensor.data = data
+    set_data(tensor, data)
     tensor.grad = grad
 
 
@@ -221,15 +208,3 @@ def is_zero(optimizer: object) -> bool:
 def steps_in_backward(optimizer: Any) -> bool:
     """Whether DDP's communication hook steps it (``overlap_with_ddp=True``)."""
     return bool(optimizer._overlap_with_ddp)
-
-
-def params_by_rank(optimizer: Any) -> list[list[torch.Tensor]]:
-    """The model's parameters that each rank steps and broadcasts."""
-    partitions: list[list[dict[str, Any]]] = optimizer._partition_parameters()
-    return [[param for group in groups for param in group["params"]] for groups in partitions]
-
-
-def separate_inner_groups(optimizer: Any) -> None:
-    """Let the optimizer inside hold other tensors than those that are broadcast; torch gives both the same dicts."""
-    groups = optimizer._partition_parameters()[optimizer.rank]
-    groups[:] = [{**group, "params": list(group["params"])} for group in groups]

@@ -56,9 +56,8 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
         optimizer: An optimizer; it need not have been given to ``initialize``.
 
     Returns:
-        An iterator over tensors, float32 masters where the model's weights are half (but those that another rank has,
-        of a ``ZeroRedundancyOptimizer``), in the order of ``optimizer.param_groups``. Right after a ``scale_loss``
-        block their gradients are unscaled float32: clip these.
+        An iterator over tensors, float32 masters where the model's weights are half, in the order of
+        ``optimizer.param_groups``. Right after a ``scale_loss`` block their gradients are unscaled float32: clip these.
 
     Raises:
         TypeError: ``optimizer`` has no ``param_groups``.
@@ -68,10 +67,7 @@ def master_params(optimizer: Any) -> Iterator[torch.Tensor]:
             f"master_params got {type(optimizer).__name__} - it takes an optimizer - pass the optimizer that"
             " amp.initialize returned."
         )
-    # Groups hold the masters themselves; only those of a ZeroRedundancyOptimizer hold half weights.
-    master_of_half: dict[int, torch.Tensor] = {}
     stash = getattr(optimizer, "_amp_stash", None)
     if stash is not None:
-        stash.hand_out_masters(optimizer)
-        master_of_half = {id(master.half): master.value for master in stash.masters}
-    return (master_of_half.get(id(param), param) for group in optimizer.param_groups for param in group["params"])
+        stash.show_masters(optimizer)
+    return (param for group in optimizer.param_groups for param in group["params"])

@@ -29,7 +29,7 @@ from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half_weights import ATTRIBUTE as HALF_WEIGHTS
 from ampcompat.amp.half_weights import half_weights
 from ampcompat.amp.hints import add_hint
-from ampcompat.amp.masters import follow_replacements, masters_of, own_tensors, reconcile
+from ampcompat.amp.masters import masters_of, own_tensors, refresh
 from ampcompat.amp.observers import notify
 from ampcompat.amp.weights import cast_weights, hook
 
@@ -96,7 +96,7 @@ class ModelPolicy:
         running.append(model)
         try:
             if self.master_weights:
-                reconcile(masters_of(model))
+                refresh(masters_of(model))
             output = self._call(model, forward, args, kwargs)
         finally:
             running.pop()
@@ -319,7 +319,7 @@ def amp_class(cls: Any) -> Any:
     def _replicate_for_data_parallel(self: Any) -> Any:
         policy: ModelPolicy | None = self._amp_policy
         if policy is not None and policy.master_weights:
-            reconcile(masters_of(self))  # here and not in the replicas, which run in threads
+            refresh(masters_of(self))  # here and not in the replicas, which run in threads
         replica = super(made, self)._replicate_for_data_parallel()
         if policy is not None:
             device_type = _device_type(self)
@@ -471,7 +471,6 @@ def unwrap(model: torch.nn.Module) -> torch.nn.Module:
     with torch.inference_mode(False):
         plain = copy.deepcopy(model, {id(policy): policy for policy in policies})  # which print no note then
         modules = list(plain.modules())
-        follow_replacements(modules)
         cast_weights(modules, None, ExitStack())
     for module in modules:
         set_policy(module, None)

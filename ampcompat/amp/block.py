@@ -249,7 +249,7 @@ class Block:
         """Return the loss times the scale, which the exit divides by; have a backward pass of another loss noticed."""
         scaler = self.scaler
         scaled = scaler.scale_loss(self.loss)
-        self.scale = scaler._scale
+        self.scale = scaler.core.scale
         del self.loss  # free its memory with the script's own reference
         if scaler.watched_blocks < misuse.WATCHED and scaled.requires_grad:
             scaler.watched_blocks += 1
@@ -512,6 +512,7 @@ def reset_pass(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
 def restore_gradients(optimizers: Sequence[Optimizer], scale: torch.Tensor | None) -> None:
     """Put back what was aside when a block began; new gradients, and those pending, are cleared."""
     for optimizer in optimizers:
+        drop_cleared_gradients(optimizer._amp_stash.masters)
         for param in optimizer._amp_stash.leaves():
             param.grad = None
     # Only now: what is aside for the first optimizer may be in a tensor that the second holds too.

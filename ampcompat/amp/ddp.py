@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.masters import master_of
+from ampcompat.amp.masters import master_of, settle
 from ampcompat.amp.properties import HALF_DTYPES
 
 
@@ -54,7 +54,7 @@ def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], ra
     for param, master, source_has_master in zip(halves, masters, has_master.tolist(), strict=True):
         if not source_has_master:
             if master is not None:
-                master.reconcile(compare=True)  # also what the constructor has written past the version counter
+                settle([master])
         elif master is None:  # every rank takes part in a broadcast
             _torch.broadcast_elements(torch.empty_like(param, dtype=torch.float32), source, group)
         else:

@@ -24,13 +24,12 @@ from ampcompat.amp.casts.ambience import set_ambient
 from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.keep_fp32 import BoundaryPolicy, select, set_boundary
-from ampcompat.amp.masters import follow_replacements, master_of
+from ampcompat.amp.masters import master_of, watch_torch
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import LEVELS, Properties
 from ampcompat.amp.scaler import LossScaler
 from ampcompat.amp.session import Session, release_casts
 from ampcompat.amp.sharing import never_held, sharers_outside
-from ampcompat.amp.stash import holder_of_masters
 from ampcompat.amp.weights import cast_weights
 
 if TYPE_CHECKING:
@@ -322,9 +321,6 @@ def _take_over(session: Session, objects: _Objects) -> None:
         undo.callback(session.end_casts)
         for model in objects.models:
             undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
-        for optimizer in objects.optimizers:
-            if "optim" in vars(optimizer):
-                nested.gather(optimizer)
         if objects.changes:
             sharded.apply(objects.changes, undo)
         _cast_models(session, objects, undo)
@@ -338,6 +334,8 @@ def _take_over(session: Session, objects: _Objects) -> None:
                 _release_optimizer(optimizer)
         if session.enabled:
             session.begin_casts()
+            if session.policy.master_weights:
+                watch_torch()
             _apply_loaded_scalers(session)
         undo.pop_all()
     state.view = view
@@ -363,7 +361,6 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
     policy = session.policy
     parts = {part: None for model in objects.models for part in model.modules()}
     trained = _ids_of_stepped(objects.optimizers)
-    follow_replacements(parts, trained)
     cast_weights(
         parts,
         options["cast_model_type"] or None,
@@ -395,7 +392,7 @@ def _ids_of_stepped(optimizers: list[Optimizer]) -> set[int]:
     """The ids of the tensors that ``optimizers`` step on this rank: of half ones, masters are made now."""
     ids: set[int] = set()
     for optimizer in optimizers:
-        for group in holder_of_masters(optimizer).param_groups:
+        for group in optimizer.param_groups:
             ids.update(map(id, group["params"]))
     return ids
 

@@ -68,7 +68,7 @@ def rescale_pending(stash: AmpOptimizerState, pending: Pending, scaler: LossScal
     Where the ratio of the two scales is a power of two, as it is unless a script wrote one, this loses no bit of a
     gradient that stays within the normal range of its dtype.
     """
-    is_current = pending.scale is scaler._scale
+    is_current = pending.scale is scaler.core.scale
     is_one = scaler.is_one and pending.scalers.keys() == {scaler}
     if not is_current and not is_one:
         grads = [_entries(param.grad) for param in stash.leaves() if param.grad is not None]
@@ -114,6 +114,7 @@ def unscale_new(
     if is_sharded and scale is not None:
         sharded.share_overflow(scaler, direct)
     if len(half_gradients) < len(masters):
+        drop_cleared_gradients(masters)  # in the block, whose backward pass gave them none
         show(masters, scale)
     if stash.aside:
         stash.add_aside()

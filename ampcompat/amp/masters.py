@@ -1,48 +1,49 @@
 """Float32 masters of half tensors, and the invariant that ties the two: ``half == value.to(half.dtype)``, bitwise.
 
 A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.amp.half_weights.HalfWeights`), so that
-deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 side.
-The life of a master, as a table of what each event does to its two sides:
+deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 copy.
+The life of a master, as a table of what each event does to its two copies:
 
-=======================================  =============================  =======================================
-event                                    half (the model's tensor)      value (the float32 master)
-=======================================  =============================  =======================================
-``initialize``                           rounded from float32           the float32 weight, to the bit
-``optimizer.step``                       rounded from value             stepped by the optimizer
-``load_state_dict``                      rounded from what was loaded   what was loaded
-half written, counters move              kept                           takes the elements that differ
-half written past the counters           kept; a step may overwrite it  the same, if compared; else kept
-half written, then written back          kept                           what it was before the first write
-value written                            rounded from value             kept
-both written after ``state_dict``        rounded from value             half's elements where half moved
-parameter replaced in its module         the new parameter, cast        takes the elements that differ
-buffer assigned in its module            the new buffer, as it is       what differs; dropped at another dtype
-replaced, and added to an optimizer      stays, of no model             stays in its group; the new has its own
-replaced under one of its names: untied  stays under the others         stays; the new one has its own
-replaced by another's half: tied to it   stays, of no model             stays; the name is the other master's
-``model.to(device)``                     moved                          follows
-other strides (``memory_format=``)       laid out anew                  keeps its strides, for fused optimizers
-``model.float()`` and the like           cast back                      takes the elements that differ
-deepcopy, pickle                         copied                         copied
-``initialize`` at another level          float32 again, from value      dropped
-=======================================  =============================  =======================================
+===================================  =============================  =======================================
+event                                half (the model's tensor)      value (the float32 master)
+===================================  =============================  =======================================
+``initialize``                       rounded from float32           the float32 weight, to the bit
+``optimizer.step``                   rounded from value             stepped by the optimizer
+``load_state_dict``                  rounded from what was loaded   what was loaded
+half written, its version moves      kept                           takes the elements that differ
+half written through ``data``        kept                           takes the elements that differ
+half written, and written back       kept                           kept
+value written                        rounded from value             kept
+both written, with no look between   kept                           takes the elements that differ
+parameter replaced in its module     stays, of no model; a warning  stays with its optimizer
+replaced, and added to an optimizer  stays, of no model; a warning  stays; the new one has its own
+buffer assigned in its module        the new buffer, as it is       what differs; dropped at another dtype
+``model.to(device)``                 moved                          follows
+other strides (``memory_format=``)   laid out anew                  keeps its strides, for fused optimizers
+``model.float()`` and the like       cast back                      takes the elements that differ
+deepcopy, pickle                     copied                         copied
+``initialize`` at another level      float32 again, from value      dropped
+===================================  =============================  =======================================
 
-"Has its own" and "is the other's" speak of masters: what plain torch would train is trained, in the group that was
-asked for. "Elements that differ" are those where ``value`` does not round to what ``half`` holds: every element that no
-other code wrote keeps its low bits.
+"Elements that differ" are those where ``value`` does not round to what ``half`` holds: every element that no other code
+wrote keeps its low bits.
 
-Writes are found by version counters and data pointers. Writes past both (``p.data.clamp_()``, collectives on
-``p.data``) are found by comparing values: in the first comparisons and steps of a master's life, from then on wherever
-such a write was seen once, and whenever a master is saved or copied. Elsewhere the next step overwrites them.
+Which copy was written is known, not guessed. Writes in place move a tensor's version counter, and ``half.to(...)`` its
+address. Writes through ``param.data`` move neither, so that taking ``data`` is noted: of a parameter with a master, its
+``data`` is taken through :func:`_note_taken`. An alias stays noted as long as it is alive. A copy that was neither
+counted nor noted is not looked at, and nothing here reads the device.
+
+A forward needs half weights that follow their masters (:func:`refresh`); it computes with half weights that a script
+has written as they are. Masters follow these before a step, a save or a copy (:func:`settle`): a weight that was
+written for a forward and written back by then has kept every bit of its master.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 import weakref
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -52,43 +53,17 @@ from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat.amp.half_weights import ensure_half_weights, half_weights, masters_by_name
 
-#: How often a new master is compared by value.
-EARLY_COMPARISONS = 4
-#: Its first steps: after each of them it is compared twice more (WGAN clips weights after a step).
-EARLY_STEPS = 3
+#: Elements that are merged at once: on a device as many as fused kernels take in one launch.
+CHUNK = 2**24
+#: The same on the CPU, which has no launches: what stays in its cache.
+CPU_CHUNK = 2**17
 
 
-@dataclass(eq=False, slots=True)
-class Slot:
-    """Locate a half tensor: the module's dict of parameters or buffers, its name in there, and the module."""
+class Copy(Enum):
+    """Name the two copies of a weight."""
 
-    tensors: dict[str, torch.Tensor | None]
-    name: str
-    module: weakref.ref[torch.nn.Module]
-
-    @property
-    def held(self) -> torch.Tensor | None:
-        """What is there now; None where there is nothing, or the module is gone."""
-        if self.module() is None:
-            return None
-        return self.tensors.get(self.name)
-
-    def is_at(self, module: torch.nn.Module | None, name: str) -> bool:
-        """Whether this is ``module.name``."""
-        return self.module() is module and self.name == name
-
-
-@dataclass
-class Watch:
-    """What the comparisons by value of one master need.
-
-    Attributes:
-        fingerprint: Of ``half``, when both sides were last equal: it tells which side was written.
-        early_steps: How many of the first steps are still to come; each adds comparisons.
-    """
-
-    fingerprint: torch.Tensor | None = None
-    early_steps: int = EARLY_STEPS
+    HALF = "the model's tensor"
+    VALUE = "the float32 master"
 
 
 class Master:
@@ -102,17 +77,16 @@ class Master:
     Attributes:
         half: The model's parameter or buffer; ``initialize`` gave it its ``dtype``.
         value: The master: a float32 ``Parameter`` of the same shape and device.
-        slots: Where ``half`` is held (several for tied weights).
-        took_over: Whether ``half`` replaced the parameter that optimizers were given, which ``value`` was made for.
+        slots: Where ``half`` is: dicts of parameters or buffers, and its name in each (several for tied weights).
 
-    What tells whether either side was written since both were equal:
+    What tells which copy was written since both were equal:
 
     Attributes:
-        synced: Version of ``half``, version of ``value`` and address of ``half`` at that time.
-        comparisons: Comparisons by value that are left; infinite once a write past the version counters was seen.
-        watch: What these need; None where no comparison is left.
-        half_at_hand_out: Copy of ``half`` at the time when ``value`` was handed out, to be written perhaps; else None.
-        value_before_writes: ``value`` before other code wrote ``half``, until the next step; else None.
+        half_version: Version of ``half`` at that time.
+        value_version: Version of ``value`` then.
+        address: Address of ``half`` then.
+        taken: The copy whose ``data`` was taken last, and may have been written through it; None if neither was.
+        aliases: What was taken, as far as it is alive.
 
     What tells whether a script has cleared or edited a half gradient:
 
@@ -132,34 +106,28 @@ class Master:
             with torch.inference_mode(False), torch.no_grad():
                 exact = (half if value is None else value).detach().to(half.device, torch.float32, copy=True)
                 self.value = torch.nn.Parameter(exact, requires_grad=half.requires_grad)
-        self.slots: list[Slot] = []
-        self.took_over = False
+        self.slots: list[tuple[dict[str, Any], str]] = []
         self.added_grad: tuple[torch.Tensor, int] | None = None
-        self.half_at_hand_out: torch.Tensor | None = None
-        self.value_before_writes: torch.Tensor | None = None
-        self.comparisons: float = 0
-        self.watch: Watch | None = None
-        if self.is_param:  # a buffer is compared when it is saved or copied; forwards read its half side alone
-            self.comparisons = EARLY_COMPARISONS
-            self.watch = Watch()
-        self.record_versions()
+        self.taken: Copy | None = None
+        self.aliases: list[tuple[Copy, weakref.ref[torch.Tensor]]] = []
+        self.record()
         self.register()
 
     @property
     def is_param(self) -> bool:
-        """Whether ``half`` is a parameter, and no buffer."""
+        """Whether ``half`` is a parameter, and not a buffer."""
         return isinstance(self.half, torch.nn.Parameter)
 
     def register(self) -> None:
         """Index this master under both of its tensors."""
-        index = state.masters.by_tensor
-        index[id(self.half)] = index[id(self.value)] = self
+        index = state.masters
+        index.by_tensor[id(self.half)] = index.by_tensor[id(self.value)] = self
 
     def add_slot(self, module: torch.nn.Module, name: str) -> None:
         """Record that ``module.name`` is ``half``."""
-        if not any(slot.is_at(module, name) for slot in self.slots):
-            tensors: Any = module._parameters if name in module._parameters else module._buffers
-            self.slots.append(Slot(tensors, name, weakref.ref(module)))
+        tensors: Any = module._parameters if name in module._parameters else module._buffers
+        if not any(known is tensors and known_name == name for known, known_name in self.slots):
+            self.slots.append((tensors, name))
 
     def retire(self) -> None:
         """Leave ``half``, which is float32 again, without a master; optimizers may still hold ``value``."""
@@ -170,148 +138,69 @@ class Master:
         self.added_grad = None
         self.value.grad = None
 
-    def record_versions(self) -> None:
-        """Record the versions of both sides, which are equal now."""
-        self.synced = (self.half._version, self.value._version, self.half.data_ptr())
-        self.half_at_hand_out = None
-        if self.watch is not None:
-            self.watch.fingerprint = _torch.fingerprint(self.half)
+    # -- which copy was written ----------------------------------------------------------------------------------------
+    def record(self) -> None:
+        """Record that both copies are equal now."""
+        self.half_version = self.half._version
+        self.value_version = self.value._version
+        self.address = self.half.data_ptr()
+        self.aliases = _alive(self.aliases)
+        held = [copy_taken for copy_taken, _ in self.aliases]
+        if Copy.HALF in held or not self.is_param:  # batch norm writes its buffers without moving their versions
+            self.taken = Copy.HALF
+        elif held:
+            self.taken = Copy.VALUE
+        else:
+            self.taken = None
 
-    def hand_out(self) -> torch.Tensor:
-        """Return the master for a state dict or ``master_params``: what is written into it, ``.data`` too, counts."""
-        if self.half_at_hand_out is None:
-            self.half_at_hand_out = self.half.detach().clone()
-        return self.value.detach()
+    @property
+    def is_half_counted(self) -> bool:
+        """Whether ``half`` has another version or address than when both copies were equal."""
+        return self.half._version != self.half_version or self.half.data_ptr() != self.address
 
-    @torch.no_grad()
-    def push(self) -> None:
-        """Write the master into the model."""
-        self.value_before_writes = None
-        self.half.copy_(self.value)
-        self.record_versions()
+    @property
+    def is_value_counted(self) -> bool:
+        """Whether ``value`` has another version than when both copies were equal."""
+        return self.value._version != self.value_version
 
-    # -- reconcile: four cases, by what is known of a write ------------------------------------------------------------
-    @torch.no_grad()
-    def reconcile(self, stepping: bool = False, compare: bool = False) -> bool:
-        """Restore the invariant, whichever side was written.
+    def written(self) -> Copy | None:
+        """Return the copy that other code has written, or may have; None if it has written neither.
 
-        Args:
-            stepping: An optimizer is about to step: what was written is meant to stay, and is not written back later.
-            compare: Compare a parameter by value in any case, since ``value`` is about to be saved or copied.
-
-        Returns:
-            Whether either side had been written.
-
-        Host syncs: one where values are compared, one where ``value`` was handed out.
+        A version that moved is surer than ``data`` that was taken. Where both have moved, with no look between, the
+        model's elements count.
         """
+        if self.is_half_counted:
+            return Copy.HALF
+        if self.is_value_counted:
+            return Copy.VALUE
+        return self.taken
+
+    def note_taken(self, tensor: torch.Tensor, alias: torch.Tensor | None) -> None:
+        """Note that ``alias``, the ``data`` of ``tensor``, was taken: the copy may be written through it.
+
+        What was written to the other copy is taken over first, so that the later write is the one that counts.
+        """
+        taken = Copy.HALF if tensor is self.half else Copy.VALUE
+        if self.written() not in (None, taken):
+            settle([self])
+        self.taken = taken
+        self.aliases = _alive(self.aliases)
+        if alias is not None:
+            self.aliases.append((taken, weakref.ref(alias)))
+
+    def export(self) -> torch.Tensor:
+        """Return the master for a state dict: what is written into it, ``.data`` too, counts."""
+        alias = self.value.detach()
+        self.note_taken(self.value, alias)
+        return alias
+
+    # -- what the module did to its tensor -----------------------------------------------------------------------------
+    def follow_module(self) -> None:
+        """Follow ``half`` to another device, and cast it back where ``module.float()`` or the like has cast it."""
         if self.value.device != self.half.device:
             self._follow_device()
         if self.half.dtype != self.dtype:
             self._keep_dtype()
-        half_version, value_version, half_address = self.synced
-        half_moved = self.half._version != half_version or self.half.data_ptr() != half_address
-        value_moved = self.value._version != value_version
-        if self.half_at_hand_out is not None:
-            return self._merge_since_hand_out(self.half_at_hand_out, half_moved, value_moved, stepping, compare)
-        if half_moved:
-            self._take(self.half, kept=self._rounds_to(self.half), remember=not stepping)
-            self._round_into(self.half)
-            return True
-        if value_moved:
-            self.push()
-            return True
-        if (compare or self.comparisons) and not _is_traced():
-            return self._follow_uncounted_write(stepping)
-        return False
-
-    def _follow_uncounted_write(self, stepping: bool) -> bool:
-        """Find a write past the version counters by comparing values, and follow it; whether there was one.
-
-        Reads the device: one host sync, two where the sides differ.
-        """
-        if not self.is_param:  # it has no fingerprint that tells which side was written: take the half one
-            self._take(self.half, kept=self._rounds_to(self.half))
-            self._round_into(self.half.data)
-            return False
-        fingerprint = None if self.watch is None else self.watch.fingerprint
-        self._count_comparison()
-        if not self._sides_differ():
-            return False
-        half_moved = fingerprint is None or not torch.equal(_torch.fingerprint(self.half), fingerprint)
-        self._always_compare()
-        if half_moved:
-            self._take(self.half, kept=self._rounds_to(self.half), remember=not stepping)
-            self._round_into(self.half.data)
-        else:  # the master was written: ``group["params"][0].data.mul_()``
-            self.push()
-        return True
-
-    def _merge_since_hand_out(
-        self, half_then: torch.Tensor, half_moved: bool, value_moved: bool, stepping: bool, compare: bool
-    ) -> bool:
-        """Take half's elements where half moved since ``value`` was handed out, and the master's elsewhere.
-
-        ``half_then`` is half at that time. Returns whether either side had been written.
-        """
-        unmoved = _torch.bits(self.half.detach()) == _torch.bits(half_then)
-        is_counted = half_moved or value_moved
-        can_read = not _is_traced()
-        # A step need not know of a write past the version counters: it takes the elements that moved all the same.
-        if can_read and not is_counted and not stepping and not bool(unmoved.all()):
-            half_moved = True
-            self._always_compare()
-        written = is_counted or (half_moved and self.is_param)
-        if can_read and not written and compare and self.is_param:
-            written = self._sides_differ()  # the master that was handed out, perhaps
-        self._take(self.half, kept=unmoved, remember=half_moved and not stepping)
-        self._round_into(self.half if is_counted else self.half.data)
-        return written
-
-    def _take(self, exact: torch.Tensor, kept: torch.Tensor, remember: bool = False) -> None:
-        """Take ``exact`` into the master, but for the elements that are ``kept``.
-
-        Elements that were written and are written back (an attack on the weights, an average put in for an evaluation)
-        get the master back that they had: the rounded one would lose updates below the rounding. ``remember`` the
-        master for that, from the first write on until the next step.
-        """
-        taken = exact.float()
-        before = self.value_before_writes
-        if before is not None:
-            is_written_back = before.to(self.dtype).float() == taken
-            taken = torch.where(is_written_back, before, taken)
-        elif remember and self.is_param:
-            self.value_before_writes = self.value.detach().clone()
-        self.value.copy_(torch.where(kept, self.value, taken))
-
-    def _rounds_to(self, exact: torch.Tensor) -> torch.Tensor:
-        """Where the master rounds to ``exact``, element by element: its low bits are worth keeping there."""
-        return self.value.to(self.dtype).float() == exact.float()
-
-    def _round_into(self, half: torch.Tensor) -> None:
-        """Write the master into ``half``, for elements that compare as equal and are not: NaN, and -0.0 beside 0.0.
-
-        Pass ``self.half.data`` to write past the version counter, where no counter has moved: a graph that holds the
-        weight stays valid.
-        """
-        half.copy_(self.value)
-        self.record_versions()
-
-    def _count_comparison(self) -> None:
-        """Use up one comparison, and with the last one what they need."""
-        self.comparisons = max(0, self.comparisons - 1)
-        if self.watch is not None and not self.comparisons and not self.watch.early_steps:
-            self.watch = None
-
-    def _always_compare(self) -> None:
-        """Always compare by value from now on: some code writes without moving a version counter."""
-        self.comparisons = math.inf
-        if self.watch is None:
-            self.watch = Watch()
-
-    def _sides_differ(self) -> bool:
-        """Whether ``half`` is not ``value`` as :meth:`push` rounds it, NaN included. One host sync."""
-        rounded = torch.empty_like(self.half).copy_(self.value)
-        return not torch.equal(_torch.bits(rounded), _torch.bits(self.half.detach()))
 
     def _follow_device(self) -> None:
         """Move the master after ``module.to(device)``; it keeps its identity, for the optimizer that holds it."""
@@ -320,20 +209,11 @@ class Master:
             f"The model moved from {self.value.device} to {self.half.device} after amp.initialize - its master weights"
             " follow, but optimizer state does not - move the model before amp.initialize (D15).",
         )
-        moved = self.value.data.to(self.half.device)
-        try:
-            self.value.data = moved
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"The model moved from {self.value.device} to {moved.device} after amp.initialize - tensors there are"
-                " of another kind, and the masters that the optimizer holds cannot become such - move the model before"
-                " the optimizer is made and amp.initialize is called."
-            ) from error
+        _torch.set_data(self.value, self.value.detach().to(self.half.device))
         if self.value.grad is not None:
             self.value.grad = self.value.grad.to(self.half.device)
-        self.half_at_hand_out = None
-        self.value_before_writes = None
 
+    @torch.no_grad()
     def _keep_dtype(self) -> None:
         """Undo ``model.float()``: at O2 amp decides about the dtype of the model."""
         warn_once(
@@ -344,12 +224,31 @@ class Master:
         )
         exact = self.half.detach()
         _recast(self.half, self.dtype)
-        self._take(exact, kept=self._rounds_to(exact))
-        self.push()
+        self.value.copy_(merged(self.value, exact, self.dtype))
+        self.half.copy_(self.value)
+        self.record()
 
+    @torch.no_grad()
+    def push(self) -> None:
+        """Write the master into the model."""
+        self.half.copy_(self.value)
+        self.record()
+
+    def rebind(self, half: torch.Tensor) -> None:
+        """Make ``half``, which has taken the place of the model's tensor, the half copy under every name."""
+        if half.is_inference():
+            _torch.leave_inference_mode(half)
+        self.half = half
+        self.added_grad = None
+        self.register()
+        for tensors, name in self.slots:
+            if tensors.get(name) is not None:
+                tensors[name] = half
+
+    # -- copies --------------------------------------------------------------------------------------------------------
     def __deepcopy__(self, memo: dict[int, Any]) -> Master:
-        self.reconcile(compare=True)
-        # Both sides go through the memo, so that an optimizer which is copied along holds the copy's masters.
+        settle([self])
+        # Both copies go through the memo, so that an optimizer which is copied along holds the copy's masters.
         half = copy.deepcopy(self.half, memo)
         value = copy.deepcopy(self.value, memo)
         if not _torch.has_storage(half):
@@ -358,13 +257,38 @@ class Master:
         return clone
 
     def __reduce__(self) -> Any:
-        self.reconcile(compare=True)
-        return Master, (self.half, self.value, True)
+        settle([self])
+        return _rebuilt, (self.half, self.value)
 
 
-def _is_traced() -> bool:
-    """Whether a compiler or exporter looks on: values cannot be read."""
-    return torch.compiler.is_compiling() or _torch.in_fake_mode()
+def _rebuilt(half: torch.Tensor, value: torch.Tensor) -> Master:
+    """Unpickle a master, perhaps in a process without ``initialize``."""
+    watch_torch()
+    return Master(half, value, adopt=True)
+
+
+def watch_torch() -> None:
+    """Have torch tell masters of ``param.data`` that is taken, and of modules' ``zero_grad``; until a reset."""
+    if not state.masters.watches_torch:
+        state.masters.watches_torch = True
+        _torch.watch_parameter_data(_note_taken, state.undo)
+        _torch.watch_zero_grad(_module_zeroed, state.undo)
+
+
+def _note_taken(param: torch.Tensor, alias: torch.Tensor | None) -> None:
+    """Have the master of ``param``, if it has one, know that its ``data`` was taken."""
+    master = master_of(param)
+    if master is not None:
+        master.note_taken(param, alias)
+
+
+def _alive(
+    aliases: list[tuple[Copy, weakref.ref[torch.Tensor]]],
+) -> list[tuple[Copy, weakref.ref[torch.Tensor]]]:
+    """Those of ``aliases`` that something still holds, be it a view of them."""
+    if not aliases:
+        return aliases
+    return [(taken, alias) for taken, alias in aliases if _torch.tensor_of(alias) is not None]
 
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -372,14 +296,14 @@ def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
     _torch.leave_inference_mode(tensor)
     grad = tensor.grad
     tensor.grad = None  # torch refuses a gradient of another dtype than the tensor's
-    tensor.data = tensor.data.to(dtype)
+    _torch.set_data(tensor, tensor.detach().to(dtype))
     if grad is not None:
         tensor.grad = grad.to(dtype)
 
 
 # -- find --------------------------------------------------------------------------------------------------------------
 def master_of(tensor: torch.Tensor) -> Master | None:
-    """The master whose half or float32 side is ``tensor``, if there is one."""
+    """The master whose half or float32 copy is ``tensor``, if there is one."""
     master = state.masters.by_tensor.get(id(tensor))
     if master is None:
         return None
@@ -430,26 +354,16 @@ def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None
     """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
     half: Any = module._parameters.get(name, module._buffers.get(name))
     record = half_weights(module) or ensure_half_weights(module, half.dtype, has_masters=True)
-    held = record.masters
-    if name in held and held[name].half is not half:
-        held[name].add_slot(module, name)
-        _follow_replacement(held[name])
-    if name not in held or held[name].half is not half:
-        master = master_of(half)
-        held[name] = Master(half, value, adopt) if master is None else master
+    master = record.masters.get(name)
+    if master is not None and master.half is not half:
+        master = _follow_buffer(master, half)
+    if master is None:
+        master = master_of(half) or Master(half, value, adopt)
+    if record.masters.get(name) is not master:
+        record.masters[name] = master
         state.masters.generation += 1
-    held[name].add_slot(module, name)
-    return held[name]
-
-
-def drop_master(master: Master) -> None:
-    """Forget ``master``; its half tensor stays."""
-    for slot in master.slots:
-        module = slot.module()
-        if module is not None:
-            masters_by_name(module).pop(slot.name, None)
-    master.retire()
-    state.masters.generation += 1
+    master.add_slot(module, name)
+    return master
 
 
 def set_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
@@ -460,366 +374,150 @@ def set_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
     state.masters.generation += 1
 
 
-# -- reconcile ---------------------------------------------------------------------------------------------------------
-def reconcile(masters: Iterable[Master], stepping: bool = False) -> None:
-    """Restore the invariant of each of ``masters``.
+def _follow_buffer(master: Master, now: torch.Tensor) -> Master | None:
+    """Return ``master``, now that of ``now``, which stands in the place of its half tensor; None if it cannot be.
 
-    Host syncs: as :meth:`Master.reconcile`, for suspects alone: no others are looked at.
+    A buffer that code assigned (``self.mean = ...`` in a forward) goes on with the master that it had. A parameter does
+    not: the optimizer holds the old one, as in plain torch.
     """
-    # Inline, as one condition: models have thousands of masters, and nearly always none of them is a suspect.
-    suspects = [
-        m
-        for m in masters
-        if ((half := m.half)._version, m.value._version, half.data_ptr()) != m.synced  # written
-        or m.half_at_hand_out is not None  # written past the counters, perhaps
-        or m.comparisons
-        or len(m.slots) != 1  # tied
-        or m.slots[0].tensors.get(m.slots[0].name) is not half  # replaced in its module
-    ]
-    for master in suspects:
-        _torch.run_untraced(_follow_replacement, master)
-        _torch.run_untraced(master.reconcile, stepping)
+    if master.is_param or now.dtype != master.dtype or now.shape != master.value.shape:
+        return None
+    master.rebind(now)
+    return master
 
 
-# -- parameters that are replaced --------------------------------------------------------------------------------------
-def follow_replacements(modules: Iterable[torch.nn.Module], trained: Collection[int] = ()) -> None:
-    """Follow tensors that were put in the place of half ones of ``modules``, now and not at their next forward.
-
-    Args:
-        modules: Modules under amp, or not.
-        trained: Ids of the parameters of optimizers that are about to come under amp.
-    """
-    for master in masters_in(modules):
-        _follow_replacement(master, trained)
-
-
-def _follow_replacement(master: Master, trained: Collection[int] = ()) -> None:
-    """Follow what was put in the place of ``half`` (``module.weight = nn.Parameter(...)``).
-
-    A parameter that replaces ``half`` in all of its slots becomes the half side of ``master``, and so is trained. It
-    gets a master of its own where that is not what was meant: another slot still holds ``half`` (the weight was
-    untied), an optimizer was given the new parameter, or its shape is another. Where another module holds it (the
-    weight was tied to that one's), its slots become those of that one's master.
-
-    What ``functional_call`` puts there for the time of a forward is left alone, and plain tensors that other code does.
-    """
-    replaced: dict[torch.Tensor, list[Slot]] = {}
-    is_held = False
-    for slot in master.slots:
-        now = slot.held
-        if now is master.half:
-            is_held = True
-        elif now is not None and _torch.has_storage(now):
-            replaced.setdefault(now, []).append(slot)
-    if not replaced or _torch.in_functional_call():
-        return
-    for now, slots in replaced.items():
-        if not isinstance(master.half, torch.nn.Parameter):
-            _follow_buffer(master, now, slots, is_held)
-        elif isinstance(now, torch.nn.Parameter):
-            _follow_parameter(master, now, slots, is_held, trained)
-        is_held = is_held or now is master.half
+def warn_of_replaced(masters: Iterable[Master]) -> None:
+    """Warn, once, of each parameter that a module holds in the place of one with a master."""
+    for master in masters:
+        for tensors, name in master.slots:
+            now = tensors.get(name)
+            if isinstance(now, torch.nn.Parameter) and now is not master.half:
+                master.slots = []
+                _warn_of_replacement(name, now, master.half.device)
+                break
 
 
-def _follow_parameter(
-    master: Master, now: torch.nn.Parameter, slots: list[Slot], is_held: bool, trained: Collection[int]
-) -> None:
-    """Follow ``now``, which ``slots`` hold in the place of ``master.half``.
-
-    ``is_held``: other slots of the master still hold its half. ``trained``: as in :func:`follow_replacements`.
-    """
-    where = f"{slots[0].name!r} of a {type(slots[0].module()).__name__}"
-    other = master_of(now)
-    _refuse_replacement(now, where, other)
-    if _is_held_elsewhere(now, slots):
-        _move_slots(master, slots, other or _own_master(now, master.dtype))
-        return
-    is_resized = now.shape != master.value.shape
-    optimizers = _optimizers_of(now)
-    is_trained = bool(optimizers) or id(now) in trained
-    if is_held or is_resized or is_trained:
-        _move_slots(master, slots, _own_master(now, master.dtype))
-        for optimizer in optimizers:
-            optimizer._amp_stash.groups = []
-            optimizer._amp_stash.look_up(optimizer)  # it holds the master from now on
-        if not is_trained:
-            _warn_of_untrained(master, now, where)
-        return
-    warn_once(
-        f"replaced {where}",
-        f"Parameter {where} was replaced after amp.initialize - the optimizer holds the master of the old one - the"
-        " master takes the new values and continues to train them (D15).",
-    )
-    _take_over(master, now, slots)
-
-
-def _refuse_replacement(now: torch.Tensor, where: str, other: Master | None) -> None:
-    """Raise for what cannot be a half tensor in a module; ``other`` is its master."""
+def _warn_of_replacement(name: str, now: torch.Tensor, device: torch.device) -> None:
+    where = repr(name)
     if _torch.is_sharded(now):
         raise RuntimeError(
             f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
             " not sharded, FSDP2's own shards are - call fully_shard before the optimizer is made and before"
             " amp.initialize."
         )
-    if other is not None and other.value is now:
+    if now.device.type != device.type:  # torch puts a new parameter there, where it cannot change the old one
         raise RuntimeError(
-            f"Parameter {where} was replaced by a float32 master (of amp.master_params, or an optimizer's groups) -"
-            f" the optimizer steps that one, and the model computes with a {other.dtype} parameter - put a copy there:"
-            " torch.nn.Parameter(master.detach().clone())."
+            f"The model moved from {device} to {now.device} after amp.initialize - its masters, which the optimizer"
+            " holds, stayed - move the model before the optimizer is made and amp.initialize is called."
         )
-
-
-def _warn_of_untrained(master: Master, now: torch.Tensor, where: str) -> None:
-    """Warn of a new parameter that has a master of its own, and no optimizer."""
-    if now.shape != master.value.shape:
-        warn_once(
-            f"resized {where}",
-            f"Parameter {where} was replaced by one of shape {tuple(now.shape)} after amp.initialize - the optimizer"
-            f" holds the old one's master, of shape {tuple(master.value.shape)}, and does not train the new one - give"
-            " it to optimizer.add_param_group, or make a new optimizer and call amp.initialize again.",
-        )
-        return
     warn_once(
-        f"untied {where}",
-        f"Parameter {where} was untied after amp.initialize from the weight that it shared with another module - no"
-        " optimizer trains the new parameter, as in plain PyTorch - give it to optimizer.add_param_group, or untie"
-        " before the optimizer is made.",
+        f"replaced {where}",
+        f"Parameter {where} was replaced after amp.initialize - the optimizer holds the old one, and does not train the"
+        " new one, as in plain PyTorch - copy new values into it (module.weight.data.copy_(...)), or give the new one"
+        " to optimizer.add_param_group (D15).",
     )
 
 
-def _follow_buffer(master: Master, now: torch.Tensor, slots: list[Slot], is_held: bool) -> None:
-    """Follow a buffer that code assigned (``self.mean = ...`` in a forward), while its dtype and shape stay."""
-    if not is_held and now.dtype == master.dtype and now.shape == master.value.shape:
-        _take_over(master, now, slots)
+# -- keep both copies equal --------------------------------------------------------------------------------------------
+def refresh(masters: Iterable[Master]) -> None:
+    """Have half weights follow what was written to their masters, before a forward. No host sync."""
+    written = _written(masters)
+    if written:
+        _torch.run_untraced(_refresh, written)
+
+
+def settle(masters: Iterable[Master]) -> None:
+    """Have each copy follow what was written to the other, before a step, a save or a copy. No host sync."""
+    written = _written(masters)
+    if written:
+        _torch.run_untraced(_settle, written)
+
+
+def _written(masters: Iterable[Master]) -> list[Master]:
+    """Those of ``masters`` of which either copy may have been written."""
+    # Inline, as one condition: models have thousands of masters, and nearly always none of them was written.
+    return [
+        m
+        for m in masters
+        if m.taken is not None
+        or (half := m.half)._version != m.half_version
+        or m.value._version != m.value_version
+        or half.data_ptr() != m.address
+    ]
+
+
+def _refresh(masters: list[Master]) -> None:
+    if _is_traced():
         return
-    for slot in slots:
-        module: Any = slot.module()
-        masters_by_name(module).pop(slot.name)
-    master.slots = [slot for slot in master.slots if slot not in slots]
-    state.masters.generation += 1
-
-
-def _is_held_elsewhere(param: torch.Tensor, slots: list[Slot]) -> bool:
-    """Whether a module other than ``slots``, of a model under amp or known to the master, holds ``param``."""
-
-    def is_elsewhere(module: torch.nn.Module | None, name: str) -> bool:
-        return not any(slot.is_at(module, name) for slot in slots)
-
-    master = master_of(param)
-    if master is not None:
-        for slot in master.slots:
-            if slot.held is param and is_elsewhere(slot.module(), slot.name):
-                return True
-    for model in state.models.live:
-        for module in model.modules():
-            for name, held in module._parameters.items():
-                if held is param and is_elsewhere(module, name):
-                    return True
-    return False
-
-
-def _optimizers_of(param: torch.Tensor) -> list[Any]:
-    """Return the optimizers under amp that hold ``param``, or its master."""
-    master = master_of(param)
-    sides = {id(param)} if master is None else {id(param), id(master.value)}
-    holders = []
-    for optimizer in state.optimizers.listed():
-        held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        if held & sides:
-            holders.append(optimizer)
-    return holders
-
-
-def _own_master(param: torch.Tensor, dtype: torch.dtype) -> Master:
-    """Return the master of ``param``, which is cast to ``dtype``; made of its values as they are if missing."""
-    exact = param.detach()
-    _recast(param, dtype)
-    master = master_of(param)
-    if master is None:
-        return Master(param, exact)
-    master.dtype = dtype
-    return master
-
-
-def _move_slots(master: Master, slots: list[Slot], other: Master) -> None:
-    """Make ``slots`` of ``master`` slots of ``other``."""
-    for slot in slots:
-        module = slot.module()
-        if module is None:
-            continue
-        record = half_weights(module) or ensure_half_weights(module, other.dtype, has_masters=True)
-        record.masters[slot.name] = other
-        other.add_slot(module, slot.name)
-    master.slots = [slot for slot in master.slots if slot not in slots]
-    state.masters.generation += 1
-
-
-def _take_over(master: Master, now: torch.Tensor, slots: list[Slot]) -> None:
-    """Put ``now``, which ``slots`` hold, in the place of ``master.half``, with the values that it has."""
-    other = master_of(now)
-    if other is not None:
-        other.reconcile(compare=True)
-    exact = now.detach() if other is None else other.value.detach()
-    drop_cleared_gradients([master])  # of the old half, whose gradient is not looked at any more
-    _recast(now, master.dtype)
-    with torch.no_grad():
-        if exact.dtype == master.dtype:  # perhaps a copy of the old one, on another device: keep the low bits
-            exact = exact.to(master.value.device)
-            master._take(exact, kept=master._rounds_to(exact))
-        else:
-            master.value.copy_(exact)
-    master.slots = slots
-    rebind(master, now)
-
-
-def rebind(master: Master, now: torch.Tensor) -> None:
-    """Make ``now`` the half side of ``master`` in every slot of a tied weight, and write the master into it."""
-    master.half = now
-    master.added_grad = None
-    master.took_over = True
-    master.register()
-    for slot in master.slots:
-        module = slot.module()
-        if module is None or slot.held is None:
-            continue
-        slot.tensors[slot.name] = now
-        record = half_weights(module) or ensure_half_weights(module, master.dtype, has_masters=True)
-        held = record.masters
-        if held.get(slot.name) is not master:
-            held[slot.name] = master
-            state.masters.generation += 1
-    if master.value.device != now.device:
-        master._follow_device()
-    master.push()
-
-
-def give_up_half(master: Master) -> None:
-    """Give ``master.half`` a master of its own, with the gradient that it has; ``master`` is left without a model.
-
-    For a parameter that took the place of an old one (``took_over``), when a script adds it to an optimizer. As in
-    plain torch, the old one stays where it is in the groups, and has no gradients any more.
-    """
-    drop_cleared_gradients([master])
-    half = master.half
-    master.half = torch.nn.Parameter(half.detach().clone(), requires_grad=half.requires_grad)
-    own = Master(half, master.value)
-    own.added_grad = master.added_grad
-    own.value.grad = master.value.grad
-    _move_slots(master, master.slots, own)
-    master.drop_gradient()
-    master.took_over = False
-    master.register()
-    master.record_versions()
-
-
-def sync_masters(model: torch.nn.Module) -> int:
-    """Take what was written to the model's half weights into their float32 masters, or the other way round.
-
-    Compares by value, and follows replaced parameters. Elements that were not written keep their master's low bits.
-    Needed only after a write that moves neither a version counter nor the data pointer (``p.data.copy_()``,
-    ``dist.broadcast(p.data)``), and before a compiled forward, which does not look, where masters were written or
-    parameters replaced since the last step. apex had no such call: its masters kept their own values, and a write to
-    half weights was lost at the next step.
-
-    Args:
-        model: A model given to ``amp.initialize``, or any module in one.
-
-    Returns:
-        How many tensors had been written. Reads the device.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
-    follow_replacements(model.modules())
-    return sum([master.reconcile(compare=True) for master in masters_of(model)])
-
-
-# -- gradients ---------------------------------------------------------------------------------------------------------
-def drop_cleared_gradients(masters: list[Master]) -> bool:
-    """Drop masters' gradients where the script has cleared the model's; return whether it edited any of the others.
-
-    Cleared is a gradient that became None, and one that was set to zero in place: by ``grad.zero_()``, or by a
-    ``zero_grad(set_to_none=False)`` of the model or of another optimizer. A product is no clearing, even where it comes
-    to zero (clipping by a half norm that is inf multiplies by 0): the optimizer steps with the masters' gradients,
-    which did not change, as under apex. Zeros of a product keep the signs of what was multiplied, and it is by
-    these that the two are told apart; :func:`_was_cleared` says what is done where there is no sign.
-
-    Host syncs: none while no code writes to half gradients; else one, and one for each that became zero.
-    """
-    written: list[Master] = []
     for master in masters:
-        added = master.added_grad
-        if added is None:
-            continue
-        grad = master.half.grad
-        if grad is not added[0] or grad._version != added[1]:
-            written.append(master)
-    return bool(written) and _drop_cleared(written)
+        master.follow_module()
+    _round_into_model([master for master in masters if master.written() is Copy.VALUE])
 
 
-def _drop_cleared(written: list[Master]) -> bool:
-    """Tell cleared from edited among ``written``, whose half gradients a script has written; drop the cleared ones'."""
-    kept: list[Master] = []
-    entries: list[torch.Tensor] = []
-    for master in written:
-        grad = master.half.grad
-        if grad is None:
-            master.drop_gradient()
-        else:
-            kept.append(master)
-            entries.append(_entries(grad))
-    if not kept:
-        return False
-    edited: list[Master] = []
-    zeroed: list[Master] = []
-    for master, has_bits in zip(kept, _torch.have_bits(entries), strict=True):  # -0.0 has one
-        if has_bits:
-            edited.append(master)
-        else:
-            zeroed.append(master)
-    writes_of_edits = {_writes(master) for master in edited}
-    for master in zeroed:
-        if _was_cleared(master, writes_of_edits):
-            master.drop_gradient()
-    return bool(edited)
+def _settle(masters: list[Master]) -> None:
+    if _is_traced():
+        return
+    for master in masters:
+        master.follow_module()
+    by_half = [master for master in masters if master.written() is Copy.HALF]
+    by_value = [master for master in masters if master.written() is Copy.VALUE]
+    merge(by_half)
+    _round_into_model(by_value)
 
 
-def _was_cleared(master: Master, writes_of_edits: set[int | None]) -> bool:
-    """Tell whether a half gradient whose bits are all zero now was cleared, or came to zero by a product.
+def _is_traced() -> bool:
+    """Whether a compiler or exporter looks on: tensors are stand-ins."""
+    return torch.compiler.is_compiling() or _torch.in_fake_mode()
 
-    A gradient that was zero before has nothing to clear: it stays, for the sake of momentum and weight decay. One that
-    had a negative element would show -0.0 after a product. Of a gradient that was positive throughout, the others tell:
-    it was part of an edit if another one was written as often (``writes_of_edits``) and still holds something.
 
-    What cannot be told: positive gradients alone, all multiplied to zero, pass for cleared; so does one whose last
-    backward pass was positive throughout while the sum of all passes is not. One that was positive, and cleared in
-    place, passes for edited if others were edited by as many writes.
+def merged(value: torch.Tensor, half: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return ``value`` with the elements of ``half`` where it does not round to them in ``dtype``, bit for bit."""
+    wide = half.float()
+    rounded = value.to(dtype).float()
+    return torch.where(_torch.bits(rounded) == _torch.bits(wide), value, wide)
+
+
+@_torch.without_grad
+def merge(masters: Sequence[Master]) -> None:
+    """Take what was written to half weights into their masters; elements that were not keep their low bits."""
+    for chunk in _in_chunks(masters):
+        values = [master.value.detach() for master in chunk]
+        flat_values = torch.cat([value.reshape(-1) for value in values])
+        flat_halves = torch.cat([master.half.detach().reshape(-1) for master in chunk])
+        sizes = [value.numel() for value in values]
+        parts = torch.split(merged(flat_values, flat_halves, chunk[0].dtype), sizes)
+        _torch.foreach_copy_(values, [part.view(value.shape) for part, value in zip(parts, values, strict=True)])
+    for master in masters:
+        master.record()
+
+
+def _in_chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:
+    """``masters`` in parts of one device and dtype that are small enough to be merged at once."""
+    parts: dict[tuple[torch.device, torch.dtype, int], list[Master]] = {}
+    elements: dict[tuple[torch.device, torch.dtype], int] = {}
+    for master in masters:
+        kind = (master.half.device, master.dtype)
+        elements[kind] = elements.get(kind, 0) + master.half.numel()
+        number = elements[kind] // (CPU_CHUNK if master.half.is_cpu else CHUNK)
+        parts.setdefault((*kind, number), []).append(master)
+    yield from parts.values()
+
+
+@_torch.without_grad
+def _round_into_model(masters: list[Master]) -> None:
+    """Write masters that other code has written, or may have, into the model.
+
+    Half weights get another version where their master has: a graph that holds them is not valid any more. Where the
+    master's ``data`` was only taken, it may not have been written at all, and graphs stay valid.
     """
-    if master.value.grad is None:
-        return True
-    accumulated = _entries(master.value.grad)
-    if not accumulated.any():
-        return False
-    had_negatives = bool((accumulated < 0).any())
-    return had_negatives or _writes(master) not in writes_of_edits
+    if not masters:
+        return
+    halves = [m.half.detach() if m.is_value_counted else _torch.data_of(m.half) for m in masters]
+    _torch.foreach_copy_(halves, [m.value for m in masters])
+    for master in masters:
+        master.record()
 
 
-def _writes(master: Master) -> int | None:
-    """How often the half gradient was written since it was added; None: another tensor stands in its place."""
-    grad = master.half.grad
-    if grad is None or master.added_grad is None:
-        return None
-    added, version = master.added_grad
-    if grad is not added:
-        return None
-    return grad._version - version
-
-
-def _entries(grad: torch.Tensor) -> torch.Tensor:
-    """The numbers that ``grad`` holds: the stored ones of a sparse gradient."""
-    return grad._values() if grad.is_sparse else grad
-
-
-# -- push --------------------------------------------------------------------------------------------------------------
 @_torch.without_grad
 def push(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
@@ -827,13 +525,84 @@ def push(masters: list[Master]) -> None:
         return
     _torch.foreach_copy_([m.half for m in masters], [m.value for m in masters])
     for master in masters:
-        master.synced = (master.half._version, master.value._version, master.synced[2])
-        master.half_at_hand_out = None
-        master.value_before_writes = None
-        watch = master.watch
-        if watch is None:
+        if master.taken is None:
+            master.half_version = master.half._version
+            master.value_version = master.value._version
+        else:
+            master.record()
+
+
+def sync_masters(model: torch.nn.Module) -> int:
+    """Take what was written to the model's half weights into their float32 masters, or the other way round, now.
+
+    Scripts need not call it: a step, a save and a forward do so. It also finds what nothing tells of: a write through a
+    numpy array, or another alias that was made before ``amp.initialize``. And a compiled forward, which does not look,
+    needs it where masters were written since the last step. apex had no such call: its masters kept their own values,
+    and a write to half weights was lost at the next step.
+
+    Args:
+        model: A model given to ``amp.initialize``, or any module in one.
+
+    Returns:
+        How many parameters were not equal to their masters. One host sync.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
+    masters = masters_of(model)
+    for master in masters:
+        master.follow_module()
+    differ = [_differs(master) for master in masters if master.is_param]
+    merge([master for master in masters if master.written() is not Copy.VALUE])
+    _round_into_model([master for master in masters if master.written() is Copy.VALUE])
+    if not differ:
+        return 0
+    return int(torch.stack([flag.to(differ[0].device) for flag in differ]).sum().item())
+
+
+def _differs(master: Master) -> torch.Tensor:
+    """Whether ``half`` is not ``value`` as it rounds, bit for bit: a 0-dim flag."""
+    rounded = master.value.detach().to(master.dtype)
+    return (_torch.bits(rounded) != _torch.bits(master.half.detach())).any()
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+def drop_cleared_gradients(masters: Iterable[Master]) -> bool:
+    """Drop masters' gradients where the model's became None; return whether a script edited any of the others.
+
+    What a script writes into half gradients, be it zeros, has no effect on masters, as under apex. ``zero_grad`` of an
+    optimizer or a module does: see :func:`zero_gradients`.
+    """
+    some_were_edited = False
+    for master in masters:
+        added = master.added_grad
+        if added is None:
             continue
-        if watch.early_steps:
-            watch.early_steps -= 1
-            master.comparisons = max(master.comparisons, 2)
-        watch.fingerprint = _torch.fingerprint(master.half)
+        grad = master.half.grad
+        if grad is None:
+            master.drop_gradient()
+        elif grad is not added[0] or grad._version != added[1]:
+            some_were_edited = True
+    return some_were_edited
+
+
+@_torch.without_grad
+def zero_gradients(masters: Iterable[Master]) -> None:
+    """Set masters' gradients to zero where the model has gradients, which ``zero_grad(set_to_none=False)`` has zeroed.
+
+    They are not dropped: as in plain torch, momentum and weight decay move a weight whose gradient is zero.
+    """
+    for master in masters:
+        half_grad = master.half.grad
+        if half_grad is None:
+            continue
+        if master.value.grad is None:
+            master.value.grad = torch.zeros_like(master.value)
+        else:
+            master.value.grad.zero_()
+        master.added_grad = (half_grad, half_grad._version)
+
+
+def _module_zeroed(module: torch.nn.Module) -> None:
+    """Have masters follow ``module.zero_grad(set_to_none=False)``."""
+    masters = [master_of(param) for param in module.parameters()]
+    zero_gradients(master for master in masters if master is not None)

@@ -28,11 +28,11 @@ from ampcompat.amp.casts import CastsOff, Saved, restored, save
 from ampcompat.amp.masters import (
     Master,
     drop_cleared_gradients,
-    follow_replacements,
-    give_up_half,
     master_of,
     push,
-    reconcile,
+    settle,
+    warn_of_replaced,
+    zero_gradients,
 )
 from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.observers import notify
@@ -44,12 +44,8 @@ from ampcompat.amp.stash import (
     Gradients,
     announce,
     give_back_params,
-    holder_of_masters,
     match_state,
 )
-
-#: Repetitions of a closure's later evaluation that overflows; each halves the scale.
-RETRIES = 4
 
 R = TypeVar("R")
 #: A flag lent to an optimizer that skips on the device; no scaler: of gradients that an earlier overflow has left.
@@ -282,10 +278,14 @@ def _skips_on_device(optimizer: Optimizer) -> bool:
 
 
 @_torch.eager
-def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = False) -> bool:
+def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = False, is_skipped: bool = True) -> bool:
     """Have unscaled gradients and masters ready for a step; whether the host skips it.
 
-    ``on_device``: the optimizer reads the overflow flags itself; the host reads none.
+    Args:
+        optimizer: About to step.
+        stash: Its own.
+        on_device: The optimizer reads the overflow flags itself; the host reads none.
+        is_skipped: After an overflow, the step is skipped, and a message says so.
     """
     stash.look_up(optimizer)
     if len(state.optimizers.pending):
@@ -306,17 +306,16 @@ def _prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = F
         return False
     if stash.undecided_steps:
         stash.report_all()
-    return _has_overflowed(stash)
+    return _has_overflowed(stash, is_skipped)
 
 
 def _prepare_masters(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
     """Have masters, and their gradients, follow what the script has done to the model's."""
-    if stash.last_step.skipped is None:  # no step yet
-        nested.refuse_lookahead(optimizer)
     some_were_edited = drop_cleared_gradients(stash.masters)
     if some_were_edited:
         misuse.warn_of("half gradients edited")
-    reconcile(stash.masters, stepping=True)
+    warn_of_replaced(stash.masters)
+    settle(stash.masters)
 
 
 def _warn_of_missing_gradients(stash: AmpOptimizerState) -> None:
@@ -334,8 +333,8 @@ def _warn_of_missing_gradients(stash: AmpOptimizerState) -> None:
         misuse.warn_of("no block")
 
 
-def _has_overflowed(stash: AmpOptimizerState) -> bool:
-    """Read whether gradients overflowed, and say so.
+def _has_overflowed(stash: AmpOptimizerState, is_skipped: bool) -> bool:
+    """Read whether gradients overflowed, and say so where a step ``is_skipped`` for it.
 
     Host syncs: one, of the only flag or of several together. Where a loss overflowed, one more for each scale that the
     message names, and one for its flag if that was the only one. Where an earlier overflow is still noted and no loss
@@ -352,14 +351,16 @@ def _has_overflowed(stash: AmpOptimizerState) -> bool:
     count = len(stash.overflows)
     overflowed = [scaler for (scaler, _), value in zip(stash.overflows, is_set[:count], strict=True) if value]
     if overflowed:
-        announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
+        if is_skipped:
+            announce([(scaler, scaler.scale_after_back_off().item()) for scaler in overflowed])
         return True
     if not any(is_set[count:]):
         return False
     gradients = stash.gradients_for_step()
     if not gradients or not sharded.any_non_finite(gradients).item():
         return False
-    announce([(None, 0.0)])
+    if is_skipped:
+        announce([(None, 0.0)])
     return True
 
 
@@ -441,32 +442,24 @@ def _step_with_closure(
 ) -> Any:
     """Step with ``closure``, which runs with grad on and the casts of the caller. apex refused closures.
 
-    When the first evaluation overflows, the whole step is skipped, and its loss returned. A later one (LBFGS) is
-    repeated at the lower scale. Optimizers that may act before they evaluate (LBFGS, SAM) are put back to where they
-    were.
+    When the first evaluation overflows, the step is skipped, and its loss returned. Where the optimizer has acted
+    before (a later evaluation of LBFGS's search, that in the middle of SAM's step), it finds gradients of zero instead:
+    it stops where it is, or goes back to where it was.
     """
     stash: AmpOptimizerState = optimizer._amp_stash
-    closure_step = _ClosureStep(optimizer, closure, outside)
-    evaluates_first = _evaluates_first(optimizer)
     has_gradients = stash.gradients is not Gradients.NONE or stash.pending is not None
-    if has_gradients and not evaluates_first and closure_step.unscale_and_check():
+    acts_before = has_gradients and not _evaluates_first(optimizer)
+    closure_step = _ClosureStep(optimizer, closure, outside, acts_before)
+    if acts_before and closure_step.unscale_and_check():
         loss = closure_step.evaluate()
         closure_step.unscale_and_check()  # notes what this evaluation has left; the step is skipped all the same
         _end(optimizer, stash, skipped=True)
         return loss
-    undo = ExitStack()
-    may_act_before = not evaluates_first or type(optimizer).__name__ == "LBFGS"
-    if may_act_before and any(scaler.dynamic for scaler in stash.session.scalers):
-        _snapshot(optimizer, undo)
     try:
-        result = original(closure_step.evaluate_until_finite, **kwargs)
+        result = original(closure_step.evaluate_or_skip, **kwargs)
     except _SkipStep:
-        undo.close()
         _end(optimizer, stash, skipped=True)
         return closure_step.first_loss
-    except BaseException:
-        undo.close()  # LBFGS cannot go on from the middle of its search
-        raise
     _end(optimizer, stash, skipped=False)
     return result
 
@@ -482,39 +475,39 @@ def _evaluates_first(optimizer: Optimizer) -> bool:
 class _ClosureStep:
     """The evaluations of one ``step(closure)``."""
 
-    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], outside: Saved) -> None:
+    def __init__(self, optimizer: Optimizer, closure: Callable[[], Any], outside: Saved, acts_before: bool) -> None:
         self._optimizer = optimizer
         self._stash: AmpOptimizerState = optimizer._amp_stash
         self._closure = closure
         self._outside = outside
-        self._evaluations = 0
+        self._has_acted = acts_before
         self.first_loss: Any = None
 
-    def evaluate_until_finite(self) -> Any:
-        """Evaluate the closure for the optimizer, again after an overflow; leave the step if the first overflows."""
-        attempts = 1 if self._evaluations == 0 else 1 + RETRIES
-        for attempt in range(attempts):
-            if attempt:
-                self._optimizer.zero_grad()  # for a closure that leaves this to its optimizer
-            loss = self.evaluate()
-            if not self.unscale_and_check():
-                return loss
-        raise _SkipStep
+    def evaluate_or_skip(self) -> Any:
+        """Evaluate the closure for the optimizer; after an overflow, leave the step, or have it find zeros."""
+        loss = self.evaluate()
+        overflowed = self.unscale_and_check(is_skipped=not self._has_acted)
+        if overflowed and not self._has_acted:
+            raise _SkipStep
+        if overflowed:
+            for gradient in self._stash.gradients_for_step():
+                gradient.zero_()
+        self._has_acted = True
+        return loss
 
     def evaluate(self) -> Any:
         """Evaluate the closure once, on weights that follow the masters."""
         self._stash.look_up(self._optimizer)
-        reconcile(self._stash.masters)
+        settle(self._stash.masters)
         loss = evaluate(self._closure, self._outside)
-        if self._evaluations == 0:
+        if self.first_loss is None:
             self.first_loss = loss
-        self._evaluations += 1
         return loss
 
-    def unscale_and_check(self) -> bool:
+    def unscale_and_check(self, is_skipped: bool = True) -> bool:
         """Make the gradients that are there ready for a step; return whether they overflowed."""
         stash = self._stash
-        overflowed = _prepare(self._optimizer, stash)
+        overflowed = _prepare(self._optimizer, stash, is_skipped=is_skipped)
         if overflowed:
             stash.note_earlier_overflows(stash.overflows)  # until the next evaluation clears the gradients
             stash.gradients = Gradients.NONE
@@ -522,30 +515,16 @@ class _ClosureStep:
         return overflowed
 
 
-def _snapshot(optimizer: Optimizer, undo: ExitStack) -> None:
-    """Have ``undo`` put params and state of ``optimizer`` back as they are now."""
-    undo.callback(push, optimizer._amp_stash.masters)
-    for group in optimizer.param_groups:  # some optimizers count steps here
-        undo.callback(group.update, {name: value for name, value in group.items() if name != "params"})
-        for param in group["params"]:
-            undo.callback(param.detach().copy_, param.detach().clone())
-    undo.callback(optimizer.state.update, {p: copy.deepcopy(dict(held)) for p, held in optimizer.state.items()})
-    undo.callback(optimizer.state.clear)
-
-
 # -- zero_grad, add_param_group ----------------------------------------------------------------------------------------
 @_torch.eager
 def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear master gradients as asked, and the half gradients of the model with them."""
     stash: AmpOptimizerState = optimizer._amp_stash
-    if stash.gradients is Gradients.UNSCALED or len(state.optimizers.live) > 1:
+    if stash.masters:
         drop_cleared_gradients(stash.masters)  # before what is None becomes zeros
     original(*args, **kwargs)
-    if "_amp_hooked" in vars(optimizer):  # a ZeroRedundancyOptimizer: the one inside holds the masters
-        holder_of_masters(optimizer).zero_grad(*args, **kwargs)
-    for master in stash.masters:
-        master.added_grad = None
-        master.half.grad = None
+    if stash.masters:
+        _clear_half_gradients(stash.masters, *args, **kwargs)
     stash.earlier_overflows = []
     stash.mixed_gradient = None
     stash.aside = []
@@ -561,6 +540,23 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
         stash.gradients = Gradients.NONE
 
 
+@_torch.without_grad
+def _clear_half_gradients(masters: list[Master], *args: Any, **kwargs: Any) -> None:
+    """Clear the model's gradients as ``zero_grad`` has cleared those of masters: to None, or to zero."""
+    asked_for_zeros = (args and args[0] is False) or kwargs.get("set_to_none") is False
+    zeroed = []
+    for master in masters:
+        grad = master.half.grad
+        if grad is not None and (asked_for_zeros or master.value.grad is not None):
+            grad.detach_().zero_()
+            zeroed.append(master)
+        else:
+            master.half.grad = None
+            master.added_grad = None
+    if zeroed:
+        zero_gradients(zeroed)
+
+
 def _drop_shared_aside(cleared: AmpOptimizerState, other: AmpOptimizerState) -> None:
     """Drop what a block of ``other`` has put aside of parameters whose gradients are ``cleared``."""
     held = set(map(id, cleared.direct))
@@ -574,17 +570,12 @@ def _add_param_group(optimizer: Optimizer, original: Callable[..., Any], *args: 
     original(*args, **kwargs)
     added = optimizer.param_groups[-1]["params"]
     masters = [master for master in map(master_of, added) if master is not None]
-    if any(id(master.value) in held and not master.took_over for master in masters):
+    if any(id(master.value) in held for master in masters):
         optimizer.param_groups.pop()
         raise ValueError(
             "some parameters appear in more than one parameter group - the optimizer holds their float32 masters"
             " already - leave them out of the new group."
         )
-    for master in masters:
-        if master.took_over:  # this or another optimizer has trained it in the place of an old one
-            give_up_half(master)
-    for model in state.models.live:  # the new group may hold what was put into them since their last forward
-        follow_replacements(model.modules())
     new = never_held(added)
     stash.look_up(optimizer)
     for other in sharers(optimizer):  # the new group may hold gradients of theirs that are not finite

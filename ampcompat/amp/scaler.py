@@ -1,12 +1,7 @@
-"""The loss scaler: ``torch.amp.GradScaler`` driven as apex drove its own (``apex/amp/scaler.py: LossScaler``).
+"""The loss scaler by apex's names (``apex/amp/scaler.py: LossScaler``), around a scale of ``loss_scale``.
 
-The transition, once per backward pass (one end of a ``scale_loss`` block that unscales), is :func:`next_scale`. The
-limits act where the scale moves, so a scale that a user wrote above the maximum comes down at the next growth. A static
-scaler counts clean passes and never moves nor skips.
-
-``amp.scale_loss`` drives it. Of GradScaler's own methods ``scale``, the getters and setters and ``state_dict`` serve
-as they are; those that take an optimizer are refused. ``unscale``, ``unscale_with_stashed`` and ``update_scale`` are
-apex's, for scripts that unscale by hand.
+``amp.scale_loss`` drives it. ``unscale``, ``unscale_with_stashed`` and ``update_scale`` are apex's, for scripts that
+unscale by hand. A static scaler counts clean passes and never moves nor skips.
 """
 
 from __future__ import annotations
@@ -14,21 +9,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ampcompat import _torch
 from ampcompat.amp._amp_state import master_params
+from ampcompat.amp.loss_scale import FLOOR, WINDOW, DynamicLossScale, StaticLossScale
 from ampcompat.amp.properties import is_scale
 
 __all__ = ["LossScaler", "master_params"]
 
-WINDOW = 2000
 #: Overflow flags that are kept apart until a transition or a step looks at them; more become one.
 MAX_FLAGS = 1024
-#: The smallest dynamic scale when ``min_loss_scale`` is None: a scale that reaches zero can never recover.
-FLOOR = 2.0**-24
 
 _DTYPE = attrgetter("dtype")
 _DEVICE_AND_DTYPE = attrgetter("device", "dtype")
@@ -59,46 +52,12 @@ class _Overflows:
         self.found_inf[flag.device] = flag if earlier is None else torch.maximum(flag, earlier)
 
 
-def next_scale(
-    scale: torch.Tensor,
-    tracker: torch.Tensor,
-    found_inf: torch.Tensor,
-    *,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    smallest: float,
-    largest: float,
-    is_within_limits: bool = True,
-) -> torch.Tensor:
-    """Return the scale that follows ``scale``, and count the pass in ``tracker``. No host sync.
-
-    * ``found_inf`` is set: ``max(smallest, scale * backoff_factor)``; the tracker becomes 0.
-    * else the tracker counts one more clean pass; at ``growth_interval`` it becomes 0, and the scale
-      ``min(largest, scale * growth_factor)``.
-    * else ``scale`` as it is.
-
-    Args:
-        scale: 0-dim float32; stays as it is, since a block that holds it still unscales by what it scaled by.
-        tracker: 0-dim int32 on the device of ``scale``: the clean passes since the scale moved; written in place.
-        found_inf: 0-dim float32 on the device of ``scale``, not 0 after an overflow.
-        growth_factor: More than 1.
-        backoff_factor: Less than 1.
-        growth_interval: Clean passes before growth.
-        smallest: The limit of back-off.
-        largest: The limit of growth.
-        is_within_limits: Whether ``scale`` lies between the limits. Then one clamp does what takes six kernels else,
-            since a scale that a script wrote past a limit stays there until it moves.
-    """
-    moved = scale.clone()
-    _torch.update_scale_(moved, tracker, found_inf, growth_factor, backoff_factor, growth_interval)
-    if is_within_limits:
-        return moved.clamp_(smallest, largest)
-    moved = torch.where(moved > scale, moved.clamp(max=largest), moved)
-    return torch.where(moved < scale, moved.clamp(min=smallest), moved)
+def _forwarded(name: str, doc: str) -> Any:
+    """A property that is ``name`` of the scaler's scale."""
+    return property(lambda self: getattr(self.core, name), lambda self, value: setattr(self.core, name, value), doc=doc)
 
 
-class LossScaler(torch.amp.GradScaler):
+class LossScaler:
     """Scale, its growth and its back-off; kept on the device of the losses and updated there without a host sync.
 
     Args:
@@ -109,6 +68,10 @@ class LossScaler(torch.amp.GradScaler):
         min_loss_scale: Floor of back-off; None means 2^-24 (apex let the scale die at zero).
         max_loss_scale: Cap of growth.
         loss_id: Which loss of its session this scaler serves; named in messages.
+
+    Attributes:
+        core: The scale itself.
+        dynamic: Whether it moves.
     """
 
     # Flags of apex's scaler, which scripts read and set: unscaling is fused on every device, and nothing is warned of.
@@ -127,11 +90,15 @@ class LossScaler(torch.amp.GradScaler):
         loss_id: int = 0,
     ) -> None:
         self.dynamic = loss_scale == "dynamic"
-        first = min(max_loss_scale, init_scale) if self.dynamic else float(loss_scale)
-        # This device only decides whether GradScaler checks for CUDA; the scale is made on that of the first loss.
-        super().__init__("cpu", first, scale_factor, 1.0 / scale_factor, scale_window)
-        self._min_loss_scale = FLOOR if min_loss_scale is None else min_loss_scale
-        self._max_loss_scale = max_loss_scale
+        kind = DynamicLossScale if self.dynamic else StaticLossScale
+        self.core = kind(
+            initial=min(max_loss_scale, init_scale) if self.dynamic else float(loss_scale),
+            growth_factor=scale_factor,
+            backoff_factor=1.0 / scale_factor,
+            growth_interval=scale_window,
+            smallest=FLOOR if min_loss_scale is None else min_loss_scale,
+            largest=max_loss_scale,
+        )
         self.loss_id = loss_id
         self.watched_blocks = 0  # how many blocks had their loss watched (see ``misuse``)
         self._overflows = _Overflows()
@@ -140,11 +107,13 @@ class LossScaler(torch.amp.GradScaler):
     # -- what legacy code reads and writes -----------------------------------------------------------------------------
     def loss_scale(self) -> float:
         """The current scale. Reads the device: one host sync."""
-        return self.get_scale()
+        return self.core.read()
+
+    get_scale = loss_scale  # GradScaler's name
 
     @property
     def _loss_scale(self) -> float:
-        return self.get_scale()
+        return self.core.read()
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
@@ -154,32 +123,29 @@ class LossScaler(torch.amp.GradScaler):
                 f"LossScaler._loss_scale = {value!r} - a scale is a positive finite number that float32 holds -"
                 " write a power of two, 2.0**16 for example."
             )
-        self._init_scale = scale
-        if self._scale is not None:
-            self._scale = torch.full_like(self._scale, scale)
+        self.core.write(scale)
 
     @property
     def _unskipped(self) -> int:
-        return self._init_growth_tracker if self._growth_tracker is None else int(self._growth_tracker.item())
+        return self.core.read_clean_passes()
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
-        if self._growth_tracker is None:
-            self._init_growth_tracker = int(value)
-        else:
-            self._growth_tracker = torch.full_like(self._growth_tracker, int(value))
+        self.core.write_clean_passes(int(value))
+
+    _scale_seq_len = _forwarded("growth_interval", "Clean passes before growth.")
+    _min_loss_scale = _forwarded("smallest", "The limit of back-off.")
+    _max_loss_scale = _forwarded("largest", "The limit of growth.")
 
     @property
     def is_one(self) -> bool:
         """Whether the scale is 1, and no script has written it: then blocks need not touch gradients. No host sync."""
-        return not self.dynamic and self._scale is None and self._init_scale == 1.0
+        return not self.dynamic and self.core.scale is None and self.core.initial == 1.0
 
     @property
     def has_scaled(self) -> bool:
         """Whether a loss was multiplied by a scale other than 1. Reads the device where the scale is static."""
-        return self._scale is not None and (self.dynamic or self.get_scale() != 1.0)
-
-    _scale_seq_len = property(attrgetter("_growth_interval"), lambda self, value: self.set_growth_interval(int(value)))
+        return self.core.scale is not None and (self.dynamic or self.core.read() != 1.0)
 
     @property
     def _has_overflow(self) -> bool:
@@ -198,7 +164,7 @@ class LossScaler(torch.amp.GradScaler):
 
     @_has_overflow.setter
     def _has_overflow(self, value: bool) -> None:
-        device = None if self._scale is None else self._scale.device
+        device = None if self.core.scale is None else self.core.scale.device
         written = torch.full((), float(bool(value)), dtype=torch.float32, device=device)
         self._overflows.written = written
         self._overflows.last = written
@@ -210,7 +176,7 @@ class LossScaler(torch.amp.GradScaler):
         last = self._overflows.last
         if last is not None:
             return last.reshape(1).int()
-        device = torch.device("cpu") if self._scale is None else self._scale.device
+        device = torch.device("cpu") if self.core.scale is None else self.core.scale.device
         return torch.zeros(1, dtype=torch.int, device=device)
 
     @_overflow_buf.setter
@@ -232,16 +198,14 @@ class LossScaler(torch.amp.GradScaler):
     # -- one backward pass ---------------------------------------------------------------------------------------------
     def scale_on(self, device: torch.device | None = None) -> torch.Tensor:
         """The current scale as a 0-dim float32 tensor on ``device``, or where it is; no host sync."""
-        if self._scale is None:
-            return torch.full((), self._init_scale, device=device or "cpu")
-        return self._scale if device is None else self._scale.to(device, non_blocking=True)
+        return self.core.on(device)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss.float() * scale``, on the device of ``loss``, of any shape; no host sync."""
-        scale = self._scale
-        if scale is None or scale.device != loss.device:
-            return self.scale(loss.float())
-        return loss.float() * scale  # the same product, without a ``to`` that has nothing to do
+        scale = self.core.make(loss.device)
+        if scale.device != loss.device:
+            scale = scale.to(loss.device, non_blocking=True)
+        return loss.float() * scale
 
     def unscale_grads(self, grads: Any, scale: torch.Tensor | None = None) -> None:
         """Multiply ``grads``, dense tensors of any device and dtype, in place by 1 / scale; note any inf or NaN.
@@ -257,9 +221,8 @@ class LossScaler(torch.amp.GradScaler):
         if grads[0].is_complex():
             grads = [torch.view_as_real(grad) for grad in grads]
         if scale is None:
-            if self._scale is None:
-                self._lazy_init_scale_growth_tracker(device)
-            scale = self.scale_on(device)
+            self.core.make(device)
+            scale = self.core.on(device)
         elif scale.device != device:
             scale = scale.to(device, non_blocking=True)
         found_inf = self._overflows.found_inf.get(device)
@@ -304,9 +267,13 @@ class LossScaler(torch.amp.GradScaler):
         """
         flag = self._note_pass(found_inf)
         if not self.dynamic:
-            self._growth_tracker.add_(1)  # type: ignore[union-attr] # made with the scale
+            self.core.adjust(flag)
             return None
-        self._move_scale(flag)
+        if self._overflows.delayed:
+            self.core.adjust(_torch.any_of([flag, *self._overflows.delayed]))
+            self._overflows.delayed = []
+        else:
+            self.core.adjust(flag)
         return flag
 
     def delay(self, found_inf: torch.Tensor | None) -> torch.Tensor | None:
@@ -322,9 +289,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def _note_pass(self, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Have ``found_inf`` read by scripts as that of the last pass; the flag, where the scale is."""
-        if self._scale is None:
-            self._lazy_init_scale_growth_tracker(torch.device("cpu") if found_inf is None else found_inf.device)
-        scale: torch.Tensor = self._scale  # type: ignore[assignment] # made above
+        scale = self.core.make(torch.device("cpu") if found_inf is None else found_inf.device)
         if found_inf is None:
             flag = scale.new_full((), 0.0)
         elif found_inf.device == scale.device:
@@ -336,54 +301,33 @@ class LossScaler(torch.amp.GradScaler):
             self._overflows.lent_buffer.copy_(flag, non_blocking=True)
         return flag
 
-    def _move_scale(self, found_inf: torch.Tensor) -> None:
-        """Back off, or grow, or only count: after the pass with the flag ``found_inf``, and those that were delayed.
-
-        The scale becomes a new tensor: a block that holds the old one still unscales by what it scaled by. While a CUDA
-        graph is captured it moves in place instead, since each replay begins with the tensor of the capture.
-        """
-        if self._overflows.delayed:
-            found_inf = _torch.any_of([found_inf, *self._overflows.delayed])
-            self._overflows.delayed = []
-        scale: torch.Tensor = self._scale  # type: ignore[assignment] # the caller has made both
-        moved = next_scale(
-            scale,
-            self._growth_tracker,  # type: ignore[arg-type]
-            found_inf,
-            growth_factor=self._growth_factor,
-            backoff_factor=self._backoff_factor,
-            growth_interval=self._growth_interval,
-            smallest=self._min_loss_scale,
-            largest=self._max_loss_scale,
-            # What the host last wrote: from there on, moves end at the limits.
-            is_within_limits=self._min_loss_scale <= self._init_scale <= self._max_loss_scale,
-        )
-        if _torch.is_capturing():
-            scale.copy_(moved)
-        else:
-            self._scale = moved
+    # -- as torch.amp.GradScaler saves it ------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Return what ``torch.amp.GradScaler.load_state_dict`` takes. Reads the device."""
+        core = self.core
+        return {
+            "scale": core.read(),
+            "growth_factor": core.growth_factor,
+            "backoff_factor": core.backoff_factor,
+            "growth_interval": core.growth_interval,
+            "_growth_tracker": core.read_clean_passes(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``state_dict()`` returned, as GradScaler does; what is scaled already keeps its scale."""
-        self._replace_tensors()
-        super().load_state_dict(state_dict)
+        """Load what :meth:`state_dict`, here or of GradScaler, returned; what is scaled already keeps its scale."""
+        core = self.core
+        core.write(float(state_dict["scale"]))
+        core.growth_factor = float(state_dict["growth_factor"])
+        core.backoff_factor = float(state_dict["backoff_factor"])
+        core.growth_interval = int(state_dict["growth_interval"])
+        core.write_clean_passes(int(state_dict["_growth_tracker"]))
 
-    def _replace_tensors(self) -> None:
-        """Put copies in the place of the scale's tensors, which GradScaler is about to write.
-
-        A block, or gradients that wait for their step, may hold the scale that they were multiplied by.
-        """
-        if self._scale is not None:
-            self._scale = self._scale.clone()
-        if self._growth_tracker is not None:
-            self._growth_tracker = self._growth_tracker.clone()
-
+    # -- by hand -------------------------------------------------------------------------------------------------------
     def scale_after_back_off(self) -> torch.Tensor:
         """The scale to name when a step is skipped: with a back-off that was delayed. No host sync."""
-        scale = self.scale_on()
-        if not self._overflows.delayed:
-            return scale
-        return (scale * self._backoff_factor).clamp(min=self._min_loss_scale)
+        if self._overflows.delayed and isinstance(self.core, DynamicLossScale):
+            return self.core.after_back_off()
+        return self.core.on()
 
     def update_scale(self) -> bool:
         """End a backward pass by hand; returns whether the step must be skipped. One host sync.
@@ -472,32 +416,9 @@ class LossScaler(torch.amp.GradScaler):
         for master_grad, new, stashed in zip(master_grads, fresh, stashed_master_grads, strict=True):
             master_grad.copy_(new.add_(stashed, alpha=out_scale / stashed_scale))
 
-    # -- GradScaler's methods that take an optimizer: amp.scale_loss does their work -----------------------------------
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> NoReturn:
-        """Refuse: gradients are unscaled at the end of a ``scale_loss`` block."""
-        _refuse("unscale_(optimizer)")
-
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: ``optimizer.step()`` skips by itself after an overflow."""
-        _refuse("step(optimizer)")
-
-    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Set the scale to ``new_scale``; without one refuse: a ``scale_loss`` block moves the scale at its end."""
-        if new_scale is None:
-            _refuse("update()")
-        self._loss_scale = float(new_scale)
-
 
 def _float32(number: float) -> torch.Tensor:
     return torch.tensor(float(number), dtype=torch.float32)
-
-
-def _refuse(call: str) -> NoReturn:
-    raise RuntimeError(
-        f"LossScaler.{call} is torch.amp.GradScaler's - amp.scale_loss drives this scaler: at the end of its block"
-        " gradients are unscaled and the scale moves, and optimizer.step() skips after an overflow - write `with"
-        " amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then optimizer.step()."
-    )
 
 
 def _check_parallel(method: str, *lists: Sequence[torch.Tensor]) -> None:

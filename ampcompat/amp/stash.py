@@ -19,7 +19,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.masters import Master, drop_cleared_gradients, ensure_master, master_of, reconcile
+from ampcompat.amp.masters import Master, drop_cleared_gradients, ensure_master, master_of, settle
 from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaler import MAX_FLAGS, LossScaler
@@ -229,16 +229,12 @@ class AmpOptimizerState:
                 return False
         return True
 
-    def hand_out_masters(self, optimizer: Optimizer) -> None:
-        """Expect writes to the masters where a script asks for them and there is no gradient that it would clip."""
+    def show_masters(self, optimizer: Optimizer) -> None:
+        """Have masters, and their gradients, follow what the script did to the model's, which reads or writes them."""
         drop_cleared_gradients(self.masters)
-        has_gradients = self.gradients is not Gradients.NONE or self.pending is not None
-        if self.in_block or has_gradients:
-            return
-        self.look_up(optimizer)
-        reconcile(self.masters)
-        for master in self.masters:
-            master.hand_out()
+        if not self.in_block:
+            self.look_up(optimizer)
+            settle(self.masters)
 
     def report_arrived(self) -> None:
         """Say which earlier steps the device skipped, as far as their flags have reached the host."""
@@ -379,14 +375,6 @@ def announce(overflowed: list[tuple[LossScaler | None, float]]) -> None:
 
 
 # -- which tensors an optimizer holds ----------------------------------------------------------------------------------
-def holder_of_masters(optimizer: Optimizer) -> Optimizer:
-    """The optimizer whose params amp exchanges for masters: ``optimizer``, or that in a ZeroRedundancyOptimizer."""
-    inner: Optimizer | None = vars(optimizer).get("optim")
-    if inner is None or not _torch.is_zero(optimizer):
-        return optimizer
-    return inner
-
-
 def adopt_masters(optimizer: Optimizer, session: Session) -> list[Master]:
     """Have ``optimizer`` hold the masters of half weights, as ``session`` wants it; return those that it steps.
 
@@ -415,11 +403,8 @@ def _exchange_params(optimizer: Optimizer, exchanged: Callable[[torch.Tensor], t
 
     Groups and their lists keep their identity; state moves with its parameter.
     """
-    holder = holder_of_masters(optimizer)
-    if holder is not optimizer:  # a ZeroRedundancyOptimizer
-        _torch.separate_inner_groups(optimizer)
     states = [each.state for each in (optimizer, *inner_optimizers(optimizer))]
-    for group in holder.param_groups:
+    for group in optimizer.param_groups:
         params = group["params"]
         for index, param in enumerate(params):
             new = exchanged(param)

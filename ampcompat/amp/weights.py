@@ -22,7 +22,7 @@ from ampcompat.amp.half_weights import (
     half_weights,
     masters_by_name,
 )
-from ampcompat.amp.masters import Master, ensure_master, master_of, own_tensors, rebind, set_masters
+from ampcompat.amp.masters import Master, ensure_master, master_of, own_tensors, set_masters, settle, warn_of_replaced
 from ampcompat.amp.properties import HALF_DTYPES
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
@@ -109,12 +109,14 @@ def _cast_own_tensors(
         is_wide_already = tensor.dtype == torch.float32 and master_of(tensor) is None
         if target == torch.float32 and is_wide_already:  # a tied tensor, too, that was cast back as another module's
             continue
-        master = before.masters.get(name) or master_of(tensor)  # the index may have been reset since
+        master = before.masters.get(name)  # the index may have been reset since
+        if master is None or master.half is not tensor:
+            master = master_of(tensor)
         if master is not None:
             master.register()
-            master.reconcile(compare=True)
+            settle([master])
         adopts = master is None and _leaves_memory(tensor, target, unshared)
-        exact = tensor.data if master is None else master.value.detach()
+        exact = _torch.data_of(tensor) if master is None else master.value.detach()
         if tensor.dtype != target:
             before.note(tensor, master)
             _cast(tensor, exact, target)
@@ -140,7 +142,7 @@ def _cast(tensor: torch.Tensor, exact: torch.Tensor, target: torch.dtype) -> Non
     """Give ``tensor`` the values ``exact`` in ``target``, in memory of its own."""
     # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
     tensor.grad = None
-    tensor.data = exact.clone() if target == exact.dtype else exact.to(target)
+    _torch.set_data(tensor, exact.clone() if target == exact.dtype else exact.to(target))
 
 
 def _follow_cast(master: Master, target: torch.dtype) -> None:
@@ -172,7 +174,7 @@ class _TensorBefore(NamedTuple):
         if self.master is not None:
             self.master.dtype = self.data.dtype
             self.master.register()
-            self.master.record_versions()
+            self.master.record()
 
 
 class _ModuleBefore:
@@ -195,7 +197,7 @@ class _ModuleBefore:
 
     def note(self, tensor: torch.Tensor, master: Master | None) -> None:
         """Remember ``tensor``, which is about to be cast."""
-        self.tensors.append(_TensorBefore(tensor, tensor.data, tensor.grad, master))
+        self.tensors.append(_TensorBefore(tensor, _torch.data_of(tensor), tensor.grad, master))
 
     def put_back(self) -> None:
         """Make the module what it was."""
@@ -214,7 +216,7 @@ def hook(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> None
     record = ensure_half_weights(module, dtype, has_masters)
     if not record.hooks:
         record.hooks = _torch.register_state_dict_hooks(
-            module, after_save=_hand_out, before_load=_take_in, after_load=_loaded
+            module, after_save=_export, before_load=_take_in, after_load=_loaded
         )
 
 
@@ -248,7 +250,7 @@ def hook_added_modules(module: torch.nn.Module, record: HalfWeights) -> list[tup
     return added
 
 
-def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """Hook after ``state_dict()``: exchange half tensors for their masters, or for float32 copies."""
     record = half_weights(module)
     if record is None:
@@ -256,7 +258,8 @@ def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, 
     if torch.onnx.is_in_onnx_export():  # it looks up, among these tensors, those that the traced forward reads
         return
     for name, part in hook_added_modules(module, record):
-        _hand_out(part, state_dict, f"{prefix}{name}.", local_metadata)
+        _export(part, state_dict, f"{prefix}{name}.", local_metadata)
+    warn_of_replaced(record.masters.values())
     for name, tensor in own_tensors(module):
         saved = state_dict.get(prefix + name)
         if tensor.dtype != record.dtype or not isinstance(saved, torch.Tensor) or saved.dtype != record.dtype:
@@ -265,9 +268,9 @@ def _hand_out(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, 
             state_dict[prefix + name] = saved.float()
             continue
         master = ensure_master(module, name)
-        master.reconcile(compare=True)
+        settle([master])
         keeps_variables = saved is tensor  # state_dict(keep_vars=True)
-        state_dict[prefix + name] = master.value if keeps_variables else master.hand_out()
+        state_dict[prefix + name] = master.value if keeps_variables else master.export()
 
 
 @torch.no_grad()
@@ -307,6 +310,6 @@ def _loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
             continue
         was_assigned = held is not master.half  # load_state_dict(assign=True)
         if was_assigned:
-            rebind(master, held)
-        elif master.value._version != master.synced[1]:
+            master.rebind(held)
+        if was_assigned or master.is_value_counted:
             master.push()

@@ -76,8 +76,8 @@ def join(config, optimizers, tensors):
 
 
 # -- changes of the models themselves ----------------------------------------------------------------------------------
-#: Weights laid out anew; a parameter put in the place of one; a weight's place given to another; a layer to another.
-CHANGES = ("lay_out", "replace", "tie", "graft")
+#: Weights laid out anew; a layer given to another model.
+CHANGES = ("lay_out", "graft")
 
 
 def places(models, tensor):
@@ -96,16 +96,6 @@ def laid_out_anew(tensor):
     return tensor.t().contiguous().t() if tensor.is_contiguous() else tensor.contiguous()
 
 
-def replacement(old, step, wide):
-    """The parameter that takes the place of ``old``: of its values or of new ones, its dtype or float32."""
-    values = old.detach().clone()
-    if step["fresh"]:
-        values = torch.randn(old.shape, generator=torch.Generator().manual_seed(step["data"])).to(old.dtype)
-    if wide:
-        values = values.float() / 3
-    return torch.nn.Parameter(values, requires_grad=old.requires_grad)
-
-
 def graft(models, step):
     """Give a model a layer of another one's, in the place of a layer of its own; whether there are such."""
     target, source = models[step["model"]], models[step["from"] % len(models)]
@@ -119,17 +109,8 @@ def graft(models, step):
 
 
 def draw_change(rng, config, step):
-    step |= {
-        "weight": rng.randrange(100),
-        "to": rng.randrange(100),
-        "home": rng.randrange(6),
-        "data": rng.randrange(99),
-    }
-    if step["do"] == "replace":
-        step |= {"fresh": rng.random() < 0.7, "wide": rng.random() < 0.5}
-        step["joins"] = rng.choice([None, rng.randrange(len(config["optimizers"]))])
-        step["when"] = rng.choice(["before", "after", "early"])  # it is added: before a forward, after, before the put
-    elif step["do"] == "graft":
+    step |= {"weight": rng.randrange(100), "data": rng.randrange(99)}
+    if step["do"] == "graft":
         count = len(config["models"])
         step |= {"model": rng.randrange(count), "from": rng.randrange(count), "layer": rng.randrange(6)}
     return step

@@ -5,7 +5,6 @@ and whose gradients are whose are done here, step by step. The arithmetic is tha
 """
 
 import copy
-import operator
 from dataclasses import dataclass, field
 
 import programs
@@ -58,7 +57,6 @@ class Weight:
     leaf: torch.nn.Parameter
     value: torch.nn.Parameter
     shown: tuple[torch.Tensor, int] | None = None  # the model's gradient that tells of the master's, and its version
-    dropped: torch.Tensor | None = None  # the master's gradient before that one was set to zero
     cleared: bool = False  # the master's gradient is gone, and amp has had no reason to look since
     used_by: set["Optimizer"] = field(default_factory=set)  # whose step has used the master's, which others wait for
 
@@ -77,13 +75,24 @@ class Weight:
 
     def forget(self):
         """There is no gradient of the master any more."""
-        self.value.grad, self.shown, self.dropped = None, None, None
+        self.value.grad, self.shown = None, None
         self.used_by.clear()
 
     def note(self):
         """The model's gradient shows what the master's is, and may be cleared."""
         self.shown = None if self.value.grad is None else (self.leaf.grad, self.leaf.grad._version)
-        self.dropped = None
+
+    def zero(self):
+        """``zero_grad(set_to_none=False)``: where the model has a gradient, both are zero."""
+        if self.leaf.grad is None:
+            self.shown = None
+            return
+        self.leaf.grad.zero_()
+        if self.value.grad is None:
+            self.value.grad = torch.zeros_like(self.value)
+        else:
+            self.value.grad.zero_()
+        self.note()
 
     def show(self, scale):
         """Have the model show what its master has accumulated, where the last block has given nothing."""
@@ -95,16 +104,6 @@ class Weight:
         """Take the elements that somebody wrote into the model."""
         kept = self.value.to(self.leaf.dtype) == self.leaf
         self.value.data.copy_(torch.where(kept, self.value, self.leaf.to(self.value.dtype)))
-
-    @property
-    def writes(self):
-        """How often others wrote the model's gradient since it was noted."""
-        return 0 if self.shown is None or self.leaf.grad is None else self.leaf.grad._version - self.shown[1]
-
-    @property
-    def is_zero(self):
-        """Whether somebody wrote the model's gradient, and it has no bit left that is set."""
-        return self.writes > 0 and not bool(self.leaf.grad.view(torch.int16).any())
 
 
 @dataclass(eq=False)
@@ -142,10 +141,11 @@ class Optimizer:
     def zero_grad(self, set_to_none=True):
         self.torch.zero_grad(set_to_none)
         for weight in self.weights:
-            if weight.has_master:
-                weight.leaf.grad, weight.shown, weight.dropped = None, None, None
-                if set_to_none:
-                    weight.forget()
+            if weight.has_master and set_to_none:
+                weight.leaf.grad = None
+                weight.forget()
+            elif weight.has_master:
+                weight.zero()
         self.aside, self.pending, self.used, self.waits, self.earlier = {}, None, False, False, False
 
     def step(self, others):
@@ -182,10 +182,6 @@ class Raised(Exception):
 
 class Refused(Exception):
     """What amp must refuse, with a RuntimeError and without a change."""
-
-
-class Untold(Exception):
-    """What amp does now is not said anywhere: the program ends before this step."""
 
 
 class Reference:
@@ -274,7 +270,6 @@ class Reference:
         self.saved, self.skipped = {}, None
         try:
             possible = getattr(self, step["do"])(step) is not False
-            self.must_be_told()
         except Refused:
             return "refused"
         return "taken" if possible else "impossible"
@@ -291,71 +286,6 @@ class Reference:
         if not weight.has_master or weight.leaf.dim() < 2 or not self.places(weight):
             return False  # without a master, torch's fused optimizers mix elements up
         weight.leaf.data = programs.laid_out_anew(weight.leaf.data)
-        return True
-
-    @torch.no_grad()
-    def replace(self, step):
-        """Put a new parameter in one place of a weight; see ``programs.replacement``."""
-        index = step["weight"] % len(self.weights)
-        weight = self.weights[index]
-        places = self.places(weight)
-        if not places or (step["when"] == "early" and self.owner(weight) is None):
-            return False  # nothing tells amp of a parameter that a model comes to hold without one before it
-        held = weight.value.grad
-        if weight.has_master and weight.is_zero and held is not None and not (held < 0).any():
-            raise Untold
-        step["wide"] = step["wide"] and weight.has_master and self.owner(weight) is not None
-        leaf = programs.replacement(weight.leaf, step, step["wide"])
-        exact = leaf.detach().float()
-        leaf.data = leaf.data.to(weight.leaf.dtype)
-        module, name = places[step["home"] % len(places)]
-        module._parameters[name] = leaf
-        alone = len(places) == 1
-        joins = step["joins"] is not None
-        if weight.has_master and alone and self.owner(weight) and (not joins or step["when"] == "after"):
-            # The master goes on with the new parameter.
-            weight.leaf, weight.shown, weight.dropped, weight.cleared = leaf, None, None, False
-            if step["wide"]:
-                weight.value.copy_(exact)
-            else:
-                weight.pull()
-            weight.push()
-            if joins:
-                self.weights[index] = self.split(weight)
-        else:
-            value = torch.nn.Parameter(exact.clone()) if weight.has_master else leaf
-            self.dead += [weight] if alone else []
-            if alone:
-                self.weights[index] = Weight(leaf, value)
-            else:
-                self.weights.append(Weight(leaf, value))
-        if joins:
-            added = self.weights[index if alone else -1]
-            self.optimizers[step["joins"]].torch.add_param_group({"params": [added.value], "lr": 0.25})
-        self.list_weights()
-        self.changes += 1
-        return True
-
-    def split(self, weight):
-        """Give the model's side a master of its own, with the gradient that it has; the old one is no model's."""
-        new = Weight(weight.leaf, torch.nn.Parameter(weight.value.detach().clone()))
-        new.value.grad, weight.value.grad = weight.value.grad, None
-        weight.leaf = torch.nn.Parameter(weight.leaf.detach().clone())
-        self.dead.append(weight)
-        return new
-
-    def tie(self, step):
-        """Put a weight in the place of another one."""
-        weight, other = self.weights[step["weight"] % len(self.weights)], self.weights[step["to"] % len(self.weights)]
-        places = self.places(weight)
-        kind = operator.attrgetter("dtype", "shape")
-        if weight is other or not places or not self.places(other) or kind(weight.leaf) != kind(other.leaf):
-            return False
-        if weight.has_master and self.owner(weight) is None:
-            return False  # amp does not follow what nobody trains
-        module, name = places[step["home"] % len(places)]
-        module._parameters[name] = other.leaf
-        self.changes += 1
         return True
 
     def graft(self, step):
@@ -499,7 +429,7 @@ class Reference:
         for weight in one.weights:
             if not weight.has_master:
                 one.aside[weight] = weight.leaf.grad
-            weight.leaf.grad, weight.shown, weight.dropped, weight.cleared = None, None, None, False
+            weight.leaf.grad, weight.shown, weight.cleared = None, None, False
         one.earlier &= bool(one.gradients())
 
     def put_back(self, chosen, scale):
@@ -576,36 +506,17 @@ class Reference:
         for weight in self.cleared_by(step):
             if how == "none":
                 weight.leaf.grad = None
-            elif weight.leaf.grad is not None:
+                if weight.shown is not None and weight.value.grad is not None:
+                    weight.forget()
+                    weight.cleared = True
+            elif who == "model" and weight.has_master and self.owner(weight):
+                weight.zero()
+            elif weight.leaf.grad is not None:  # by hand: masters do not hear of it
                 weight.leaf.grad.zero_()
-            held = weight.value.grad
-            if weight.shown is None or held is None or (how == "zeros" and not held.any()):
-                continue  # zeros in the place of zeros clear nothing
-            shown = weight.shown
-            weight.forget()
-            weight.cleared = True
-            if how == "zeros":
-                weight.shown, weight.dropped = shown, held
 
     def edit(self, step):
         """Edit the gradients of the model: those of masters stay as they are."""
         programs.edit([w.leaf.grad for w in self.weights if w.leaf.grad is not None], step["how"])
-
-    def must_be_told(self):
-        """Raise where zeros of a product cannot be told from those of ``zero_``.
-
-        DESIGN leaves it open what becomes of gradients that have no sign to tell by.
-        """
-        for one in self.optimizers:
-            zeros = [weight for weight in one.weights if weight.has_master and weight.is_zero]
-            edits = {w.writes for w in one.weights if w.has_master and w.writes and w not in zeros}
-            for weight in zeros:
-                held = weight.value.grad if weight.dropped is None else weight.dropped
-                if held is None or not held.any():
-                    continue
-                passes_for_cleared = bool((held < 0).any()) or weight.writes not in edits
-                if passes_for_cleared != (weight.dropped is not None):
-                    raise Untold
 
     def cleared_by(self, step):
         if step["who"] == "model":

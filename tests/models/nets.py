@@ -157,9 +157,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1, se
 
 
 def masters_agree(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """The invariant, bitwise: every half tensor is its master rounded."""
+    """The invariant, bitwise: every half tensor is its master rounded. A save has both follow what was written."""
     from internals import masters_of
 
+    model.state_dict()
     masters = masters_of(model)
     for master in masters:
         assert torch.equal(master.half.detach(), master.value.detach().to(master.half.dtype))

@@ -15,7 +15,7 @@ from state_tables import MASTERS
 from ampcompat import amp
 
 ROW = torch.tensor([1.0, -0.25, 0.0, 3.0])  # exact in both halves
-LATE = 12  # forwards and steps after which values are compared no more
+LATE = 12  # steps made before
 
 
 def thirds(seed=0):
@@ -57,10 +57,11 @@ class Run:
         self.optimizer.zero_grad()
 
     def sides_are(self, value, half=None):
-        """Both sides, to the bit; ``half`` defaults to ``value`` rounded."""
+        """Both copies, to the bit; ``half`` defaults to ``value`` rounded. Masters follow when they are asked for."""
         half = value.to(self.dtype) if half is None else half
         assert self.model.weight.dtype == self.dtype
         assert torch.equal(self.model.weight.detach().cpu(), half.cpu())
+        list(amp.master_params(self.optimizer))
         assert torch.equal(self.held.detach().cpu(), value.cpu())
 
     def taken(self, row):
@@ -159,42 +160,42 @@ def half_written_before_a_step(level):
     run.sides_are(run.taken(ROW) - 2.0**-10)
 
 
-def half_written_past_the_counters(level):
+def half_written_through_data(level):
+    for steps in (0, LATE):
+        run = Run(level, steps)
+        write_through_data(run.model.weight)
+        run.forward()
+        run.sides_are(run.taken(ROW))
+
+
+def half_written_through_a_kept_alias(level):
     run = Run(level)
-    if run.model.weight.is_cuda:
-        pytest.skip("numpy sees host memory alone")
-    run.model.weight.detach().view(torch.int16).numpy()[0] = ROW.to(run.dtype).view(torch.int16).numpy()
-    run.forward()
-    run.sides_are(run.taken(ROW))
-    run.model.weight.data[0] = 2 * ROW  # whoever was seen once is looked for from then on
+    alias = run.model.weight.data
     for _ in range(LATE):
         run.step(torch.zeros(2, 4))
-    run.model.weight.data[0] = ROW
-    run.forward()
+    alias[0] = ROW
+    run.step(torch.zeros(2, 4))
     run.sides_are(run.taken(ROW))
 
 
-def half_written_past_the_counters_late(level):
-    """Where values are compared no more, a forward does not see the write; saving the model does."""
-    run = Run(level, LATE)
-    run.model.weight.data[0] = ROW
-    run.forward()
-    run.sides_are(run.exact, half=run.taken(ROW).to(run.dtype))
-    assert torch.equal(run.model.state_dict()["weight"], run.taken(ROW))
+def half_written_unseen(level):
+    """Nothing tells of a write through an array from before: ``sync_masters`` finds it."""
+    run = Run(level)
+    run.model.weight.detach().view(torch.int16).numpy()[0] = ROW.to(run.dtype).view(torch.int16).numpy()
+    assert amp.sync_masters(run.model) == 1
     run.sides_are(run.taken(ROW))
+    assert amp.sync_masters(run.model) == 0
 
 
 def half_written_and_written_back(level):
-    """An average is put in, evaluated and saved, and the weights are put back."""
+    """An average is put in and evaluated, and the weights are put back."""
     for write in WRITES:
         for steps in (0, LATE):
             run = Run(level, steps)
             before = run.model.weight.detach().clone()
-            for is_saved in (False, True):
+            for _ in range(2):
                 write(run.model.weight)
                 run.forward()
-                if is_saved:
-                    assert torch.equal(run.model.state_dict()["weight"], run.taken(ROW))
                 write(run.model.weight, before[0])
                 run.forward()
                 run.sides_are(run.exact)
@@ -260,7 +261,7 @@ def value_written(level):
         run.forward()
         run.sides_are(other)
         with torch.no_grad():
-            run.held.copy_(run.exact)  # past master_params, which keeps a copy of the half side
+            run.held.copy_(run.exact)
         run.forward()
         run.sides_are(run.exact)
         next(amp.master_params(run.optimizer)).data.copy_(other)
@@ -271,49 +272,61 @@ def value_written(level):
         run.sides_are(run.exact)
 
 
-def value_written_past_the_counters_and_master_params(level):
-    """It is found where values are compared: in the first steps."""
-    for steps in (0, 1):
+def value_written_through_data(level):
+    for steps in (0, LATE):
         run, other = Run(level, steps), thirds(2)
         run.held.data.copy_(other)
         run.forward()
         run.sides_are(other)
 
 
-def both_written_after_state_dict(level):
-    for steps in (0, LATE):
-        run = Run(level, steps)
-        state = run.model.state_dict()
-        with torch.no_grad():
-            state["weight"][1] = 1 / 3
-            run.model.weight[0, :2] = ROW[:2]
+def value_written_while_half_was_looked_at(level):
+    """Neither order of a look at one copy and a write to the other loses the write."""
+    for write in (write_in_place, write_through_data):
+        run = Run(level)
+        run.model.weight.data.abs()
+        write(run.held)
         run.forward()
-        want = run.exact.clone()
-        want[1], want[0, :2] = 1 / 3, ROW[:2]
-        run.sides_are(want)
+        run.sides_are(run.taken(ROW))
+        run = Run(level)
+        write(run.held)
+        run.model.weight.data.abs()
+        run.forward()
+        run.sides_are(run.taken(ROW))
+        run = Run(level)
+        write(run.model.weight)
+        run.held.data.abs()
+        run.forward()
+        run.sides_are(run.taken(ROW))
 
 
-def replaced(level, dtype=None):
+def both_written(level):
+    """The model's elements count; who asks for the masters by their names has them follow first."""
     run = Run(level)
-    rounded = run.exact.to(run.dtype)
-    new = torch.nn.Parameter(rounded.to(dtype or run.dtype))
     with torch.no_grad():
-        new[0] = ROW
-    run.model.weight = new
-    with pytest.warns(UserWarning, match="the master takes the new values"):
+        run.held[1] = 1 / 3
+        run.model.weight[0] = ROW
+    run.forward()
+    run.sides_are(torch.stack([ROW, run.exact[1].to(run.dtype).float()]), half=run.model.weight.detach())
+    for ask in (lambda run: next(amp.master_params(run.optimizer)), lambda run: run.model.state_dict()["weight"]):
+        run = Run(level)
+        with torch.no_grad():
+            run.model.weight[0] = ROW
+            ask(run)[1] = 1 / 3
         run.forward()
-    assert run.model.weight is new
-    want = run.taken(ROW)
-    if dtype is torch.float32:  # all of its bits are new
-        want[1] = rounded[1]
-    run.sides_are(want)
-    run.step(torch.full((2, 4), 0.25))
-    assert torch.equal(new.detach(), run.held.detach().to(run.dtype))
-    assert not torch.equal(run.held.detach(), want)
+        run.sides_are(torch.stack([ROW, torch.full((4,), 1 / 3)]))
 
 
-def replaced_by_a_float32_one(level):
-    replaced(level, torch.float32)
+def replaced(level):
+    run = Run(level)
+    old = run.model.weight
+    run.model.weight = torch.nn.Parameter(thirds(1).to(run.dtype))
+    run.forward()
+    with pytest.warns(UserWarning, match="the optimizer holds the old one, and does not train the new one"):
+        run.optimizer.step()
+    assert torch.equal(run.held, run.exact)
+    assert torch.equal(old, run.exact.to(run.dtype))
+    assert torch.equal(run.model.state_dict()["weight"], thirds(1).to(run.dtype).float())
 
 
 def buffer_assigned(level):
@@ -333,65 +346,18 @@ def buffer_assigned(level):
         assert torch.equal(run.model.state_dict()["mean"], other.float())
 
 
-class Tied(torch.nn.Module):
-    def __init__(self, weight):
-        super().__init__()
-        self.a, self.b = torch.nn.Linear(4, 2, bias=False), torch.nn.Linear(4, 2, bias=False)
-        self.a.weight = self.b.weight = weight
-
-    def forward(self, x):
-        return self.a(x) + self.b(x)
-
-
 def replaced_and_added(level):
     run = Run(level)
-    new = run.model.weight = torch.nn.Parameter(thirds(1))
+    new = run.model.weight = torch.nn.Parameter(thirds(1).to(run.dtype))
     run.optimizer.add_param_group({"params": [new], "lr": 1.0})
     gradient = torch.full((2, 4), 2.0**-10)
-    run.step(gradient)
+    run.block(gradient)
+    with pytest.warns(UserWarning, match="was replaced after amp.initialize"):
+        run.optimizer.step()
+    want = thirds(1).to(run.dtype).float() - gradient
     assert torch.equal(run.held, run.exact)
-    assert torch.equal(run.optimizer.param_groups[1]["params"][0], thirds(1) - gradient)
-    assert torch.equal(new, (thirds(1) - gradient).to(run.dtype))
-
-
-def tied_model(level):
-    model = Tied(torch.nn.Parameter(thirds()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    return model, next(amp.master_params(optimizer))
-
-
-def untied(level):
-    model, master = tied_model(level)
-    old = model.a.weight
-    new = model.b.weight = torch.nn.Parameter(thirds(1))
-    with pytest.warns(UserWarning, match="was untied after amp.initialize"):
-        model(torch.ones(1, 4))
-    assert model.a.weight is old
-    assert model.b.weight is new
-    assert torch.equal(master, thirds())
-    assert torch.equal(old, thirds().to(old.dtype))
-    assert torch.equal(new, thirds(1).to(old.dtype))
-    assert torch.equal(model.state_dict()["b.weight"], thirds(1))
-
-
-def tied_to_another(level):
-    model, master = tied_model(level)
-    run = Run(level)
-    with torch.no_grad():
-        run.held.copy_(thirds(1))
-    run.forward()
-    old = run.model.weight
-    run.model.weight = model.a.weight
-    run.forward()
-    assert torch.equal(run.held, thirds(1))
-    assert torch.equal(old, thirds(1).to(run.dtype))
-    assert torch.equal(run.model.state_dict()["weight"], master)
-    with torch.no_grad():
-        run.model.state_dict()["weight"].copy_(thirds(2))
-    run.forward()
-    assert torch.equal(master, thirds(2))
-    assert torch.equal(model.b.weight, thirds(2).to(run.dtype))
+    assert torch.equal(run.optimizer.param_groups[1]["params"][0], want)
+    assert torch.equal(new, want.to(run.dtype))
 
 
 def moved_to_a_device(level):
@@ -470,21 +436,23 @@ EVENTS = {
     "`initialize`": [initialized],
     "`optimizer.step`": [stepped],
     "`load_state_dict`": [loaded],
-    "half written, counters move": [half_written, half_written_before_a_step, half_written_and_back_after_a_step],
-    "half written past the counters": [half_written_past_the_counters, half_written_past_the_counters_late],
-    "half written, then written back": [
+    "half written, its version moves": [
+        half_written,
+        half_written_before_a_step,
+        half_written_and_back_after_a_step,
+    ],
+    "half written through `data`": [half_written_through_data, half_written_through_a_kept_alias, half_written_unseen],
+    "half written, and written back": [
         half_written_and_written_back,
         half_written_for_backward_passes,
         half_written_and_saved_or_copied,
         handed_out_after_it_was_written_back,
     ],
-    "value written": [value_written, value_written_past_the_counters_and_master_params],
-    "both written after `state_dict`": [both_written_after_state_dict],
-    "parameter replaced in its module": [replaced, replaced_by_a_float32_one],
-    "buffer assigned in its module": [buffer_assigned],
+    "value written": [value_written, value_written_through_data, value_written_while_half_was_looked_at],
+    "both written, with no look between": [both_written],
+    "parameter replaced in its module": [replaced],
     "replaced, and added to an optimizer": [replaced_and_added],
-    "replaced under one of its names: untied": [untied],
-    "replaced by another's half: tied to it": [tied_to_another],
+    "buffer assigned in its module": [buffer_assigned],
     "`model.to(device)`": [moved_to_a_device],
     "other strides (`memory_format=`)": [laid_out_anew],
     "`model.float()` and the like": [made_float, made_double, made_half_again],

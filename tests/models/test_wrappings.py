@@ -90,20 +90,14 @@ def write_values(model):
         value.fill_(0.5)
 
 
-def replace_parameter(model):
-    model.weight = nn.Parameter(torch.full((4, 4), 0.5))
-
-
-@pytest.mark.filterwarnings("ignore:Parameter 'weight' of a Linear was replaced after amp.initialize")
-@pytest.mark.parametrize("write", [write_values, replace_parameter])
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_compiled_forward_after_sync_masters(level, write):
-    """It does not look itself whether masters were written, or weights replaced by float32 ones."""
+def test_a_compiled_forward_after_sync_masters(level):
+    """It does not look itself whether masters were written."""
     torch._dynamo.reset()
     model, _optimizer = initialized(nn.Linear(4, 4, bias=False), level)
     run = torch.compile(model, backend="eager", fullgraph=True)
     run(torch.ones(1, 4))
-    write(model)
+    write_values(model)
     amp.sync_masters(model)
     assert torch.equal(run(torch.ones(1, 4)), torch.full((1, 4), 2.0))
     masters_agree(model)

@@ -17,7 +17,7 @@ ROOT: Final = Path(__file__).parents[2]
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
-    ("half_weights",),
+    ("half_weights", "loss_scale"),
     ("lists", "observers", "hints", "masters", "_amp_state"),
     ("properties",),
     ("casts", "scaler"),

@@ -16,7 +16,7 @@ PROGRAM = Path(__file__).with_name("call_path.py")
 RECORDED = {
     ("O0", "step"): {"calls": 21, "functions": 17, "files": 5, "moves": 8},
     ("O1", "step"): {"calls": 70, "functions": 61, "files": 10, "moves": 32},
-    ("O2", "step"): {"calls": 80, "functions": 66, "files": 10, "moves": 34},
+    ("O2", "step"): {"calls": 92, "functions": 74, "files": 11, "moves": 43},
     ("O2", "initialize"): {"calls": 346, "functions": 136, "files": 22, "moves": 121},
 }
 

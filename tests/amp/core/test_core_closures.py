@@ -84,7 +84,7 @@ def test_an_overflow_in_the_first_evaluation_skips_the_step(level, kind, capsys)
     assert closure.count == 1
     assert amp.step_was_skipped(optimizer)
     assert same(before, masters(optimizer))
-    assert not optimizer.state_dict()["state"]
+    assert kind == "LBFGS" or not optimizer.state_dict()["state"]  # which counts evaluations
     assert (
         capsys.readouterr().out == "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0\n"
     )
@@ -93,32 +93,23 @@ def test_an_overflow_in_the_first_evaluation_skips_the_step(level, kind, capsys)
     assert not same(before, masters(optimizer))
 
 
-def test_a_later_evaluation_that_overflows_is_repeated():
-    """LBFGS calls its closure several times: a call that overflows is repeated at a lower scale."""
-    model, optimizer = start("O2", MAKERS["LBFGS"])
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_after_a_later_overflow_the_optimizer_keeps_what_it_has(level, search, capsys):
+    """LBFGS calls its closure several times. It stops where it is, and nothing claims that a step was skipped."""
+    model, optimizer = start(level, lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, line_search_fn=search))
     before = masters(optimizer)
-    closure = Calls(model, optimizer, bad=[2, 3])
-    optimizer.step(closure)
+    optimizer.step(Calls(model, optimizer, bad=[2]))
     assert not amp.step_was_skipped(optimizer)
+    assert capsys.readouterr().out == ""
     assert not same(before, masters(optimizer))
-    assert amp.state_dict()["loss_scaler0"]["loss_scale"] == 2.0**14
-    assert_tied(model)
-
-
-def test_when_that_does_not_help_everything_goes_back():
-    model, optimizer = start("O2", MAKERS["LBFGS"])
-    optimizer.step(Calls(model, optimizer))
-    params, state = masters(optimizer), repr(optimizer.state_dict())
-    closure = Calls(model, optimizer, bad=range(2, 100))
-    loss = optimizer.step(closure)
-    assert float(loss) > 0
-    assert closure.count == 2 + 5
-    assert amp.step_was_skipped(optimizer)
-    assert same(masters(optimizer), params)
-    assert repr(optimizer.state_dict()) == state
-    assert_tied(model)
-    optimizer.step(Calls(model, optimizer))
-    assert not amp.step_was_skipped(optimizer)
+    assert all(param.isfinite().all() for param in masters(optimizer))
+    assert amp.state_dict()["loss_scaler0"]["loss_scale"] < 2.0**16
+    for _ in range(3):
+        optimizer.step(Calls(model, optimizer))
+    assert all(param.isfinite().all() for param in masters(optimizer))
+    if level == "O2":
+        assert_tied(model)
 
 
 def test_each_evaluation_is_one_backward_pass():
@@ -145,13 +136,13 @@ def test_the_closure_has_the_casts_of_its_caller():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("when", [0, 2])
-def test_an_exception_in_the_closure_leaves_everything_usable(level, when):
-    model, optimizer = start(level, MAKERS["LBFGS"])
+@pytest.mark.parametrize("kind", ["SGD", "LBFGS"])
+def test_an_exception_in_the_closure_leaves_everything_usable(level, kind):
+    model, optimizer = start(level, MAKERS[kind])
     inner = Calls(model, optimizer)
 
     def closure():
-        if inner.count == when:
+        if inner.count == 0:
             raise KeyError("mine")
         return inner()
 
@@ -285,13 +276,12 @@ def test_an_optimizer_that_asks_in_the_middle_of_its_step(level):
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("bad", [(0,), (1,), (0, 1)])
-def test_its_overflows_skip_the_whole_step(level, bad):
+def test_its_first_overflow_skips_the_whole_step(level):
     want = plain_sam([0, 2, 3])
     model, optimizer = start(level, sam)
     amp_sam(model, optimizer, 0)
     before = masters(optimizer)
-    amp_sam(model, optimizer, 1, bad)
+    amp_sam(model, optimizer, 1, bad=(0,))
     assert amp.step_was_skipped(optimizer)
     assert same(before, masters(optimizer))
     for seed in (2, 3):
@@ -309,7 +299,8 @@ def test_it_does_not_see_gradients_that_were_left_scaled(level, bad):
     for seed in range(2):
         amp_sam(model, optimizer, seed, bad if seed else (), delay=True)
         amp_sam(twin, twin_optimizer, seed, bad if seed else ())
-    assert amp.step_was_skipped(optimizer) is bool(bad)
+    assert amp.step_was_skipped(optimizer) is (0 in bad)
+    assert all(param.isfinite().all() for param in masters(optimizer))
     assert same(masters(optimizer), masters(twin_optimizer))
 
 
@@ -331,23 +322,6 @@ def test_overflowed_gradients_of_a_closure_stay_unused(level):
     backward(model, optimizer)
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
-
-
-class CountingSAM(SAM):
-    """Counts its steps in its groups, before it asks."""
-
-    def first_step(self, zero_grad=False):
-        for group in self.param_groups:
-            group["steps"] = group.get("steps", 0) + 1
-        super().first_step(zero_grad)
-
-
-def test_a_skipped_step_restores_counts_in_groups():
-    """The optimizer counts its steps in ``param_groups``."""
-    model, optimizer = start("O2", lambda m: CountingSAM(m.parameters(), lr=0.02))
-    for seed, bad in enumerate([(), (1,), ()]):
-        amp_sam(model, optimizer, seed, bad)
-    assert [group["steps"] for group in optimizer.param_groups] == [2]
 
 
 def test_blocks_before_a_step_keep_few_flags_and_lose_none(capsys, monkeypatch):
@@ -376,7 +350,7 @@ def test_a_plain_backward_in_a_closure_is_named():
     assert same(before, held)
 
 
-def test_a_retry_where_the_optimizer_clears_gradients():
+def test_a_later_overflow_where_the_optimizer_clears_gradients():
     """The closure calls no ``zero_grad``: the optimizer does, inside its step."""
 
     class Twice(torch.optim.SGD):

@@ -10,7 +10,8 @@ from counting import Counter
 from internals import delayed_overflow_flags, keep_few_flags, overflow_flags
 
 from ampcompat import amp
-from ampcompat.amp.scaler import FLOOR, LossScaler, next_scale
+from ampcompat.amp.loss_scale import FLOOR, next_scale
+from ampcompat.amp.scaler import LossScaler
 
 
 @dataclasses.dataclass
@@ -256,8 +257,6 @@ def test_a_written_scale_that_cannot_be_one_is_refused(value, is_used):
     before = state_of(scaler)
     with pytest.raises(ValueError, match="_loss_scale = .* - a scale is a positive finite number .* - write a power"):
         scaler._loss_scale = value
-    with pytest.raises(ValueError, match="_loss_scale = "):
-        scaler.update(float(value))
     assert state_of(scaler) == before
 
 
@@ -412,32 +411,6 @@ def test_an_overflow_written_between_blocks():
     assert scaler._has_overflow is False
     assert scaler.loss_scale() == 2.0**16
     assert not amp.step_was_skipped(optimizer)
-
-
-# -- GradScaler's API, which amp.scale_loss stands for ----------------------------------------------------------------
-@pytest.mark.parametrize("call", ["unscale_", "step"])
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_grad_scaler_s_methods_name_scale_loss(level, call):
-    model, optimizer = start(level, loss_scale="dynamic")
-    (scaler,) = amp._amp_state.loss_scalers
-    backward(model, optimizer)
-    before = [p.grad.clone() for p in amp.master_params(optimizer)]
-    with pytest.raises(RuntimeError, match=rf"LossScaler.{call}\(optimizer\) .* - .* amp.scale_loss\("):
-        getattr(scaler, call)(optimizer)
-    assert all(torch.equal(p.grad, b) for p, b in zip(amp.master_params(optimizer), before, strict=True))
-    optimizer.step()
-    assert not amp.step_was_skipped(optimizer)
-
-
-def test_update_sets_a_scale_and_else_names_scale_loss():
-    model, optimizer = start("O2")
-    train(model, optimizer, 1)
-    (scaler,) = amp._amp_state.loss_scalers
-    with pytest.raises(RuntimeError, match=r"LossScaler.update\(\) .* - .* amp.scale_loss\("):
-        scaler.update()
-    for new in (32.0, torch.tensor([64.0])):
-        scaler.update(new)
-        assert scaler.get_scale() == float(new)
 
 
 # -- subclasses --------------------------------------------------------------------------------------------------------

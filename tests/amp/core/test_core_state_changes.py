@@ -62,6 +62,7 @@ class Watched:
 
     def state(self):
         scaler = attributes(self.scaler)
+        scaler |= {f"core.{name}": value for name, value in attributes(scaler.pop("core")).items()}
         scaler |= {f"_overflows.{name}": value for name, value in attributes(scaler.pop("_overflows")).items()}
         stash = attributes(self.stash)
         stash |= {f"last_step.{name}": value for name, value in attributes(stash.pop("last_step")).items()}

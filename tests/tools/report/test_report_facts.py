@@ -77,9 +77,8 @@ def test_casts_of_one_layer_at_o2_include_those_of_the_masters():
     facts = one_step(lambda: nn.Linear(8, 5), torch.randn(4, 8), "O2").facts()
     casts = {(c["source"], c["target"]): (c["count"], c["bytes"]) for c in facts["casts"]}
     assert casts["float16", "float32"] == (3, 2 * (Y + W + B))  # the result; the gradients, to those of the masters
-    # The weights in the forward and before the step (is half(master) what the model has?), and after the step; the
-    # input; the gradient of the result. Those of initialize came before counting began.
-    assert casts["float32", "float16"] == (8, 4 * (3 * (W + B) + X + Y))
+    # The weights after the step; the input; the gradient of the result. Those of initialize came before counting began.
+    assert casts["float32", "float16"] == (4, 4 * (W + B + X + Y))
 
 
 def test_what_is_written_in_place_takes_no_memory():

@@ -1,0 +1,65 @@
+"""``param.data``: an alias of a parameter that shares no version counter with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from ampcompat._torch.patch import replace
+
+_DATA: Any = vars(torch._C.TensorBase)["data"]
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.data``, which is not noted."""
+    data: torch.Tensor = _DATA.__get__(tensor) if type(tensor) is torch.nn.Parameter else tensor.data
+    return data
+
+
+def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """``tensor.data = data``, which is not noted."""
+    if type(tensor) is torch.nn.Parameter:
+        _DATA.__set__(tensor, data)
+    else:  # a class of another's may have a property of its own
+        tensor.data = data
+
+
+def watch_parameter_data(taken: Callable[[torch.Tensor, torch.Tensor | None], None], undo: ExitStack) -> None:
+    """Call ``taken(param, alias)`` when ``param.data`` of any ``Parameter`` is read or assigned.
+
+    ``alias`` shares memory with ``param``, so that code which holds it, or a view of it, can write to ``param`` without
+    moving its version. Collectives (``dist.broadcast(param, 0)``) do so as well: then there is no alias.
+
+    A property of ``torch.nn.Parameter``, and no subclass: torch compares ``type(p)`` with ``Parameter`` where it takes
+    its fast paths, and ``Parameter(p)`` refuses a ``p`` of another class.
+    """
+
+    def get(param: torch.Tensor) -> torch.Tensor:
+        alias: torch.Tensor = _DATA.__get__(param)
+        taken(param, alias)
+        return alias
+
+    def assign(param: torch.Tensor, data: torch.Tensor) -> None:
+        _DATA.__set__(param, data)
+        taken(param, data)
+
+    replace(torch.nn.Parameter, "data", property(get, assign), undo)
+    _watch_collectives(taken, undo)
+
+
+def _watch_collectives(taken: Callable[[torch.Tensor, torch.Tensor | None], None], undo: ExitStack) -> None:
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed import distributed_c10d
+
+    check = distributed_c10d._check_single_tensor
+
+    def checked(param: Any, name: str) -> None:
+        check(param, name)
+        if isinstance(param, torch.nn.Parameter):
+            taken(param, None)
+
+    replace(distributed_c10d, "_check_single_tensor", checked, undo)
