@@ -20,7 +20,7 @@ from ampcompat.cli._completion import SHELLS, PrintCompletion
 __all__ = ["main"]
 
 #: Commands whose line ends with a script and its own arguments; their modules have a ``split(argv)``.
-RUN_SCRIPTS = ("run", "parity", "migrate")
+RUN_SCRIPTS = ("run", "parity")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -222,6 +222,8 @@ def generate(seed):
     program["steps"] = [one for one in program["steps"] if one["do"] not in (*LEFT_OUT, "nested")]
     for one in program["steps"]:
         one["delay_overflow_check"] = False
+        for inner in one.get("inside", ()):
+            inner |= {"delay_unscale": False, "delay_overflow_check": False}
     return program
 
 

@@ -1,4 +1,6 @@
-"""The functions of ``apex.amp`` on plain ``torch.amp``. ``ampcompat migrate --to native`` put this file here; it is yours.
+"""The functions of ``apex.amp`` on plain ``torch.amp``.
+
+``ampcompat migrate --to native`` put this file here. It needs torch 2.4 or later and nothing else, and it is yours.
 
 What differs from apex: weights stay float32 at every level. At O1 to O3 the forward of an initialized model runs under
 ``torch.autocast`` in float16 (O4, O5: bfloat16) and returns float32; O2 and O3 are O1 with another loss scale. Code
@@ -19,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import copyreg
 import dataclasses
 import functools
 import types
@@ -58,7 +59,9 @@ LEVELS: dict[str, tuple[torch.dtype | None, str | float]] = {
 CACHE_ENABLED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 #: ``loss_scalers`` and ``opt_properties`` are those of the last call of ``initialize``.
-_amp_state = types.SimpleNamespace(loss_scalers=[], verbosity=1, optimizers=weakref.WeakSet(), not_run=weakref.WeakSet())
+_amp_state = types.SimpleNamespace(loss_scalers=[], verbosity=1)
+_amp_state.optimizers = weakref.WeakSet()
+_amp_state.not_run = weakref.WeakSet()
 
 
 class LossScaler:
@@ -253,7 +256,8 @@ def _run_under_autocast(model: torch.nn.Module, dtype: torch.dtype, output_dtype
             function, args, *state = plain.__reduce_ex__(self, protocol)
             args = [plain if arg is type(self) else arg for arg in args]
             # pickle refuses this function with another class than the object's.
-            return (plain.__new__ if function is copyreg.__newobj__ else function, tuple(args), *state)
+            is_default = getattr(function, "__name__", "") == "__newobj__"
+            return (plain.__new__ if is_default else function, tuple(args), *state)
 
         @staticmethod
         def forward_has_run() -> bool:
@@ -271,8 +275,7 @@ def _run_under_autocast(model: torch.nn.Module, dtype: torch.dtype, output_dtype
 def _run_in_float32(model: torch.nn.Module) -> None:
     """Undo what an earlier call of ``initialize`` did to the model."""
     model = getattr(model, "_orig_mod", model)
-    if hasattr(type(model), "plain_class"):
-        model.__class__ = type(model).plain_class
+    model.__class__ = getattr(type(model), "plain_class", type(model))
 
 
 def _warn_of_float32() -> None:
@@ -334,7 +337,7 @@ def scale_loss(
     """
     optimizer_list = _as_list(optimizers)
     if not hasattr(_amp_state, "opt_properties"):
-        raise RuntimeError("scale_loss before initialize; call model, optimizer = amp.initialize(model, optimizer) first")
+        raise RuntimeError("scale_loss before initialize; call amp.initialize(model, optimizer) first")
     if not any(hasattr(optimizer, "_amp_stash") for optimizer in optimizer_list) and not _amp_state.loss_scalers:
         yield loss
         return
@@ -445,7 +448,7 @@ def _manage(optimizer: Any, loss_scalers: list[LossScaler]) -> None:
         raise TypeError(f"scale_loss got a {type(optimizer).__name__}; pass an optimizer or a list of them")
     for name in ("_prepare_amp_backward", "_post_amp_backward"):
         if hasattr(optimizer, name):
-            raise RuntimeError(f"the optimizer replaces {name} of apex, which nothing calls here; do it after the block")
+            raise RuntimeError(f"the optimizer has its own {name}, which nothing calls here; do that after the block")
     optimizer._amp_stash = _Stash(loss_scalers)
     _amp_state.optimizers.add(optimizer)
     if not hasattr(optimizer.step, "asks_amp"):
@@ -471,8 +474,9 @@ def _zero_grad(optimizer: Any, zero_grad: Callable[..., Any], *args: Any, **kwar
     _stash_of(optimizer).pending = None
     for other in _amp_state.optimizers:
         saved = _stash_of(other).saved
-        for param in _params_of([optimizer]) if saved else ():
-            saved.pop(param, None)
+        if saved:
+            for param in _params_of([optimizer]):
+                saved.pop(param, None)
 
 
 def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,5 @@
 """A script in a process of its own, ended after some optimizer steps, and what it did at each of them.
 
-``ampcompat parity`` and ``ampcompat migrate --verify`` both stand on it. The command imports :mod:`.process` and
-:mod:`.events`, which need no torch. The process that it starts runs :mod:`.child`, on ampcompat, or :mod:`.native`,
-where ampcompat cannot be imported; both write a journal (:mod:`.journal`), a line of JSON for each event.
+``ampcompat parity`` stands on it. The command imports :mod:`.process` and :mod:`.events`, which need no torch. The
+process that it starts runs :mod:`.child`, which writes a journal (:mod:`.journal`), a line of JSON for each event.
 """

@@ -1,7 +1,6 @@
 """Write down what a script does, a line of JSON for each event, and end the script after its last step.
 
-Needs the standard library alone, torch only where it is called: :mod:`ampcompat.tools.recording.native` loads this file
-by its path, in a process that cannot import ampcompat.
+Needs the standard library alone, torch only where it is called.
 """
 
 from __future__ import annotations

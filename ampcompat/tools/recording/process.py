@@ -20,19 +20,14 @@ POLL_SECONDS = 0.05
 GRACE_SECONDS = 10.0
 
 
-def command(settings: Settings, target: Sequence[str], native: bool = False) -> list[str]:
+def command(settings: Settings, target: Sequence[str]) -> list[str]:
     """The command line that runs ``target`` and records it.
 
     Args:
         settings: What to record.
         target: ``[script, args…]`` or ``["-m", module, args…]``.
-        native: Have ``import ampcompat`` fail, as ``import apex`` does: the script is to need torch alone.
     """
-    if native:
-        program = [str(Path(__file__).with_name("native.py"))]
-    else:
-        program = ["-m", "ampcompat.tools.recording.child"]
-    return [sys.executable, *program, *settings.to_words(target)]
+    return [sys.executable, "-m", "ampcompat.tools.recording.child", *settings.to_words(target)]
 
 
 def environment(seed: int, without: Callable[[str], bool]) -> dict[str, str]:

@@ -77,15 +77,14 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 '''
 
-# Writes which optimizer steps a GradScaler skipped: for each optimizer, in the order of their first steps, whether each
+# Writes which optimizer steps native_amp skipped: for each optimizer, in the order of their first steps, whether each
 # step was made.
 RECORD_SKIPS = """
 import atexit
+import importlib.machinery
 import json
 import os
 
-import torch
-from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 optimizers = []
@@ -101,16 +100,21 @@ def steps_of(optimizer):
     return steps[-1]
 
 
-scaler_step = GradScaler.step
+loader = importlib.machinery.SourceFileLoader
+exec_module = loader.exec_module
 
 
-def step(self, optimizer, *args, **kwargs):
-    made = steps_of(optimizer)
-    before = len(made)
-    result = scaler_step(self, optimizer, *args, **kwargs)
-    if len(made) == before:
-        made.append(False)
-    return result
+def exec_and_watch(self, module):
+    exec_module(self, module)
+    if module.__name__.rpartition(".")[2] != "native_amp":
+        return
+    skip = module._skip
+
+    def noted(optimizer):
+        steps_of(optimizer).append(False)
+        skip(optimizer)
+
+    module._skip = noted
 
 
 def write():
@@ -118,7 +122,7 @@ def write():
         json.dump(steps, file)
 
 
-GradScaler.step = step
+loader.exec_module = exec_and_watch
 register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: steps_of(optimizer).append(True))
 atexit.register(write)
 """

@@ -97,21 +97,17 @@ def test_an_interrupt_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "native", "error"),
-    [
-        ({}, False, None),
-        ({"no_apex": True}, False, "ModuleNotFoundError: No module named 'apex'"),
-        ({"no_apex": True}, True, "ModuleNotFoundError: No module named 'apex'"),
-    ],
+    ("options", "error"),
+    [({}, None), ({"no_apex": True}, "ModuleNotFoundError: No module named 'apex'")],
 )
-def test_what_a_recorded_script_may_import(tmp_path, monkeypatch, options, native, error):
+def test_what_a_recorded_script_may_import(tmp_path, monkeypatch, options, error):
     """ampcompat stands in for apex, unless the script is to do without."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "script.py").write_text("import apex")
     settings = Settings(str(tmp_path / "journal"), 1, 0, **options)
     ends = []
     process.follow(
-        process.command(settings, ["script.py"], native),
+        process.command(settings, ["script.py"]),
         process.environment(seed=0, without=lambda name: False),
         tmp_path / "journal",
         tmp_path / "log",
