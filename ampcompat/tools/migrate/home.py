@@ -73,12 +73,24 @@ def _top_package(path: Path, codes: Mapping[Path, str]) -> Path | None:
 
 
 def _is_script(path: Path, top: Path, codes: Mapping[Path, str]) -> bool:
-    """Whether a file in a package is run by its path: it imports the modules beside it as no module of one can."""
+    """Whether a file in a package is run by its path: it imports a neighbour by a bare name, or nothing imports it."""
     code = codes.get(path, "")
     names = _imported(code)
-    if top.name in names or _imports_relatively(code):
+    if path.name == "__init__.py" or top.name in names or _imports_relatively(code):
         return False
-    return any((path.parent / f"{name}.py").exists() for name in names)
+    if any((path.parent / f"{name}.py").exists() for name in names):
+        return True
+    return not any(path.stem in _mentioned(other) for file, other in codes.items() if file != path)
+
+
+def _mentioned(code: str) -> set[str]:
+    """The last parts of what a source imports: modules, and names that may be modules."""
+    found: set[str] = set()
+    for node in _imports(code):
+        found |= {alias.name.rpartition(".")[2] for alias in node.names}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module.rpartition(".")[2])
+    return found
 
 
 def _imported(code: str) -> set[str]:

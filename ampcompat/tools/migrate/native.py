@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import ast
+from typing import NamedTuple
 
 from ampcompat.tools.check.findings import UNSUPPORTED
 from ampcompat.tools.check.source import Source
@@ -19,7 +20,7 @@ from ampcompat.tools.check.symbols import MODULES, canonical, verdict
 from ampcompat.tools.migrate import native_amp
 from ampcompat.tools.migrate.edits import Edits
 from ampcompat.tools.migrate.mentions import is_apex, listed, mentions, note_install_advice, probes
-from ampcompat.tools.migrate.replaced import TO_FLOAT, advice, counterpart, write_arguments
+from ampcompat.tools.migrate.replaced import TO_FLOAT, advice, counterpart, has_counterpart, write_arguments
 from ampcompat.tools.migrate.result import Result
 
 NAME = "native_amp"
@@ -37,6 +38,14 @@ def rewrite_native(source: Source, package: str = "") -> Result:
     return _Rewriting(source, package).result()
 
 
+class Use(NamedTuple):
+    """A use of a class of apex by its own name: the call, and torch's name for it, if there are such."""
+
+    node: ast.Name
+    call: ast.Call | None
+    name: str | None
+
+
 class _Rewriting:
     """The rewriting of one source.
 
@@ -52,12 +61,15 @@ class _Rewriting:
         self.needs_torch = False
         self.reads = _names_read(source)
         self.left: set[str] = set()
-        self.classes: dict[str, set[str]] = {}
+        self.classes: dict[str, str] = {}
+        self.uses: dict[str, list[Use]] = {}
 
     def result(self) -> Result:
         """The rewritten source."""
         for node, symbol in list(mentions(self.source)):
             self._mention(node, symbol)
+        for symbol, uses in self.uses.items():
+            self._imported_class(symbol, uses)
         self._bare_names()
         for text in probes(self.source):
             self._probe(text)
@@ -87,8 +99,13 @@ class _Rewriting:
         call = self.source.parents.get(node)
         call = call if isinstance(call, ast.Call) and call.func is node else None
         name = counterpart(symbol, call, self.edits)
-        if name is not None:
-            self._replace_class(node, symbol, name, call)
+        if isinstance(node, ast.Name) and has_counterpart(symbol):
+            self.uses.setdefault(symbol, []).append(Use(node, call, name))
+        elif name is not None:
+            self.needs_torch = True
+            self.edits.replace(node, name)
+            if call is not None:
+                write_arguments(symbol, call, self.edits)
         elif symbol in TO_FLOAT and call is not None and len(call.args) == 1:
             simple = isinstance(call.args[0], ast.Name | ast.Attribute | ast.Call | ast.Subscript)
             self.edits.between(call, call.args[0], "" if simple else "(", ".item()" if simple else ").item()")
@@ -122,17 +139,23 @@ class _Rewriting:
             self.edits.forget(chain[1])
         self.edits.replace(chain[depth + 1], f"{prefix}.{name}")
 
-    def _replace_class(self, node: ast.Name | ast.Attribute, symbol: str, name: str, call: ast.Call | None) -> None:
-        if isinstance(node, ast.Name) and symbol not in _RENAMED:
-            self.classes.setdefault(symbol, set()).add(name)  # its import says what it is
-        elif isinstance(node, ast.Name):
-            self.classes.setdefault(symbol, set()).add("torch.nn.SyncBatchNorm")
-            self.edits.replace(node, name.removeprefix("torch.nn."))
-        else:
-            self.needs_torch = True
-            self.edits.replace(node, name)
-        if call is not None:
-            write_arguments(symbol, call, self.edits)
+    def _imported_class(self, symbol: str, uses: list[Use]) -> None:
+        """Have the import of a class say which one of torch it is, if that is one for all of its uses."""
+        names = {use.name for use in uses}
+        if len(names) > 1 or None in names:
+            self.left.add(symbol)
+            for use in uses:
+                self._mark_use(use.node, symbol)
+            return
+        name = str(names.pop())
+        if symbol in _RENAMED:  # a method: its class is imported
+            name, _, method = name.rpartition(".")
+        self.classes[symbol] = name
+        for use in uses:
+            if symbol in _RENAMED:
+                self.edits.replace(use.node, f"{name.rpartition('.')[2]}.{method}")
+            if use.call is not None:
+                write_arguments(symbol, use.call, self.edits)
 
     def _mark_use(self, node: ast.AST, symbol: str) -> None:
         self.edits.mark(node, f"{canonical(symbol)}: {_why_left(symbol)}")
@@ -207,8 +230,8 @@ class _Rewriting:
                 self._star(node.module, new, left, alias)
             elif node.module in ("apex.amp", *FLATTENED):
                 (from_amp if hasattr(native_amp, alias.name) else left).append(alias)
-            elif symbol in self.classes and symbol not in self.left and len(self.classes[symbol]) == 1:
-                new.append(_import_of(next(iter(self.classes[symbol])), bound, symbol))
+            elif symbol in self.classes:
+                new.append(_import_of(self.classes[symbol], bound, symbol))
             elif self._is_left(symbol, bound):
                 left.append(alias)
         if from_amp:
@@ -226,7 +249,7 @@ class _Rewriting:
 
     def _is_left(self, symbol: str, bound: str) -> bool:
         """Whether an import stays: something reads what it binds, and nothing took its place."""
-        if symbol in self.left or symbol in self.classes:
+        if symbol in self.left:
             return True
         return symbol not in MODULES and symbol not in TO_FLOAT and bound in self.reads
 

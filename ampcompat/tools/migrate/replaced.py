@@ -143,6 +143,11 @@ CLASSES = {
 TO_FLOAT = ("apex.fp16_utils.to_python_float", "apex.fp16_utils.fp16util.to_python_float")
 
 
+def has_counterpart(symbol: str) -> bool:
+    """Whether torch may have a counterpart of a symbol, depending on the arguments of its calls."""
+    return symbol in RULES
+
+
 def counterpart(symbol: str, call: ast.Call | None, edits: Edits) -> str | None:
     """Torch's name for a symbol of apex where it is called or just named; None where torch has none."""
     if call is None:
