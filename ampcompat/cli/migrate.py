@@ -1,4 +1,4 @@
-"""``ampcompat migrate [PATH ...]``: imports to ampcompat, or to a file on plain torch.amp; a diff unless ``--write``."""
+"""``ampcompat migrate [PATH ...]``: imports to ampcompat or to a file on plain torch.amp; a diff unless ``--write``."""
 
 from __future__ import annotations
 
