@@ -55,7 +55,7 @@ def test_the_page_of_a_command_has_its_options(command, page):
     options = {
         option for action in commands()[command]._actions for option in action.option_strings if option[:2] == "--"
     }
-    assert len(options) > 3
+    assert len(options) > 2
     assert {option for option in options - {"--help"} if option not in read(page)} == set()
 
 

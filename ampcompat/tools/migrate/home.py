@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +12,18 @@ from ampcompat.tools.check.source import Source
 
 NAME = "native_amp"
 CONTENT = Path(__file__).with_name(f"{NAME}.py")
+
+
+@functools.cache
+def provided() -> frozenset[str]:
+    """The names of ``native_amp``; it is not imported for that, since torch may not be installed."""
+    names: set[str] = set()
+    for node in Source(CONTENT.name, CONTENT.read_text("utf-8")).tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return frozenset(names)
 
 
 def homes(wanting: Iterable[Path], codes: Mapping[Path, str]) -> dict[Path, Path]:
@@ -44,7 +57,7 @@ def package_of(home: Path) -> str:
 def _home_of_script(
     path: Path, packages: set[Path], beside: Mapping[Path, set[Path]], codes: Mapping[Path, str]
 ) -> Path:
-    """The copy of a package that a script imports, itself or by modules beside it, else its own folder."""
+    """The copy of a package that a script imports, itself or by modules next to it, else its own folder."""
     if len(beside.get(path.parent, ())) > 1:
         return path.parent
     seen: set[Path] = set()

@@ -17,13 +17,12 @@ from typing import NamedTuple
 from ampcompat.tools.check.findings import UNSUPPORTED
 from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, canonical, verdict
-from ampcompat.tools.migrate import native_amp
 from ampcompat.tools.migrate.edits import Edits
+from ampcompat.tools.migrate.home import NAME, provided
 from ampcompat.tools.migrate.mentions import is_apex, listed, mentions, note_install_advice, probes
 from ampcompat.tools.migrate.replaced import TO_FLOAT, advice, counterpart, has_counterpart, write_arguments
 from ampcompat.tools.migrate.result import Result
 
-NAME = "native_amp"
 #: Modules of apex.amp whose names ``native_amp`` has itself.
 FLATTENED = ("apex.amp.amp", "apex.amp.frontend", "apex.amp.handle", "apex.amp.scaler", "apex.amp._amp_state")
 
@@ -123,7 +122,7 @@ class _Rewriting:
         module = next((m for m in FLATTENED if symbol.startswith(f"{m}.") and m != "apex.amp._amp_state"), "")
         if module and root in ("apex", "apex.amp"):
             self._flatten(node, symbol, module, chain, root)
-        elif name and not hasattr(native_amp, name):
+        elif name and not _has(name):
             self.left.add(root)
             self._mark_use(node, symbol)
 
@@ -131,7 +130,7 @@ class _Rewriting:
         """``amp.handle.scale_loss`` is ``amp.scale_loss``."""
         name = symbol.removeprefix(f"{module}.").partition(".")[0]
         depth = module.count(".") - root.count(".")
-        if not hasattr(native_amp, name):
+        if not _has(name):
             self._mark_use(node, symbol)
             return
         prefix = NAME if root == "apex" else self.edits.text(chain[0])
@@ -229,7 +228,7 @@ class _Rewriting:
             elif alias.name == "*":
                 self._star(node.module, new, left, alias)
             elif node.module in ("apex.amp", *FLATTENED):
-                (from_amp if hasattr(native_amp, alias.name) else left).append(alias)
+                (from_amp if _has(alias.name) else left).append(alias)
             elif symbol in self.classes:
                 new.append(_import_of(self.classes[symbol], bound, symbol))
             elif self._is_left(symbol, bound):
@@ -279,6 +278,11 @@ def _why_left(symbol: str) -> str:
         return f"{NAME} does not have it"
     known = verdict(symbol)
     return advice(symbol) or (known.note if known.verdict == UNSUPPORTED else "torch has nothing of the same meaning")
+
+
+def _has(name: str) -> bool:
+    """Whether ``native_amp`` has a name; every module has those with two underscores."""
+    return name in provided() or name.startswith("__")
 
 
 def _chain(node: ast.expr) -> list[ast.expr]:

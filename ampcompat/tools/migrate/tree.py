@@ -124,7 +124,7 @@ def _notebook_change(file: Path, name: str, old: Text, to: str) -> Change:
         return Change(file, name, old, *_notebook(old.code, to))
     if not MENTION.search(old.code):
         return Change(file, name)
-    return Change(file, name, problem=f"is a notebook: --to native leaves it alone; put {NAME}.py beside it by hand")
+    return Change(file, name, problem=f"is a notebook: --to native leaves it alone; put {NAME}.py next to it by hand")
 
 
 def _notebook(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:
