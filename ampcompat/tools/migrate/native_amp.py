@@ -250,7 +250,8 @@ def _run_under_autocast(model: torch.nn.Module, dtype: torch.dtype, output_dtype
             has_run = True
             with torch.autocast(device_type, dtype, cache_enabled=CACHE_ENABLED):
                 outputs = plain.forward(self, *args, **kwargs)
-            return _cast(outputs, output_dtype)
+            function = _cast if isinstance(outputs, torch.Tensor) else _as_output
+            return _map(outputs, lambda tensor: function(tensor, output_dtype))
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             function, args, *state = plain.__reduce_ex__(self, protocol)
@@ -294,23 +295,52 @@ def _warn_of_float32() -> None:
             )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value``, or a copy of it, with the floating tensors in it in ``dtype``; float64 stays."""
+def _as_output(tensor: Any, dtype: torch.dtype) -> Any:
+    """Return one of several outputs of a model in ``dtype``, with hooks that see the gradient of the model's own tensor.
+
+    Other outputs may have been computed from that one: the gradient of the copy is only a part.
+    """
+    output: Any = _cast(tensor, dtype)
+    if output is tensor or not output.requires_grad or torch.compiler.is_compiling():
+        return output
+    held = weakref.ref(output)
+
+    def retain_grad() -> None:
+        tensor.register_hook(lambda grad: setattr(held(), "grad", grad.to(dtype)) if held() is not None else None)
+
+    def register_hook(hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        def on_tensor(grad: torch.Tensor) -> torch.Tensor | None:
+            result = hook(grad.to(dtype))
+            return None if result is None else result.to(tensor.dtype)
+
+        return tensor.register_hook(on_tensor)
+
+    output.retain_grad = retain_grad
+    output.register_hook = register_hook
+    return output
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``value``, or a copy of it, with a function applied to the tensors in it."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
+        return function(value)
     if type(value) is dict:
-        return {key: _cast(item, dtype) for key, item in value.items()}
+        return {key: _map(item, function) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_cast(item, dtype) for item in value]
+        items = [_map(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         value = copy.copy(value)
         for key, item in value.items():
-            value[key] = _cast(item, dtype)
+            value[key] = _map(item, function)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(value, field.name, _cast(getattr(value, field.name), dtype))
+            object.__setattr__(value, field.name, _map(getattr(value, field.name), function))
     return value
 
 
@@ -630,26 +660,19 @@ def _with_cast_arguments(function: Any, choose: Callable[[list[torch.dtype]], to
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        dtypes = list(_dtypes((args, kwargs)))
+        dtypes: list[torch.dtype] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            dtypes.extend([tensor.dtype] if tensor.is_floating_point() else [])
+            return tensor
+
+        _map((args, kwargs), note)
         if not dtypes or not torch.is_autocast_enabled(_device_type()):
             return function(*args, **kwargs)
         dtype = choose(dtypes)
-        args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+        args, kwargs = _map((args, kwargs), lambda tensor: _cast(tensor, dtype))
         # Autocast would cast the arguments of torch's own functions again.
         with disable_casts() if is_torchs else contextlib.nullcontext():
             return function(*args, **kwargs)
 
     return wrapper
-
-
-def _dtypes(value: Any) -> Iterator[torch.dtype]:
-    """Yield the dtypes of the floating tensors in arguments."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value.dtype
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _dtypes(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _dtypes(item)

@@ -133,6 +133,7 @@ def run_script(folder, name, arguments, apex, level=None, skips=()):
     """Run a script of a folder; None where it refuses the level."""
     output = io.StringIO()
     with pytest.MonkeyPatch.context() as patch, imports(folder, apex), recorded(patch, skips) as steps:
+        patch.setenv("PYTHONHASHSEED", "0")  # a script sets it
         patch.setattr(sys, "argv", [f"{name}.py", *arguments])
         if level is not None:
             patch.setenv("AMPCOMPAT_OPT_LEVEL", level)

@@ -67,7 +67,7 @@ def is_of(module, folder):
 def imports(folder, apex):
     """Have the modules of a folder found, and apex: ampcompat, or not at all."""
     before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] not in OURS}
-    sigmoid = torch.sigmoid
+    functions = {name: getattr(torch, name) for name in ("sigmoid", "einsum")}
     with pytest.MonkeyPatch.context() as patch:
         for name in set(sys.modules) - set(before):
             patch.delitem(sys.modules, name)
@@ -76,7 +76,8 @@ def imports(folder, apex):
         else:
             for name in OURS:
                 patch.setitem(sys.modules, name, None)
-        patch.setattr(torch, "sigmoid", sigmoid)  # scripts register it
+        for name, function in functions.items():  # scripts register them
+            patch.setattr(torch, name, function)
         patch.syspath_prepend(folder)
         patch.chdir(folder)
         try:
