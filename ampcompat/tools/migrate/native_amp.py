@@ -296,9 +296,9 @@ def _warn_of_float32() -> None:
 
 
 def _as_output(tensor: Any, dtype: torch.dtype) -> Any:
-    """Return one of several outputs of a model in ``dtype``, with hooks that see the gradient of the model's own tensor.
+    """Return one of several outputs of a model in ``dtype``; hooks on it see the whole gradient.
 
-    Other outputs may have been computed from that one: the gradient of the copy is only a part.
+    Other outputs may have been computed from the tensor that is cast here: the gradient of the copy is only a part.
     """
     output: Any = _cast(tensor, dtype)
     if output is tensor or not output.requires_grad or torch.compiler.is_compiling():
@@ -371,6 +371,8 @@ def scale_loss(
     if not any(hasattr(optimizer, "_amp_stash") for optimizer in optimizer_list) and not _amp_state.loss_scalers:
         yield loss
         return
+    for optimizer in optimizer_list:
+        _check_optimizer(optimizer)
     stashes = [_stash_of(optimizer) for optimizer in optimizer_list]
     scaler = stashes[0].loss_scalers[loss_id]
     if scaler.is_off:
@@ -406,6 +408,14 @@ def scale_loss(
         _unscale(scaler, scale, optimizer_list)
         _add(saved, 1.0)
     _warn_of_float32()
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"scale_loss got a {type(optimizer).__name__}; pass an optimizer or a list of them")
+    for name in ("_prepare_amp_backward", "_post_amp_backward"):
+        if hasattr(optimizer, name):
+            raise RuntimeError(f"the optimizer has its own {name}, which nothing calls here; do that after the block")
 
 
 def _at_scale(optimizers: list[torch.optim.Optimizer], scale: float) -> set[torch.nn.Parameter]:
@@ -474,11 +484,6 @@ def _stash_of(optimizer: Any) -> _Stash:
 
 def _manage(optimizer: Any, loss_scalers: list[LossScaler]) -> None:
     """Have the optimizer skip its step after an overflow."""
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"scale_loss got a {type(optimizer).__name__}; pass an optimizer or a list of them")
-    for name in ("_prepare_amp_backward", "_post_amp_backward"):
-        if hasattr(optimizer, name):
-            raise RuntimeError(f"the optimizer has its own {name}, which nothing calls here; do that after the block")
     optimizer._amp_stash = _Stash(loss_scalers)
     _amp_state.optimizers.add(optimizer)
     if not hasattr(optimizer.step, "asks_amp"):
@@ -517,10 +522,10 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
     if pending is not None:
         together = [other for other in pending.optimizers if _stash_of(other).pending is pending]
         _unscale(pending.scaler, pending.scale, together)
-    if stash.overflowed is not None or (stash.suspect and not _are_finite(optimizer)):
+    closure, *rest = args or (kwargs.pop("closure", None),)
+    if stash.overflowed is not None or (stash.suspect and closure is None and not _are_finite(optimizer)):
         return _skip(optimizer)
     stash.suspect = False
-    closure, *rest = args or (kwargs.pop("closure", None),)
     if closure is None:
         return step(*args, **kwargs)
     try:
@@ -538,7 +543,10 @@ def _skip(optimizer: Any) -> None:
     stash.suspect = True
     optimizer._opt_called = True  # what LR schedulers look at, to warn of steps that were forgotten
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if scaler is None or _amp_state.verbosity == 0 or (distributed and torch.distributed.get_rank() != 0):
+    if _amp_state.verbosity == 0 or (distributed and torch.distributed.get_rank() != 0):
+        return
+    if scaler is None:
+        print("Gradient overflow.  Skipping step, gradients of an earlier overflow were not cleared")
         return
     print(
         f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scaler.loss_scale()}"
