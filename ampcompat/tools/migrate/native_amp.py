@@ -199,10 +199,12 @@ def initialize(
     _amp_state.opt_properties = types.SimpleNamespace(
         enabled=bool(enabled), opt_level=opt_level, cast_model_type=dtype, master_weights=False, loss_scale=scale
     )
+    devices = [param.device.type for model in model_list for param in model.parameters()]
+    _amp_state.device_type = devices[0] if devices else "cuda" if torch.cuda.is_available() else "cpu"
     for model in model_list:
         _run_in_float32(model)
         if enabled and dtype is not None:
-            _run_under_autocast(model, dtype, cast_model_outputs or torch.float32)
+            _run_under_autocast(model, _amp_state.device_type, dtype, cast_model_outputs or torch.float32)
     for optimizer in optimizer_list:
         if enabled:
             _manage(optimizer, scalers)
@@ -232,19 +234,21 @@ def _as_list(value: Any) -> list[Any]:
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-def _run_under_autocast(model: torch.nn.Module, dtype: torch.dtype, output_dtype: torch.dtype) -> None:
+def _run_under_autocast(
+    model: torch.nn.Module, device_type: str, dtype: torch.dtype, output_dtype: torch.dtype
+) -> None:
     """Give the model a subclass of its own class, whose forward runs under autocast.
 
     Copies and pickles of the model have the class that it had before.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     plain: Any = type(model)
-    device_type = next((param.device.type for param in model.parameters()), "cpu")
     has_run = False
 
     class Autocast(plain):  # type: ignore[misc]
         plain_class = plain
 
+        @functools.wraps(plain.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             has_run = True
@@ -269,7 +273,6 @@ def _run_under_autocast(model: torch.nn.Module, dtype: torch.dtype, output_dtype
     Autocast.__module__ = plain.__module__
     Autocast.__doc__ = plain.__doc__
     model.__class__ = Autocast
-    _amp_state.device_type = device_type
     _amp_state.not_run.add(model)
 
 
@@ -366,15 +369,17 @@ def scale_loss(
         delay_overflow_check: Not used.
     """
     optimizer_list = _as_list(optimizers)
-    if not hasattr(_amp_state, "opt_properties"):
-        raise RuntimeError("scale_loss before initialize; call amp.initialize(model, optimizer) first")
-    if not any(hasattr(optimizer, "_amp_stash") for optimizer in optimizer_list) and not _amp_state.loss_scalers:
-        yield loss
-        return
+    if not any(hasattr(optimizer, "_amp_stash") for optimizer in optimizer_list):
+        if not hasattr(_amp_state, "opt_properties"):
+            raise RuntimeError("scale_loss before initialize; call amp.initialize(model, optimizer) first")
+        if not _amp_state.opt_properties.enabled:
+            yield loss
+            return
     for optimizer in optimizer_list:
         _check_optimizer(optimizer)
     stashes = [_stash_of(optimizer) for optimizer in optimizer_list]
-    scaler = stashes[0].loss_scalers[loss_id]
+    scalers = stashes[0].loss_scalers if stashes else _amp_state.loss_scalers
+    scaler = scalers[loss_id]
     if scaler.is_off:
         yield loss.float()
         _warn_of_float32()
@@ -438,7 +443,7 @@ def _add(saved: dict[torch.nn.Parameter, torch.Tensor | None], factor: float) ->
         if grad is None:
             continue
         if param.grad is None:
-            param.grad = grad.mul_(factor)
+            param.grad = grad if factor == 1.0 else grad * factor
         else:
             param.grad.add_(grad, alpha=factor)
 
@@ -526,7 +531,7 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
     if stash.overflowed is not None or (stash.suspect and closure is None and not _are_finite(optimizer)):
         return _skip(optimizer)
     stash.suspect = False
-    if closure is None:
+    if not callable(closure):
         return step(*args, **kwargs)
     try:
         return step(_checked(closure, stash), *rest, **kwargs)

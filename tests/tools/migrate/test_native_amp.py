@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import importlib.util
+import inspect
 import io
 import pickle
 import sys
@@ -17,14 +18,18 @@ import ampcompat.amp
 from ampcompat.tools.migrate import native_amp
 
 
-@pytest.fixture
-def amp(monkeypatch):
+def copy_of_file(monkeypatch):
     """The file as a module of its own, with a state of its own."""
     spec = importlib.util.spec_from_file_location("native_amp", native_amp.__file__)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "native_amp", module)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def amp(monkeypatch):
+    return copy_of_file(monkeypatch)
 
 
 @dataclasses.dataclass
@@ -71,6 +76,7 @@ def test_a_model_stays_what_it_is(amp):
     model, _ = start(amp, Net())
     assert isinstance(model, Net)
     assert repr(model) == repr(Net())
+    assert list(inspect.signature(model.forward).parameters) == ["x"]
     output = model(X)
     assert [output.logits.dtype, output.hidden[0].dtype] == [torch.float32] * 2
     assert torch.equal(output.logits, output.logits.half().float())
@@ -275,6 +281,18 @@ def test_cleared_within_the_block(amp):
     assert torch.equal(model.weight.grad, once)
 
 
+def test_a_loop_may_have_another_copy_of_the_file(amp, monkeypatch):
+    """What a block has to know stands with the optimizer."""
+    model, optimizer = start(amp)
+    other = copy_of_file(monkeypatch)
+    before = model.weight.detach().clone()
+    train(other, model, optimizer, size=float("inf"))
+    assert torch.equal(model.weight, before)
+    assert scale(amp) == 2.0**15
+    with pytest.raises(RuntimeError, match="before initialize"):
+        other.state_dict()
+
+
 def test_an_optimizer_made_later_and_a_copy(amp):
     model, _ = start(amp)
     later = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -432,7 +450,7 @@ def test_what_is_refused(amp):
         amp.initialize(model, model)
     with pytest.raises(RuntimeError, match="drop .half()"):
         amp.initialize(nn.Linear(4, 2).half(), optimizer)
-    with pytest.raises(NotImplementedError, match="call amp.initialize"):
+    with pytest.raises(NotImplementedError, match=r"call amp.initialize"):
         amp.init()
     assert type(model) is nn.Linear
     amp.initialize(model, optimizer, "O1", verbosity=0)
