@@ -15,6 +15,8 @@ INSTALL_APEX = re.compile(
     r"install[^.]{0,60}\bapex\b|\bapex\b[^.]{0,60}\b(not|isn't)\b[^.]{0,20}\binstalled", re.IGNORECASE
 )
 PROBES = ("find_spec", "import_module", "__import__")
+#: What asks for an installed distribution.
+INSTALLED = ("version", "get_distribution", "distribution", "find_loader")
 Mention = ast.Name | ast.Attribute
 
 
@@ -39,9 +41,9 @@ def mentions(source: Source) -> Iterator[tuple[Mention, str]]:
             yield node, symbol
 
 
-def probes(source: Source) -> Iterator[ast.Constant]:
+def probes(source: Source, functions: Iterable[str] = PROBES) -> Iterator[ast.Constant]:
     """The names in ``find_spec("apex")`` and ``import_module("apex.amp")``."""
-    for call in source.calls_named(*PROBES):
+    for call in source.calls_named(*functions):
         if not call.args:
             continue
         text = call.args[0]

@@ -19,7 +19,7 @@ from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import MODULES, canonical, verdict
 from ampcompat.tools.migrate.edits import Edits
 from ampcompat.tools.migrate.home import NAME, provided
-from ampcompat.tools.migrate.mentions import is_apex, listed, mentions, note_install_advice, probes
+from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, note_install_advice, probes
 from ampcompat.tools.migrate.replaced import TO_FLOAT, advice, counterpart, has_counterpart, write_arguments
 from ampcompat.tools.migrate.result import Result
 
@@ -72,6 +72,8 @@ class _Rewriting:
         self._bare_names()
         for text in probes(self.source):
             self._probe(text)
+        for text in probes(self.source, INSTALLED):
+            self.edits.mark(text, "apex is looked for among what is installed, and nothing needs it any more")
         for plain in self.source.kind(ast.Import):
             self._import(plain)
         for statement in self.source.kind(ast.ImportFrom):

@@ -185,6 +185,7 @@ def test_native_in_a_package(before, after):
         ("import apex.contrib.fmha\napex.contrib.fmha.f()\n", "scaled_dot_product_attention"),
         ("import amp_C\namp_C.multi_tensor_scale(x)\n", "nothing of the same meaning"),
         ("apex = import_module('apex')\n", "looked for by its name"),
+        ("importlib.metadata.version('apex')\n", "looked for among what is installed"),
     ],
 )
 def test_what_torch_has_nothing_for_stays_and_is_marked(code, reason):
