@@ -166,8 +166,8 @@ class _Rewriting:
         bound = [name for name, symbol in self.source.bindings.names.items() if symbol == "apex"]
         for node in self.source.kind(ast.Name):
             parent = self.source.parents.get(node)
-            if node.id not in bound or isinstance(parent, ast.Attribute):
-                continue
+            if node.id not in bound or isinstance(parent, ast.Attribute) or self.source.apex(node) != "apex":
+                continue  # of another name, or a parameter of that name
             if self.needs_amp:
                 self.edits.replace(node, NAME)
             elif isinstance(node.ctx, ast.Load):

@@ -103,6 +103,10 @@ NATIVE = [
     ("from .apex import amp\n", "from .apex import amp\n"),
     ("x = 'from apex import amp'\n", "x = 'from apex import amp'\n"),
     ("import apex; x = 1\n", "pass; x = 1\n"),
+    (
+        "import apex\ndef f(x, apex=False):\n    return x if apex else None\nf(apex.amp, apex=True)\n",
+        "import native_amp\ndef f(x, apex=False):\n    return x if apex else None\nf(native_amp, apex=True)\n",
+    ),
     ("x = 1\nfrom apex import optimizers  # unused\n", "x = 1\n"),
     (
         "try:\n    from apex.fp16_utils import *\nexcept ImportError:\n    pass\n",
