@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -80,11 +81,9 @@ def _copy_in(home: Path, wanting: Change) -> list[Change]:
                 "imports it, and migrate again"
             )
         return []
-    up = len(wanting.path.parent.parts) - len(home.parts)
-    folder = Path(wanting.name).parent
-    for _ in range(up):
-        folder = folder.parent if folder.name else folder / ".."
-    return [Change(path, (folder / path.name).as_posix(), Text("", "utf-8"), content, is_new=True)]
+    root = wanting.path.parents[len(Path(wanting.name).parts) - 1]
+    name = Path(os.path.relpath(path, root)).as_posix()
+    return [Change(path, name, Text("", "utf-8"), content, is_new=True)]
 
 
 def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:

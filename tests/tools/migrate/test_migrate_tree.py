@@ -267,6 +267,12 @@ def test_modules_of_a_package_share_the_copy_in_its_top(tmp_path):
         },
     )
     assert copies(files) == {"p/native_amp.py"}
+    (tmp_path / "p" / "native_amp.py").unlink()
+    for name in ("p/q/a.py", "p/b.py", "train.py"):
+        (tmp_path / name).write_text(files[name].replace(*reversed(IN_PACKAGE)))
+    assert [change.name for change in migrate_tree(tmp_path, "native") if change.is_new] == ["p/native_amp.py"]
+    assert [c.name for c in migrate_tree(tmp_path / "p" / "q", "native") if c.is_new] == ["../native_amp.py"]
+    migrated(tmp_path, {})
     for name in ("p/q/a.py", "p/b.py", "train.py"):
         assert IN_PACKAGE[1] in files[name]
     run_alone(tmp_path, "train.py")
