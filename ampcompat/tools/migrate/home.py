@@ -7,6 +7,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from ampcompat.tools.check.source import Source
 
@@ -26,40 +27,42 @@ def provided() -> frozenset[str]:
     return frozenset(names)
 
 
-def homes(wanting: Iterable[Path], codes: Mapping[Path, str]) -> dict[Path, Path]:
-    """The folder of ``native_amp.py`` for each file that imports it.
+class Home(NamedTuple):
+    """The folder of a copy, and the package that it is imported from; ``""`` where it is imported as a script is."""
 
-    Scripts share the copy of a package that they import. Packages beside each other share one beside them all: their
-    state is one.
+    folder: Path
+    package: str = ""
+
+
+def homes(wanting: Iterable[Path], codes: Mapping[Path, str]) -> dict[Path, Home]:
+    """The copy of ``native_amp.py`` that each file imports.
+
+    Scripts share the copy of a package that they import. Packages of one folder share one in that folder: their state
+    is one.
 
     Args:
         wanting: The files that import it.
         codes: The sources of the tree.
     """
-    found = {path: _top_package(path, codes) or path.parent for path in wanting}
-    packages = {home for home in found.values() if (home / "__init__.py").exists()}
-    beside: defaultdict[Path, set[Path]] = defaultdict(set)
-    for package in packages:
-        beside[package.parent].add(package)
-    for path, home in found.items():
-        if home in packages and len(beside[home.parent]) > 1:
-            found[path] = home.parent
-        elif home not in packages:
-            found[path] = _home_of_script(path, packages, beside, codes)
+    tops = {path: _top_package(path, codes) for path in wanting}
+    packages: defaultdict[Path, set[Path]] = defaultdict(set)
+    for top in tops.values():
+        if top is not None:
+            packages[top.parent].add(top)
+    found: dict[Path, Home] = {}
+    for path, top in tops.items():
+        if top is None:
+            top = _package_of_script(path, packages, codes)
+        if top is not None:
+            found[path] = Home(top, top.name) if len(packages[top.parent]) == 1 else Home(top.parent)
+        else:
+            found[path] = Home(path.parent)
     return found
 
 
-def package_of(home: Path) -> str:
-    """The package that a folder is; ``""`` for the folder of a script."""
-    return home.name if (home / "__init__.py").exists() else ""
-
-
-def _home_of_script(
-    path: Path, packages: set[Path], beside: Mapping[Path, set[Path]], codes: Mapping[Path, str]
-) -> Path:
-    """The copy of a package that a script imports, itself or by modules next to it, else its own folder."""
-    if len(beside.get(path.parent, ())) > 1:
-        return path.parent
+def _package_of_script(path: Path, packages: Mapping[Path, set[Path]], codes: Mapping[Path, str]) -> Path | None:
+    """The first package with a copy that a script imports, itself or by modules next to it."""
+    by_name = {package.name: package for found in packages.values() for package in found}
     seen: set[Path] = set()
     waiting = [path]
     while waiting:
@@ -67,12 +70,11 @@ def _home_of_script(
         if module in seen or module not in codes:
             continue
         seen.add(module)
-        for name in _imported(codes[module]):
-            for package in packages:
-                if package.name == name:
-                    return package.parent if len(beside[package.parent]) > 1 else package
+        for name in sorted(_imported(codes[module])):
+            if name in by_name:
+                return by_name[name]
             waiting.append(path.parent / f"{name}.py")
-    return path.parent
+    return None
 
 
 def _top_package(path: Path, codes: Mapping[Path, str]) -> Path | None:

@@ -11,7 +11,7 @@ from ampcompat.tools.check.documents import NotANotebook, Notebook, install_line
 from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
 from ampcompat.tools.check.lines import lines_of
 from ampcompat.tools.migrate.change import Change
-from ampcompat.tools.migrate.home import CONTENT, NAME, homes, package_of
+from ampcompat.tools.migrate.home import CONTENT, NAME, homes
 from ampcompat.tools.migrate.notebook import as_source, written
 from ampcompat.tools.migrate.result import MARK, Result
 from ampcompat.tools.migrate.source import MENTION, migrate_source
@@ -59,20 +59,21 @@ def _with_native_amp(changes: list[Change]) -> list[Change]:
     codes = {change.path: code for change in changes if (code := change.source()) is not None}
     found = homes(wanting, codes)
     done = [
-        migrate_file(change.path, change.name, "native", package_of(found[change.path]))
-        if change.path in found
-        else change
+        migrate_file(change.path, change.name, "native", found[change.path].package) if change.path in found else change
         for change in changes
     ]
-    for home in dict.fromkeys(found.values()):
-        beside = next(change for change in changes if found.get(change.path) == home)
-        done += _copy_in(home, beside)
+    wanted_in: dict[Path, Change] = {}
+    for change in changes:
+        if change.path in found:
+            wanted_in.setdefault(found[change.path].folder, change)
+    for folder, wanting_it in wanted_in.items():
+        done += _copy_in(folder, wanting_it)
     return done
 
 
-def _copy_in(home: Path, wanting: Change) -> list[Change]:
+def _copy_in(folder: Path, wanting: Change) -> list[Change]:
     """The new file in a folder; nothing where it is there already."""
-    path = home / f"{NAME}.py"
+    path = folder / f"{NAME}.py"
     content = CONTENT.read_text("utf-8")
     if path.exists():
         if decode(read(path)).code != content:

@@ -3,13 +3,14 @@
 import argparse
 import builtins
 import os
+import runpy
 import signal
 import subprocess
-import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from running import imports
 
 from ampcompat.cli import migrate as command
 from ampcompat.tools.migrate import change as change_module
@@ -244,15 +245,15 @@ def test_one_copy_for_each_folder_of_scripts(tmp_path):
         run_alone(tmp_path, name)
 
 
-AMP = ("from apex import amp", "import native_amp as amp")
-IN_PACKAGE = ("from apex import amp", "from p import native_amp as amp")
+AMP = ("from apex import amp\n", "import native_amp as amp\n")
+IN_PACKAGE = ("from apex import amp\n", "from p import native_amp as amp\n")
 
 
-def run_alone(folder, *words):
-    """Run a script where neither apex nor ampcompat can be imported."""
-    (folder / "sitecustomize.py").write_text("import sys\nsys.modules.update(dict.fromkeys(['apex', 'ampcompat']))\n")
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
-    subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, check=True)
+def run_alone(folder, name):
+    """Run a script by its path, where neither apex nor ampcompat can be imported."""
+    script = folder / name
+    with imports(script.parent, apex=False):
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def test_modules_of_a_package_share_the_copy_in_its_top(tmp_path):
@@ -292,7 +293,7 @@ def test_packages_beside_each_other_share_one_copy_beside_them(tmp_path):
         },
     )
     assert copies(files) == {"native_amp.py"}
-    assert all(AMP[1] in files[name] for name in ("p/a.py", "q/b.py", "train.py"))
+    assert all(f"\n{AMP[1]}" in files[name] for name in ("p/a.py", "q/b.py", "train.py"))
     run_alone(tmp_path, "train.py")
 
 
@@ -301,7 +302,7 @@ def test_a_script_in_a_folder_with_an_init(tmp_path, imports):
     """It is run by its path: it imports what stands beside it by a bare name, or nothing imports it."""
     files = migrated(tmp_path, {"p/__init__.py": "", "p/engine.py": "", "p/train.py": imports + LOOP})
     assert copies(files) == {"p/native_amp.py"}
-    assert AMP[1] in files["p/train.py"]
+    assert f"\n{AMP[1]}" in files["p/train.py"]
     run_alone(tmp_path, "p/train.py")
 
 
