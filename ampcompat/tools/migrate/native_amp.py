@@ -551,7 +551,7 @@ def _skip(optimizer: Any) -> None:
     if _amp_state.verbosity == 0 or (distributed and torch.distributed.get_rank() != 0):
         return
     if scaler is None:
-        print("Gradient overflow.  Skipping step, gradients of an earlier overflow were not cleared")
+        print("Gradient overflow.  Skipping step, since inf or NaN gradients were not cleared")
         return
     print(
         f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scaler.loss_scale()}"

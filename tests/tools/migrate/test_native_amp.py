@@ -262,7 +262,7 @@ def test_a_skipped_step_is_said_once(amp, capsys):
     assert torch.equal(model.weight, before)
     assert capsys.readouterr().out.splitlines() == [
         "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0",
-        "Gradient overflow.  Skipping step, gradients of an earlier overflow were not cleared",
+        "Gradient overflow.  Skipping step, since inf or NaN gradients were not cleared",
     ]
     train(amp, model, optimizer)
     assert not torch.equal(model.weight, before)
