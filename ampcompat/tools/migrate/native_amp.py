@@ -222,6 +222,8 @@ def _check(models: list[Any], optimizers: list[Any], enabled: object, opt_level:
     for model in models:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"models has a {type(model).__name__}; pass a torch.nn.Module or a list of them")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError("models has a ScriptModule, whose forward cannot be replaced; pass what it was made from")
         if any(param.dtype in (torch.float16, torch.bfloat16) for param in model.parameters()):
             raise RuntimeError("the model has half weights; drop .half(), autocast casts float32 weights as needed")
     for optimizer in optimizers:

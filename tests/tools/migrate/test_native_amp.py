@@ -433,6 +433,7 @@ def test_registered_functions(amp, monkeypatch):
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
 def test_what_is_refused(amp):
     model, optimizer = nn.Linear(4, 2), torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
     with pytest.raises(RuntimeError, match="scale_loss before initialize"), amp.scale_loss(X, optimizer):
@@ -448,6 +449,8 @@ def test_what_is_refused(amp):
         amp.initialize(optimizer, model)
     with pytest.raises(TypeError, match="optimizers has a Linear"):
         amp.initialize(model, model)
+    with pytest.raises(TypeError, match="has a ScriptModule"):
+        amp.initialize(torch.jit.script(nn.Linear(4, 2)), optimizer)
     with pytest.raises(RuntimeError, match="drop .half()"):
         amp.initialize(nn.Linear(4, 2).half(), optimizer)
     with pytest.raises(NotImplementedError, match=r"call amp.initialize"):
