@@ -34,7 +34,9 @@ def mentions(source: Source) -> Iterator[tuple[Mention, str]]:
     """Names and attributes that mean something of apex, the longest chain of each, with what they mean."""
     names: list[Mention] = [*source.kind(ast.Name), *source.kind(ast.Attribute)]
     for node in names:
-        if isinstance(source.parents.get(node), ast.Attribute) or not isinstance(node.ctx, ast.Load):
+        if isinstance(source.parents.get(node), ast.Attribute):
+            continue
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             continue
         symbol = source.apex(node)
         if symbol is not None:

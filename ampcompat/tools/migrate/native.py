@@ -208,7 +208,7 @@ class _Rewriting:
             symbol = alias.name if alias.asname else bound
             if symbol == "apex.amp":
                 new.append(self._amp_import(bound))
-            elif symbol in self.left or (symbol != "apex" and bound in self.reads and not self.needs_torch):
+            elif symbol in self.left or (bound in self.source.bindings.ambiguous and symbol not in MODULES):
                 left.append(alias)
             if symbol == "apex" and self.needs_amp:
                 new.append(self._amp_import(NAME))

@@ -77,6 +77,7 @@ NATIVE = [
     ("import apex.amp as amp\n", "import native_amp as amp\n"),
     ("import apex\napex.amp.state_dict()\n", "import native_amp\nnative_amp.state_dict()\n"),
     ("import apex.amp\napex.amp.state_dict()\n", "import native_amp\nnative_amp.state_dict()\n"),
+    ("import apex\napex.amp._amp_state.verbosity = 0\n", "import native_amp\nnative_amp._amp_state.verbosity = 0\n"),
     ("import os, apex\napex.amp.state_dict()\n", "import native_amp\nimport os\nnative_amp.state_dict()\n"),
     (
         "try: import apex\nexcept ImportError: apex = None\nif apex is not None: apex.amp.state_dict()\n",
@@ -147,6 +148,7 @@ NATIVE = [
         "from apex.optimizers import FusedSGD\nFusedSGD(p, 0.1)\n",
         "from torch.optim import SGD as FusedSGD\nFusedSGD(p, 0.1)\n",
     ),
+    ("import apex.fp16_utils as f\nx = 1\ny = f.to_python_float(x)\n", "x = 1\ny = x.item()\n"),
     (
         "from apex.fp16_utils import to_python_float\nx = 1\ny = to_python_float(x + 1), to_python_float(x.data)\n",
         "x = 1\ny = (x + 1).item(), x.data.item()\n",
@@ -189,6 +191,8 @@ def test_native_in_a_package(before, after):
         ("import apex.contrib.fmha\napex.contrib.fmha.f()\n", "scaled_dot_product_attention"),
         ("import amp_C\namp_C.multi_tensor_scale(x)\n", "nothing of the same meaning"),
         ("apex = import_module('apex')\n", "looked for by its name"),
+        ("try: import apex.contrib.x as y\nexcept ImportError: y = None\nif y: y.f()\n", "operation of the same"),
+        ("try: from apex.contrib import y\nexcept ImportError: y = None\nif y: y.f()\n", "operation of the same"),
         ("importlib.metadata.version('apex')\n", "looked for among what is installed"),
     ],
 )
