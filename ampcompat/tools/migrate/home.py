@@ -45,8 +45,9 @@ def homes(wanting: Iterable[Path], codes: Mapping[Path, str]) -> dict[Path, Home
         codes: The sources of the tree.
     """
     tops = {path: _top_package(path, codes) for path in wanting}
+    there = [path.parent for path in codes if path.name == CONTENT.name and (path.parent / "__init__.py").exists()]
     packages: defaultdict[Path, set[Path]] = defaultdict(set)
-    for top in tops.values():
+    for top in (*tops.values(), *there):
         if top is not None:
             packages[top.parent].add(top)
     found: dict[Path, Home] = {}

@@ -279,6 +279,13 @@ def test_modules_of_a_package_share_the_copy_in_its_top(tmp_path):
     run_alone(tmp_path, "train.py")
 
 
+def test_a_script_that_is_migrated_later_shares_the_copy_that_is_there(tmp_path):
+    migrated(tmp_path, {"p/__init__.py": "", "p/a.py": "from . import x\n" + LOOP, "p/x.py": ""})
+    files = migrated(tmp_path, {"train.py": "import p.a\n" + LOOP})
+    assert copies(files) == {"p/native_amp.py"}
+    assert IN_PACKAGE[1] in files["train.py"]
+
+
 def test_packages_beside_each_other_share_one_copy_beside_them(tmp_path):
     files = migrated(
         tmp_path,
