@@ -21,7 +21,7 @@ from ampcompat.cli._completion import SHELLS, PrintCompletion
 __all__ = ["main"]
 
 #: Commands whose line ends with a script and its own arguments; their modules have a ``split(argv)``.
-RUN_SCRIPTS = ("run", "parity", "migrate")
+RUN_SCRIPTS = ("run", "parity")
 #: Words that are taken for commands, and what they are.
 TAKEN_FOR_COMMANDS = {"explain": "run --explain", "receipt": "run --report", "report": "run --report"}
 #: First words of a line that lacks only ``run``.

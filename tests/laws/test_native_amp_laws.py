@@ -96,11 +96,11 @@ class Native:
                 raise Raised
 
     def take_inside(self, steps):
-        for step in steps:
-            if step["fate"] == "refused":
-                assert refuses(self, step), f"inside of a block, {step} is not refused"
-            elif step["fate"] == "taken":
-                self.take(step)
+        for inner in steps:
+            if inner["fate"] == "refused":
+                assert refuses(self, inner), f"inside of a block, {inner} is not refused"
+            elif inner["fate"] == "taken":
+                self.take(inner)
 
     def plain(self, step):
         loss = programs.loss_of(self.models, step)
@@ -168,10 +168,10 @@ def refuses(native, step):
 def run(program):
     """Run the reference, then the file, and compare what is seen after every step.
 
-    A program ends where amp refuses a step; where a block is delayed on top of gradients from before it (amp keeps these
-    apart until the last block, the file adds them); where weights join that have gradients (amp clears scaled ones);
-    where delayed gradients are unscaled under another loss_id (amp moves both scales); where weights become inf or NaN,
-    by a step of gradients that the block of another optimizer left (the file skips it).
+    A program ends where amp refuses a step; where a block is delayed on top of gradients from before it (amp keeps
+    these apart until the last block, the file adds them); where weights join that have gradients (amp clears scaled
+    ones); where delayed gradients are unscaled under another loss_id (amp moves both scales); where weights become inf
+    or NaN, by a step of gradients that the block of another optimizer left (the file skips it).
     """
     reference = Reference(program["config"])
     expected = [reference.seen()]
@@ -222,6 +222,8 @@ def generate(seed):
     program["steps"] = [one for one in program["steps"] if one["do"] not in (*LEFT_OUT, "nested")]
     for one in program["steps"]:
         one["delay_overflow_check"] = False
+        for inner in one.get("inside", ()):
+            inner |= {"delay_unscale": False, "delay_overflow_check": False}
     return program
 
 

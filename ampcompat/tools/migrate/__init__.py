@@ -1,9 +1,9 @@
-"""Rewriting a script that uses apex: its imports to ampcompat, or its calls to plain ``torch.amp``.
+"""Rewriting the imports of a repository that uses apex: to ampcompat, or to one file on plain ``torch.amp``.
 
-Sources are parsed and printed again with libcst, which keeps comments and layout; nothing of them is executed.
+``native_amp.py`` is that file. Sources are parsed, and changed where they name apex; nothing of them is executed.
 """
 
-from ampcompat.tools.migrate.result import MissingLibcst, Result
+from ampcompat.tools.migrate.result import Result
 from ampcompat.tools.migrate.source import migrate_source
 
-__all__ = ["MissingLibcst", "Result", "migrate_source"]
+__all__ = ["Result", "migrate_source"]

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ampcompat.tools.check.files import Text, Unreadable, decode, read
-from ampcompat.tools.migrate.caller import Caller
 
 
 @dataclass(frozen=True)
@@ -27,11 +26,7 @@ class Change:
         todos: What was left to the reader, ``(line in the new text, message)``.
         problem: Why the file was left alone, or ``""``.
         notes: What differs, and needs no action.
-        makes: The line on which it calls ``amp.initialize``, 0 for none.
-        needs: Whether it uses a scaler that another file makes, and does not reach it.
-        shares: Whether it uses the scaler of the helper's module.
-        optimizers: The last parts of the names of optimizers whose gradients its scaler scales.
-        caller: The text before it got the helper; None where it needs none.
+        needs_amp: Whether it imports ``native_amp``.
         is_new: Whether the file does not exist yet.
     """
 
@@ -42,11 +37,7 @@ class Change:
     todos: list[tuple[int, str]] = field(default_factory=list)
     problem: str = ""
     notes: list[str] = field(default_factory=list)
-    makes: int = 0
-    needs: bool = False
-    shares: bool = False
-    optimizers: tuple[str, ...] = ()
-    caller: Caller | None = None
+    needs_amp: bool = False
     is_new: bool = False
 
     def source(self) -> str | None:

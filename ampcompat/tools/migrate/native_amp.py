@@ -1,4 +1,6 @@
-"""The functions of ``apex.amp`` on plain ``torch.amp``. ``ampcompat migrate --to native`` put this file here; it is yours.
+"""The functions of ``apex.amp`` on plain ``torch.amp``.
+
+``ampcompat migrate --to native`` put this file here. It needs torch 2.4 or later and nothing else, and it is yours.
 
 What differs from apex: weights stay float32 at every level. At O1 to O3 the forward of an initialized model runs under
 ``torch.autocast`` in float16 (O4, O5: bfloat16) and returns float32; O2 and O3 are O1 with another loss scale. Code
@@ -19,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import copyreg
 import dataclasses
 import functools
 import types
@@ -58,7 +59,9 @@ LEVELS: dict[str, tuple[torch.dtype | None, str | float]] = {
 CACHE_ENABLED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 7)
 
 #: ``loss_scalers`` and ``opt_properties`` are those of the last call of ``initialize``.
-_amp_state = types.SimpleNamespace(loss_scalers=[], verbosity=1, optimizers=weakref.WeakSet(), not_run=weakref.WeakSet())
+_amp_state = types.SimpleNamespace(loss_scalers=[], verbosity=1)
+_amp_state.optimizers = weakref.WeakSet()
+_amp_state.not_run = weakref.WeakSet()
 
 
 class LossScaler:
@@ -196,10 +199,12 @@ def initialize(
     _amp_state.opt_properties = types.SimpleNamespace(
         enabled=bool(enabled), opt_level=opt_level, cast_model_type=dtype, master_weights=False, loss_scale=scale
     )
+    devices = [param.device.type for model in model_list for param in model.parameters()]
+    _amp_state.device_type = devices[0] if devices else "cuda" if torch.cuda.is_available() else "cpu"
     for model in model_list:
         _run_in_float32(model)
         if enabled and dtype is not None:
-            _run_under_autocast(model, dtype, cast_model_outputs or torch.float32)
+            _run_under_autocast(model, _amp_state.device_type, dtype, cast_model_outputs or torch.float32)
     for optimizer in optimizer_list:
         if enabled:
             _manage(optimizer, scalers)
@@ -217,6 +222,8 @@ def _check(models: list[Any], optimizers: list[Any], enabled: object, opt_level:
     for model in models:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"models has a {type(model).__name__}; pass a torch.nn.Module or a list of them")
+        if isinstance(model, torch.jit.ScriptModule):
+            raise TypeError("models has a ScriptModule, whose forward cannot be replaced; pass what it was made from")
         if any(param.dtype in (torch.float16, torch.bfloat16) for param in model.parameters()):
             raise RuntimeError("the model has half weights; drop .half(), autocast casts float32 weights as needed")
     for optimizer in optimizers:
@@ -229,31 +236,35 @@ def _as_list(value: Any) -> list[Any]:
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
-def _run_under_autocast(model: torch.nn.Module, dtype: torch.dtype, output_dtype: torch.dtype) -> None:
+def _run_under_autocast(
+    model: torch.nn.Module, device_type: str, dtype: torch.dtype, output_dtype: torch.dtype
+) -> None:
     """Give the model a subclass of its own class, whose forward runs under autocast.
 
     Copies and pickles of the model have the class that it had before.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     plain: Any = type(model)
-    device_type = next((param.device.type for param in model.parameters()), "cpu")
     has_run = False
 
     class Autocast(plain):  # type: ignore[misc]
         plain_class = plain
 
+        @functools.wraps(plain.forward)
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             nonlocal has_run
             has_run = True
             with torch.autocast(device_type, dtype, cache_enabled=CACHE_ENABLED):
                 outputs = plain.forward(self, *args, **kwargs)
-            return _cast(outputs, output_dtype)
+            function = _cast if isinstance(outputs, torch.Tensor) else _as_output
+            return _map(outputs, lambda tensor: function(tensor, output_dtype))
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             function, args, *state = plain.__reduce_ex__(self, protocol)
             args = [plain if arg is type(self) else arg for arg in args]
             # pickle refuses this function with another class than the object's.
-            return (plain.__new__ if function is copyreg.__newobj__ else function, tuple(args), *state)
+            is_default = getattr(function, "__name__", "") == "__newobj__"
+            return (plain.__new__ if is_default else function, tuple(args), *state)
 
         @staticmethod
         def forward_has_run() -> bool:
@@ -264,15 +275,13 @@ def _run_under_autocast(model: torch.nn.Module, dtype: torch.dtype, output_dtype
     Autocast.__module__ = plain.__module__
     Autocast.__doc__ = plain.__doc__
     model.__class__ = Autocast
-    _amp_state.device_type = device_type
     _amp_state.not_run.add(model)
 
 
 def _run_in_float32(model: torch.nn.Module) -> None:
     """Undo what an earlier call of ``initialize`` did to the model."""
     model = getattr(model, "_orig_mod", model)
-    if hasattr(type(model), "plain_class"):
-        model.__class__ = type(model).plain_class
+    model.__class__ = getattr(type(model), "plain_class", type(model))
 
 
 def _warn_of_float32() -> None:
@@ -291,23 +300,52 @@ def _warn_of_float32() -> None:
             )
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value``, or a copy of it, with the floating tensors in it in ``dtype``; float64 stays."""
+def _as_output(tensor: Any, dtype: torch.dtype) -> Any:
+    """Return one of several outputs of a model in ``dtype``; hooks on it see the whole gradient.
+
+    Other outputs may have been computed from the tensor that is cast here: the gradient of the copy is only a part.
+    """
+    output: Any = _cast(tensor, dtype)
+    if output is tensor or not output.requires_grad or torch.compiler.is_compiling():
+        return output
+    held = weakref.ref(output)
+
+    def retain_grad() -> None:
+        tensor.register_hook(lambda grad: setattr(held(), "grad", grad.to(dtype)) if held() is not None else None)
+
+    def register_hook(hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        def on_tensor(grad: torch.Tensor) -> torch.Tensor | None:
+            result = hook(grad.to(dtype))
+            return None if result is None else result.to(tensor.dtype)
+
+        return tensor.register_hook(on_tensor)
+
+    output.retain_grad = retain_grad
+    output.register_hook = register_hook
+    return output
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+
+
+def _map(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return ``value``, or a copy of it, with a function applied to the tensors in it."""
     if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
+        return function(value)
     if type(value) is dict:
-        return {key: _cast(item, dtype) for key, item in value.items()}
+        return {key: _map(item, function) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [_cast(item, dtype) for item in value]
+        items = [_map(item, function) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
         value = copy.copy(value)
         for key, item in value.items():
-            value[key] = _cast(item, dtype)
+            value[key] = _map(item, function)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(value, field.name, _cast(getattr(value, field.name), dtype))
+            object.__setattr__(value, field.name, _map(getattr(value, field.name), function))
     return value
 
 
@@ -333,13 +371,17 @@ def scale_loss(
         delay_overflow_check: Not used.
     """
     optimizer_list = _as_list(optimizers)
-    if not hasattr(_amp_state, "opt_properties"):
-        raise RuntimeError("scale_loss before initialize; call model, optimizer = amp.initialize(model, optimizer) first")
-    if not any(hasattr(optimizer, "_amp_stash") for optimizer in optimizer_list) and not _amp_state.loss_scalers:
-        yield loss
-        return
+    if not any(hasattr(optimizer, "_amp_stash") for optimizer in optimizer_list):
+        if not hasattr(_amp_state, "opt_properties"):
+            raise RuntimeError("scale_loss before initialize; call amp.initialize(model, optimizer) first")
+        if not _amp_state.opt_properties.enabled:
+            yield loss
+            return
+    for optimizer in optimizer_list:
+        _check_optimizer(optimizer)
     stashes = [_stash_of(optimizer) for optimizer in optimizer_list]
-    scaler = stashes[0].loss_scalers[loss_id]
+    scalers = stashes[0].loss_scalers if stashes else _amp_state.loss_scalers
+    scaler = scalers[loss_id]
     if scaler.is_off:
         yield loss.float()
         _warn_of_float32()
@@ -375,6 +417,14 @@ def scale_loss(
     _warn_of_float32()
 
 
+def _check_optimizer(optimizer: object) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"scale_loss got a {type(optimizer).__name__}; pass an optimizer or a list of them")
+    for name in ("_prepare_amp_backward", "_post_amp_backward"):
+        if hasattr(optimizer, name):
+            raise RuntimeError(f"the optimizer has its own {name}, which nothing calls here; do that after the block")
+
+
 def _at_scale(optimizers: list[torch.optim.Optimizer], scale: float) -> set[torch.nn.Parameter]:
     """Bring pending gradients from the scale that they have to ``scale``; return their parameters."""
     factors: dict[torch.nn.Parameter, float] = {}
@@ -395,7 +445,7 @@ def _add(saved: dict[torch.nn.Parameter, torch.Tensor | None], factor: float) ->
         if grad is None:
             continue
         if param.grad is None:
-            param.grad = grad.mul_(factor)
+            param.grad = grad if factor == 1.0 else grad * factor
         else:
             param.grad.add_(grad, alpha=factor)
 
@@ -441,11 +491,6 @@ def _stash_of(optimizer: Any) -> _Stash:
 
 def _manage(optimizer: Any, loss_scalers: list[LossScaler]) -> None:
     """Have the optimizer skip its step after an overflow."""
-    if not hasattr(optimizer, "param_groups"):
-        raise TypeError(f"scale_loss got a {type(optimizer).__name__}; pass an optimizer or a list of them")
-    for name in ("_prepare_amp_backward", "_post_amp_backward"):
-        if hasattr(optimizer, name):
-            raise RuntimeError(f"the optimizer replaces {name} of apex, which nothing calls here; do it after the block")
     optimizer._amp_stash = _Stash(loss_scalers)
     _amp_state.optimizers.add(optimizer)
     if not hasattr(optimizer.step, "asks_amp"):
@@ -471,8 +516,9 @@ def _zero_grad(optimizer: Any, zero_grad: Callable[..., Any], *args: Any, **kwar
     _stash_of(optimizer).pending = None
     for other in _amp_state.optimizers:
         saved = _stash_of(other).saved
-        for param in _params_of([optimizer]) if saved else ():
-            saved.pop(param, None)
+        if saved:
+            for param in _params_of([optimizer]):
+                saved.pop(param, None)
 
 
 def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -483,11 +529,11 @@ def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -
     if pending is not None:
         together = [other for other in pending.optimizers if _stash_of(other).pending is pending]
         _unscale(pending.scaler, pending.scale, together)
-    if stash.overflowed is not None or (stash.suspect and not _are_finite(optimizer)):
+    closure, *rest = args or (kwargs.pop("closure", None),)
+    if stash.overflowed is not None or (stash.suspect and closure is None and not _are_finite(optimizer)):
         return _skip(optimizer)
     stash.suspect = False
-    closure, *rest = args or (kwargs.pop("closure", None),)
-    if closure is None:
+    if not callable(closure):
         return step(*args, **kwargs)
     try:
         return step(_checked(closure, stash), *rest, **kwargs)
@@ -504,7 +550,10 @@ def _skip(optimizer: Any) -> None:
     stash.suspect = True
     optimizer._opt_called = True  # what LR schedulers look at, to warn of steps that were forgotten
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if scaler is None or _amp_state.verbosity == 0 or (distributed and torch.distributed.get_rank() != 0):
+    if _amp_state.verbosity == 0 or (distributed and torch.distributed.get_rank() != 0):
+        return
+    if scaler is None:
+        print("Gradient overflow.  Skipping step, since inf or NaN gradients were not cleared")
         return
     print(
         f"Gradient overflow.  Skipping step, loss scaler {scaler.loss_id} reducing loss scale to {scaler.loss_scale()}"
@@ -626,26 +675,19 @@ def _with_cast_arguments(function: Any, choose: Callable[[list[torch.dtype]], to
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        dtypes = list(_dtypes((args, kwargs)))
+        dtypes: list[torch.dtype] = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            dtypes.extend([tensor.dtype] if tensor.is_floating_point() else [])
+            return tensor
+
+        _map((args, kwargs), note)
         if not dtypes or not torch.is_autocast_enabled(_device_type()):
             return function(*args, **kwargs)
         dtype = choose(dtypes)
-        args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
+        args, kwargs = _map((args, kwargs), lambda tensor: _cast(tensor, dtype))
         # Autocast would cast the arguments of torch's own functions again.
         with disable_casts() if is_torchs else contextlib.nullcontext():
             return function(*args, **kwargs)
 
     return wrapper
-
-
-def _dtypes(value: Any) -> Iterator[torch.dtype]:
-    """Yield the dtypes of the floating tensors in arguments."""
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point():
-            yield value.dtype
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _dtypes(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _dtypes(item)

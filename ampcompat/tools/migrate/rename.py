@@ -5,38 +5,35 @@ Nothing else changes; what is used and not provided is marked, at the import and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import libcst as cst
+import ast
+from collections.abc import Iterable
 
 from ampcompat._extensions import EXTENSIONS
 from ampcompat.tools.check.findings import UNSUPPORTED
+from ampcompat.tools.check.source import Source
 from ampcompat.tools.check.symbols import canonical, verdict
-from ampcompat.tools.migrate.native.edits import Edits, Statement
-from ampcompat.tools.migrate.native.file import File
-from ampcompat.tools.migrate.native.leftovers import apex_mentions
-from ampcompat.tools.migrate.native.nodes import last_name
-from ampcompat.tools.migrate.result import MARK, Result
-from ampcompat.tools.migrate.text import INSTALL_APEX, code_of
-
-PROBES = ("find_spec", "import_module", "__import__")
+from ampcompat.tools.migrate.edits import Edits
+from ampcompat.tools.migrate.mentions import is_apex, listed, mentions, note_install_advice, probes
+from ampcompat.tools.migrate.result import Result
 
 
-def rewrite_imports(code: str) -> Result:
+def rewrite_imports(source: Source) -> Result:
     """The source with its apex imports renamed."""
-    file = File(cst.parse_module(code))
-    edits = Edits()
-    for node in file.nodes:
-        if isinstance(node, cst.Import):
-            _import(node, file, edits)
-        elif isinstance(node, cst.ImportFrom):
-            _import_from(node, file, edits)
-        elif isinstance(node, cst.Call):
-            _probe(node, edits)
-        elif isinstance(node, cst.SimpleString) and INSTALL_APEX.search(node.value):
-            edits.note(f"{node.value} tells users to install apex; this needs ampcompat now")
-    _mark_uses(file, edits)
-    result = Result.of(edits.apply(file).code)
+    edits = Edits(source)
+    for plain in source.kind(ast.Import):
+        _import(plain, edits)
+    for statement in source.kind(ast.ImportFrom):
+        _import_from(statement, edits)
+    for text in probes(source):
+        name = str(text.value)
+        new = _renamed(name)
+        if new is not None:
+            edits.replace(text, edits.text(text).replace(name, new))
+    for node, symbol in mentions(source):
+        if verdict(symbol).verdict == UNSUPPORTED:
+            edits.mark(node, f"{canonical(symbol)} is not provided: {verdict(symbol).note}")
+    note_install_advice(edits, "this needs ampcompat now")
+    result = Result.of(edits.apply())
     result.notes = edits.notes
     return result
 
@@ -44,34 +41,28 @@ def rewrite_imports(code: str) -> Result:
 def _renamed(name: str) -> str | None:
     """``apex.amp`` as ``ampcompat.amp``; None for other packages and for what has no counterpart."""
     root, _, rest = name.partition(".")
-    if not _is_apex(name) or verdict(name).verdict == UNSUPPORTED:
+    if not is_apex(name) or verdict(name).verdict == UNSUPPORTED:
         return None
     if root in EXTENSIONS:
         return f"ampcompat.{name}"
     return f"ampcompat.{rest}" if rest else "ampcompat"
 
 
-def _is_apex(name: str) -> bool:
-    return name.partition(".")[0] in ("apex", *EXTENSIONS)
-
-
-def _import(node: cst.Import, file: File, edits: Edits) -> None:
+def _import(node: ast.Import, edits: Edits) -> None:
     """``import apex.amp``: each alias on its own, since the plain form binds ``apex``, which other lines read."""
-    names = [code_of(alias.name) for alias in node.names]
-    if not any(map(_is_apex, names)):
+    if not any(is_apex(alias.name) for alias in node.names):
         return
     good: list[str] = []
-    left: list[str] = []
+    left: list[ast.alias] = []
     binds_apex = False
-    for alias, name in zip(node.names, names, strict=True):
-        asname = f" as {code_of(alias.asname.name)}" if alias.asname is not None else ""
-        new = _renamed(name) if _is_apex(name) else name
+    for alias in node.names:
+        new = _renamed(alias.name) if is_apex(alias.name) else alias.name
         if new is None:
-            left.append(name + asname)
-        elif asname or not _is_apex(name):
-            good.append(new + asname)
-        elif name in EXTENSIONS:
-            good.append(f"{new} as {name}")
+            left.append(alias)
+        elif alias.asname or not is_apex(alias.name):
+            good.append(f"{new} as {alias.asname}" if alias.asname else new)
+        elif alias.name in EXTENSIONS:
+            good.append(f"{new} as {alias.name}")
         else:
             good += [new] if "." in new else []
             binds_apex = True
@@ -80,85 +71,36 @@ def _import(node: cst.Import, file: File, edits: Edits) -> None:
     _put(
         node,
         f"import {', '.join(good)}" if good else "",
-        [f"import {name}" for name in left],
-        [name.partition(" ")[0] for name in left],
-        file,
+        f"import {listed(left)}" if left else "",
+        [alias.name for alias in left],
         edits,
     )
 
 
-def _import_from(node: cst.ImportFrom, file: File, edits: Edits) -> None:
-    if node.relative or node.module is None or not _is_apex(code_of(node.module)):
+def _import_from(node: ast.ImportFrom, edits: Edits) -> None:
+    if node.level or node.module is None or not is_apex(node.module):
         return
-    module = code_of(node.module)
-    new = _renamed(module)
-    aliases = [] if isinstance(node.names, cst.ImportStar) else list(node.names)
-    unsupported = [a for a in aliases if verdict(f"{module}.{code_of(a.name)}").verdict == UNSUPPORTED]
+    new = _renamed(node.module)
+    unsupported = [a for a in node.names if a.name != "*" and _is_unsupported(f"{node.module}.{a.name}")]
     if new is not None and not unsupported:
-        renamed = node.with_changes(module=cst.parse_expression(new))
-        edits.statements[node] = lambda _: [renamed]
+        edits.replace(node, edits.text(node).replace(node.module, new, 1))
         return
-    names = [f"{module}.{code_of(alias.name)}" for alias in unsupported] or [module]
-    good = [alias for alias in aliases if alias not in unsupported]
+    names = [f"{node.module}.{alias.name}" for alias in unsupported] or [node.module]
+    good = [alias for alias in node.names if alias not in unsupported]
     if new is None or not good:
-        _put(node, "", [], names, file, edits)
+        _put(node, "", edits.text(node), names, edits)
         return
-    _put(
-        node,
-        f"from {new} import {_listed(good)}",
-        [f"from {module} import {_listed(unsupported)}"],
-        names,
-        file,
-        edits,
-    )
+    _put(node, f"from {new} import {listed(good)}", f"from {node.module} import {listed(unsupported)}", names, edits)
 
 
-def _listed(aliases: Sequence[cst.ImportAlias]) -> str:
-    return ", ".join(code_of(alias.with_changes(comma=cst.MaybeSentinel.DEFAULT)) for alias in aliases)
+def _is_unsupported(symbol: str) -> bool:
+    return verdict(symbol).verdict == UNSUPPORTED
 
 
-def _put(
-    node: cst.Import | cst.ImportFrom, good: str, left: list[str], names: list[str], file: File, edits: Edits
-) -> None:
+def _put(node: ast.stmt, good: str, left: str, names: Iterable[str], edits: Edits) -> None:
     """Replace an import by one of ampcompat and by what is left of apex, under a mark."""
     message = "; ".join(f"{name} is not provided: {verdict(name).note}" for name in names)
-    line = file.line_of(node)
-    alone = isinstance(line, cst.SimpleStatementLine) and len(line.body) == 1
-    if not good or not alone:
-        if names:
-            edits.mark(line, message)
-        if good:
-            edits.statements[node] = lambda _: [_small(code) for code in (good, *left)]
-        return
-    edits.statements[node] = lambda _: _lines(good, left, message)
-
-
-def _lines(good: str, left: list[str], message: str) -> list[Statement]:
-    lines: list[Statement] = [_small(good)]
-    for index, code in enumerate(left):
-        mark = [cst.EmptyLine(comment=cst.Comment(MARK + message))] if index == 0 else []
-        lines.append(cst.SimpleStatementLine([_small(code)], leading_lines=mark))
-    return lines
-
-
-def _small(code: str) -> cst.BaseSmallStatement:
-    return cst.ensure_type(cst.parse_statement(code), cst.SimpleStatementLine).body[0]
-
-
-def _probe(call: cst.Call, edits: Edits) -> None:
-    """``find_spec("apex")``."""
-    if last_name(call.func) not in PROBES or not call.args:
-        return
-    value = call.args[0].value
-    name = str(value.raw_value) if isinstance(value, cst.SimpleString) else ""
-    new = _renamed(name) if name.partition(".")[0] == "apex" else None
-    if new is not None and isinstance(value, cst.SimpleString):
-        renamed = value.with_changes(value=value.value.replace(name, new))
-        edits.expressions[value] = lambda _: renamed
-
-
-def _mark_uses(file: File, edits: Edits) -> None:
-    """Mark each use of a name that is not provided; imports are marked where they are renamed."""
-    for node, symbol in apex_mentions(file):
-        if verdict(symbol).verdict == UNSUPPORTED:
-            edits.mark(file.statement(node), f"{canonical(symbol)} is not provided: {verdict(symbol).note}")
+    if good:
+        edits.replace_statement(node, [good], left, message)
+    else:
+        edits.mark(node, message)

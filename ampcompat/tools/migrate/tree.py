@@ -1,25 +1,20 @@
-"""Migrating a directory: which files are read, and what one file tells of another."""
+"""Migrating a directory: which files are read, and where ``native_amp.py`` goes."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ampcompat.tools.check.documents import NotANotebook, Notebook, install_lines, installs, is_notebook
-from ampcompat.tools.check.files import SUFFIXES, Unreadable, decode, read, sources
+from ampcompat.tools.check.files import SUFFIXES, Text, Unreadable, decode, read, sources
 from ampcompat.tools.check.split_lines import lines_of
 from ampcompat.tools.migrate.change import Change
-from ampcompat.tools.migrate.elsewhere import USES, connected, imported_names, mark_uses
+from ampcompat.tools.migrate.home import CONTENT, NAME, homes
 from ampcompat.tools.migrate.notebook import as_source, written
-from ampcompat.tools.migrate.result import ALONE, MARK, Result, Tree
-from ampcompat.tools.migrate.shared import codes_of, module_for, with_one_helper
-from ampcompat.tools.migrate.source import migrate_source
-from ampcompat.tools.migrate.workers import workers
-
-#: Below this many files a process costs more to start than it saves: one file takes some 0.3 s.
-FEW = 8
+from ampcompat.tools.migrate.result import MARK, Result
+from ampcompat.tools.migrate.source import MENTION, migrate_source
 
 
 def migrate_tree(path: str | Path, to: str = "ampcompat") -> Iterator[Change]:
@@ -27,7 +22,7 @@ def migrate_tree(path: str | Path, to: str = "ampcompat") -> Iterator[Change]:
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
-        MissingLibcst: libcst is not installed.
+        FileExistsError: A file ``native_amp.py`` of other content is where this one would go.
     """
     for _, _, change in migrate_paths([path], to):
         if change is not None:
@@ -39,107 +34,79 @@ def migrate_paths(paths: Sequence[str | Path], to: str = "ampcompat") -> Iterato
 
     Raises:
         FileNotFoundError: A path does not exist.
-        MissingLibcst: libcst is not installed.
+        FileExistsError: A file ``native_amp.py`` of other content is where this one would go.
     """
-    jobs: dict[Path, tuple[Path, str, str]] = {}
+    wanted: dict[Path, str] = {}
     for path in paths:
         root = Path(path)
         if not root.exists():
             raise FileNotFoundError(f"{path} does not exist; give a directory or a Python file")
-        for name, path in sources(root.resolve()):
-            file = Path(path)
-            jobs.setdefault(file, (file, name, to))
-    wanted = list(jobs.values())
-    with workers(len(wanted), FEW) as apply:
-        changes: list[Change] = []
-        for change in apply(_job, wanted):
-            changes.append(change)
-            yield len(changes), len(wanted), None
-    for change in with_one_helper(_told_of_each_other(changes, to)):
+        for name, place in sources(root.resolve()):
+            wanted.setdefault(Path(place), name)
+    changes: list[Change] = []
+    for file, name in wanted.items():
+        changes.append(migrate_file(file, name, to))
+        yield len(changes), len(wanted), None
+    for change in _with_native_amp(changes):
         yield len(wanted), len(wanted), change
 
 
-def _job(job: tuple[Path, str, str]) -> Change:
-    return migrate_file(*job)
-
-
-def _told_of_each_other(changes: list[Change], to: str) -> list[Change]:
-    """``changes`` of files that reach the scaler of another, or with marks that say where ``amp.initialize`` stands."""
-    makers = [change for change in changes if change.makes]
-    if not makers:
+def _with_native_amp(changes: list[Change]) -> list[Change]:
+    """``changes`` with the imports of ``native_amp`` as each file has to write them, and with its copies."""
+    wanting = [change.path for change in changes if change.needs_amp]
+    if not wanting:
         return changes
-    codes = codes_of(changes)
-    imports = {path.stem: imported_names(code) for path, code in codes.items()}
-    near = {maker.path: connected(maker.path.stem, imports) for maker in makers}
-    made_in = ", ".join(f"{change.name}:{change.makes}" for change in makers)
-    told = []
-    for change in changes:
-        if change.needs:
-            mine = [maker for maker in makers if change.path.stem in near[maker.path]]
-            helper = _helper_for(change.path, mine, codes)
-            change = migrate_file(change.path, change.name, to, Tree(made_in, helper))
-        told.append(change)
-    sharing = {change.path.stem for change in told if change.shares}
-    told = [
-        migrate_file(c.path, c.name, to, Tree(trains_elsewhere=True)) if sharing & near.get(c.path, set()) else c
-        for c in told
+    codes = {change.path: code for change in changes if (code := change.source()) is not None}
+    found = homes(wanting, codes)
+    done = [
+        migrate_file(change.path, change.name, "native", found[change.path].package) if change.path in found else change
+        for change in changes
     ]
-    for maker in makers:
-        told = [
-            _with_uses_marked(c, maker, codes[c.path]) if c.path.stem in near[maker.path] and c.path in codes else c
-            for c in told
-        ]
-    return told
+    wanted_in: dict[Path, Change] = {}
+    for change in changes:
+        if change.path in found:
+            wanted_in.setdefault(found[change.path].folder, change)
+    for folder, wanting_it in wanted_in.items():
+        done += _copy_in(folder, wanting_it)
+    return done
 
 
-def _helper_for(path: Path, makers: list[Change], codes: Mapping[Path, str]) -> str:
-    """What a file imports to reach the scaler that others make; ``""`` where it cannot."""
-    folders = {maker.path.parent for maker in makers}
-    if len(folders) != 1 or any(maker.caller is None for maker in makers):
-        return ""
-    folder = folders.pop()
-    if not all(module_for(maker.path, folder, codes) for maker in makers):
-        return ""
-    return module_for(path, folder, codes)
+def _copy_in(folder: Path, wanting: Change) -> list[Change]:
+    """The new file in a folder; nothing where it is there already."""
+    path = folder / f"{NAME}.py"
+    content = CONTENT.read_text("utf-8")
+    if path.exists():
+        if decode(read(path)).code != content:
+            raise FileExistsError(
+                f"{path} is there and differs from the file that would be put there; move it, or rename it and what "
+                "imports it, and migrate again"
+            )
+        return []
+    root = wanting.path.parents[len(Path(wanting.name).parts) - 1]
+    name = Path(os.path.relpath(path, root)).as_posix()
+    return [Change(path, name, Text("", "utf-8"), content, is_new=True)]
 
 
-def _with_uses_marked(change: Change, maker: Change, code: str) -> Change:
-    """A file with marks where it steps an optimizer, or reads gradients, that the scaler of another file scales."""
-    if change.makes or change.shares or not USES.search(code):
-        return change
-    try:
-        result = mark_uses(change.new or code, maker.optimizers, f"{maker.name}:{maker.makes}")
-        if result.code == (change.new or code):
-            return change
-        return replace(change, old=change.old or decode(read(change.path)), new=result.code, todos=result.todos)
-    except (Unreadable, SyntaxError, ValueError, RecursionError, MemoryError):
-        return change  # said of the file already
-
-
-def migrate_file(file: Path, name: str, to: str, tree: Tree = ALONE) -> Change:
+def migrate_file(file: Path, name: str, to: str, package: str = "") -> Change:
     """Describe what becomes of one file.
 
     Args:
         file: The file.
         name: Its path relative to the migrated directory.
         to: The target.
-        tree: What the other files say.
-
-    Raises:
-        MissingLibcst: libcst is not installed.
+        package: For ``native``: the package that ``native_amp`` is in.
     """
     try:
         old = decode(read(file))
         if installs(file.name):
             return Change(file, name, old, *_installs(old.code, to))
         if is_notebook(file.name):
-            return Change(file, name, old, *_notebook(old.code, to))
-        result = migrate_source(old.code, to, tree)
+            return _notebook_change(file, name, old, to)
+        result = migrate_source(old.code, to, package)
         if result.code == old.code and not result.todos:
-            return Change(file, name, makes=result.makes, needs=result.needs)
+            return Change(file, name)
         old.encode(result.code)
-        made = (result.notes, result.makes, result.needs, result.shares, result.optimizers, result.caller)
-        return Change(file, name, old, result.code, result.todos, "", *made)
+        return Change(file, name, old, result.code, result.todos, "", result.notes, result.needs_amp)
     except Unreadable as problem:
         return Change(file, name, problem=f"the file {problem}")
     except NotANotebook as problem:
@@ -149,6 +116,15 @@ def migrate_file(file: Path, name: str, to: str, tree: Tree = ALONE) -> Change:
             return Change(file, name, problem="is not a Python file")
         reason = problem.msg if isinstance(problem, SyntaxError) else str(problem) or type(problem).__name__
         return Change(file, name, problem=f"cannot be parsed ({reason})")
+
+
+def _notebook_change(file: Path, name: str, old: Text, to: str) -> Change:
+    """What becomes of a notebook: only its imports of ampcompat can be written."""
+    if to == "ampcompat":
+        return Change(file, name, old, *_notebook(old.code, to))
+    if not MENTION.search(old.code):
+        return Change(file, name)
+    return Change(file, name, problem=f"is a notebook: --to native leaves it alone; put {NAME}.py next to it by hand")
 
 
 def _notebook(text: str, to: str) -> tuple[str, list[tuple[int, str]]]:

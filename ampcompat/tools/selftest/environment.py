@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 #: Packages that amp works with, or that its tools need.
-PACKAGES = ("numpy", "transformers", "timm", "pytorch-lightning", "triton", "libcst", "matplotlib", "pytest")
+PACKAGES = ("numpy", "transformers", "timm", "pytorch-lightning", "triton", "matplotlib", "pytest")
 
 
 #: Facts by name, or by name and that of what they are about.

@@ -1,4 +1,4 @@
-"""Shapes of scripts that use apex: what must come out right, and what must come out marked."""
+"""Shapes of scripts that use apex: how a step, a loss, a level, a model and an optimizer may be written."""
 
 HEAD = """\
 import torch
@@ -110,7 +110,7 @@ main()
 CLIP = "torch.nn.utils.clip_grad_norm_(amp.master_params(opt), 0.1)"
 STEPPED = f"{scaled_backward()}{CLIP}\nopt.step()\nopt.zero_grad()\n"
 
-RIGHT = {
+PLAIN = {
     # How the step is written.
     "step behind a semicolon": SETUP + loop("pass; opt.step()"),
     "step on the line of an if": SETUP + loop("if i >= 0: opt.step()"),
@@ -424,7 +424,7 @@ for i in range(6):
     ),
 }
 
-RIGHT |= {
+PLAIN |= {
     "evaluation by a name of the forward": SETUP
     + loop("opt.step()")
     + "f = model.forward\nLOSSES.append(f(x).sum().item())\nLOSSES.append(getattr(model, 'forward')(x).sum().item())\n",
@@ -494,7 +494,7 @@ Trainer().run()
     "the loss unpacked": SETUP + loop("opt.step()", forward="parts = (model(x), y)\nloss = F.cross_entropy(*parts)"),
 }
 
-MARKED = {
+HARD = {
     "step left out by continue after clipping": SETUP + loop(f"{CLIP}\nif i == 3:\n    continue\nopt.step()"),
     "step left out by return after clipping": SETUP
     + "def go(i):\n"
@@ -519,9 +519,6 @@ MARKED = {
     "step after a look at the norm": SETUP
     + loop("norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)\nif torch.isfinite(norm):\n    opt.step()"),
     "one of two optimizers steps now and then": PAIR % "" + together("oa.step()\nif i % 2:\n    ob.step()\n"),
-    "gradients clipped by another module": "from engine import clip_gradients\n"
-    + SETUP
-    + loop("pass\nif i % 2:\n    clip_gradients(model, 0.1)\n    continue\nopt.step()"),
     "forward in a generator expression": SETUP
     + "outs = (model(part) for part in (x, x))\n"
     + loop("opt.step()")
@@ -541,11 +538,6 @@ MARKED = {
     + "def closure():\n    opt.zero_grad()\n    loss = F.cross_entropy(model(x), y)\n"
     + indented(scaled_backward() + "return loss")
     + "for i in range(6):\n    LOSSES.append(opt.step(closure).item())\n",
-    "step by a function of another module": "from engine import update_weights\n" + SETUP + loop("update_weights(opt)"),
-    "step by an object that got the optimizer": "from engine import Stepper\n"
-    + SETUP
-    + "s = Stepper(opt)\n"
-    + loop("s.go()"),
     "no step": SETUP + loop("pass"),
     "clip on some iterations before an accumulated step": SETUP + loop(f"{CLIP}\nif i % 2:\n    opt.step()", before=""),
     "clip inside the block": SETUP
@@ -563,11 +555,6 @@ MARKED = {
     + SETUP
     + loop("opt.step()")
     + "LOSSES += [o.sum().item() for o in outputs(model)]\n",
-    "model handed to another module": "from engine import evaluate\n"
-    + SETUP
-    + loop("opt.step()")
-    + "LOSSES.append(evaluate(model, x))\n",
-    "loss from nowhere": SETUP + "def go(loss):\n" + indented(scaled_backward() + "opt.step()"),
     "two items in the with": SETUP + loop("opt.step()").replace("as scaled:", "as scaled, torch.enable_grad():"),
     "scale_loss in an ExitStack": "import contextlib\n"
     + SETUP
@@ -585,11 +572,8 @@ MARKED = {
     + loop("for k in opts: opts[k].step()")
     .replace("opt.zero_grad()", "opts['m'].zero_grad()")
     .replace("loss, opt)", "loss, opts['m'])"),
-    "the loop in another module": SETUP + "from engine import train\ntrain(model, opt)\n",
-    "initialize in another module": "from engine import model, opt\n" + loop("opt.step()"),
     "star import of fp16_utils": "from apex.fp16_utils import *\n"
     "model = network_to_half(nn.Linear(4, 3))\nopt = FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))\n",
-    "star import of amp": "from apex.amp import *\nmodel, opt = initialize(nn.Linear(4, 3), None)\n",
     "the scale read": SETUP + loop("opt.step()") + "print(amp._amp_state.loss_scalers[0].loss_scale())\n",
     "a registered function": SETUP.replace("model = nn", "amp.register_float_function(torch, 'sigmoid')\nmodel = nn", 1)
     + loop("opt.step()"),
@@ -625,7 +609,7 @@ MARKED = {
 }
 
 # What looks like the above and is right: another way of training behind a switch, gradients of what amp does not step.
-RIGHT |= {
+PLAIN |= {
     "gradients of another network, emptied before the scaled ones": SETUP
     + "net = nn.Linear(4, 3)\nplain = torch.optim.SGD(net.parameters(), lr=0.1)\n"
     + turns(
@@ -635,3 +619,7 @@ RIGHT |= {
         + "opt.step()\nLOSSES.append(loss.item())\n"
     ),
 }
+
+#: Shapes with a name of apex that torch has nothing for.
+LEFT = ("star import of fp16_utils", "wrapped optimizer of apex")
+SHAPES = {name: code for name, code in {**PLAIN, **HARD}.items() if name not in LEFT}

@@ -1,4 +1,4 @@
-"""Trees whose training is spread over modules; ``train.py`` is what is run."""
+"""Trees whose training is spread over modules, each with the file that is run."""
 
 from legacy_shapes import SCALE, indented
 
@@ -54,8 +54,8 @@ def train(model, opt, x, y):
     return losses
 """
 ENGINE_RUN = HEAD + APEX + "from engine import train\n" + DATA + MADE + INIT + "LOSSES += train(model, opt, x, y)\n"
-#: Trees that train like the original, run by the recorder of ``--verify``.
-RIGHT = {
+#: Trees that are run by ``train.py``.
+NEAR = {
     "the network in another module": {
         "models.py": HEAD
         + "class Net(nn.Linear):\n    def forward(self, x):\n        return super().forward(x).relu()\n",
@@ -97,23 +97,23 @@ RIGHT = {
     },
 }
 
-RIGHT["the loop in an engine"] = {"engine.py": ENGINE, "train.py": ENGINE_RUN}
-RIGHT["the loop in a package below"] = {
+NEAR["the loop in an engine"] = {"engine.py": ENGINE, "train.py": ENGINE_RUN}
+NEAR["the loop in a package below"] = {
     "engine/__init__.py": "from .loop import train\n",
     "engine/loop.py": ENGINE,
     "train.py": ENGINE_RUN,
 }
-RIGHT["an engine that has the name of the helper"] = {
+NEAR["an engine that has the name of the helper"] = {
     "engine.py": ENGINE.replace("x, y):", "x, y, mixed_precision=True):"),
     "train.py": ENGINE_RUN,
 }
-RIGHT["checkpoints in another module"] = {
+NEAR["checkpoints in another module"] = {
     "saves.py": APEX + "def save():\n    return {'amp': amp.state_dict()}\n",
     "train.py": TRAIN.replace(APEX, APEX + "from saves import save\n") + "save()['amp']\n",
 }
 RUN = "from engine import Trainer\n"
-#: Trees that must be marked, and the file where.
-MARKED = {
+#: Trees whose parts are further apart, and a file of each.
+APART = {
     "initialize, the block and the step in three modules": (
         "main.py",
         {
@@ -231,9 +231,18 @@ MARKED = {
     ),
 }
 
-#: Trees that look alike: nothing of another file is touched.
-PLAIN = {
-    "a name of its own": {"train.py": TRAIN, "other.py": "from train import x\nmodel = print\nmodel(x)\n"},
-    "the name of a model": {"engine.py": BASE, "other.py": RUN + "def pick(args):\n    return args.model.lower()\n"},
-    "no import between them": {"engine.py": BASE, "other.py": "def go(t):\n    t.opt.step()\n"},
+#: What runs a tree that only defines classes; a module of a package is run with ``-m``.
+RUNS = {
+    "a subclass steps": ("sub.py", "Mine().run()\n"),
+    "a subclass of a subclass steps": ("other.py", "More().run()\n"),
+    "a mixin steps": ("engine.py", "Trainer().run()\n"),
+    "a hook steps": ("main.py", ""),
+    "a hook clips": ("main.py", ""),
+    "a hook edits gradients": ("engine.py", "Trainer([0]).run()\n"),
+    "a step by way of a package": ("pkg/sub.py", "t.run()\n"),
+    "an engine in a package that may be run in two ways": ("pkg/train.py", ""),
 }
+TREES = {name: ("train.py", files) for name, files in NEAR.items()}
+for name, (script, files) in APART.items():
+    script, line = RUNS.get(name, (script, ""))
+    TREES[name] = (script, {**files, script: files[script] + line})

@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from legacy_shapes import HEAD, RIGHT, SETUP, loop
 
 from ampcompat.tools.check import scan, scan_source
 from ampcompat.tools.check.split_lines import indent_of, lines_of
@@ -12,7 +11,7 @@ from ampcompat.tools.migrate.tree import migrate_tree
 
 #: What str.splitlines takes for the end of a line beside those of Python.
 SEPARATORS = ["\f", "\v", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
-MARKED = SETUP + loop("opt.step()\nhelper(opt)")
+MARKED = "from apex import RNN\nfrom apex import amp\nRNN.LSTM(4)\n"
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
@@ -30,9 +29,9 @@ def test_a_form_feed_is_no_indentation():
 @pytest.mark.parametrize("place", ["# a{}b\n", "s = 'a{}b'\n"])
 def test_a_separator_in_a_line_moves_no_mark_and_no_region(separator, place):
     first = place.format(separator)
-    for shape in (next(iter(RIGHT.values())), MARKED):
-        plain = migrate_source(HEAD + place.format("-") + shape, "native")
-        result = migrate_source(HEAD + first + shape, "native")
+    for to in ("ampcompat", "native"):
+        plain = migrate_source(place.format("-") + MARKED, to)
+        result = migrate_source(first + MARKED, to)
         assert result.code == plain.code.replace(place.format("-"), first)
         assert result.todos == plain.todos
 

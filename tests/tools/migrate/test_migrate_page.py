@@ -3,9 +3,11 @@
 import re
 from pathlib import Path
 
+from ampcompat.tools.migrate.home import CONTENT
 from ampcompat.tools.migrate.tree import migrate_tree
 
-PAGE = Path(__file__).parents[3] / "docs" / "check_and_migrate.md"
+ROOT = Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "check_and_migrate.md"
 
 
 def shown_diff():
@@ -21,6 +23,7 @@ def old_lines(diff):
 def test_the_page_shows_the_diff_of_the_command(tmp_path):
     diff = shown_diff()
     (tmp_path / "train.py").write_text(old_lines(diff))
-    (change,) = migrate_tree(tmp_path, "native")
+    change, copied = migrate_tree(tmp_path, "native")
     assert change.todos == []
     assert change.diff() == diff
+    assert f"[{copied.name}](../{CONTENT.relative_to(ROOT)})" in PAGE.read_text()

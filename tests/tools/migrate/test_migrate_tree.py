@@ -3,13 +3,14 @@
 import argparse
 import builtins
 import os
+import runpy
 import signal
 import subprocess
-import sys
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from running import imports
 
 from ampcompat.cli import migrate as command
 from ampcompat.tools.migrate import change as change_module
@@ -123,14 +124,6 @@ def test_a_failed_write_leaves_the_file_and_no_litter(tmp_path, capsys, monkeypa
     assert (tmp_path / "a.py").read_bytes() == OLD
 
 
-def test_without_libcst_the_command_says_how_to_get_it(tmp_path, capsys, monkeypatch):
-    (tmp_path / "a.py").write_bytes(OLD)
-    monkeypatch.setitem(sys.modules, "libcst", None)
-    status, shown = run(capsys, tmp_path)
-    assert status == 2
-    assert "pip install 'ampcompat[migrate]'" in shown.err
-
-
 def test_a_missing_path_is_bad_usage(tmp_path, capsys):
     assert run(capsys, tmp_path / "missing")[0] == 2
 
@@ -139,7 +132,7 @@ def test_a_missing_path_is_bad_usage(tmp_path, capsys):
 @given(tail=BYTES, to=st.sampled_from(["ampcompat", "native"]))
 def test_arbitrary_bytes_never_raise(tmp_path, tail, to):
     (tmp_path / "a.py").write_bytes(b"from apex import amp\n" + tail)
-    (change,) = migrate_tree(tmp_path, to)
+    change, *_ = migrate_tree(tmp_path, to)
     assert change.problem or change.changed
 
 
@@ -159,7 +152,7 @@ DEEP = {
 @pytest.mark.parametrize("name", sorted(DEEP))
 def test_deep_sources_are_rewritten_or_reported(tmp_path, name, to):
     (tmp_path / "a.py").write_text(f"from apex import amp\n{DEEP[name]}\n")
-    (change,) = migrate_tree(tmp_path, to)
+    change, *_ = migrate_tree(tmp_path, to)
     assert change.problem or change.changed
 
 
@@ -198,12 +191,20 @@ def test_cells_that_need_no_change_stay_byte_for_byte(tmp_path):
     amp = '{"cell_type":"code","metadata":{},"outputs":[],"source":"' + source + '"}'
     text = '{"cells":[' + plain + ",  " + amp + '],  "metadata":{},"nbformat":4,\n"nbformat_minor":5}'
     (tmp_path / "n.ipynb").write_text(text)
-    (change,) = migrate_tree(tmp_path, "native")
+    (change,) = migrate_tree(tmp_path)
     assert change.problem == ""
     before, after = text.split(amp)
     assert change.new.startswith(before)
     assert change.new.endswith(after)
-    assert "mixed_precision(m)" in change.new
+    assert "from ampcompat import amp" in change.new
+
+
+def test_native_leaves_notebooks_alone(tmp_path, capsys):
+    (tmp_path / "n.ipynb").write_text('{"cells": [{"cell_type": "code", "source": "import apex"}]}')
+    status, shown = run(capsys, tmp_path, "--to", "native", "--write")
+    assert status == 1
+    assert "n.ipynb: is a notebook" in shown.err
+    assert os.listdir(tmp_path) == ["n.ipynb"]
 
 
 LOOP = """\
@@ -221,98 +222,137 @@ print(model.weight.tolist())
 """
 
 
-def written(folder, to, files):
+def migrated(folder, files):
+    """Write the files of a tree, migrate it, and return the new ones; a second run changes nothing."""
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
-    for change in migrate_tree(folder, to):
+    for change in migrate_tree(folder, "native"):
         change.write()
+    assert [change.name for change in migrate_tree(folder, "native") if change.changed] == []
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*.py")}
 
 
-def test_files_of_a_folder_share_one_helper(tmp_path):
-    files = written(tmp_path, "native", {"a.py": LOOP, "b.py": LOOP, "alone/c.py": LOOP})
-    assert set(files) == {"a.py", "b.py", "alone/c.py", "mixed_precision.py"}
-    assert "from mixed_precision import mixed_precision\n" in files["a.py"]
-    assert "def mixed_precision" not in files["a.py"]
-    assert files["a.py"] == files["b.py"]
-    assert "def mixed_precision" in files["alone/c.py"]
-    runs = [
-        subprocess.run([sys.executable, name], cwd=tmp_path, capture_output=True, text=True, check=True)
-        for name in ("a.py", "alone/c.py")
-    ]
-    assert runs[0].stdout == runs[1].stdout
-    assert [change for change in migrate_tree(tmp_path, "native") if change.changed] == []
+def copies(files):
+    return {name for name in files if name.endswith("native_amp.py")}
 
 
-def test_modules_of_a_package_import_the_helper_relatively(tmp_path):
-    relative = LOOP.replace("import torch\n", "import torch\nfrom . import other\n", 1)
-    files = written(
+def test_one_copy_for_each_folder_of_scripts(tmp_path):
+    files = migrated(tmp_path, {"a.py": LOOP, "b.py": LOOP, "other/c.py": LOOP})
+    assert copies(files) == {"native_amp.py", "other/native_amp.py"}
+    assert files["a.py"] == files["b.py"] == files["other/c.py"] == LOOP.replace(*AMP)
+    for name in ("a.py", "other/c.py"):
+        run_alone(tmp_path, name)
+
+
+AMP = ("from apex import amp\n", "import native_amp as amp\n")
+IN_PACKAGE = ("from apex import amp\n", "from p import native_amp as amp\n")
+
+
+def run_alone(folder, name):
+    """Run a script by its path, where neither apex nor ampcompat can be imported."""
+    script = folder / name
+    with imports(script.parent, apex=False):
+        runpy.run_path(str(script), run_name="__main__")
+
+
+def test_modules_of_a_package_share_the_copy_in_its_top(tmp_path):
+    files = migrated(
         tmp_path,
-        "native",
-        {"p/__init__.py": "", "p/other.py": "", "p/a.py": relative, "p/b.py": relative, "p/c.py": LOOP},
+        {
+            "p/__init__.py": "",
+            "p/q/__init__.py": "from . import a\n",
+            "p/q/a.py": LOOP,
+            "p/b.py": "from .q import a\n" + LOOP,
+            "train.py": "import p.b\n" + LOOP,
+        },
     )
-    assert "from .mixed_precision import mixed_precision\n" in files["p/a.py"]
-    assert "def mixed_precision" in files["p/c.py"]  # it may be run as a script
+    assert copies(files) == {"p/native_amp.py"}
+    (tmp_path / "p" / "native_amp.py").unlink()
+    for name in ("p/q/a.py", "p/b.py", "train.py"):
+        (tmp_path / name).write_text(files[name].replace(*reversed(IN_PACKAGE)))
+    assert [change.name for change in migrate_tree(tmp_path, "native") if change.is_new] == ["p/native_amp.py"]
+    assert [c.name for c in migrate_tree(tmp_path / "p" / "q", "native") if c.is_new] == ["../native_amp.py"]
+    migrated(tmp_path, {})
+    for name in ("p/q/a.py", "p/b.py", "train.py"):
+        assert IN_PACKAGE[1] in files[name]
+    run_alone(tmp_path, "train.py")
 
 
-MAKER = """\
-import torch
-from apex import amp
-
-def train():
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer)
-    step(model, optimizer)
-"""
-STEP = """\
-from torch.nn import functional
-from apex import amp
-
-def step(model, optimizer):
-    with amp.scale_loss(model.weight.sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-"""
+def test_a_script_that_is_migrated_later_shares_the_copy_that_is_there(tmp_path):
+    migrated(tmp_path, {"p/__init__.py": "", "p/a.py": "from . import x\n" + LOOP, "p/x.py": ""})
+    files = migrated(tmp_path, {"train.py": "import p.a\n" + LOOP})
+    assert copies(files) == {"p/native_amp.py"}
+    assert IN_PACKAGE[1] in files["train.py"]
 
 
-@pytest.mark.parametrize(
-    ("imports", "main"),
-    [
-        ("from .hooks import step", ""),
-        ("from . import hooks", ""),
-        ("from . import other", "from p import train\nfrom p.hooks import step\n"),
-    ],
-)
-def test_a_module_that_others_import_is_in_its_package(tmp_path, imports, main):
-    """It has no relative import of its own, and reaches the scaler of a module that trains by it."""
-    files = {"p/__init__.py": "", "p/train.py": f"{imports}\n{MAKER}", "p/hooks.py": STEP, "main.py": main}
-    new = written(tmp_path, "native", files)
-    assert "from . import mixed_precision\n" in new["p/hooks.py"]
-    assert "mixed_precision.scaler.step(optimizer)\n" in new["p/hooks.py"]
-    assert "import torch\n" not in new["p/hooks.py"]
-    assert "TODO" not in "".join(new.values())
+def test_packages_beside_each_other_share_one_copy_beside_them(tmp_path):
+    files = migrated(
+        tmp_path,
+        {
+            "p/__init__.py": "",
+            "p/a.py": "from . import x\n" + LOOP,
+            "p/x.py": "",
+            "q/__init__.py": "",
+            "q/b.py": "from p import x\nfrom . import y\n" + LOOP,
+            "q/y.py": "",
+            "train.py": "import p.a, q.b\n" + LOOP,
+        },
+    )
+    assert copies(files) == {"native_amp.py"}
+    assert all(f"\n{AMP[1]}" in files[name] for name in ("p/a.py", "q/b.py", "train.py"))
+    run_alone(tmp_path, "train.py")
 
 
-def test_a_module_of_that_name_is_left_alone(tmp_path):
-    files = written(tmp_path, "native", {"a.py": LOOP, "b.py": LOOP, "mixed_precision.py": "x = 1\n"})
-    assert files["mixed_precision.py"] == "x = 1\n"
-    assert "def mixed_precision" in files["a.py"]
+@pytest.mark.parametrize("imports", ["import engine\n", ""])
+def test_a_script_in_a_folder_with_an_init(tmp_path, imports):
+    """It is run by its path: it imports what stands beside it by a bare name, or nothing imports it."""
+    files = migrated(tmp_path, {"p/__init__.py": "", "p/engine.py": "", "p/train.py": imports + LOOP})
+    assert copies(files) == {"p/native_amp.py"}
+    assert f"\n{AMP[1]}" in files["p/train.py"]
+    run_alone(tmp_path, "p/train.py")
+
+
+def test_a_script_in_a_subfolder_shares_the_copy_of_the_package_that_it_imports(tmp_path):
+    files = {"p/__init__.py": "from .a import x\n", "p/a.py": "x = 1\n" + LOOP, "tools/train.py": "import p\n" + LOOP}
+    new = migrated(tmp_path, files)
+    assert copies(new) == {"p/native_amp.py"}
+    assert IN_PACKAGE[1] in new["tools/train.py"]
+
+
+def test_a_file_of_that_name_is_never_overwritten(tmp_path, capsys):
+    (tmp_path / "a.py").write_text(LOOP)
+    (tmp_path / "native_amp.py").write_text("x = 1\n")
+    status, shown = run(capsys, tmp_path, "--to", "native", "--write")
+    assert status == 2
+    assert "native_amp.py is there and differs" in shown.err
+    assert (tmp_path / "a.py").read_text() == LOOP
+    assert (tmp_path / "native_amp.py").read_text() == "x = 1\n"
+
+
+def test_a_single_file_gets_its_copy_beside_it(tmp_path, capsys):
+    (tmp_path / "a.py").write_text(LOOP)
+    (tmp_path / "b.py").write_text(LOOP)
+    status, shown = run(capsys, tmp_path / "a.py", "--to", "native", "--write")
+    assert (status, shown.out) == (0, "rewrote a.py\nwrote native_amp.py\n")
+    assert (tmp_path / "b.py").read_text() == LOOP
+
+
+def test_requirements_lose_apex(tmp_path):
+    (tmp_path / "requirements.txt").write_text("torch\napex\n")
+    (change,) = migrate_tree(tmp_path, "native")
+    assert change.new == "torch\n"
 
 
 def test_a_new_file_is_a_diff_that_patch_takes(tmp_path):
     (tmp_path / "a.py").write_text(LOOP)
-    (tmp_path / "b.py").write_text(LOOP)
     changes = list(migrate_tree(tmp_path, "native"))
+    assert [change.name for change in changes] == ["a.py", "native_amp.py"]
     diff = "".join(change.diff() for change in changes)
     subprocess.run(["patch", "-p1"], cwd=tmp_path, input=diff, text=True, check=True, capture_output=True)
     assert {c.name: (tmp_path / c.name).read_text() for c in changes} == {c.name: c.new for c in changes}
 
 
-def test_files_without_a_name_of_apex_are_not_parsed(tmp_path, monkeypatch):
-    import libcst
-
-    (tmp_path / "a.py").write_text("import torch\nprint('no such name')\n")
-    monkeypatch.setattr(libcst, "parse_module", None)
-    assert [change.changed for change in migrate_tree(tmp_path, "native")] == [False]
+def test_files_without_a_name_of_apex_are_not_parsed(tmp_path):
+    (tmp_path / "a.py").write_text("import torch\nprint 'no such syntax'\n")
+    assert [(change.changed, change.problem) for change in migrate_tree(tmp_path, "native")] == [(False, "")]

@@ -1,0 +1,329 @@
+"""``--to native``: imports of ``native_amp`` take the place of ``apex.amp``, classes of torch that of apex's others.
+
+| a name of apex | becomes |
+|---|---|
+| ``amp``, imported under whatever name | that name, for ``native_amp`` |
+| ``apex.amp`` of ``import apex`` | ``native_amp`` |
+| a class that torch has too | the same name, for torch's; its calls get torch's arguments |
+| a name that nothing reads | nothing |
+| others | they stay, under a mark |
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import NamedTuple
+
+from ampcompat.tools.check.findings import UNSUPPORTED
+from ampcompat.tools.check.source import Source
+from ampcompat.tools.check.symbols import MODULES, canonical, verdict
+from ampcompat.tools.migrate.edits import Edits
+from ampcompat.tools.migrate.home import NAME, provided
+from ampcompat.tools.migrate.mentions import INSTALLED, is_apex, listed, mentions, note_install_advice, probes
+from ampcompat.tools.migrate.replaced import TO_FLOAT, advice, counterpart, has_counterpart, write_arguments
+from ampcompat.tools.migrate.result import Result
+
+#: Modules of apex.amp whose names ``native_amp`` has itself.
+FLATTENED = ("apex.amp.amp", "apex.amp.frontend", "apex.amp.handle", "apex.amp.scaler", "apex.amp._amp_state")
+
+
+def rewrite_native(source: Source, package: str = "") -> Result:
+    """The source without apex, as far as ``native_amp`` and torch have what it uses.
+
+    Args:
+        source: The parsed source.
+        package: The package that ``native_amp`` is in; ``""`` if it stands beside the script.
+    """
+    return _Rewriting(source, package).result()
+
+
+class Use(NamedTuple):
+    """A use of a class of apex by its own name: the call, and torch's name for it, if there are such."""
+
+    node: ast.Name
+    call: ast.Call | None
+    name: str | None
+
+
+class _Rewriting:
+    """The rewriting of one source.
+
+    Attributes:
+        left: Names of apex that are still used, by the symbol that their import names.
+    """
+
+    def __init__(self, source: Source, package: str) -> None:
+        self.source = source
+        self.edits = Edits(source)
+        self.package = package
+        self.needs_amp = False
+        self.needs_torch = False
+        self.reads = _names_read(source)
+        self.left: set[str] = set()
+        self.classes: dict[str, str] = {}
+        self.uses: dict[str, list[Use]] = {}
+
+    def result(self) -> Result:
+        """The rewritten source."""
+        for node, symbol in list(mentions(self.source)):
+            self._mention(node, symbol)
+        for symbol, uses in self.uses.items():
+            self._imported_class(symbol, uses)
+        self._bare_names()
+        for text in probes(self.source):
+            self._probe(text)
+        for text in probes(self.source, INSTALLED):
+            self.edits.mark(text, "apex is looked for among what is installed, and nothing needs it any more")
+        for plain in self.source.kind(ast.Import):
+            self._import(plain)
+        for statement in self.source.kind(ast.ImportFrom):
+            self._import_from(statement)
+        note_install_advice(self.edits, "nothing needs that any more")
+        code = self.edits.apply()
+        if self.needs_torch and not _binds_torch(self.source):
+            code = _with_torch(code)
+        result = Result.of(code)
+        result.notes = self.edits.notes
+        result.needs_amp = self.needs_amp
+        return result
+
+    # -- uses ----------------------------------------------------------------------------------------------------------
+    def _mention(self, node: ast.Name | ast.Attribute, symbol: str) -> None:
+        """Rewrite one use of apex, or mark it."""
+        chain = _chain(node)
+        root = self.source.bindings.names.get(chain[0].id, "") if isinstance(chain[0], ast.Name) else ""
+        if symbol == "apex":  # the package itself: see _bare_names
+            return
+        if symbol == "apex.amp" or symbol.startswith("apex.amp."):
+            self._amp_mention(node, symbol, chain, root)
+            return
+        call = self.source.parents.get(node)
+        call = call if isinstance(call, ast.Call) and call.func is node else None
+        name = counterpart(symbol, call, self.edits)
+        if isinstance(node, ast.Name) and has_counterpart(symbol):
+            self.uses.setdefault(symbol, []).append(Use(node, call, name))
+        elif name is not None:
+            self.needs_torch = True
+            self.edits.replace(node, name)
+            if call is not None:
+                write_arguments(symbol, call, self.edits)
+        elif symbol in TO_FLOAT and call is not None and len(call.args) == 1:
+            simple = isinstance(call.args[0], ast.Name | ast.Attribute | ast.Call | ast.Subscript)
+            self.edits.between(call, call.args[0], "" if simple else "(", ".item()" if simple else ").item()")
+        else:
+            self.left.add(root)
+            self._mark_use(node, symbol)
+
+    def _amp_mention(self, node: ast.expr, symbol: str, chain: list[ast.expr], root: str) -> None:
+        """``amp.initialize`` stays; ``apex.amp.initialize`` loses ``apex``."""
+        rest = symbol.removeprefix("apex.amp").lstrip(".")
+        name = rest.partition(".")[0]
+        if root == "apex" and len(chain) > 1:
+            self.needs_amp = True
+            self.edits.replace(chain[1], NAME)
+        module = next((m for m in FLATTENED if symbol.startswith(f"{m}.") and m != "apex.amp._amp_state"), "")
+        if module and root in ("apex", "apex.amp"):
+            self._flatten(node, symbol, module, chain, root)
+        elif name and not _has(name):
+            self.left.add(root)
+            self._mark_use(node, symbol)
+
+    def _flatten(self, node: ast.expr, symbol: str, module: str, chain: list[ast.expr], root: str) -> None:
+        """``amp.handle.scale_loss`` is ``amp.scale_loss``."""
+        name = symbol.removeprefix(f"{module}.").partition(".")[0]
+        depth = module.count(".") - root.count(".")
+        if not _has(name):
+            self._mark_use(node, symbol)
+            return
+        prefix = NAME if root == "apex" else self.edits.text(chain[0])
+        if root == "apex":
+            self.edits.forget(chain[1])
+        self.edits.replace(chain[depth + 1], f"{prefix}.{name}")
+
+    def _imported_class(self, symbol: str, uses: list[Use]) -> None:
+        """Have the import of a class say which one of torch it is, if that is one for all of its uses."""
+        names = {use.name for use in uses}
+        if len(names) > 1 or None in names:
+            self.left.add(symbol)
+            for use in uses:
+                self._mark_use(use.node, symbol)
+            return
+        name = str(names.pop())
+        if symbol in _RENAMED:  # a method: its class is imported
+            name, _, method = name.rpartition(".")
+        self.classes[symbol] = name
+        for use in uses:
+            if symbol in _RENAMED:
+                self.edits.replace(use.node, f"{name.rpartition('.')[2]}.{method}")
+            if use.call is not None:
+                write_arguments(symbol, use.call, self.edits)
+
+    def _mark_use(self, node: ast.AST, symbol: str) -> None:
+        self.edits.mark(node, f"{canonical(symbol)}: {_why_left(symbol)}")
+
+    def _bare_names(self) -> None:
+        """``apex`` of ``import apex`` by itself, as in ``if apex is None``."""
+        bound = [name for name, symbol in self.source.bindings.names.items() if symbol == "apex"]
+        for node in self.source.kind(ast.Name):
+            parent = self.source.parents.get(node)
+            if node.id not in bound or isinstance(parent, ast.Attribute) or self.source.apex(node) != "apex":
+                continue  # of another name, or a parameter of that name
+            if self.needs_amp:
+                self.edits.replace(node, NAME)
+            elif isinstance(node.ctx, ast.Load):
+                self.left.add("apex")
+                self.edits.mark(node, "the package apex is handed on or tested here; nothing takes its place")
+
+    def _probe(self, text: ast.Constant) -> None:
+        """``import_module("apex.amp")``; ``find_spec("apex")`` asks whether it is there."""
+        call = self.source.parents[text]
+        asks = isinstance(call, ast.Call) and _last_name(call.func) == "find_spec"
+        if text.value == "apex.amp" or asks:
+            self.needs_amp = True
+            quote = self.edits.text(text)[-1]
+            self.edits.replace(text, f"{quote}{self._module()}{quote}")
+        else:
+            self.edits.mark(text, f"{text.value!s} is looked for by its name; write import {NAME} for apex.amp")
+
+    # -- imports -------------------------------------------------------------------------------------------------------
+    def _module(self) -> str:
+        return f"{self.package}.{NAME}" if self.package else NAME
+
+    def _amp_import(self, bound: str) -> str:
+        """The statement that binds ``native_amp`` to a name."""
+        self.needs_amp = True
+        renamed = "" if bound == NAME else f" as {bound}"
+        return f"from {self.package} import {NAME}{renamed}" if self.package else f"import {NAME}{renamed}"
+
+    def _import(self, node: ast.Import) -> None:
+        if not any(is_apex(alias.name) for alias in node.names):
+            return
+        new: list[str] = []
+        left: list[ast.alias] = []
+        others = [alias for alias in node.names if not is_apex(alias.name)]
+        for alias in node.names:
+            if alias in others:
+                continue
+            bound = alias.asname or alias.name.partition(".")[0]
+            symbol = alias.name if alias.asname else bound
+            if symbol == "apex.amp":
+                new.append(self._amp_import(bound))
+            elif symbol in self.left or (bound in self.source.bindings.ambiguous and symbol not in MODULES):
+                left.append(alias)
+            if symbol == "apex" and self.needs_amp:
+                new.append(self._amp_import(NAME))
+        if others:
+            new.append(f"import {listed(others)}")
+        self._put(node, list(dict.fromkeys(new)), f"import {listed(left)}" if left else "", [a.name for a in left])
+
+    def _import_from(self, node: ast.ImportFrom) -> None:
+        if node.level or node.module is None or not is_apex(node.module):
+            return
+        new: list[str] = []
+        from_amp: list[ast.alias] = []
+        left: list[ast.alias] = []
+        for alias in node.names:
+            symbol = f"{node.module}.{alias.name}"
+            bound = alias.asname or alias.name
+            if symbol == "apex.amp":
+                new.append(self._amp_import(bound))
+            elif alias.name == "*":
+                self._star(node.module, new, left, alias)
+            elif node.module in ("apex.amp", *FLATTENED):
+                (from_amp if _has(alias.name) else left).append(alias)
+            elif symbol in self.classes:
+                new.append(_import_of(self.classes[symbol], bound, symbol))
+            elif self._is_left(symbol, bound):
+                left.append(alias)
+        if from_amp:
+            self.needs_amp = True
+            new.append(f"from {self._module()} import {listed(from_amp)}")
+        names = [f"{node.module}.{alias.name}" for alias in left]
+        self._put(node, list(dict.fromkeys(new)), f"from {node.module} import {listed(left)}" if left else "", names)
+
+    def _star(self, module: str, new: list[str], left: list[ast.alias], alias: ast.alias) -> None:
+        if module == "apex.amp":
+            self.needs_amp = True
+            new.append(f"from {self._module()} import *")
+        elif any(name.startswith(f"{module}.") for name in self.left):
+            left.append(alias)
+
+    def _is_left(self, symbol: str, bound: str) -> bool:
+        """Whether an import stays: something reads what it binds, and nothing took its place."""
+        if symbol in self.left:
+            return True
+        return symbol not in MODULES and symbol not in TO_FLOAT and bound in self.reads
+
+    def _put(self, node: ast.stmt, new: list[str], left: str, names: list[str]) -> None:
+        message = "; ".join(f"{name}: {_why_left(name)}" for name in names)
+        if left and not new:
+            self.edits.mark(node, message)
+        else:
+            self.edits.replace_statement(node, new, left, message)
+
+
+_RENAMED = ("apex.parallel.convert_syncbn_model",)
+
+
+def _import_of(name: str, bound: str, symbol: str) -> str:
+    """The import of a class of torch under the name that the file has for it."""
+    module, _, last = name.rpartition(".")
+    renamed = "" if bound == last or symbol in _RENAMED else f" as {bound}"
+    return f"from {module} import {last}{renamed}"
+
+
+def _why_left(symbol: str) -> str:
+    """What to do about a symbol that is left."""
+    if symbol == "apex":
+        return "what is left of it is marked below"
+    if symbol.startswith("apex.amp."):
+        return f"{NAME} does not have it"
+    known = verdict(symbol)
+    return advice(symbol) or (known.note if known.verdict == UNSUPPORTED else "torch has nothing of the same meaning")
+
+
+def _has(name: str) -> bool:
+    """Whether ``native_amp`` has a name; every module has those with two underscores."""
+    return name in provided() or name.startswith("__")
+
+
+def _chain(node: ast.expr) -> list[ast.expr]:
+    """``a``, ``a.b`` and ``a.b.c`` for ``a.b.c``."""
+    chain = [node]
+    while isinstance(chain[0], ast.Attribute):
+        chain.insert(0, chain[0].value)
+    return chain
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _names_read(source: Source) -> set[str]:
+    """Names that a file reads or exports."""
+    names = {node.id for node in source.kind(ast.Name) if isinstance(node.ctx, ast.Load)}
+    exported = [node.value for node in source.kind(ast.Assign) if _last_name(node.targets[0]) == "__all__"]
+    texts = [part.value for value in exported for part in ast.walk(value) if isinstance(part, ast.Constant)]
+    return names | set(map(str, texts))
+
+
+def _binds_torch(source: Source) -> bool:
+    """Whether the module imports torch itself, or one of its modules, under the name ``torch``."""
+    return any(
+        alias.asname == "torch" or (alias.asname is None and alias.name.partition(".")[0] == "torch")
+        for node in source.tree.body
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    )
+
+
+def _with_torch(code: str) -> str:
+    """The code with ``import torch`` above its first statement, below its docstring and imports of ``__future__``."""
+    source = Source("", code)
+    edits = Edits(source)
+    for node in source.tree.body:
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not is_text and not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+            edits.insert_above(node, "import torch")
+            break
+    return edits.apply()

@@ -1,0 +1,488 @@
+"""What ``native_amp.py`` does beside the laws: models, closures, checkpoints, refusals, waits for the device."""
+
+import contextlib
+import copy
+import dataclasses
+import importlib.util
+import inspect
+import io
+import pickle
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ampcompat.amp
+from ampcompat.tools.migrate import native_amp
+
+
+def copy_of_file(monkeypatch):
+    """The file as a module of its own, with a state of its own."""
+    spec = importlib.util.spec_from_file_location("native_amp", native_amp.__file__)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "native_amp", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def amp(monkeypatch):
+    return copy_of_file(monkeypatch)
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    hidden: tuple
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return Output(self.second(hidden), (hidden, {"x": x}))
+
+    def loss(self, x):
+        return self.second(self.first(x)).pow(2).mean()
+
+
+def start(amp, model=None, make=lambda params: torch.optim.SGD(params, lr=0.1), **options):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2) if model is None else model
+    return amp.initialize(model, make(model.parameters()), verbosity=0, **options)
+
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)) / 8
+
+
+def train(amp, model, optimizer, size=1.0):
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).pow(2).mean() * size, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+
+
+def scale(amp, loss_id=0):
+    return amp._amp_state.loss_scalers[loss_id].loss_scale()
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+def test_a_model_stays_what_it_is(amp):
+    model, _ = start(amp, Net())
+    assert isinstance(model, Net)
+    assert repr(model) == repr(Net())
+    assert list(inspect.signature(model.forward).parameters) == ["x"]
+    output = model(X)
+    assert [output.logits.dtype, output.hidden[0].dtype] == [torch.float32] * 2
+    assert torch.equal(output.logits, output.logits.half().float())
+
+
+def test_copies_and_pickles_are_plain(amp):
+    model, _ = start(amp, Net())
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for made in (
+        copy.deepcopy(model),
+        copy.copy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(file, weights_only=False),
+    ):
+        assert type(made) is Net
+        assert torch.equal(made.first.weight, model.first.weight)
+
+
+def test_replicas_of_data_parallel_run_under_autocast(amp):
+    model, _ = start(amp, Net())
+    replica = model._replicate_for_data_parallel()
+    replica._modules = model._modules
+    assert torch.equal(replica(X).logits, model(X).logits)
+    assert torch.equal(nn.DataParallel(model)(X).logits, model(X).logits)
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_compiled_models(amp, compiled_first):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    expected = amp.initialize(copy.deepcopy(model))
+    if compiled_first:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0)
+    if not compiled_first:
+        model = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(model(X), expected(X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(amp, model, optimizer)
+    torch._dynamo.reset()
+
+
+def test_initialize_again_and_off_again(amp):
+    model, optimizer = start(amp, Net())
+    half = model(X).logits
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    assert type(model).__mro__[1] is Net
+    assert torch.equal(model(X).logits, half)
+    amp.initialize(model, optimizer, enabled=False)
+    assert type(model) is Net
+    assert not hasattr(optimizer, "_amp_stash")
+    with amp.scale_loss(model(X).logits.sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert amp.state_dict() == {}
+
+
+def test_each_call_has_scales_of_its_own(amp):
+    one, first = start(amp)
+    two, second = start(amp, loss_scale=128.0)
+    train(amp, one, first, size=float("inf"))
+    train(amp, two, second)
+    assert first._amp_stash.loss_scalers[0].loss_scale() == 2.0**15
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 128.0, "unskipped": 1}}
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({"opt_level": "O0"}, None),
+        ({"opt_level": "O1"}, torch.float16),
+        ({"opt_level": "O3", "keep_batchnorm_fp32": "True", "loss_scale": "128.0"}, torch.float16),
+        ({"opt_level": "O5"}, torch.bfloat16),
+        ({"opt_level": "O2", "cast_model_type": torch.bfloat16}, torch.bfloat16),
+        ({"opt_level": "O1", "patch_torch_functions": False}, None),
+        ({"opt_level": "O2", "cast_model_type": torch.float32}, None),
+    ],
+)
+def test_levels(amp, options, dtype):
+    model, optimizer = start(amp, **options)
+    expected = nn.functional.linear(X, model.weight, model.bias)
+    rounded = (
+        expected if dtype is None else nn.functional.linear(X.to(dtype), model.weight.to(dtype), model.bias.to(dtype))
+    )
+    torch.testing.assert_close(model(X), rounded.float(), rtol=2**-7, atol=2**-7)
+    assert torch.equal(model(X), expected) == (dtype is None)
+    train(amp, model, optimizer)
+    assert model.weight.dtype == torch.float32
+
+
+def test_outputs_of_a_wanted_dtype(amp):
+    model, _ = start(amp, Net(), opt_level="O2", cast_model_outputs=torch.float16)
+    assert model(X).logits.dtype == torch.float16
+
+
+class Shared(nn.Module):
+    """Passes its first output on to its second."""
+
+    def __init__(self):
+        super().__init__()
+        self.features, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        features = self.features(x)
+        return features, self.head(features)
+
+
+def test_the_gradient_of_an_output_is_whole(amp):
+    """Other outputs come from the tensor that was cast; a script's hook may change its gradient."""
+    model, _ = start(amp, Shared())
+    features, out = model(X)
+    seen = []
+    features.retain_grad()
+    features.register_hook(lambda grad: seen.append(grad) or grad * 0)
+    out.sum().backward()
+    expected = model.head.weight.half().sum(0).float().expand(8, 4)
+    torch.testing.assert_close(features.grad, expected, rtol=2**-9, atol=2**-9)
+    torch.testing.assert_close(seen[0], expected, rtol=2**-9, atol=2**-9)
+    assert not model.features.weight.grad.any()
+
+
+class TwoPasses(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.layer(x)
+        return (self.layer(x) - target + 1).pow(2).sum()
+
+
+def test_weights_that_are_first_used_without_gradients_get_some(amp):
+    model, optimizer = start(amp, TwoPasses())
+    with amp.scale_loss(model(X), optimizer) as scaled:
+        scaled.backward()
+    assert model.layer.weight.grad.any()
+
+
+def test_a_loss_that_no_forward_made_is_warned_of_once(amp):
+    model, optimizer = start(amp, Net())
+    for expected in (1, 0):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with amp.scale_loss(model.loss(X), optimizer) as scaled:
+                scaled.backward()
+        assert len(caught) == expected
+    model, optimizer = start(amp, Net())
+    block = amp.scale_loss(model.loss(X), optimizer)
+    with (
+        pytest.warns(UserWarning, match=r"Net.forward never ran.*torch.autocast\('cpu', torch.float16\)"),
+        block as scaled,
+    ):
+        scaled.backward()
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("before", [True, False])
+def test_schedulers_are_content(amp, before):
+    """Also where the first step is skipped."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    made = [torch.optim.lr_scheduler.StepLR(optimizer, 1)] if before else []
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0)
+    made = made or [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+    for size in (float("inf"), 1.0):
+        train(amp, model, optimizer, size)
+        made[0].step()
+    assert made[0].get_last_lr() == [pytest.approx(0.01)]
+
+
+def test_a_skipped_step_is_said_once(amp, capsys):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = model.weight.detach().clone()
+    train(amp, model, optimizer, size=float("inf"))
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    assert capsys.readouterr().out.splitlines() == [
+        "Gradient overflow.  Skipping step, loss scaler 0 reducing loss scale to 32768.0",
+        "Gradient overflow.  Skipping step, since inf or NaN gradients were not cleared",
+    ]
+    train(amp, model, optimizer)
+    assert not torch.equal(model.weight, before)
+
+
+def test_cleared_within_the_block(amp):
+    model, optimizer = start(amp)
+    for _ in range(2):
+        with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+            optimizer.zero_grad()
+            scaled.backward()
+    once = model.weight.grad.clone()
+    optimizer.zero_grad()
+    with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+        scaled.backward()
+    assert torch.equal(model.weight.grad, once)
+
+
+def test_a_loop_may_have_another_copy_of_the_file(amp, monkeypatch):
+    """What a block has to know stands with the optimizer."""
+    model, optimizer = start(amp)
+    other = copy_of_file(monkeypatch)
+    before = model.weight.detach().clone()
+    train(other, model, optimizer, size=float("inf"))
+    assert torch.equal(model.weight, before)
+    assert scale(amp) == 2.0**15
+    with pytest.raises(RuntimeError, match="before initialize"):
+        other.state_dict()
+
+
+def test_an_optimizer_made_later_and_a_copy(amp):
+    model, _ = start(amp)
+    later = torch.optim.Adam(model.parameters(), lr=0.1)
+    before = model.weight.detach().clone()
+    train(amp, model, later, size=float("inf"))
+    assert torch.equal(model.weight, before)
+    plain = copy.deepcopy(later)
+    assert not hasattr(plain, "_amp_stash")
+    plain.step()
+    assert torch.equal(model.weight, before)
+
+
+def test_bounds_of_the_scale(amp):
+    model, optimizer = start(amp, min_loss_scale=2.0**15, max_loss_scale=2.0**16)
+    for expected in (2.0**15, 2.0**15):
+        train(amp, model, optimizer, size=float("inf"))
+        assert scale(amp) == expected
+    amp._amp_state.loss_scalers[0]._scale_seq_len = 1
+    for expected in (2.0**16, 2.0**16):
+        train(amp, model, optimizer, size=2.0**-10)
+        assert scale(amp) == expected
+
+
+def closure_of(amp, model, optimizer, sizes):
+    def closure():
+        optimizer.zero_grad()
+        loss = model(X).pow(2).mean() * next(sizes)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    return closure
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.LBFGS])
+def test_closures(amp, make):
+    model, optimizer = start(amp, make=lambda params: make(params, lr=0.1), max_loss_scale=2.0**10)
+    before = model.weight.detach().clone()
+    loss = optimizer.step(closure_of(amp, model, optimizer, iter([float("inf")])))
+    assert not loss.isfinite()
+    assert torch.equal(model.weight, before)
+    assert scale(amp) == 2.0**9
+    optimizer.step(closure=closure_of(amp, model, optimizer, iter([1.0] * 50)))
+    assert not torch.equal(model.weight, before)
+
+
+def test_an_overflow_in_a_line_search_raises(amp):
+    model, optimizer = start(amp, make=torch.optim.LBFGS, max_loss_scale=2.0**10)
+    with pytest.raises(RuntimeError, match="in the midst of a line search; pass a static loss_scale"):
+        optimizer.step(closure_of(amp, model, optimizer, iter([1.0, float("inf")])))
+
+
+# -- waits for the device ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("options", "waits"), [({}, 1), ({"loss_scale": 128.0}, 0), ({"opt_level": "O0"}, 0), ({"opt_level": "O5"}, 0)]
+)
+def test_a_block_and_a_step_wait_for_the_device_once(amp, options, waits, monkeypatch):
+    model, optimizer = start(amp, **options)
+    train(amp, model, optimizer)
+    loss = model(X).sum()
+    count = []
+    for name in ("item", "__bool__", "__float__", "tolist", "cpu"):
+        real = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda *args, real=real, **kw: count.append(1) or real(*args, **kw))
+    optimizer.zero_grad()
+    with amp.scale_loss(loss, optimizer) as scaled:
+        scaled.backward()
+    optimizer.step()
+    assert len(count) == waits
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_checkpoints_of_amp_go_on(amp, level):
+    """A run under ampcompat is saved, in apex's format, and goes on under the file; weights are float32 in it."""
+    torch.manual_seed(0)
+    theirs = nn.Linear(4, 2)
+    theirs, optimizer = ampcompat.amp.initialize(
+        theirs, torch.optim.Adam(theirs.parameters(), lr=0.01), opt_level=level, verbosity=0
+    )
+    for size in (float("inf"), 1.0, 1.0):
+        train(ampcompat.amp, theirs, optimizer, size)
+    file = io.BytesIO()
+    torch.save(
+        {"model": theirs.state_dict(), "optimizer": optimizer.state_dict(), "amp": ampcompat.amp.state_dict()}, file
+    )
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    model, ours = start(amp, make=lambda params: torch.optim.Adam(params, lr=0.5), opt_level=level)
+    model.load_state_dict(saved["model"])
+    ours.load_state_dict(saved["optimizer"])
+    amp.load_state_dict(saved["amp"])
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 2.0**15, "unskipped": 2}}
+    assert ours.param_groups[0]["lr"] == 0.01
+    train(ampcompat.amp, theirs, optimizer)
+    train(amp, model, ours)
+    assert amp.state_dict() == dict(ampcompat.amp.state_dict())
+    torch.testing.assert_close(model.weight, theirs.state_dict()["weight"], rtol=2**-9, atol=2**-9)
+
+
+def test_states_that_do_not_fit(amp):
+    start(amp, num_losses=2)
+    with pytest.raises(RuntimeError, match=r"unknown keys \['model'\]"):
+        amp.load_state_dict({"model": {}})
+    with pytest.warns(UserWarning, match="has 1 loss scales, initialize made 2"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 1}})
+    assert (scale(amp, 0), scale(amp, 1)) == (8.0, 2.0**16)
+
+
+# -- functions ---------------------------------------------------------------------------------------------------------
+def test_functions_cast_their_arguments_under_autocast(amp):
+    start(amp)
+    seen = []
+
+    def note(x, more=()):
+        seen.append((x.dtype, *(y.dtype for y in more)))
+
+    half = X.half()
+    for cast in (amp.half_function, amp.float_function, amp.promote_function):
+        cast(note)(X, more=[half])
+        with torch.autocast("cpu", torch.float16):
+            cast(note)(X, more=[half])
+    plain, low, full = (torch.float32, torch.float16), (torch.float16,) * 2, (torch.float32,) * 2
+    assert seen == [plain, low, plain, full, plain, full]
+
+
+def test_registered_functions(amp, monkeypatch):
+    start(amp)
+    holder = type("holder", (), {"multiply": staticmethod(torch.matmul), "Layer": type("Layer", (nn.ReLU,), {})})
+    amp.register_float_function(holder, "multiply")
+    amp.register_float_function(holder, "Layer")
+    with torch.autocast("cpu", torch.float16):
+        assert holder.multiply(X, X.t()).dtype == torch.float32
+        assert holder.Layer()(X.half()).dtype == torch.float32
+        with amp.disable_casts():
+            assert torch.matmul(X, X.t()).dtype == torch.float32
+    assert isinstance(holder.Layer, type)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+@pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated:DeprecationWarning")
+def test_what_is_refused(amp):
+    model, optimizer = nn.Linear(4, 2), torch.optim.SGD(nn.Linear(4, 2).parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="scale_loss before initialize"), amp.scale_loss(X, optimizer):
+        pass
+    for call in (amp.state_dict, lambda: amp.load_state_dict({})):
+        with pytest.raises(RuntimeError, match="before initialize"):
+            call()
+    with pytest.raises(RuntimeError, match="'01' is not one of O0, .* the letter O"):
+        amp.initialize(model, optimizer, opt_level="01")
+    with pytest.raises(TypeError, match="pass opt_level='O2'"):
+        amp.initialize(model, optimizer, "O2")
+    with pytest.raises(TypeError, match="models has a SGD"):
+        amp.initialize(optimizer, model)
+    with pytest.raises(TypeError, match="optimizers has a Linear"):
+        amp.initialize(model, model)
+    with pytest.raises(TypeError, match="has a ScriptModule"):
+        amp.initialize(torch.jit.script(nn.Linear(4, 2)), optimizer)
+    with pytest.raises(RuntimeError, match="drop .half()"):
+        amp.initialize(nn.Linear(4, 2).half(), optimizer)
+    with pytest.raises(NotImplementedError, match=r"call amp.initialize"):
+        amp.init()
+    assert type(model) is nn.Linear
+    amp.initialize(model, optimizer, "O1", verbosity=0)
+    optimizer._post_amp_backward = print
+    with pytest.raises(RuntimeError, match="has its own _post_amp_backward"), amp.scale_loss(X, optimizer):
+        pass
+
+
+def test_a_step_and_a_block_inside_of_a_block_are_refused(amp):
+    model, optimizer = start(amp, max_loss_scale=2.0**10)
+    with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+        scaled.backward()
+        with pytest.raises(RuntimeError, match="still scaled"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="still scaled"), amp.scale_loss(model(X).sum(), optimizer):
+            pass
+    assert model.weight.grad.isfinite().all()
+    optimizer.step()
+
+
+def test_an_exception_in_a_block_leaves_everything_usable(amp):
+    model, optimizer = start(amp, max_loss_scale=2.0**10)
+    with amp.scale_loss(model(X).sum(), optimizer) as scaled:
+        scaled.backward()
+    before = model.weight.grad.clone()
+    with contextlib.suppress(KeyError), amp.scale_loss(model(X).sum(), optimizer) as scaled:
+        scaled.backward()
+        raise KeyError
+    assert torch.equal(model.weight.grad, before)
+    assert not torch.is_autocast_enabled("cpu")
+    optimizer.step()
+    train(amp, model, optimizer)
