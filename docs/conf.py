@@ -11,7 +11,7 @@ release = re.search(r'__version__ = "(.*)"', (ROOT / "ampcompat" / "__init__.py"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode"]
 extensions += ["sphinx_copybutton", "sphinxcontrib.mermaid"]
-exclude_patterns = ["_build", "examples", "templates"]
+exclude_patterns = ["_build", "description.md", "examples", "templates"]
 html_theme = "furo"
 html_title = f"ampcompat {release}"
 html_static_path = ["static"]

@@ -102,7 +102,6 @@ from ampcompat._torch.modules import (
     broadcast_elements,
     feeds_errors_back,
     has_storage,
-    in_functional_call,
     is_graph_module,
     is_sharded,
     is_uninitialized,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.check.source import Source
+from ampcompat.tools.check.split_lines import indent_of, lines_of
 from ampcompat.tools.migrate.result import MARK
 
 
