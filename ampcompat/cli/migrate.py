@@ -24,6 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "migrate",
         help="rewrite a repository's apex imports, to ampcompat or to a file on plain torch.amp",
+        description="Rewrite imports of apex: to ampcompat, or to a copied file that needs plain torch alone.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -15,7 +15,7 @@ import programs
 import pytest
 import torch
 from hypothesis import settings
-from reference_amp import Raised, Reference, Untold
+from reference_amp import Raised, Reference
 from test_training_laws import SHARED, STALE, TOGETHER, block, check, clear, step
 
 from ampcompat.tools.migrate import native_amp
@@ -176,24 +176,23 @@ def run(program):
     reference = Reference(program["config"])
     expected = [reference.seen()]
     taken = []
-    with contextlib.suppress(Untold):
-        for step in program["steps"]:
-            if step.get("delay_unscale") and any(weight.leaf.grad is not None for weight in reference.weights):
-                break
-            if step["do"] == "join" and any(weight.leaf.grad is not None for weight in reference.weights):
-                break
-            if step["do"] == "block" and moves_two_scales(reference, step):
-                break
-            fate = reference.take(step)
-            if fate == "refused" or is_broken(reference):
-                break
-            taken.append(step if fate == "taken" else None)
-            expected.append(reference.seen())
+    for one in program["steps"]:
+        if one.get("delay_unscale") and any(weight.leaf.grad is not None for weight in reference.weights):
+            break
+        if one["do"] == "join" and any(weight.leaf.grad is not None for weight in reference.weights):
+            break
+        if one["do"] == "block" and moves_two_scales(reference, one):
+            break
+        fate = reference.take(one)
+        if fate == "refused" or is_broken(reference):
+            break
+        taken.append(one if fate == "taken" else None)
+        expected.append(reference.seen())
     native = Native(program["config"])
     check(0, native.seen(), without_skips(expected[0]))
-    for index, (step, values) in enumerate(zip(taken, expected[1:], strict=False), 1):
-        if step is not None:
-            native.take(step)
+    for index, (one, values) in enumerate(zip(taken, expected[1:], strict=False), 1):
+        if one is not None:
+            native.take(one)
         check(index, native.seen(), without_skips(values))
     return len(taken)
 

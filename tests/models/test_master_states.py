@@ -181,6 +181,8 @@ def half_written_through_a_kept_alias(level):
 def half_written_unseen(level):
     """Nothing tells of a write through an array from before: ``sync_masters`` finds it."""
     run = Run(level)
+    if run.model.weight.is_cuda:
+        pytest.skip("numpy sees host memory alone")
     run.model.weight.detach().view(torch.int16).numpy()[0] = ROW.to(run.dtype).view(torch.int16).numpy()
     assert amp.sync_masters(run.model) == 1
     run.sides_are(run.taken(ROW))
