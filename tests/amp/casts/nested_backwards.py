@@ -1,7 +1,7 @@
 """Print whether casts hold in a body that the engine runs in another thread: with ``disable_casts``, then without.
 
-It is a process of its own: after backward passes that are nested so deeply the engine has threads, which a fork does not
-survive.
+It is a process of its own: after backward passes that are nested so deeply the engine has threads, which no fork
+survives.
 """
 
 import threading
