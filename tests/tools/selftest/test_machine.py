@@ -172,7 +172,7 @@ def test_a_failure_makes_the_status_1(few, capsys):
     out = capsys.readouterr().out
     assert "2 of 5 failed, 2 skipped" in out
     assert "\x1b" not in out
-    assert main(["test", "--json"]) == 1
+    assert main(["test", "--device", "cpu", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] is False
     assert [row["result"] for row in found["checks"]] == ["ok", "FAIL", "FAIL", "skip", "skip"]
