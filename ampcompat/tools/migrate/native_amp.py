@@ -108,7 +108,7 @@ class LossScaler:
             self._unskipped = 0
             return
         self._unskipped += 1
-        if self.dynamic and self._unskipped == self._scale_seq_len:
+        if self.dynamic and self._unskipped >= self._scale_seq_len:
             self._loss_scale = min(self._loss_scale * 2, self._max_loss_scale)
             self._unskipped = 0
 
@@ -282,6 +282,7 @@ def _run_in_float32(model: torch.nn.Module) -> None:
     """Undo what an earlier call of ``initialize`` did to the model."""
     model = getattr(model, "_orig_mod", model)
     model.__class__ = getattr(type(model), "plain_class", type(model))
+    _amp_state.not_run.discard(model)
 
 
 def _warn_of_float32() -> None:
@@ -524,10 +525,12 @@ def _zero_grad(optimizer: Any, zero_grad: Callable[..., Any], *args: Any, **kwar
 def _step(optimizer: Any, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Step unless gradients overflowed."""
     stash = _stash_of(optimizer)
-    _refuse_overlap([optimizer])
     pending = stash.pending
-    if pending is not None:
+    if pending is None:
+        _refuse_overlap([optimizer])
+    else:
         together = [other for other in pending.optimizers if _stash_of(other).pending is pending]
+        _refuse_overlap(together)
         _unscale(pending.scaler, pending.scale, together)
     closure, *rest = args or (kwargs.pop("closure", None),)
     if stash.overflowed is not None or (stash.suspect and closure is None and not _are_finite(optimizer)):

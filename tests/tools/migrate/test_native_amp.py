@@ -488,3 +488,34 @@ def test_an_exception_in_a_block_leaves_everything_usable(amp):
     assert not torch.is_autocast_enabled("cpu")
     optimizer.step()
     train(amp, model, optimizer)
+
+
+def test_a_model_that_leaves_autocast_before_it_ran_is_not_looked_for(amp):
+    first, second = Net(), Net()
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.1)
+    amp.initialize(first, opt_level="O1", verbosity=0)
+    amp.initialize(first, opt_level="O0", verbosity=0)
+    amp.initialize(second, optimizer, opt_level="O1", verbosity=0)
+    with amp.scale_loss(second(X).logits.sum(), optimizer) as scaled:
+        scaled.backward()
+
+
+def test_a_scale_whose_count_is_past_the_window_grows(amp):
+    model, optimizer = start(amp, Net())
+    amp.load_state_dict({"loss_scaler0": {"loss_scale": 8.0, "unskipped": 5000}})
+    with amp.scale_loss(model(X).logits.sum(), optimizer) as scaled:
+        scaled.backward()
+    assert amp.state_dict() == {"loss_scaler0": {"loss_scale": 16.0, "unskipped": 0}}
+
+
+def test_a_step_ends_a_delayed_block_of_optimizers_that_share_weights(amp):
+    model = Net()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    amp.initialize(model, optimizers, opt_level="O1", loss_scale=8.0, verbosity=0)
+    with amp.scale_loss(model(X).logits.sum(), optimizers, delay_unscale=True) as scaled:
+        scaled.backward()
+    grads = [param.grad / 8.0 for param in model.parameters()]
+    for optimizer in optimizers:
+        optimizer.step()
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        assert torch.equal(param.grad, grad)
