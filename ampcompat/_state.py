@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from ampcompat._types import Optimizer
     from ampcompat.amp.casts import Casts, Saved
     from ampcompat.amp.casts.rules import Plan, Rule
-    from ampcompat.amp.masters import Master
-    from ampcompat.amp.session import Session
+    from ampcompat.amp.half.masters import Master
+    from ampcompat.amp.scaling.session import Session
 
 
 class ThreadCasts(threading.local):
@@ -137,7 +137,7 @@ class OptimizerIndex:
         held: By id, the models' tensors that optimizers under amp hold or have held, whose blocks unscale the
             gradients. Check that the tensor found is the one meant: ids are reused.
         sharing: By optimizer, the others that hold a tensor of it; None until asked for, and after any of them has
-            changed (see :mod:`ampcompat.amp.sharing`).
+            changed (see :mod:`ampcompat.amp.scaling.sharing`).
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)

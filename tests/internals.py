@@ -11,9 +11,9 @@ float32 one.
 from dataclasses import fields
 
 from ampcompat._state import state
-from ampcompat.amp.half_weights import masters_by_name as masters_by_name
-from ampcompat.amp.masters import master_of as master_of
-from ampcompat.amp.masters import masters_of as masters_of
+from ampcompat.amp.half.masters import master_of as master_of
+from ampcompat.amp.half.masters import masters_of as masters_of
+from ampcompat.amp.half.record import masters_by_name as masters_by_name
 
 
 def reset():
@@ -123,4 +123,4 @@ def overflow_flags(optimizer):
 def keep_few_flags(monkeypatch, count):
     """Have amp keep ``count`` flags of overflows at the most, for a scaler and for an optimizer."""
     monkeypatch.setattr("ampcompat.amp.scaler.MAX_FLAGS", count)
-    monkeypatch.setattr("ampcompat.amp.stash.MAX_FLAGS", count)
+    monkeypatch.setattr("ampcompat.amp.scaling.stash.MAX_FLAGS", count)

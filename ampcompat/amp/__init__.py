@@ -26,13 +26,13 @@ from ampcompat.amp.amp import (
     register_half_function,
     register_promote_function,
 )
-from ampcompat.amp.amp_model import unwrap
-from ampcompat.amp.block import scale_loss
 from ampcompat.amp.casts import disable_casts
-from ampcompat.amp.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.frontend import initialize
-from ampcompat.amp.masters import sync_masters
-from ampcompat.amp.optimizer import step_was_skipped
+from ampcompat.amp.half.forward import unwrap
+from ampcompat.amp.half.masters import sync_masters
+from ampcompat.amp.scaling.block import scale_loss
+from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
+from ampcompat.amp.scaling.optimizer import step_was_skipped
 
 if TYPE_CHECKING:
     from ampcompat.tools.explain import explain_overflows

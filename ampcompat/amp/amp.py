@@ -14,7 +14,6 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.amp_model import device_types_of
 from ampcompat.amp.casts.ambience import install_casting, set_ambient
 from ampcompat.amp.casts.registration import (
     bfloat16_function,
@@ -26,10 +25,11 @@ from ampcompat.amp.casts.registration import (
     register_half_function,
     register_promote_function,
 )
+from ampcompat.amp.half.forward import device_types_of
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.properties import HALF_DTYPES, casting_level, read_properties
-from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.session import Session
+from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.session import Session
 
 __all__ = ["bfloat16_function", "float_function", "half_function", "init", "promote_function"]
 __all__ += ["register_bfloat16_function", "register_float_function", "register_half_function"]

@@ -16,21 +16,23 @@ from ampcompat import _torch
 from ampcompat._log import say, say_once
 from ampcompat._state import state
 from ampcompat._types import Optimizer, Options, OptLevel
-from ampcompat.amp import amp_model, block, checkpoint, named_masters, nested, properties, sharded
-from ampcompat.amp import optimizer as amp_optimizer
-from ampcompat.amp.amp_model import ModelPolicy
+from ampcompat.amp import properties
+from ampcompat.amp.adapters import checkpoint_names, fsdp, wrapped
 from ampcompat.amp.casts import OFF
 from ampcompat.amp.casts.ambience import set_ambient
-from ampcompat.amp.checkpoint import load_state_dict, state_dict
+from ampcompat.amp.half.forward import ModelPolicy, set_policy
+from ampcompat.amp.half.keep_fp32 import BoundaryPolicy, select, set_boundary
+from ampcompat.amp.half.masters import master_of, watch_torch
+from ampcompat.amp.half.weights import cast_weights
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.keep_fp32 import BoundaryPolicy, select, set_boundary
-from ampcompat.amp.masters import master_of, watch_torch
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import LEVELS, Properties
-from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.session import Session, release_casts
-from ampcompat.amp.sharing import never_held, sharers_outside
-from ampcompat.amp.weights import cast_weights
+from ampcompat.amp.scaling import block, checkpoint
+from ampcompat.amp.scaling import optimizer as amp_optimizer
+from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
+from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.session import Session, release_casts
+from ampcompat.amp.scaling.sharing import never_held, sharers_outside
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -153,7 +155,7 @@ def initialize(
         session = Session(Properties())
         objects = _Objects(_models_under_amp(models), properties.as_optimizers(optimizers))
         units = _torch.sharded_units(objects.models)
-        objects.changes = sharded.plan(units, objects.models, session.properties.options)
+        objects.changes = fsdp.plan(units, objects.models, session.properties.options)
     if state.optimizers.live:
         _refuse_to_leave(objects.models, objects.optimizers, session.policy)
     if isinstance(enabled, str):
@@ -166,7 +168,7 @@ def initialize(
     if enabled:
         if _torch.IS_FOR_ROCM:
             _tell_the_environment()
-        named_masters.install()
+        checkpoint_names.install()
         state.view["verbosity"] = int(verbosity)
         if state.observers:
             notify("on_initialize")
@@ -189,7 +191,7 @@ class _Objects:
     models: Modules
     optimizers: list[Optimizer]
     kept: Modules = field(default_factory=list)
-    changes: list[sharded.Change] = field(default_factory=list)
+    changes: list[fsdp.Change] = field(default_factory=list)
     has_scripted: bool = False
 
 
@@ -199,14 +201,14 @@ def _check_objects(models: object, optimizers: object, keep_fp32: object, option
     given = properties.as_models(models, options.options)
     modules = [model for model in given if not isinstance(model, torch.jit.ScriptModule)]
     optimizer_list = properties.as_optimizers(optimizers)
-    if any(nested.holds_optimizers(optimizer) for optimizer in optimizer_list):
-        nested.check(optimizer_list, options)
+    if any(wrapped.holds_optimizers(optimizer) for optimizer in optimizer_list):
+        wrapped.check(optimizer_list, options)
     kept: Modules = []
     if keep_fp32 is not None or "AMPCOMPAT_KEEP_FP32" in os.environ:
         kept = select(given, keep_fp32)
-    changes: list[sharded.Change] = []
+    changes: list[fsdp.Change] = []
     if _torch.has_shards(modules):
-        changes = sharded.plan(units, modules, options.options, kept)
+        changes = fsdp.plan(units, modules, options.options, kept)
     return _Objects(modules, optimizer_list, kept, changes, has_scripted=len(modules) < len(given))
 
 
@@ -320,12 +322,12 @@ def _take_over(session: Session, objects: _Objects) -> None:
         undo.callback(set_ambient, state.casts.device_types)
         undo.callback(session.end_casts)
         for model in objects.models:
-            undo.callback(amp_model.set_policy, model, model.__dict__.get("_amp_policy"))
+            undo.callback(set_policy, model, model.__dict__.get("_amp_policy"))
         if objects.changes:
-            sharded.apply(objects.changes, undo)
+            fsdp.apply(objects.changes, undo)
         _cast_models(session, objects, undo)
         for model in objects.models:
-            amp_model.set_policy(model, policy if session.enabled else None)
+            set_policy(model, policy if session.enabled else None)
         for optimizer in objects.optimizers:
             amp_optimizer.remember(optimizer, undo)
             if session.enabled:

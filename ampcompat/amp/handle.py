@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ampcompat.amp import optimizer as _optimizer
 from ampcompat.amp._amp_state import master_params
-from ampcompat.amp.block import scale_loss
 from ampcompat.amp.casts import disable_casts
-from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.session import DISABLED, Session
+from ampcompat.amp.scaling import optimizer as _optimizer
+from ampcompat.amp.scaling.block import scale_loss
+from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.session import DISABLED, Session
 
 __all__ = ["AmpHandle", "NoOpHandle", "disable_casts", "master_params", "scale_loss"]
 

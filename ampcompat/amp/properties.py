@@ -20,7 +20,7 @@ from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp._amp_state import warn_or_err
-from ampcompat.amp.half_weights import half_weights
+from ampcompat.amp.half.record import half_weights
 
 if TYPE_CHECKING:
     from typing import TypeGuard

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp.ddp import broadcast_masters
+from ampcompat.amp.adapters.ddp import broadcast_masters
 from ampcompat.parallel.reduction import Arithmetic, GradientReduction
 
 

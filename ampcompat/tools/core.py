@@ -20,24 +20,24 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer as Optimizer
 from ampcompat._types import ParamGroup as ParamGroup
 from ampcompat.amp import optimizer as _optimizer
-from ampcompat.amp.amp_model import Args as Args
-from ampcompat.amp.amp_model import Kwargs as Kwargs
-from ampcompat.amp.amp_model import ModelPolicy as ModelPolicy
 from ampcompat.amp.casts import CastsOff as CastsOff
 from ampcompat.amp.casts import disabled_depth as _disabled_depth
 from ampcompat.amp.casts import wrappers as _wrappers
 from ampcompat.amp.casts.trees import map_tree as map_tree
 from ampcompat.amp.casts.trees import tensors_in as tensors_in
+from ampcompat.amp.half.forward import Args as Args
+from ampcompat.amp.half.forward import Kwargs as Kwargs
+from ampcompat.amp.half.forward import ModelPolicy as ModelPolicy
+from ampcompat.amp.half.keep_fp32 import BoundaryPolicy as _BoundaryPolicy
+from ampcompat.amp.half.masters import Master as Master
+from ampcompat.amp.half.masters import master_of as master_of
+from ampcompat.amp.half.masters import masters_of as masters_of
 from ampcompat.amp.hints import add_hint as add_hint
-from ampcompat.amp.keep_fp32 import BoundaryPolicy as _BoundaryPolicy
-from ampcompat.amp.masters import Master as Master
-from ampcompat.amp.masters import master_of as master_of
-from ampcompat.amp.masters import masters_of as masters_of
 from ampcompat.amp.observers import notify as notify
 from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
 from ampcompat.amp.properties import HALF_DTYPES as HALF_DTYPES
-from ampcompat.amp.scaler import LossScaler as LossScaler
+from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
 
 __all__ = ["HALF_DTYPES", "Args", "CastsOff", "Kwargs", "LatestCall", "LossScaler"]
 __all__ += ["Master", "ModelPolicy", "Numbers", "Optimizer", "ParamGroup", "SkipFlag"]

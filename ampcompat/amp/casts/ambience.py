@@ -51,7 +51,7 @@ from ampcompat.amp.casts.contexts import (
 )
 
 if TYPE_CHECKING:
-    from ampcompat.amp.amp_model import ModelPolicy
+    from ampcompat.amp.half.forward import ModelPolicy
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from internals import master_of, masters_by_name, view
 
 from ampcompat import amp
 from ampcompat.amp import amp_model, optimizer
-from ampcompat.amp.session import Session
+from ampcompat.amp.scaling.session import Session
 
 PLACES = {
     "attaching the model": (amp_model, "set_policy", False),

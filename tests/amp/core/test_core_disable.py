@@ -155,7 +155,7 @@ def test_a_failure_half_way_leaves_everything_under_amp(level, monkeypatch):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ampcompat.amp.optimizer.match_state", fail)
+        patch.setattr("ampcompat.amp.scaling.optimizer.match_state", fail)
         with pytest.raises(MemoryError):
             amp.initialize(model, optimizer, enabled=False)
     assert [id(p) for p in amp.master_params(optimizer)] == before

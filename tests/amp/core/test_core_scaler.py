@@ -10,8 +10,8 @@ from counting import Counter
 from internals import delayed_overflow_flags, keep_few_flags, overflow_flags
 
 from ampcompat import amp
-from ampcompat.amp.loss_scale import FLOOR, next_scale
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.scaling.loss_scale import FLOOR, next_scale
 
 
 @dataclasses.dataclass

@@ -18,11 +18,10 @@ import torch
 
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp import amp_model
-from ampcompat.amp.amp_model import Args, Forward, Kwargs, ModelPolicy
 from ampcompat.amp.casts import casts_off
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
-from ampcompat.amp.masters import own_tensors
+from ampcompat.amp.half.forward import Args, Forward, Kwargs, ModelPolicy, set_policy
+from ampcompat.amp.half.masters import own_tensors
 from ampcompat.amp.properties import HALF_DTYPES
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
@@ -220,7 +219,7 @@ def set_boundary(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
     hooks = module._forward_pre_hooks
     for key in [key for key, hook in hooks.items() if hook is _keep_off_fused_path]:
         del hooks[key]
-    amp_model.set_policy(module, policy)
+    set_policy(module, policy)
     if isinstance(policy, BoundaryPolicy):
         state.models.live.discard(module)
         module.register_forward_pre_hook(_keep_off_fused_path)

@@ -18,9 +18,9 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat.amp.half.weights import target_dtype
 from ampcompat.amp.properties import HALF_DTYPES
-from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.weights import target_dtype
+from ampcompat.amp.scaling.scaler import LossScaler
 
 _LINES = (
     "policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32); fully_shard(model,"

@@ -10,8 +10,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp import ddp
-from ampcompat.amp.amp_model import ModelPolicy, device_types_of
+from ampcompat.amp.adapters import ddp
 from ampcompat.amp.casts import Casts, cpu_convolution
 from ampcompat.amp.casts.ambience import (
     install_casting,
@@ -20,8 +19,9 @@ from ampcompat.amp.casts.ambience import (
     switch_this_forward,
     uninstall_casting,
 )
+from ampcompat.amp.half.forward import ModelPolicy, device_types_of
 from ampcompat.amp.properties import HALF_DTYPES, Properties
-from ampcompat.amp.scaler import LossScaler, check_scaler
+from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
 
 
 @dataclass(eq=False, repr=False)

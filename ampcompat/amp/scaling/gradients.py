@@ -26,10 +26,11 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp import misuse, sharded
-from ampcompat.amp.masters import Master, drop_cleared_gradients
-from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.stash import AmpOptimizerState, Pending
+from ampcompat.amp.adapters import fsdp
+from ampcompat.amp.half.masters import Master, drop_cleared_gradients
+from ampcompat.amp.scaling import misuse
+from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.stash import AmpOptimizerState, Pending
 
 #: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
 #: kernels take in one launch.
@@ -74,7 +75,7 @@ def rescale_pending(stash: AmpOptimizerState, pending: Pending, scaler: LossScal
         grads = [_entries(param.grad) for param in stash.leaves() if param.grad is not None]
         if state.models.sharded:
             grads = list(map(_torch.local_part, grads))
-            grads += sharded.waiting_gradients(stash.direct)
+            grads += fsdp.waiting_gradients(stash.direct)
         with torch.no_grad():
             for grad in grads:
                 was = pending.scale.to(grad.device, non_blocking=True)
@@ -112,7 +113,7 @@ def unscale_new(
         scaler.unscale_grads(direct_grads, scale)
     reached = bool(half_gradients or direct_grads)
     if is_sharded and scale is not None:
-        sharded.share_overflow(scaler, direct)
+        fsdp.share_overflow(scaler, direct)
     if len(half_gradients) < len(masters):
         drop_cleared_gradients(masters)  # in the block, whose backward pass gave them none
         show(masters, scale)

@@ -23,9 +23,10 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp import block, misuse, nested, sharded
+from ampcompat.amp.adapters import fsdp, wrapped
+from ampcompat.amp.adapters.wrapped import inner_optimizers
 from ampcompat.amp.casts import CastsOff, Saved, restored, save
-from ampcompat.amp.masters import (
+from ampcompat.amp.half.masters import (
     Master,
     drop_cleared_gradients,
     master_of,
@@ -34,12 +35,12 @@ from ampcompat.amp.masters import (
     warn_of_replaced,
     zero_gradients,
 )
-from ampcompat.amp.nested import inner_optimizers
 from ampcompat.amp.observers import notify
-from ampcompat.amp.scaler import LossScaler
-from ampcompat.amp.session import Session
-from ampcompat.amp.sharing import never_held, refuse_pending, refuse_step_in_block, sharers, waited_for
-from ampcompat.amp.stash import (
+from ampcompat.amp.scaling import block, misuse
+from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.session import Session
+from ampcompat.amp.scaling.sharing import never_held, refuse_pending, refuse_step_in_block, sharers, waited_for
+from ampcompat.amp.scaling.stash import (
     AmpOptimizerState,
     Gradients,
     announce,
@@ -62,7 +63,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
     stash.look_up(optimizer)
     match_state(optimizer)
     if "optim" in vars(optimizer):
-        nested.attach_zero(optimizer)
+        wrapped.attach_zero(optimizer)
     optimizer._amp_stash = stash
     state.optimizers.live[optimizer] = None
     state.optimizers.disabled.pop(optimizer, None)
@@ -74,7 +75,7 @@ def attach(optimizer: Optimizer, session: Session) -> None:
         for name, method in (("step", _step), ("zero_grad", _zero_grad), ("add_param_group", _add_param_group)):
             original = getattr(optimizer, name)
             if name == "step" and inner_optimizers(optimizer):
-                original = nested.wrap_steps(optimizer, original, _step)
+                original = wrapped.wrap_steps(optimizer, original, _step)
             setattr(optimizer, name, types.MethodType(_wrap(original, method), optimizer))
 
 
@@ -207,7 +208,7 @@ def _flags_to_lend(stash: AmpOptimizerState) -> list[LentFlag]:
     gradients = stash.gradients_for_step()
     if gradients:
         overflowed = _torch.any_of([flag for _, flag in stash.earlier_overflows])
-        still_there = sharded.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
+        still_there = fsdp.any_non_finite(gradients).to(overflowed.device, non_blocking=True)
         flags.append((None, overflowed * still_there))
     return flags
 
@@ -357,7 +358,7 @@ def _has_overflowed(stash: AmpOptimizerState, is_skipped: bool) -> bool:
     if not any(is_set[count:]):
         return False
     gradients = stash.gradients_for_step()
-    if not gradients or not sharded.any_non_finite(gradients).item():
+    if not gradients or not fsdp.any_non_finite(gradients).item():
         return False
     if is_skipped:
         announce([(None, 0.0)])
@@ -533,7 +534,7 @@ def _zero_grad(optimizer: Optimizer, original: Callable[..., Any], *args: Any, *
             _drop_shared_aside(stash, other._amp_stash)
     if stash.pending is not None:
         if state.models.sharded:
-            sharded.drop_waiting_gradients(stash.direct)
+            fsdp.drop_waiting_gradients(stash.direct)
         stash.pending = None
         state.optimizers.pending.discard(optimizer)
     if stash.gradients is not Gradients.LOST:

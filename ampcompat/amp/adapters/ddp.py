@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.masters import master_of, settle
+from ampcompat.amp.half.masters import master_of, settle
 from ampcompat.amp.properties import HALF_DTYPES
 
 

@@ -11,7 +11,7 @@ from ampcompat._log import say, warn_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.properties import is_scale
-from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.scaling.scaler import LossScaler
 
 _PREFIX = "loss_scaler"
 Entry = tuple[float, int]

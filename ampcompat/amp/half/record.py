@@ -9,7 +9,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
-    from ampcompat.amp.masters import Master
+    from ampcompat.amp.half.masters import Master
 
 #: Where the record is: ``module.__dict__[ATTRIBUTE]``, so that deepcopy and pickle take it along.
 ATTRIBUTE = "_amp_half_weights"
@@ -23,7 +23,7 @@ class HalfWeights:
         dtype: The half dtype.
         has_masters: Whether its half tensors have float32 masters (O2, O5), or none (O3).
         masters: Those that were made so far, by the name of their parameter or buffer.
-        hooks: Handles of the hooks on saving and loading; empty until :func:`ampcompat.amp.weights.hook`.
+        hooks: Handles of the hooks on saving and loading; empty until :func:`ampcompat.amp.half.weights.hook`.
     """
 
     dtype: torch.dtype

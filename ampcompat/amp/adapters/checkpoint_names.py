@@ -16,8 +16,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.masters import Master
-from ampcompat.amp.stash import AmpOptimizerState
+from ampcompat.amp.half.masters import Master
+from ampcompat.amp.scaling.stash import AmpOptimizerState
 
 
 def install() -> None:

@@ -71,18 +71,19 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp import misuse, sharded
+from ampcompat.amp.adapters import fsdp
+from ampcompat.amp.adapters.ddp import holds_back
 from ampcompat.amp.casts.ambience import assert_ambience
-from ampcompat.amp.ddp import holds_back
-from ampcompat.amp.gradients import put_aside, rescale_pending, show, unscale_new
+from ampcompat.amp.half.masters import drop_cleared_gradients
 from ampcompat.amp.hints import add_hint
-from ampcompat.amp.masters import drop_cleared_gradients
 from ampcompat.amp.observers import notify
 from ampcompat.amp.properties import is_optimizer
-from ampcompat.amp.scaler import LossScaler, check_scaler
-from ampcompat.amp.session import DISABLED, Session
-from ampcompat.amp.sharing import refuse_open_blocks, refuse_pending, sharers_outside, waited_for
-from ampcompat.amp.stash import AmpOptimizerState, Gradients, Overflow, Pending, WaitingGradient
+from ampcompat.amp.scaling import misuse
+from ampcompat.amp.scaling.gradients import put_aside, rescale_pending, show, unscale_new
+from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
+from ampcompat.amp.scaling.session import DISABLED, Session
+from ampcompat.amp.scaling.sharing import refuse_open_blocks, refuse_pending, sharers_outside, waited_for
+from ampcompat.amp.scaling.stash import AmpOptimizerState, Gradients, Overflow, Pending, WaitingGradient
 
 
 @_torch.eager
@@ -299,7 +300,7 @@ class Block:
             return False
         for optimizer in self.optimizers:
             stash: AmpOptimizerState = optimizer._amp_stash
-            if holds_back(stash.leaves()) or sharded.holds_back(stash.direct):
+            if holds_back(stash.leaves()) or fsdp.holds_back(stash.direct):
                 return True
         return False
 
@@ -523,7 +524,7 @@ def restore_gradients(optimizers: Sequence[Optimizer], scale: torch.Tensor | Non
             param.grad = old
         if stash.pending is not None:
             if state.models.sharded:
-                sharded.drop_waiting_gradients(stash.direct)
+                fsdp.drop_waiting_gradients(stash.direct)
             misuse.warn_of("pending gradients lost")
         reset_pass(optimizer, stash)
 

@@ -14,8 +14,8 @@ import torch
 
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.masters import Master
-from ampcompat.amp.stash import Gradients
+from ampcompat.amp.half.masters import Master
+from ampcompat.amp.scaling.stash import Gradients
 
 Sharing = weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]]
 

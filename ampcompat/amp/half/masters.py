@@ -1,6 +1,6 @@
 """Float32 masters of half tensors, and the invariant that ties the two: ``half == value.to(half.dtype)``, bitwise.
 
-A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.amp.half_weights.HalfWeights`), so that
+A master belongs to the model's tensor. Its module holds it (:class:`ampcompat.amp.half.record.HalfWeights`), so that
 deepcopy and pickle take it along; either tensor leads to it (:func:`master_of`); optimizers borrow its float32 copy.
 The life of a master, as a table of what each event does to its two copies:
 
@@ -51,7 +51,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.half_weights import ensure_half_weights, half_weights, masters_by_name
+from ampcompat.amp.half.record import ensure_half_weights, half_weights, masters_by_name
 
 #: Elements that are merged at once: on a device as many as fused kernels take in one launch.
 CHUNK = 2**24

@@ -26,12 +26,12 @@ from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.casts import OFF, Casts, CastsOff, ForwardCasts, disabled_depth, is_decided
 from ampcompat.amp.casts.ambience import follow_lifetime, install_casting, set_ambient
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
-from ampcompat.amp.half_weights import ATTRIBUTE as HALF_WEIGHTS
-from ampcompat.amp.half_weights import half_weights
+from ampcompat.amp.half.masters import masters_of, own_tensors, refresh
+from ampcompat.amp.half.record import ATTRIBUTE as HALF_WEIGHTS
+from ampcompat.amp.half.record import half_weights
+from ampcompat.amp.half.weights import cast_weights, hook
 from ampcompat.amp.hints import add_hint
-from ampcompat.amp.masters import masters_of, own_tensors, refresh
 from ampcompat.amp.observers import notify
-from ampcompat.amp.weights import cast_weights, hook
 
 Forward = Callable[..., object]
 Args = tuple[object, ...]

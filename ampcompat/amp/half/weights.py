@@ -15,14 +15,22 @@ from typing import Any, NamedTuple
 import torch
 
 from ampcompat import _torch
-from ampcompat.amp.half_weights import (
+from ampcompat.amp.half.masters import (
+    Master,
+    ensure_master,
+    master_of,
+    own_tensors,
+    set_masters,
+    settle,
+    warn_of_replaced,
+)
+from ampcompat.amp.half.record import (
     HalfWeights,
     drop_half_weights,
     ensure_half_weights,
     half_weights,
     masters_by_name,
 )
-from ampcompat.amp.masters import Master, ensure_master, master_of, own_tensors, set_masters, settle, warn_of_replaced
 from ampcompat.amp.properties import HALF_DTYPES
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
