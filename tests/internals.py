@@ -122,5 +122,5 @@ def overflow_flags(optimizer):
 
 def keep_few_flags(monkeypatch, count):
     """Have amp keep ``count`` flags of overflows at the most, for a scaler and for an optimizer."""
-    monkeypatch.setattr("ampcompat.amp.scaler.MAX_FLAGS", count)
+    monkeypatch.setattr("ampcompat.amp.scaling.scaler.MAX_FLAGS", count)
     monkeypatch.setattr("ampcompat.amp.scaling.stash.MAX_FLAGS", count)

@@ -19,7 +19,6 @@ from ampcompat._log import say as say
 from ampcompat._state import state
 from ampcompat._types import Optimizer as Optimizer
 from ampcompat._types import ParamGroup as ParamGroup
-from ampcompat.amp import optimizer as _optimizer
 from ampcompat.amp.casts import CastsOff as CastsOff
 from ampcompat.amp.casts import disabled_depth as _disabled_depth
 from ampcompat.amp.casts import wrappers as _wrappers
@@ -37,6 +36,7 @@ from ampcompat.amp.observers import notify as notify
 from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
 from ampcompat.amp.properties import HALF_DTYPES as HALF_DTYPES
+from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
 
 __all__ = ["HALF_DTYPES", "Args", "CastsOff", "Kwargs", "LatestCall", "LossScaler"]

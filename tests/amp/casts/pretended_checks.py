@@ -318,7 +318,7 @@ if __name__ == "__main__":
     from op_rows import ROWS
 
     from ampcompat import amp, optimizers
-    from ampcompat.amp import gradients
+    from ampcompat.amp.scaling import gradients
 
     outcomes = {}
     for name in sorted(sys.argv[1:], key=list(CHECKS).index):

@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from ampcompat import _torch
-from ampcompat.amp import _amp_state, disable_casts, init, initialize, scale_loss, session
+from ampcompat.amp import _amp_state, disable_casts, init, initialize, scale_loss
+from ampcompat.amp.scaling import session
 
 HALF, FLOAT = torch.float16, torch.float32
 

@@ -6,11 +6,12 @@ from core_kit import backward, net, same
 from internals import master_of, masters_by_name, view
 
 from ampcompat import amp
-from ampcompat.amp import amp_model, optimizer
+from ampcompat.amp import frontend
+from ampcompat.amp.scaling import optimizer
 from ampcompat.amp.scaling.session import Session
 
 PLACES = {
-    "attaching the model": (amp_model, "set_policy", False),
+    "attaching the model": (frontend, "set_policy", False),
     "attaching the optimizer": (optimizer, "match_state", False),
     "beginning the casts": (Session, "begin_casts", False),
     "after the casts have begun": (Session, "begin_casts", True),

@@ -7,7 +7,7 @@ import torch
 from core_kit import backward, loss_of, start, train
 
 from ampcompat import amp
-from ampcompat.amp import misuse
+from ampcompat.amp.scaling import misuse
 
 
 def warned(act):

@@ -9,7 +9,7 @@ from internals import masters_of, stash_of
 from state_tables import STATE_CHANGES
 
 from ampcompat import amp
-from ampcompat.amp import misuse
+from ampcompat.amp.scaling import misuse
 
 WARM = 12  # steps after which masters are compared by value no more
 BLOCK_ATTRIBUTES = ("entered", "is_plain", "scale", "backward_calls", "loss")

@@ -10,7 +10,7 @@ import torch
 from counting import Counter, peak_bytes
 
 from ampcompat import amp
-from ampcompat.amp import gradients
+from ampcompat.amp.scaling import gradients
 
 
 class Idle(torch.optim.Optimizer):

@@ -287,7 +287,7 @@ def test_at_most_twenty_modules_are_named(layers, end):
 
 
 def test_a_failed_call_takes_its_borders_back(monkeypatch):
-    from ampcompat.amp import optimizer as amp_optimizer
+    from ampcompat.amp.scaling import optimizer as amp_optimizer
 
     def fail(*_):
         raise OSError("no")
