@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
 import torch
 
 if TYPE_CHECKING:
-    from ampcompat.amp.scaling.stash import AmpOptimizerState
+    from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 
 #: The optimization levels, for annotations: a checker refuses any other string.
 OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
