@@ -127,19 +127,35 @@ class GradientSet:
         self.block = block
 
     def begin_anew(self, by: Iterable[Optimizer]) -> bool:
-        """Drop what a user among ``by`` has stepped with; return whether another user has yet to."""
+        """Drop what a user among ``by`` has stepped with; return whether that was kept for another user."""
         if not any(map(self.has_stepped, by)):
             return False
-        others_wait = not all(self.users.values())
-        self._use_up(skipped=None)
-        return others_wait
-
-    def forget_overflows_of_cleared(self) -> None:
-        """Forget overflows whose gradients are all gone."""
-        noted = self.overflows or self.has_old_overflow
-        if noted and next(self.gradients(), None) is None:
+        was_kept = any(master.value.grad is not None for master in self.masters)
+        for master in self.masters:
+            master.drop_gradient()
+        for optimizer, stepped in list(self.users.items()):
+            if stepped:
+                del self.users[optimizer]
+        if self.overflows:
+            self.has_old_overflow = True
             self.overflows = []
-            self.has_old_overflow = False
+        return was_kept and bool(self.users)
+
+    def forget_cleared(self) -> None:
+        """Forget what was noted of gradients that are all None now."""
+        noted = self.users or self.overflows or self.has_old_overflow or self.has_foreign_gradients
+        if not noted or self.pending is not None or self.state is GradientState.LOST:
+            return
+        if next(self.gradients(), None) is None:
+            self._forget()
+            if self.state is GradientState.UNSCALED:
+                self.state = GradientState.NONE
+
+    def _forget(self) -> None:
+        self.overflows = []
+        self.has_old_overflow = False
+        self.has_foreign_gradients = False
+        self.users.clear()
 
     def add_saved(self) -> None:
         """Add the gradients that were saved to those that came since."""
@@ -234,16 +250,13 @@ class GradientSet:
     def clear(self) -> None:
         """Note that ``zero_grad`` has cleared or zeroed all gradients."""
         self.saved = []
-        self.overflows = []
-        self.has_old_overflow = False
-        self.has_foreign_gradients = False
         if self.pending is not None:
             for adapter in state.adapters:
                 adapter.drop_waiting_gradients(self.direct)
             self.end_pending()
         if self.state is not GradientState.LOST:
+            self._forget()
             self.state = GradientState.NONE
-            self.users.clear()
 
     # -- other holders -------------------------------------------------------------------------------------------------
     def part(self, masters: list[Master], direct: list[torch.Tensor], holders: Sequence[Optimizer]) -> GradientSet:

@@ -32,10 +32,9 @@ def begin(optimizers: Sequence[Optimizer], block: weakref.ref[Any], scaler: Loss
         optimizer._amp_stash.report_arrived()
     if len(state.optimizers.live) > 1:
         _drop_cleared_elsewhere()
-    for gradient_set in sets_of(optimizers):
+    sets = sets_of(optimizers)
+    for gradient_set in sets:
         gradient_set.open(block)
-        if gradient_set.users and gradient_set.begin_anew(optimizers):
-            misuse.warn_of("shared gradients dropped")
         if gradient_set.pending is not None:
             rescale_pending(gradient_set, gradient_set.pending, scaler)
     for optimizer in optimizers:
@@ -46,6 +45,10 @@ def begin(optimizers: Sequence[Optimizer], block: weakref.ref[Any], scaler: Loss
             _save_grads_of(stash)
         else:
             prepare()
+    for gradient_set in sets:
+        gradient_set.forget_cleared()
+        if gradient_set.users and gradient_set.begin_anew(optimizers):
+            misuse.warn_of("shared gradients dropped")
 
 
 def _drop_cleared_elsewhere() -> None:
@@ -65,7 +68,6 @@ def _save_grads_of(stash: AmpOptimizerState) -> None:
     for gradient_set in stash.sets:
         if gradient_set.pending is None:
             save_grads(gradient_set)
-            gradient_set.forget_overflows_of_cleared()
 
 
 # -- its end -----------------------------------------------------------------------------------------------------------

@@ -111,9 +111,9 @@ def prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = Fa
         stash.report_arrived()
     if stash.has_state(GradientState.LOST):
         return True
-    _warn_of_misuse(stash)
     for gradient_set in stash.sets:
-        gradient_set.forget_overflows_of_cleared()
+        gradient_set.forget_cleared()
+    _warn_of_misuse(stash)
     if on_device:
         return False
     flags = _flags(optimizer, stash)

@@ -231,7 +231,7 @@ def test_a_step_that_cannot_unscale_moves_nothing(level, monkeypatch, capsys):
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("ampcompat.amp.scaling.block.unscale_new", fail)
+        patch.setattr("ampcompat.amp.scaling.passes.unscale_new", fail)
         with pytest.raises(MemoryError):
             optimizer.step()
     assert all(p.grad is None for p in (*model.parameters(), *amp.master_params(optimizer)))
