@@ -57,6 +57,7 @@ class Weight:
     leaf: torch.nn.Parameter
     value: torch.nn.Parameter
     shown: tuple[torch.Tensor, int] | None = None  # the model's gradient that tells of the master's, and its version
+    is_saved: bool = False  # a state dict has it: from then on it has its master, though no optimizer may hold it
     cleared: bool = False  # the master's gradient is gone, and amp has had no reason to look since
 
     @property
@@ -120,6 +121,7 @@ class GradientSet:
     waits: bool = False  # UNSCALED, or PENDING
     pending: Pending | None = None
     saved: dict[Weight, torch.Tensor | None] = field(default_factory=dict)
+    flags: bool = False  # blocks of dynamic scales have looked for an overflow
     overflow: bool = False
     old_overflow: bool = False  # gradients that are not finite may have stayed
     users: dict["Optimizer", bool] = field(default_factory=dict)  # whose blocks gave them, and whether each has stepped
@@ -137,7 +139,7 @@ class GradientSet:
         return [grad for grad in [*found, *self.saved.values()] if grad is not None]
 
     def forget(self):
-        self.waits, self.overflow, self.old_overflow, self.users = False, False, False, {}
+        self.waits, self.flags, self.overflow, self.old_overflow, self.users = False, False, False, False, {}
 
     def forget_cleared(self):
         if not self.pending and not self.gradients():
@@ -161,8 +163,8 @@ class GradientSet:
             if weight.has_master:
                 weight.forget()
         self.users = {one: False for one, stepped in self.users.items() if not stepped}
-        self.old_overflow |= self.overflow
-        self.overflow = False
+        self.old_overflow |= self.flags
+        self.flags = self.overflow = False
 
     def end_step(self, one, skipped):
         """``one`` has stepped; ``skipped``: None where only the device knows."""
@@ -172,8 +174,8 @@ class GradientSet:
         for weight in self.weights:
             if weight.has_master:
                 weight.forget()
-        self.old_overflow = (self.old_overflow or self.overflow) if skipped is not False else False
-        self.waits, self.overflow, self.users = False, False, {}
+        self.old_overflow = (self.old_overflow or self.flags) if skipped is not False else False
+        self.waits, self.flags, self.overflow, self.users = False, False, False, {}
 
 
 @dataclass(eq=False)
@@ -203,12 +205,13 @@ class Optimizer:
         flagged = [each for each in self.sets if each.overflow and each not in used]
         stayed = []
         for each in self.sets:
-            if each.old_overflow or (each.overflow and each in used):
+            if each.old_overflow or (each.flags and each in used):
                 stayed += each.gradients(with_masters=each not in used)
         left = not all(bool(grad.isfinite().all()) for grad in stayed)
         self.skipped = bool(flagged) or left
-        # Then whether it skipped is not known yet. Where nothing was scaled dynamically, there is nothing to know.
-        decides_itself = bool(self.torch.defaults.get("fused")) and bool(self.checked or stayed)
+        # Then whether it skipped is not known yet, where there was a flag.
+        is_flagged = bool(stayed) or any(each.flags for each in self.sets if each not in used)
+        decides_itself = bool(self.torch.defaults.get("fused")) and is_flagged
         if not self.skipped:
             hidden = [(w, w.value.grad) for each in used for w in each.weights if w.has_master]
             for weight, _ in hidden:
@@ -221,11 +224,6 @@ class Optimizer:
             weight.push()
         for each in self.sets:
             each.end_step(self, None if decides_itself else self.skipped)
-
-    @property
-    def checked(self):
-        """Whether a flag is noted that tells of an overflow, or of none."""
-        return [each for each in self.sets if each.waits and not each.users.get(self)]
 
 
 def clone(tensor):
@@ -543,6 +541,7 @@ class Reference:
             other.update(overflow)
         for each in sets:
             each.saved, each.pending = {}, None
+            each.flags |= any(one.dynamic for one in (scaler, *others))
             each.overflow |= overflow and scaler.dynamic
 
     def step(self, step):
@@ -568,7 +567,7 @@ class Reference:
                 if weight.shown is not None and weight.value.grad is not None:
                     weight.forget()
                     weight.cleared = True
-            elif who == "model" and weight.has_master and self.owner(weight):
+            elif who == "model" and weight.has_master and (self.owner(weight) or weight.is_saved):
                 weight.zero()
             elif weight.leaf.grad is not None:  # by hand: masters do not hear of it
                 weight.leaf.grad.zero_()
@@ -624,6 +623,7 @@ class Reference:
             return False
         self.save_models()
         step["joined"] = self.joined
+        self.has_scaled = False
         for weight in self.weights:
             weight.leaf.grad, weight.cleared = None, False
             weight.forget()
@@ -638,6 +638,8 @@ class Reference:
     def save_models(self):
         """State dicts are float32, and have the masters."""
         values = {id(w.leaf): w.value for w in self.weights}
+        for weight in self.weights:
+            weight.is_saved |= bool(self.places(weight))
         for number, model in enumerate(self.models):
             for name, tensor in model.state_dict(keep_vars=True).items():
                 value = values.get(id(tensor), tensor).detach()

@@ -18,7 +18,7 @@ from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import drop_cleared_gradients
 from ampcompat.amp.scaling import misuse
-from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, Overflow, Pending, all_sets, sets_of
+from ampcompat.amp.scaling.gradient_sets import GradientSet, Overflow, Pending, all_sets, sets_of
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.unscaling import mirror_to_half, rescale_pending, save_grads, unscale_new
@@ -52,10 +52,9 @@ def begin(optimizers: Sequence[Optimizer], block: weakref.ref[Any], scaler: Loss
 
 
 def _drop_cleared_elsewhere() -> None:
-    """See which gradients of waiting sets were cleared, before the backward pass may add to them."""
+    """See which gradients of other sets were cleared, before the backward pass may add to them."""
     for gradient_set in all_sets():
-        if gradient_set.state is GradientState.UNSCALED:
-            drop_cleared_gradients(gradient_set.masters)
+        drop_cleared_gradients(gradient_set.masters)
 
 
 def prepare_amp_backward(optimizer: Optimizer) -> None:
