@@ -367,6 +367,8 @@ class Reference:
         if not weight.has_master or weight.leaf.dim() < 2 or not self.places(weight):
             return False  # without a master, torch's fused optimizers mix elements up
         weight.leaf.data = programs.laid_out_anew(weight.leaf.data)
+        if self.owner(weight) is None and not weight.is_saved:  # its master is made later, of this one
+            weight.value.data = programs.laid_out_anew(weight.value.data)
         return True
 
     def graft(self, step):

@@ -4,7 +4,9 @@ Nearly every script has one :class:`GradientSet` for each optimizer. Optimizers 
 heads) have those in a set of their own: a block takes the sets of its optimizers, each once, and a step asks those of
 its optimizer. What each event does to a set:
 
-TABLE
+===
+===
+===
 
 A set has gradients of two kinds. Those of a half weight with a master are unscaled into ``grad`` of the master; that is
 None again when the set is NONE, and ``p.grad`` of the half weight stays as it is until it is cleared, and is not used
