@@ -15,8 +15,8 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say, say_once
 from ampcompat._state import state
-from ampcompat._types import Optimizer, Options, OptLevel
-from ampcompat.amp import properties
+from ampcompat._types import HALF_DTYPES, Optimizer, Options, OptLevel
+from ampcompat.amp import arguments
 from ampcompat.amp.adapters import checkpoint_names, fsdp, wrapped
 from ampcompat.amp.casts import OFF
 from ampcompat.amp.casts.ambience import set_ambient
@@ -25,8 +25,10 @@ from ampcompat.amp.half.keep_fp32 import BoundaryPolicy, select, set_boundary
 from ampcompat.amp.half.masters import master_of, watch_torch
 from ampcompat.amp.half.weights import cast_weights
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import LEVELS, Properties
+from ampcompat.amp.options import check_keywords
+from ampcompat.amp.properties import Properties, read_properties
 from ampcompat.amp.scaling import block, checkpoint
 from ampcompat.amp.scaling import optimizer as amp_optimizer
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
@@ -131,7 +133,7 @@ def initialize(
             another level than ``opt_level``.
         ValueError: A flag, scale or count cannot be read. Nothing is changed by a call that raises.
     """
-    properties.refuse_other_level(enabled, opt_level)
+    arguments.refuse_other_level(enabled, opt_level)
     if enabled:
         overrides = {
             "cast_model_type": cast_model_type,
@@ -141,8 +143,8 @@ def initialize(
             "master_weights": master_weights,
             "loss_scale": loss_scale,
         }
-        options, half_dtype = properties.read_properties(opt_level, overrides)
-        properties.check_keywords(num_losses, min_loss_scale, max_loss_scale, cast_model_outputs, verbosity)
+        options, half_dtype = read_properties(opt_level, overrides)
+        check_keywords(num_losses, min_loss_scale, max_loss_scale, cast_model_outputs, verbosity)
         objects = _check_objects(models, optimizers, keep_fp32, options)
         scalers = [
             LossScaler(
@@ -153,7 +155,7 @@ def initialize(
         session = Session(options, half_dtype, cast_model_outputs, scalers)
     else:
         session = Session(Properties())
-        objects = _Objects(_models_under_amp(models), properties.as_optimizers(optimizers))
+        objects = _Objects(_models_under_amp(models), arguments.as_optimizers(optimizers))
         units = _torch.sharded_units(objects.models)
         objects.changes = fsdp.plan(units, objects.models, session.properties.options)
     if state.optimizers.live:
@@ -198,9 +200,10 @@ class _Objects:
 def _check_objects(models: object, optimizers: object, keep_fp32: object, options: Properties) -> _Objects:
     """Check what an enabled call is given against ``options``; raises before anything is changed."""
     units = _torch.sharded_units(models)  # first: checks see the shards
-    given = properties.as_models(models, options.options)
+    casts_weights = options.cast_model_type in HALF_DTYPES
+    given = arguments.as_models(models, options.opt_level, casts_weights)
     modules = [model for model in given if not isinstance(model, torch.jit.ScriptModule)]
-    optimizer_list = properties.as_optimizers(optimizers)
+    optimizer_list = arguments.as_optimizers(optimizers)
     if any(wrapped.holds_optimizers(optimizer) for optimizer in optimizer_list):
         wrapped.check(optimizer_list, options)
     kept: Modules = []

@@ -17,6 +17,7 @@ from ampcompat import _torch
 from ampcompat._log import rank as rank
 from ampcompat._log import say as say
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES as HALF_DTYPES
 from ampcompat._types import Optimizer as Optimizer
 from ampcompat._types import ParamGroup as ParamGroup
 from ampcompat.amp.casts import CastsOff as CastsOff
@@ -35,7 +36,6 @@ from ampcompat.amp.hints import add_hint as add_hint
 from ampcompat.amp.observers import notify as notify
 from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
-from ampcompat.amp.properties import HALF_DTYPES as HALF_DTYPES
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
 

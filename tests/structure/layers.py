@@ -17,12 +17,13 @@ ROOT: Final = Path(__file__).parents[2]
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
-    ("lists", "observers", "hints", "_amp_state", "properties"),
+    ("lists", "observers", "hints", "_amp_state", "levels", "options"),
+    ("properties",),
     ("casts",),
     ("half",),
     ("scaling",),
     ("adapters",),
-    ("_initialize", "_process_optimizer", "handle", "scaler", "utils", "wrap"),
+    ("_initialize", "_process_optimizer", "arguments", "handle", "scaler", "utils", "wrap"),
     ("compat", "rnn_compat", "frontend", "amp", "opt", "__version__"),
     ("__init__",),
 )

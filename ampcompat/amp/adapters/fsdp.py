@@ -18,8 +18,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.weights import target_dtype
-from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaling.scaler import LossScaler
 
 _LINES = (

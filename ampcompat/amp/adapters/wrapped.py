@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from ampcompat import _torch
-from ampcompat._types import Optimizer
-from ampcompat.amp.properties import HALF_DTYPES, Properties
+from ampcompat._types import HALF_DTYPES, Optimizer
+from ampcompat.amp.properties import Properties
 
 
 def inner_optimizers(optimizer: object) -> list[Any]:

@@ -18,11 +18,11 @@ import torch
 
 from ampcompat._log import say
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.casts import casts_off
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half.forward import Args, Forward, Kwargs, ModelPolicy, set_policy
 from ampcompat.amp.half.masters import own_tensors
-from ampcompat.amp.properties import HALF_DTYPES
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 Names = dict[torch.nn.Module, str]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ampcompat import _torch
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import (
     Master,
     ensure_master,
@@ -31,7 +32,6 @@ from ampcompat.amp.half.record import (
     half_weights,
     masters_by_name,
 )
-from ampcompat.amp.properties import HALF_DTYPES
 
 _CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
 

@@ -70,14 +70,13 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat._types import Optimizer
+from ampcompat._types import Optimizer, is_optimizer
 from ampcompat.amp.adapters import fsdp
 from ampcompat.amp.adapters.ddp import holds_back
 from ampcompat.amp.casts.ambience import assert_ambience
 from ampcompat.amp.half.masters import drop_cleared_gradients
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import is_optimizer
 from ampcompat.amp.scaling import misuse
 from ampcompat.amp.scaling.gradients import put_aside, rescale_pending, show, unscale_new
 from ampcompat.amp.scaling.scaler import LossScaler, check_scaler

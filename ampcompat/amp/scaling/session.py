@@ -10,6 +10,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.adapters import ddp
 from ampcompat.amp.casts import Casts, cpu_convolution
 from ampcompat.amp.casts.ambience import (
@@ -20,7 +21,7 @@ from ampcompat.amp.casts.ambience import (
     uninstall_casting,
 )
 from ampcompat.amp.half.forward import ModelPolicy, device_types_of
-from ampcompat.amp.properties import HALF_DTYPES, Properties
+from ampcompat.amp.properties import Properties
 from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
 
 

@@ -255,9 +255,9 @@ BEFORE = {
     "meta model": (
         meta,
         RuntimeError,
-        "parameter 'weight' of a Linear on the meta device - .* - move it with to_empty",
+        "parameter 'weight' of a Linear is on the meta device - .* - move it with to_empty",
     ),
-    "lazy model": (lazy, RuntimeError, "uninitialized parameter 'weight' of a LazyLinear - .* - run one forward pass"),
+    "lazy model": (lazy, RuntimeError, "of a LazyLinear is uninitialized - .* - run one forward pass"),
     "inference model": (inference, RuntimeError, "made under torch.inference_mode - .* - make the model outside of it"),
     "block before initialize": (
         enter(lambda s: torch.ones(()), lambda s: s.optimizer),
