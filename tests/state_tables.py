@@ -82,7 +82,7 @@ MASTERS: Final = Table(
         ("both written, with no look between", "kept", "takes the elements that differ"),
         ("parameter replaced in its module", "stays, of no model; a warning", "stays with its optimizer"),
         ("replaced, and added to an optimizer", "stays, of no model; a warning", "stays; the new one has its own"),
-        ("buffer assigned in its module", "the new buffer, as it is", "what differs; dropped at another dtype"),
+        ("buffer assigned in its module", "the new buffer, as it is", "made anew from it, at the next save"),
         ("`model.to(device)`", "moved", "follows"),
         ("other strides (`memory_format=`)", "laid out anew", "keeps its strides, for fused optimizers"),
         ("`model.float()` and the like", "cast back", "takes the elements that differ"),
@@ -143,8 +143,8 @@ STATE_CHANGES: Final = Table(
 
 #: Names of the tables on the page, by the module of ``ampcompat/amp`` that shows them in its docstring, in this order.
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
-    "block": ("gradients", "float32"),
-    "masters": ("masters",),
+    "scaling/block": ("gradients", "float32"),
+    "half/masters": ("masters",),
     "casts/ambience": ("casts",),
 }
 TABLES: Final[dict[str, Table]] = {

@@ -26,7 +26,7 @@ from ampcompat.amp.casts.registration import (
     register_half_function,
     register_promote_function,
 )
-from ampcompat.amp.half.forward import device_types_of
+from ampcompat.amp.half.devices import device_types_of
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import casting_level
 from ampcompat.amp.properties import read_properties

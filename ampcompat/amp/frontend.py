@@ -18,12 +18,13 @@ from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer, Options, OptLevel
 from ampcompat.amp import arguments
 from ampcompat.amp.adapters import checkpoint_names, fsdp, wrapped
-from ampcompat.amp.casts import OFF
 from ampcompat.amp.casts.ambience import set_ambient
-from ampcompat.amp.half.forward import ModelPolicy, set_policy
-from ampcompat.amp.half.keep_fp32 import BoundaryPolicy, select, set_boundary
+from ampcompat.amp.half.boundary import BoundaryPolicy, set_boundary
+from ampcompat.amp.half.casting import cast_weights
+from ampcompat.amp.half.forward import ModelPolicy
+from ampcompat.amp.half.keep_fp32 import select
 from ampcompat.amp.half.masters import master_of, watch_torch
-from ampcompat.amp.half.weights import cast_weights
+from ampcompat.amp.half.model_class import set_policy
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
 from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.observers import notify
@@ -361,7 +362,7 @@ def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:
 
 
 def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
-    """Cast the weights of all models, or restore them, and put borders around what is kept in float32."""
+    """Cast the weights of all models, or restore them, and put boundaries around what is kept in float32."""
     options = session.properties.options
     policy = session.policy
     parts = {part: None for model in objects.models for part in model.modules()}
@@ -375,14 +376,7 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         has_masters=policy.master_weights,
         trained=trained if policy.master_weights else (),
     )
-    border = BoundaryPolicy(
-        opt_level=policy.opt_level,
-        casts=OFF,
-        input_dtype=torch.float32,
-        output_dtype=policy.half_dtype,
-        half_dtype=None,
-        master_weights=False,
-    )
+    boundary = BoundaryPolicy.inside(policy)
     for part in parts:
         if part in objects.models:
             continue
@@ -390,7 +384,7 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         is_kept = part in objects.kept
         if is_kept or isinstance(before, BoundaryPolicy):
             undo.callback(set_boundary, part, before)
-            set_boundary(part, border if is_kept else None)
+            set_boundary(part, boundary if is_kept else None)
 
 
 def _ids_of_stepped(optimizers: list[Optimizer]) -> set[int]:

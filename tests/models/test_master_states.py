@@ -334,14 +334,8 @@ def replaced(level):
 def buffer_assigned(level):
     run = Run(level)
     run.model.register_buffer("mean", thirds(3).to(run.dtype))
-    exact = thirds(3)
-    run.model.load_state_dict({"mean": exact}, strict=False)
-    run.model.mean = run.model.mean.clone()
-    run.model.mean[0] = ROW
-    exact[0] = ROW
-    run.forward()
-    assert torch.equal(run.model.state_dict()["mean"], exact)
-    for other in (thirds(4), thirds(4).to(run.dtype)[:1]):
+    run.model.load_state_dict({"mean": thirds(3)}, strict=False)
+    for other in (thirds(3).to(run.dtype), thirds(4), thirds(4).to(run.dtype)[:1]):
         run.model.mean = other
         run.forward()
         assert run.model.mean is other

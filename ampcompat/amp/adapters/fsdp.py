@@ -19,7 +19,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
-from ampcompat.amp.half.weights import target_dtype
+from ampcompat.amp.half.casting import target_dtype
 from ampcompat.amp.scaling.scaler import LossScaler
 
 _LINES = (

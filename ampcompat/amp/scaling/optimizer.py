@@ -32,9 +32,9 @@ from ampcompat.amp.half.masters import (
     master_of,
     push,
     settle,
-    warn_of_replaced,
     zero_gradients,
 )
+from ampcompat.amp.half.record import warn_of_replaced
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import block, misuse
 from ampcompat.amp.scaling.scaler import LossScaler

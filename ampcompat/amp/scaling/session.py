@@ -20,7 +20,8 @@ from ampcompat.amp.casts.ambience import (
     switch_this_forward,
     uninstall_casting,
 )
-from ampcompat.amp.half.forward import ModelPolicy, device_types_of
+from ampcompat.amp.half.devices import device_types_of
+from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.properties import Properties
 from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
 

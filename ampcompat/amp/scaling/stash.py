@@ -20,8 +20,9 @@ from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.adapters.wrapped import inner_optimizers
-from ampcompat.amp.half.masters import Master, drop_cleared_gradients, ensure_master, master_of, settle
-from ampcompat.amp.half.weights import hook, is_hooked
+from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, settle
+from ampcompat.amp.half.record import ensure_master
+from ampcompat.amp.half.saving import hook, is_hooked
 from ampcompat.amp.scaling.scaler import MAX_FLAGS, LossScaler
 from ampcompat.amp.scaling.session import Session
 

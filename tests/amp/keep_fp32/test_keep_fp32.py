@@ -10,7 +10,7 @@ from internals import has_policy, observers
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.amp.half.keep_fp32 import BoundaryPolicy
+from ampcompat.amp.half.boundary import BoundaryPolicy
 
 
 class Probe(nn.Linear):
