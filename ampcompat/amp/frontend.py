@@ -171,7 +171,8 @@ def initialize(
     if enabled:
         if _torch.IS_FOR_ROCM:
             _tell_the_environment()
-        checkpoint_names.install()
+        if session.policy.master_weights:
+            checkpoint_names.install()
         state.view["verbosity"] = int(verbosity)
         if state.observers:
             notify("on_initialize")
