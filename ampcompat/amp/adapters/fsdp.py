@@ -41,7 +41,7 @@ def plan(
     options: Mapping[str, Any],
     kept: Sequence[torch.nn.Module] = (),
 ) -> list[Change]:
-    """Decide what each of ``units`` computes by; raise a RuntimeError where the level cannot be had.
+    """Decide what each of ``units`` computes by; raise a RuntimeError where the level is not available.
 
     Args:
         units: What ``fully_shard`` made of ``models``.
