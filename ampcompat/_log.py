@@ -25,7 +25,7 @@ def rank() -> int:
 
 
 def say(message: str, error: bool = False, all_ranks: bool = False) -> None:
-    """Print ``message`` on rank 0, or on all; to standard error if it is no line that apex printed too."""
+    """Print ``message`` on rank 0, or on all; to standard error if apex did not print the same line."""
     if all_ranks or rank() == 0:
         print(message, flush=True, file=sys.stderr if error else sys.stdout)
 

@@ -90,7 +90,7 @@ class OpRules:
 
 @dataclass(eq=False)
 class MasterIndex:
-    """Index from a tensor to its master, by ``id`` of either side, and lists of masters that are looked up often.
+    """Index from a tensor to its master, by ``id`` of either copy, and lists of masters that are looked up often.
 
     Attributes:
         by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still

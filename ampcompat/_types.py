@@ -1,4 +1,4 @@
-"""Name types that several packages share."""
+"""Types that several packages share, and what tells them: the half dtypes, an optimizer."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import torch
 if TYPE_CHECKING:
     from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 
+#: The dtypes that "half" stands for.
+HALF_DTYPES = (torch.float16, torch.bfloat16)
 #: The optimization levels, for annotations: a checker refuses any other string.
 OptLevel: TypeAlias = Literal["O0", "O1", "O2", "O3", "O4", "O5"]
 #: A param group, as torch has it: ``"params"``, and hyperparameters by name.
@@ -53,3 +55,9 @@ class Optimizer(Protocol):
     step: Callable[..., object]
     zero_grad: Callable[..., object]
     add_param_group: Callable[..., object]
+
+
+def is_optimizer(value: object) -> bool:
+    """Whether ``value`` is an optimizer, or has what amp needs of one."""
+    names = ("param_groups", "state", "step", "zero_grad", "add_param_group")
+    return not isinstance(value, type) and all(hasattr(value, name) for name in names)

@@ -12,8 +12,8 @@ from dataclasses import fields
 
 from ampcompat._state import state
 from ampcompat.amp.half.masters import master_of as master_of
-from ampcompat.amp.half.masters import masters_of as masters_of
 from ampcompat.amp.half.record import masters_by_name as masters_by_name
+from ampcompat.amp.half.record import masters_of as masters_of
 
 
 def reset():

@@ -50,7 +50,7 @@ from ampcompat._torch.autograd import (
     stash_in_thread,
     stashed_in_thread,
 )
-from ampcompat._torch.checkpoints import patch_distributed_checkpoint
+from ampcompat._torch.checkpoints import has_distributed_checkpoint, patch_distributed_checkpoint
 from ampcompat._torch.compiler import (
     COMPILER_SEES_CACHE_FLAG,
     compile_backward_without_autocast,

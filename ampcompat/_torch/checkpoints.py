@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,18 +20,19 @@ Around = Callable[[torch.nn.Module, Sequence[Any], MutableMapping[Any, set[str]]
 _HOME = "torch.distributed.checkpoint.state_dict"
 
 
+def has_distributed_checkpoint() -> bool:
+    """Whether a script uses ``torch.distributed.checkpoint``, or may: it has imported it, or runs in a process group.
+
+    Other scripts are spared the import, which takes half a second.
+    """
+    if not torch.distributed.is_available():
+        return False
+    return _HOME in sys.modules or torch.distributed.is_initialized()
+
+
 def patch_distributed_checkpoint(around: Around, undo: ExitStack) -> None:
-    """Have ``get_state_dict``, ``set_state_dict`` and their like run in ``around``; imported later, if not yet."""
-    module = sys.modules.get(_HOME)
-    if module is not None:
-        _patch(module, around, undo)
-        return
-    finder = _PatchingFinder(lambda imported: _patch(imported, around, undo))
-    sys.meta_path.insert(0, finder)
-    undo.callback(finder.withdraw)
-
-
-def _patch(module: ModuleType, around: Around, undo: ExitStack) -> None:
+    """Have ``get_state_dict``, ``set_state_dict`` and their like run in ``around``."""
+    module = importlib.import_module(_HOME)
     # The public functions call these two, whatever a script imports by name.
     for name in ("_get_optim_state_dict", "_load_optim_state_dict"):
         replace(module, name, _wrapped(getattr(module, name), around), undo)
@@ -47,35 +46,3 @@ def _wrapped(original: Callable[..., Any], around: Around) -> Callable[..., Any]
             return original(model, optimizers, *rest, **named)
 
     return wrapper
-
-
-class _PatchingFinder(MetaPathFinder):
-    """Finds the module as Python does, and patches it when it has run; an import here would take seconds."""
-
-    def __init__(self, after: Callable[[ModuleType], None]) -> None:
-        self.after = after
-        self.is_wanted = True
-
-    def withdraw(self) -> None:
-        """Leave imports alone from now on."""
-        self.is_wanted = False
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """The spec of the module, with a loader that patches it; None for any other."""
-        if fullname != _HOME:
-            return None
-        spec: ModuleSpec | None = PathFinder.find_spec(fullname, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            execute(module)
-            if self.is_wanted:
-                self.withdraw()
-                self.after(module)
-
-        setattr(spec.loader, "exec_module", exec_module)  # noqa: B010 - types do not allow to assign a method
-        return spec

@@ -110,7 +110,7 @@ def aten_overloads(name: str) -> list[torch._ops.OpOverload]:
         if writes_to_out or "dimname" in overload.lower():
             continue
         op = getattr(packet, overload)
-        # TorchScript's own overloads, on strings and lists, are no ops of the dispatcher.
+        # TorchScript's own overloads, on strings and lists, are not ops of the dispatcher.
         if torch._C._dispatch_has_kernel(op_name(op)):
             ops.append(op)
     return ops

@@ -28,8 +28,8 @@ from ampcompat.amp.amp import (
 )
 from ampcompat.amp.casts import disable_casts
 from ampcompat.amp.frontend import initialize
-from ampcompat.amp.half.forward import unwrap
-from ampcompat.amp.half.masters import sync_masters
+from ampcompat.amp.half.record import sync_masters
+from ampcompat.amp.half.unwrap import unwrap
 from ampcompat.amp.scaling.block import scale_loss
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.optimizer import step_was_skipped

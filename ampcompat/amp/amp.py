@@ -13,6 +13,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp._amp_state import _amp_state
 from ampcompat.amp.casts.ambience import install_casting, set_ambient
 from ampcompat.amp.casts.registration import (
@@ -25,9 +26,10 @@ from ampcompat.amp.casts.registration import (
     register_half_function,
     register_promote_function,
 )
-from ampcompat.amp.half.forward import device_types_of
+from ampcompat.amp.half.devices import device_types_of
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
-from ampcompat.amp.properties import HALF_DTYPES, casting_level, read_properties
+from ampcompat.amp.levels import casting_level
+from ampcompat.amp.properties import read_properties
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session
 

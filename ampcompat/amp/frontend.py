@@ -15,18 +15,21 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import say, say_once
 from ampcompat._state import state
-from ampcompat._types import Optimizer, Options, OptLevel
-from ampcompat.amp import properties
+from ampcompat._types import HALF_DTYPES, Optimizer, Options, OptLevel
+from ampcompat.amp import arguments
 from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
-from ampcompat.amp.casts import OFF
 from ampcompat.amp.casts.ambience import set_ambient
-from ampcompat.amp.half.forward import ModelPolicy, set_policy
-from ampcompat.amp.half.keep_fp32 import BoundaryPolicy, select, set_boundary
+from ampcompat.amp.half.boundary import BoundaryPolicy, set_boundary
+from ampcompat.amp.half.casting import cast_weights
+from ampcompat.amp.half.forward import ModelPolicy
+from ampcompat.amp.half.keep_fp32 import select
 from ampcompat.amp.half.masters import master_of, watch_torch
-from ampcompat.amp.half.weights import cast_weights
+from ampcompat.amp.half.model_class import set_policy
 from ampcompat.amp.handle import AmpHandle, NoOpHandle
+from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import LEVELS, Properties
+from ampcompat.amp.options import check_keywords
+from ampcompat.amp.properties import Properties, read_properties
 from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling import optimizer as amp_optimizer
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
@@ -130,7 +133,7 @@ def initialize(
             another level than ``opt_level``.
         ValueError: A flag, scale or count cannot be read. Nothing is changed by a call that raises.
     """
-    properties.refuse_other_level(enabled, opt_level)
+    arguments.refuse_other_level(enabled, opt_level)
     if enabled:
         overrides = {
             "cast_model_type": cast_model_type,
@@ -140,8 +143,8 @@ def initialize(
             "master_weights": master_weights,
             "loss_scale": loss_scale,
         }
-        options, half_dtype = properties.read_properties(opt_level, overrides)
-        properties.check_keywords(num_losses, min_loss_scale, max_loss_scale, cast_model_outputs, verbosity)
+        options, half_dtype = read_properties(opt_level, overrides)
+        check_keywords(num_losses, min_loss_scale, max_loss_scale, cast_model_outputs, verbosity)
         objects = _check_objects(models, optimizers, keep_fp32, options)
         scalers = [
             LossScaler(
@@ -152,7 +155,7 @@ def initialize(
         session = Session(options, half_dtype, cast_model_outputs, scalers)
     else:
         session = Session(Properties())
-        objects = _Objects(_models_under_amp(models), properties.as_optimizers(optimizers))
+        objects = _Objects(_models_under_amp(models), arguments.as_optimizers(optimizers))
         units = _torch.sharded_units(objects.models)
         objects.changes = fsdp.plan(units, objects.models, session.properties.options)
     if state.optimizers.live:
@@ -167,7 +170,8 @@ def initialize(
     if enabled:
         if _torch.IS_FOR_ROCM:
             _tell_the_environment()
-        checkpoint_names.install()
+        if session.policy.master_weights:
+            checkpoint_names.install()
         state.view["verbosity"] = int(verbosity)
         if state.observers:
             notify("on_initialize")
@@ -197,9 +201,10 @@ class _Objects:
 def _check_objects(models: object, optimizers: object, keep_fp32: object, options: Properties) -> _Objects:
     """Check what an enabled call is given against ``options``; raises before anything is changed."""
     units = _torch.sharded_units(models)  # first: checks see the shards
-    given = properties.as_models(models, options.options)
+    casts_weights = options.cast_model_type in HALF_DTYPES
+    given = arguments.as_models(models, options.opt_level, casts_weights)
     modules = [model for model in given if not isinstance(model, torch.jit.ScriptModule)]
-    optimizer_list = properties.as_optimizers(optimizers)
+    optimizer_list = arguments.as_optimizers(optimizers)
     if any(wrapped.holds_optimizers(optimizer) for optimizer in optimizer_list):
         wrapped.check(optimizer_list, options)
     kept: Modules = []
@@ -358,7 +363,7 @@ def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:
 
 
 def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
-    """Cast the weights of all models, or restore them, and put borders around what is kept in float32."""
+    """Cast the weights of all models, or restore them, and put boundaries around what is kept in float32."""
     options = session.properties.options
     policy = session.policy
     parts = {part: None for model in objects.models for part in model.modules()}
@@ -372,14 +377,7 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         has_masters=policy.master_weights,
         trained=trained if policy.master_weights else (),
     )
-    border = BoundaryPolicy(
-        opt_level=policy.opt_level,
-        casts=OFF,
-        input_dtype=torch.float32,
-        output_dtype=policy.half_dtype,
-        half_dtype=None,
-        master_weights=False,
-    )
+    boundary = BoundaryPolicy.inside(policy)
     for part in parts:
         if part in objects.models:
             continue
@@ -387,7 +385,7 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         is_kept = part in objects.kept
         if is_kept or isinstance(before, BoundaryPolicy):
             undo.callback(set_boundary, part, before)
-            set_boundary(part, border if is_kept else None)
+            set_boundary(part, boundary if is_kept else None)
 
 
 def _ids_of_stepped(optimizers: list[Optimizer]) -> set[int]:

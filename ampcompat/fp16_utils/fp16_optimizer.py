@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import StateDict
 
 from ampcompat._log import say
-from ampcompat._types import ParamGroup, ParamState
-from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat._types import HALF_DTYPES, ParamGroup, ParamState
 from ampcompat.fp16_utils.fp16util import master_params_to_model_params, model_grads_to_master_grads
 from ampcompat.fp16_utils.loss_scaler import (
     AnyLossScaler,

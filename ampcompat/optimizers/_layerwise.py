@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ampcompat import _torch
 from ampcompat._torch import Tensors
-from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat._types import HALF_DTYPES
 from ampcompat.optimizers._rules import Hyper, adam_update_, blend_, descend_, root
 
 

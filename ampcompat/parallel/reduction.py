@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ampcompat import _torch
-from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat._types import HALF_DTYPES
 
 # What a rank says of a parameter; the ranks agree on the greatest.
 _NOTHING_NEW = 0

@@ -119,7 +119,7 @@ def convert_syncbn_model(
     Returns:
         ``module``, changed in place.
     """
-    from ampcompat.amp.half.forward import AmpModel, amp_class
+    from ampcompat.amp.half.model_class import AmpModel, amp_class
 
     for norm in [child for child in module.modules() if isinstance(child, _BatchNorm)]:
         kind: Any = amp_class(SyncBatchNorm) if isinstance(norm, AmpModel) else SyncBatchNorm

@@ -17,6 +17,7 @@ from ampcompat import _torch
 from ampcompat._log import rank as rank
 from ampcompat._log import say as say
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES as HALF_DTYPES
 from ampcompat._types import Optimizer as Optimizer
 from ampcompat._types import ParamGroup as ParamGroup
 from ampcompat.amp.casts import CastsOff as CastsOff
@@ -24,18 +25,17 @@ from ampcompat.amp.casts import disabled_depth as _disabled_depth
 from ampcompat.amp.casts import wrappers as _wrappers
 from ampcompat.amp.casts.trees import map_tree as map_tree
 from ampcompat.amp.casts.trees import tensors_in as tensors_in
+from ampcompat.amp.half.boundary import BoundaryPolicy as _BoundaryPolicy
 from ampcompat.amp.half.forward import Args as Args
 from ampcompat.amp.half.forward import Kwargs as Kwargs
 from ampcompat.amp.half.forward import ModelPolicy as ModelPolicy
-from ampcompat.amp.half.keep_fp32 import BoundaryPolicy as _BoundaryPolicy
 from ampcompat.amp.half.masters import Master as Master
 from ampcompat.amp.half.masters import master_of as master_of
-from ampcompat.amp.half.masters import masters_of as masters_of
+from ampcompat.amp.half.record import masters_of as masters_of
 from ampcompat.amp.hints import add_hint as add_hint
 from ampcompat.amp.observers import notify as notify
 from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
-from ampcompat.amp.properties import HALF_DTYPES as HALF_DTYPES
 from ampcompat.amp.scaling import closures as _closures
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler

@@ -30,7 +30,7 @@ def whole_picture(models, optimizers):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             names[id(tensor)] = f"{number} {name}"
             seen[f"{number} {name}"] = plain(tensor), plain(tensor.grad)
-        # Reading it is no change: masters agree with the weights.
+        # Reading it changes nothing: masters agree with the weights.
         seen[f"{number} state"] = {name: plain(value) for name, value in model.state_dict().items()}
     for number, optimizer in enumerate(optimizers):
         params = [p for group in optimizer.param_groups for p in group["params"]]

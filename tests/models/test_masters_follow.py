@@ -14,7 +14,7 @@ def head_master(model):
 
 
 def test_a_zero_has_the_sign_of_its_master():
-    """Else the two sides differ in their bits for ever, and every forward would compare them."""
+    """Else the two copies differ in their bits for ever, and every forward would compare them."""
     model, _ = made()
     with torch.no_grad():
         model.head.weight.zero_()
@@ -25,7 +25,7 @@ def test_a_zero_has_the_sign_of_its_master():
 
 
 def test_sync_masters_counts_late_writes_through_data():
-    """Of the weight itself, and of what ``state_dict`` handed out; to hand out alone is no write."""
+    """Of the weight itself, and of what ``state_dict`` exported; an export alone is not a write."""
     model, optimizer = made()
     train(model, optimizer, 10)
     for _ in range(10):
@@ -46,13 +46,13 @@ def test_sync_masters_brings_half_buffers_up_to_date_too():
     torch.manual_seed(0)
     model = amp.initialize(Net(), opt_level="O2", keep_batchnorm_fp32=False, verbosity=0)
     saved = model.state_dict()["body.1.running_mean"]
-    amp.sync_masters(model)  # settles what was handed out
+    amp.sync_masters(model)  # settles what was exported
     model.body[1].running_mean.data.fill_(0.5)
     assert amp.sync_masters(model) == 0  # parameters that were written
     assert torch.equal(saved, torch.full_like(saved, 0.5))
 
 
-# -- state dicts that were handed out ----------------------------------------------------------------------------------
+# -- state dicts that were exported ------------------------------------------------------------------------------------
 def test_a_handed_out_state_dict_does_not_spoil_a_graph():
     """As in plain torch: looking at weights between a forward and its backward changes nothing."""
     model, optimizer = made()

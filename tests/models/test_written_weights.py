@@ -146,7 +146,7 @@ def average_put_in_for_good(run, index):
 
 
 def logged_and_clipped(run, index):
-    """To look at the model's weights is no write, and undoes none of the masters'."""
+    """To look at the model's weights is not a write, and undoes none of the masters'."""
     for param in amp.master_params(run.optimizer):
         param.data.clamp_(-0.25, 0.25)
     assert all(param.data.abs().max() <= 0.25 for param in run.model.parameters())

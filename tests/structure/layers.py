@@ -7,7 +7,8 @@ them.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -17,12 +18,13 @@ ROOT: Final = Path(__file__).parents[2]
 LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("_state", "_torch", "_types"),
     ("_log",),
-    ("lists", "observers", "hints", "_amp_state", "properties"),
+    ("lists", "observers", "hints", "_amp_state", "levels", "options"),
+    ("properties",),
     ("casts",),
     ("half",),
     ("scaling",),
     ("adapters",),
-    ("_initialize", "_process_optimizer", "handle", "scaler", "utils", "wrap"),
+    ("_initialize", "_process_optimizer", "arguments", "handle", "scaler", "utils", "wrap"),
     ("compat", "rnn_compat", "frontend", "amp", "opt", "__version__"),
     ("__init__",),
 )
@@ -40,11 +42,17 @@ FACADE_MAY_IMPORT: Final = frozenset(("explain", "report", "scale_log"))
 
 
 class Import(NamedTuple):
-    """One import of a module of ours by another, by full names."""
+    """One import of a module of ours by another, by full names.
+
+    Attributes:
+        source: The module that imports.
+        target: The module that is imported.
+        kind: "at import", "lazily" (in a function or under a condition), or "for types" (under ``TYPE_CHECKING``).
+    """
 
     source: str
     target: str
-    lazy: bool
+    kind: str
 
 
 def modules() -> dict[str, Path]:
@@ -72,23 +80,26 @@ def _targets(node: ast.AST, source: str, known: dict[str, Path]) -> list[str]:
     return []
 
 
-def _imports_in(node: ast.AST, source: str, known: dict[str, Path], lazy: bool) -> Iterator[Import]:
-    yield from (Import(source, to, lazy) for to in _targets(node, source, known) if to in known and to != source)
-    children: Iterable[ast.AST] = ast.iter_child_nodes(node)
+def _imports_in(node: ast.AST, source: str, known: dict[str, Path], kind: str) -> Iterator[Import]:
+    yield from (Import(source, to, kind) for to in _targets(node, source, known) if to in known and to != source)
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-        children = node.orelse
-    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.If)):
-        lazy = True
-    for child in children:
-        yield from _imports_in(child, source, known, lazy)
+        for child in node.body:
+            yield from _imports_in(child, source, known, "for types")
+        for child in node.orelse:
+            yield from _imports_in(child, source, known, kind)
+        return
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.If)):
+        kind = "lazily"
+    for child in ast.iter_child_nodes(node):
+        yield from _imports_in(child, source, known, kind)
 
 
 def imports() -> list[Import]:
-    """Every import between modules of ampcompat, those inside functions and conditions (``lazy``) included."""
+    """Every import between modules of ampcompat, of every kind."""
     known = modules()
     found: list[Import] = []
     for name, path in known.items():
-        found += _imports_in(ast.parse(path.read_text(encoding="utf-8")), name, known, lazy=False)
+        found += _imports_in(ast.parse(path.read_text(encoding="utf-8")), name, known, "at import")
     return found
 
 
@@ -101,17 +112,22 @@ def layered_name(module: str) -> str | None:
 
 
 def imports_by_module() -> dict[str, set[str]]:
-    """What each module of :data:`LAYERS` imports of them."""
+    """What each module of :data:`LAYERS` imports of them, but for types."""
     found: dict[str, set[str]] = {name: set() for layer in LAYERS for name in layer}
     for one in imports():
         source, target = layered_name(one.source), layered_name(one.target)
-        if source is not None and target is not None and source != target:
+        if source is not None and target is not None and source != target and one.kind != "for types":
             found.setdefault(source, set()).add(target)
     return found
 
 
 def without_implied(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """``graph`` without the arrows that other arrows lead along already."""
+    """``graph`` without the arrows that other arrows lead along already.
+
+    Raises:
+        graphlib.CycleError: Its arrows lead in a circle, which the error names.
+    """
+    TopologicalSorter(graph).prepare()
 
     def reach(name: str) -> set[str]:
         return graph[name].union(*map(reach, graph[name]))

@@ -1,13 +1,16 @@
-"""Modules of ``ampcompat/amp`` import lower layers only, lazy imports included; no modules import in a circle."""
+"""Modules of ``ampcompat/amp`` import lower layers only, lazily and for types too; no modules import in a circle."""
 
 from functools import cache
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 
 import layers
+import pytest
 from layers import FACADE_MAY_IMPORT, LAYERS, layered_name
 
 from ampcompat import amp
 
+#: What these hold belongs to modules above them, whose types they name.
+NAME_TYPES_ABOVE = ("_state", "_types")
 LEVEL = {name: index for index, layer in enumerate(LAYERS) for name in layer}
 
 
@@ -17,7 +20,7 @@ def imports():
 
 
 def described(one):
-    return f"{one.source} imports {one.target}" + (" lazily" if one.lazy else "")
+    return f"{one.source} imports {one.target} {one.kind}"
 
 
 def test_every_module_is_in_one_layer():
@@ -30,7 +33,11 @@ def test_modules_import_lower_layers_only():
     upward = []
     for one in imports():
         source, target = layered_name(one.source), layered_name(one.target)
-        if None not in (source, target) and source != target and LEVEL[target] >= LEVEL[source]:
+        if None in (source, target) or source == target:
+            continue
+        if source in NAME_TYPES_ABOVE and one.kind == "for types":
+            continue
+        if LEVEL[target] >= LEVEL[source]:
             upward.append(described(one))
     assert upward == []
 
@@ -42,7 +49,9 @@ def test_amp_imports_nothing_above_but_in_its_facade():
         if source is None or layered_name(one.target) is not None or one.target == "ampcompat":
             continue
         tool = one.target.removeprefix("ampcompat.tools.").split(".")[0]
-        if source == "__init__" and one.lazy and tool in FACADE_MAY_IMPORT:
+        if one.kind == "for types":
+            continue
+        if source == "__init__" and one.kind == "lazily" and tool in FACADE_MAY_IMPORT:
             facade.add(tool)
         else:
             upward.append(described(one))
@@ -55,22 +64,31 @@ def test_tools_that_observe_a_run_read_the_core_through_one_module():
     for one in imports():
         observes = one.source.startswith(("ampcompat.tools.", "ampcompat.testing.parity"))
         observes = observes and one.source.split(".")[2] not in ("check", "core", "migrate", "selftest")
-        if observes and one.target.startswith(("ampcompat.amp", "ampcompat._state")):
+        if observes and one.kind != "for types" and one.target.startswith(("ampcompat.amp", "ampcompat._state")):
             found.append(described(one))
     assert found == []
 
 
 def test_the_package_imports_none_of_its_modules():
-    assert [described(one) for one in imports() if one.source == "ampcompat" and not one.lazy] == []
+    assert [described(one) for one in imports() if one.source == "ampcompat" and one.kind == "at import"] == []
 
 
 def test_no_modules_import_in_a_circle():
     graph = {name: set() for name in layers.modules()}
     for one in imports():
         # The facade looks up for its users only, from inside functions: see above.
-        if one.source != "ampcompat.amp" or not one.lazy:
-            graph[one.source].add(one.target)
+        is_of_facade = one.source == "ampcompat.amp" and one.kind == "lazily"
+        # In the packages of the core, whose modules have an order of their own, types do not name what is above either.
+        is_in_the_core = one.source.startswith("ampcompat.amp.")
+        if is_of_facade or (one.kind == "for types" and not is_in_the_core):
+            continue
+        graph[one.source].add(one.target)
     TopologicalSorter(graph).prepare()
+
+
+def test_a_picture_of_a_circle_is_refused_by_name():
+    with pytest.raises(CycleError, match="'half', 'casts', 'half'|'casts', 'half', 'casts'"):
+        layers.without_implied({"half": {"casts"}, "casts": {"half"}})
 
 
 def test_imports_of_every_kind_are_found(tmp_path, monkeypatch):
@@ -90,10 +108,13 @@ def test_imports_of_every_kind_are_found(tmp_path, monkeypatch):
     known = {f"p.{name}": tmp_path / "p" / f"{name}.py" for name in made if name != "__init__"}
     known["p"] = tmp_path / "p" / "__init__.py"
     monkeypatch.setattr(layers, "modules", lambda: known)
-    found = {(one.source, one.target, one.lazy) for one in layers.imports() if one.target != "p"}
-    low = {
-        (f"p.{name}", "p.low", name in ("lazy", "conditional"))
-        for name in made
-        if name not in ("__init__", "low", "types")
+    found = {(one.source, one.target, one.kind) for one in layers.imports() if one.target != "p"}
+    assert found == {
+        ("p.top", "p.low", "at import"),
+        ("p.names", "p.low", "at import"),
+        ("p.relative", "p.low", "at import"),
+        ("p.lazy", "p.low", "lazily"),
+        ("p.conditional", "p.low", "lazily"),
+        ("p.types", "p.low", "for types"),
+        ("p.types", "p.top", "at import"),
     }
-    assert found == low | {("p.types", "p.top", False)}

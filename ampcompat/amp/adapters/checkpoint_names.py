@@ -2,8 +2,8 @@
 
 Its ``get_state_dict`` and ``set_state_dict`` name what an optimizer holds by looking for it among the model's
 parameters. Masters are none of these. While torch saves or loads the state of optimizers, each master stands in the
-place of its half weight, so that a checkpoint has the names that it would have without amp, and float32 state.
-apex had no such checkpoints.
+place of its half weight, so that a checkpoint has the names that it would have without amp, and float32 state. A script
+without a process group imports that module before ``initialize``. apex had no such checkpoints.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 
 
 def install() -> None:
-    """Have ``torch.distributed.checkpoint`` find masters from now on."""
-    if not state.models.masters_are_named and torch.distributed.is_available():
+    """Have ``torch.distributed.checkpoint``, where a script uses it, find masters from now on."""
+    if not state.models.masters_are_named and _torch.has_distributed_checkpoint():
         state.models.masters_are_named = True
         _torch.patch_distributed_checkpoint(_masters_named, state.undo)
 

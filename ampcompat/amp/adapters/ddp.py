@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import master_of, settle
-from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaling.adapter import Adapter
 
 

@@ -18,8 +18,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.half.weights import target_dtype
-from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat._types import HALF_DTYPES
+from ampcompat.amp.half.casting import target_dtype
 from ampcompat.amp.scaling.adapter import Adapter
 
 _LINES = (
@@ -41,7 +41,7 @@ def plan(
     options: Mapping[str, Any],
     kept: Sequence[torch.nn.Module] = (),
 ) -> list[Change]:
-    """Decide what each of ``units`` computes by; raise a RuntimeError where the level cannot be had.
+    """Decide what each of ``units`` computes by; raise a RuntimeError where the level is not available.
 
     Args:
         units: What ``fully_shard`` made of ``models``.

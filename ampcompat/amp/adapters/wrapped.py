@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ampcompat import _torch
-from ampcompat._types import Optimizer
-from ampcompat.amp.properties import HALF_DTYPES, Properties
+from ampcompat._types import HALF_DTYPES, Optimizer
+from ampcompat.amp.properties import Properties
 from ampcompat.amp.scaling.exchange import inner_optimizers
 from ampcompat.amp.scaling.optimizer import step
 

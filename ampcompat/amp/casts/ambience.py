@@ -31,7 +31,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -50,10 +50,14 @@ from ampcompat.amp.casts.contexts import (
     save,
 )
 
-if TYPE_CHECKING:
-    from ampcompat.amp.half.forward import ModelPolicy
-
 T = TypeVar("T")
+
+
+class Policy(Protocol):
+    """Type what casting asks of the policy that a model runs under, ``model._amp_policy``."""
+
+    casts: Casts
+    half_dtype: torch.dtype | None
 
 
 # -- ambient casts -----------------------------------------------------------------------------------------------------
@@ -85,7 +89,7 @@ def _latest_casts() -> Casts:
     return OFF
 
 
-def policies_in_force() -> list[ModelPolicy]:
+def policies_in_force() -> list[Policy]:
     """The policies of all models that are alive, each once."""
     policies = [model.__dict__.get("_amp_policy") for model in state.casts.models]
     return list(dict.fromkeys(policy for policy in policies if policy is not None))

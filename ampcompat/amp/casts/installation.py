@@ -67,7 +67,7 @@ def _separate_compiled_code(device_types: list[str], table: dict[str, Rule], und
 
 
 def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
-    """Wrap what is no op of the dispatcher: functions written in Python, and names that refuse half."""
+    """Wrap what is not an op of the dispatcher: functions written in Python, and names that refuse half."""
     messages = {public_name(name): message for name, message in functional_overrides.BANNED_FUNCS}
     in_float32 = functools.partial(make_wrapper, rule=Rule.FLOAT)
     refusals.refuse_in_place([name for name, rule in table.items() if rule is Rule.INPLACE_BANNED], undo)
@@ -82,7 +82,7 @@ def _wrap_functions(table: dict[str, Rule], undo: ExitStack) -> None:
 
 
 def _is_wrapped_in_python(name: str, rule: Rule) -> bool:
-    """Whether ``name`` stands for a function whose body is replaced: one of ours, or a user's that is no op."""
+    """Whether ``name`` stands for a function whose body is replaced: one of ours, or a user's that is not an op."""
     if name in PYTHON:
         return True
     return SHIPPED.get(name) is not rule and not _torch.overloads_of(name)

@@ -13,8 +13,8 @@ from typing import Any, Final
 import torch
 
 from ampcompat import _torch
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.casts.rules import Rule
-from ampcompat.amp.properties import HALF_DTYPES
 
 #: The dtypes that casts apply to.
 CASTABLE: Final = (*HALF_DTYPES, torch.float32)

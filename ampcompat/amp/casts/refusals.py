@@ -24,8 +24,8 @@ import torch.nn.functional as F
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.casts.trees import tensors_in
-from ampcompat.amp.properties import HALF_DTYPES
 
 #: Where scripts find functions, in the order in which a listed name is looked up.
 OWNERS: Final = (F, torch, torch.Tensor)

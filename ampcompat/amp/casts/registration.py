@@ -44,7 +44,7 @@ def register_half_function(module: object, name: str) -> None:
             ``autograd.Function``'s ``apply``, any other class's ``__call__``.
 
     Raises:
-        ValueError: ``module`` has no such attribute, or it is no function.
+        ValueError: ``module`` has no such attribute, or it is not a function.
     """
     _register(module, name, Rule.HALF)
 
@@ -57,7 +57,7 @@ def register_bfloat16_function(module: object, name: str) -> None:
         name: Its attribute name; see :func:`register_half_function` for classes.
 
     Raises:
-        ValueError: ``module`` has no such attribute, or it is no function.
+        ValueError: ``module`` has no such attribute, or it is not a function.
     """
     _register(module, name, Rule.BFLOAT16)
 
@@ -72,7 +72,7 @@ def register_float_function(module: object, name: str) -> None:
         name: Its attribute name; see :func:`register_half_function` for classes.
 
     Raises:
-        ValueError: ``module`` has no such attribute, or it is no function.
+        ValueError: ``module`` has no such attribute, or it is not a function.
     """
     _register(module, name, Rule.FLOAT)
 
@@ -87,7 +87,7 @@ def register_promote_function(module: object, name: str) -> None:
         name: Its attribute name; see :func:`register_half_function` for classes.
 
     Raises:
-        ValueError: ``module`` has no such attribute, or it is no function.
+        ValueError: ``module`` has no such attribute, or it is not a function.
     """
     _register(module, name, Rule.PROMOTE)
 

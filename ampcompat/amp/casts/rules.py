@@ -134,7 +134,7 @@ def _warn_of_unknown(name: str, op_list: OpList) -> None:
     if not is_known:
         warn_once(
             f"no op {name}",
-            f"{op_list.module.__name__}.{op_list.name} holds {name!r}, which is no function of torch,"
+            f"{op_list.module.__name__}.{op_list.name} holds {name!r}, which is not a function of torch,"
             " torch.nn.functional or torch.Tensor - it changes no cast - check its spelling.",
         )
 
@@ -144,13 +144,13 @@ def _has_in_place_form(name: str, is_added: bool) -> bool:
     in_place = f"{name}_"
     if hasattr(torch.Tensor, in_place):
         return True
-    # An added function may have one that is no method: F.silu(x, inplace=True) calls aten::silu_.
+    # An added function may have one that is not a method: F.silu(x, inplace=True) calls aten::silu_.
     return is_added and bool(_torch.overloads_of(in_place))
 
 
 # -- From names to ops -------------------------------------------------------------------------------------------------
 #: Functions on the float list that the dispatcher cannot see whole: each would compute in half before or between the
-#: listed ops inside, or add half gradients that nearly cancel (``normalize``). ``Tensor.cpu`` is no op.
+#: listed ops inside, or add half gradients that nearly cancel (``normalize``). ``Tensor.cpu`` is not an op.
 PYTHON: Final = (
     *("cpu", "normalize", "local_response_norm", "interpolate", "gaussian_nll_loss", "multilabel_soft_margin_loss"),
     *("triplet_margin_with_distance_loss", "mse_loss", "l1_loss"),

@@ -62,7 +62,7 @@ def map_tree(value: T, function: Callable[[Any], object], objects: bool = True) 
     """Replace every tensor in ``value``, and every object that has ``.to``, by ``function`` of it.
 
     A container in which nothing changes is returned itself, never a copy. Without ``objects``, dataclasses, objects
-    with ``.to`` and collections that are no list, tuple or mapping are left alone: a method's own ``self`` may be one.
+    with ``.to`` and collections other than lists, tuples and mappings are left alone: a method's ``self`` may be one.
     """
     mapped, _ = _map(value, function, objects)
     return mapped
@@ -85,7 +85,7 @@ def _map(value: T, function: Callable[[Any], Any], objects: bool) -> tuple[T, bo
 
 
 def _map_object(value: Any, function: Callable[[Any], Any]) -> tuple[Any, bool]:
-    """:func:`_map` of what is no tensor, list, tuple, mapping or leaf."""
+    """:func:`_map` of what is not a tensor, list, tuple, mapping or leaf."""
     if dataclasses.is_dataclass(value):
         parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
         return _map_parts(value, parts, function, objects=True)

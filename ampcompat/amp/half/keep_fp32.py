@@ -1,15 +1,12 @@
-"""Modules that stay float32 inside a model that runs in half: ``initialize(keep_fp32=...)``.
+"""Which modules stay float32 inside a model that runs in half: ``initialize(keep_fp32=...)``.
 
-A kept module gets a boundary: its forward has float32 inputs and runs with casts off; where the model's weights are
-half, its outputs go back to half. The boundary is a policy of the dynamic subclass that makes a model run under amp, so
-that deepcopy, pickle, DataParallel, a direct ``module.forward(x)`` and ``torch.compile`` go through it too.
+How such a module runs is in :mod:`ampcompat.amp.half.boundary`.
 """
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -18,46 +15,12 @@ import torch
 
 from ampcompat._log import say
 from ampcompat._state import state
-from ampcompat.amp.casts import casts_off
-from ampcompat.amp.casts.trees import cast_tree, tensors_in
-from ampcompat.amp.half.forward import Args, Forward, Kwargs, ModelPolicy, set_policy
-from ampcompat.amp.half.masters import own_tensors
-from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat.amp.half.record import own_tensors
 
 _CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 Names = dict[torch.nn.Module, str]
 
 
-class BoundaryPolicy(ModelPolicy):
-    """How a kept module runs; ``output_dtype`` is the half dtype around it, if any."""
-
-    def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        """Run ``forward`` on float32 inputs, casts off."""
-        tensors = tensors_in((args, kwargs))
-        came_from_half = _may_come_from_half_code(tensors)
-        args = cast_tree(args, torch.float32)
-        kwargs = cast_tree(kwargs, torch.float32)
-        tensors = tensors or list(model.parameters())
-        device_type = tensors[0].device.type if tensors else "cpu"
-        if torch.is_autocast_enabled(device_type):
-            with casts_off(device_type):
-                output = forward(*args, **kwargs)
-        else:
-            output = forward(*args, **kwargs)
-        if self.output_dtype is None or not came_from_half:
-            return output
-        return cast_tree(output, self.output_dtype)
-
-
-def _may_come_from_half_code(inputs: list[torch.Tensor]) -> bool:
-    """Whether ``inputs`` may come from a half model, so that what computes with the outputs expects half ones."""
-    dtypes = [tensor.dtype for tensor in inputs if tensor.is_floating_point()]
-    if not dtypes:  # integers, as an embedding takes, say nothing of the model around
-        return True
-    return any(dtype in HALF_DTYPES for dtype in dtypes)
-
-
-# -- which modules are kept --------------------------------------------------------------------------------------------
 def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Module]:
     """List the modules that ``keep_fp32`` and ``AMPCOMPAT_KEEP_FP32`` name, the outermost ones only.
 
@@ -68,17 +31,28 @@ def select(models: list[torch.nn.Module], keep_fp32: Any) -> list[torch.nn.Modul
         keep_fp32: A module, a module type, a pattern of names, or a collection of these; None keeps nothing.
 
     Raises:
-        TypeError: Something is no module, type or pattern.
+        TypeError: Something is not a module, type or pattern.
         ValueError: Nothing matches, or a module cannot be kept. For a pattern of the environment the first
             ``scale_loss`` raises it: a script may initialize its models one by one.
     """
-    names = {module: name for model in reversed(models) for name, module in model.named_modules()}
+    names = _names_in(models)
     chosen = [*_chosen_by_argument(keep_fp32, names), *_chosen_by_environment(names)]
-    kept = _with_sharers(chosen, names, models)
-    inner = {part for module in kept for part in module.modules() if part is not module}
-    return [module for module in kept if module not in inner]
+    kept = _with_sharers(_without_containers(chosen), names)
+    for module in kept:
+        _refuse_unsupported(module, names, models)
+    return _outermost(kept)
 
 
+def _names_in(models: Iterable[torch.nn.Module]) -> Names:
+    """The qualified name of every module in ``models``; one that several of them hold has that in the first."""
+    names: Names = {}
+    for model in models:
+        for name, module in model.named_modules():
+            names.setdefault(module, name)
+    return names
+
+
+# -- what is named -----------------------------------------------------------------------------------------------------
 def _chosen_by_argument(keep_fp32: Any, names: Names) -> list[torch.nn.Module]:
     if keep_fp32 is None:
         return []
@@ -111,70 +85,6 @@ def _chosen_by_environment(names: Names) -> list[torch.nn.Module]:
     return chosen
 
 
-def _with_sharers(
-    chosen: list[torch.nn.Module], names: Names, models: list[torch.nn.Module]
-) -> dict[torch.nn.Module, None]:
-    """Return ``chosen``, what containers among them contain, and every module that shares a tensor with one of these.
-
-    Raises a ValueError for a module that cannot be kept.
-    """
-    holders = _holders_by_tensor(names)
-    covered = {part for module in chosen for part in module.modules()}
-    kept: dict[torch.nn.Module, None] = {}
-    waiting = deque(chosen)
-    while waiting:
-        module = waiting.popleft()
-        if isinstance(module, _CONTAINERS):  # it has no forward: what it contains is kept
-            waiting.extend(module.children())
-            continue
-        _refuse_unsupported(module, names, models)
-        kept[module] = None
-        for part, sharer in _pairs_that_share(module, holders):
-            if sharer in covered:
-                continue
-            say(f"keep_fp32: {names[sharer]!r} shares a tensor with {names[part]!r} and stays float32 with it.")
-            waiting.append(sharer)
-            covered.update(sharer.modules())
-    return kept
-
-
-def _pairs_that_share(
-    module: torch.nn.Module, holders: dict[int, list[torch.nn.Module]]
-) -> Iterator[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Each part of ``module``, with each module that holds a tensor of it (the part itself is one)."""
-    for part in module.modules():
-        for _, tensor in own_tensors(part):
-            for holder in holders[id(tensor)]:
-                yield part, holder
-
-
-def _holders_by_tensor(names: Names) -> dict[int, list[torch.nn.Module]]:
-    """The modules that hold each tensor, by its id."""
-    holders: dict[int, list[torch.nn.Module]] = {}
-    for module in names:
-        for _, tensor in own_tensors(module):
-            holders.setdefault(id(tensor), []).append(module)
-    return holders
-
-
-def _refuse_unsupported(module: torch.nn.Module, names: Names, models: list[torch.nn.Module]) -> None:
-    """Raise a ValueError if ``module`` cannot have a boundary of its own."""
-    if not set(module.modules()).isdisjoint(models):
-        raise ValueError(
-            f"keep_fp32 keeps a whole model ({type(module).__name__}) - it keeps modules inside of one - initialize"
-            " this model with opt_level='O0', or name modules in it."
-        )
-    name = names[module]
-    if isinstance(module, torch.jit.ScriptModule):
-        raise ValueError(f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as scripted - script it later.")
-    for parent in names:
-        if isinstance(parent, torch.nn.MultiheadAttention) and any(child is module for child in parent.children()):
-            raise ValueError(
-                f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without"
-                f" calling them - keep the whole of {names[parent]!r}."
-            )
-
-
 @dataclass(eq=False)
 class Unmatched:
     """Refuses to train while a pattern of the environment matches no module of any model under amp."""
@@ -183,7 +93,7 @@ class Unmatched:
 
     def on_scale_loss(self, *_: object) -> None:
         """Look at all models, once."""
-        names = {module: name for model in state.models.live for name, module in model.named_modules()}
+        names = _names_in(state.models.live)
         for pattern in self.patterns:
             if not _matches(pattern, names):
                 raise ValueError(
@@ -213,20 +123,65 @@ def _fits_pattern(module: torch.nn.Module, name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(type(module).__name__, pattern)
 
 
-# -- the boundary ------------------------------------------------------------------------------------------------------
-def set_boundary(module: torch.nn.Module, policy: ModelPolicy | None) -> None:
-    """Put the boundary ``policy`` around ``module``, or what was there before."""
-    hooks = module._forward_pre_hooks
-    for key in [key for key, hook in hooks.items() if hook is _keep_off_fused_path]:
-        del hooks[key]
-    set_policy(module, policy)
-    if isinstance(policy, BoundaryPolicy):
-        state.models.live.discard(module)
-        module.register_forward_pre_hook(_keep_off_fused_path)
+# -- what is kept ------------------------------------------------------------------------------------------------------
+def _without_containers(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return ``modules`` with what a container holds in its place: a container has no forward to put a boundary on."""
+    kept: list[torch.nn.Module] = []
+    for module in modules:
+        if isinstance(module, _CONTAINERS):
+            kept += _without_containers(list(module.children()))
+        else:
+            kept.append(module)
+    return kept
 
 
-def _keep_off_fused_path(module: torch.nn.Module, args: object) -> None:
-    """Do nothing: torch's fused encoder layer skips its parts' forwards, but not where a part has a hook."""
+def _with_sharers(modules: list[torch.nn.Module], names: Names) -> list[torch.nn.Module]:
+    """Return ``modules``, each once, and every module that holds a tensor which is in one of them."""
+    kept = list(dict.fromkeys(modules))
+    inside = {part for module in kept for part in module.modules()}
+    holders = _holders_by_tensor(names)
+    for module in kept:  # the list grows while it is read
+        for part in module.modules():
+            sharers = [holder for _, tensor in own_tensors(part) for holder in holders[id(tensor)]]
+            for sharer in sharers:
+                if sharer in inside:
+                    continue
+                say(f"keep_fp32: {names[sharer]!r} shares a tensor with {names[part]!r} and stays float32 with it.")
+                kept.append(sharer)
+                inside.update(sharer.modules())
+    return kept
+
+
+def _holders_by_tensor(names: Names) -> dict[int, list[torch.nn.Module]]:
+    """The modules that hold each tensor, by its id."""
+    holders: dict[int, list[torch.nn.Module]] = {}
+    for module in names:
+        for _, tensor in own_tensors(module):
+            holders.setdefault(id(tensor), []).append(module)
+    return holders
+
+
+def _outermost(modules: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    inner = {part for module in modules for part in module.modules() if part is not module}
+    return [module for module in modules if module not in inner]
+
+
+def _refuse_unsupported(module: torch.nn.Module, names: Names, models: list[torch.nn.Module]) -> None:
+    """Raise a ValueError if ``module`` cannot have a boundary of its own."""
+    if not set(module.modules()).isdisjoint(models):
+        raise ValueError(
+            f"keep_fp32 keeps a whole model ({type(module).__name__}) - it keeps modules inside of one - initialize"
+            " this model with opt_level='O0', or name modules in it."
+        )
+    name = names[module]
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"keep_fp32 keeps {name!r}, a ScriptModule - it runs as scripted - script it later.")
+    for parent in names:
+        if isinstance(parent, torch.nn.MultiheadAttention) and any(child is module for child in parent.children()):
+            raise ValueError(
+                f"keep_fp32 keeps {name!r} inside of a MultiheadAttention - that uses its parts' weights without"
+                f" calling them - keep the whole of {names[parent]!r}."
+            )
 
 
 # -- names in messages -------------------------------------------------------------------------------------------------

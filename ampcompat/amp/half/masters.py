@@ -17,7 +17,7 @@ value written                        rounded from value             kept
 both written, with no look between   kept                           takes the elements that differ
 parameter replaced in its module     stays, of no model; a warning  stays with its optimizer
 replaced, and added to an optimizer  stays, of no model; a warning  stays; the new one has its own
-buffer assigned in its module        the new buffer, as it is       what differs; dropped at another dtype
+buffer assigned in its module        the new buffer, as it is       made anew from it, at the next save
 ``model.to(device)``                 moved                          follows
 other strides (``memory_format=``)   laid out anew                  keeps its strides, for fused optimizers
 ``model.float()`` and the like       cast back                      takes the elements that differ
@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -51,12 +51,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
-from ampcompat.amp.half.record import ensure_half_weights, half_weights, masters_by_name
-
-#: Elements that are merged at once: on a device as many as fused kernels take in one launch.
-CHUNK = 2**24
-#: The same on the CPU, which has no launches: what stays in its cache.
-CPU_CHUNK = 2**17
+from ampcompat.amp.half.merging import merge_, merged
 
 
 class Copy(Enum):
@@ -312,112 +307,6 @@ def master_of(tensor: torch.Tensor) -> Master | None:
     return master
 
 
-def masters_of(model: torch.nn.Module) -> list[Master]:
-    """Every master in ``model``, each once; cached until a master is made, dropped or moved anywhere."""
-    index = state.masters
-    cached = index.by_model.get(model)
-    if cached is not None and cached[0] == index.generation:
-        return cached[1]
-    if not index.follows_modules:
-        index.follows_modules = True
-        state.undo.callback(_torch.on_module_registration(_module_registered).remove)
-    masters = masters_in(model.modules())
-    index.by_model[model] = (index.generation, masters)
-    return masters
-
-
-def _module_registered(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Look masters of models up again when a module with masters moves into another (``a[0] = b[0]``)."""
-    if module is not None and any(masters_by_name(part) for part in module.modules()):
-        state.masters.generation += 1
-
-
-def masters_in(modules: Iterable[torch.nn.Module]) -> list[Master]:
-    """Every master of ``modules``' own tensors, each once."""
-    unique: dict[int, Master] = {}
-    for module in modules:
-        for name, master in masters_by_name(module).items():
-            unique[id(master)] = master
-            master.add_slot(module, name)  # those of a copied or unpickled model have no slots yet
-    return list(unique.values())
-
-
-def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Names and tensors of ``module``'s own parameters and buffers, but for parameters that ``fully_shard`` holds."""
-    held = (*module._parameters.items(), *module._buffers.items())
-    sharded: frozenset[str] = module.__dict__.get("_amp_sharded", frozenset())
-    return [(name, tensor) for name, tensor in held if tensor is not None and name not in sharded]
-
-
-# -- own ---------------------------------------------------------------------------------------------------------------
-def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
-    """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
-    half: Any = module._parameters.get(name, module._buffers.get(name))
-    record = half_weights(module) or ensure_half_weights(module, half.dtype, has_masters=True)
-    master = record.masters.get(name)
-    if master is not None and master.half is not half:
-        master = _follow_buffer(master, half)
-    if master is None:
-        master = master_of(half) or Master(half, value, adopt)
-    if record.masters.get(name) is not master:
-        record.masters[name] = master
-        state.masters.generation += 1
-    master.add_slot(module, name)
-    return master
-
-
-def set_masters(module: torch.nn.Module, held: dict[str, Master]) -> None:
-    """Make ``held`` the masters of ``module``'s own tensors."""
-    record = half_weights(module)
-    if record is not None:
-        record.masters = dict(held)
-    state.masters.generation += 1
-
-
-def _follow_buffer(master: Master, now: torch.Tensor) -> Master | None:
-    """Return ``master``, now that of ``now``, which stands in the place of its half tensor; None if it cannot be.
-
-    A buffer that code assigned (``self.mean = ...`` in a forward) goes on with the master that it had. A parameter does
-    not: the optimizer holds the old one, as in plain torch.
-    """
-    if master.is_param or now.dtype != master.dtype or now.shape != master.value.shape:
-        return None
-    master.rebind(now)
-    return master
-
-
-def warn_of_replaced(masters: Iterable[Master]) -> None:
-    """Warn, once, of each parameter that a module holds in the place of one with a master."""
-    for master in masters:
-        for tensors, name in master.slots:
-            now = tensors.get(name)
-            if isinstance(now, torch.nn.Parameter) and now is not master.half:
-                master.slots = []
-                _warn_of_replacement(name, now, master.half.device)
-                break
-
-
-def _warn_of_replacement(name: str, now: torch.Tensor, device: torch.device) -> None:
-    where = repr(name)
-    if _torch.is_sharded(now):
-        raise RuntimeError(
-            f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
-            " not sharded, FSDP2's own shards are - call fully_shard before the optimizer is made and before"
-            " amp.initialize."
-        )
-    if now.device.type != device.type:  # torch puts a new parameter there, where it cannot change the old one
-        raise RuntimeError(
-            f"The model moved from {device} to {now.device} after amp.initialize - its masters, which the optimizer"
-            " holds, stayed - move the model before the optimizer is made and amp.initialize is called."
-        )
-    warn_once(
-        f"replaced {where}",
-        f"Parameter {where} was replaced after amp.initialize - the optimizer holds the old one, and does not train the"
-        " new one, as in plain PyTorch - copy new values into it (module.weight.data.copy_(...)), or give the new one"
-        " to optimizer.add_param_group (D15).",
-    )
-
-
 # -- keep both copies equal --------------------------------------------------------------------------------------------
 def refresh(masters: Iterable[Master]) -> None:
     """Have half weights follow what was written to their masters, before a forward. No host sync."""
@@ -461,7 +350,7 @@ def _settle(masters: list[Master]) -> None:
         master.follow_module()
     by_half = [master for master in masters if master.written() is Copy.HALF]
     by_value = [master for master in masters if master.written() is Copy.VALUE]
-    merge(by_half)
+    take_in(by_half)
     _round_into_model(by_value)
 
 
@@ -470,37 +359,11 @@ def _is_traced() -> bool:
     return torch.compiler.is_compiling() or _torch.in_fake_mode()
 
 
-def merged(value: torch.Tensor, half: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``value`` with the elements of ``half`` where it does not round to them in ``dtype``, bit for bit."""
-    wide = half.float()
-    rounded = value.to(dtype).float()
-    return torch.where(_torch.bits(rounded) == _torch.bits(wide), value, wide)
-
-
-@_torch.without_grad
-def merge(masters: Sequence[Master]) -> None:
+def take_in(masters: Sequence[Master]) -> None:
     """Take what was written to half weights into their masters; elements that were not keep their low bits."""
-    for chunk in _in_chunks(masters):
-        values = [master.value.detach() for master in chunk]
-        flat_values = torch.cat([value.reshape(-1) for value in values])
-        flat_halves = torch.cat([master.half.detach().reshape(-1) for master in chunk])
-        sizes = [value.numel() for value in values]
-        parts = torch.split(merged(flat_values, flat_halves, chunk[0].dtype), sizes)
-        _torch.foreach_copy_(values, [part.view(value.shape) for part, value in zip(parts, values, strict=True)])
+    merge_([master.value for master in masters], [master.half for master in masters])
     for master in masters:
         master.record()
-
-
-def _in_chunks(masters: Sequence[Master]) -> Iterator[list[Master]]:
-    """``masters`` in parts of one device and dtype that are small enough to be merged at once."""
-    parts: dict[tuple[torch.device, torch.dtype, int], list[Master]] = {}
-    elements: dict[tuple[torch.device, torch.dtype], int] = {}
-    for master in masters:
-        kind = (master.half.device, master.dtype)
-        elements[kind] = elements.get(kind, 0) + master.half.numel()
-        number = elements[kind] // (CPU_CHUNK if master.half.is_cpu else CHUNK)
-        parts.setdefault((*kind, number), []).append(master)
-    yield from parts.values()
 
 
 @_torch.without_grad
@@ -532,28 +395,18 @@ def push(masters: list[Master]) -> None:
             master.record()
 
 
-def sync_masters(model: torch.nn.Module) -> int:
-    """Take what was written to the model's half weights into their float32 masters, or the other way round, now.
-
-    Scripts need not call it: a step, a save and a forward do so. It also finds what nothing tells of: a write through a
-    numpy array, or another alias that was made before ``amp.initialize``. And a compiled forward, which does not look,
-    needs it where masters were written since the last step. apex had no such call: its masters kept their own values,
-    and a write to half weights was lost at the next step.
-
-    Args:
-        model: A model given to ``amp.initialize``, or any module in one.
+def resync(masters: Sequence[Master]) -> int:
+    """Make both copies of each of ``masters`` equal, those included of which nothing tells that they were written.
 
     Returns:
         How many parameters were not equal to their masters. One host sync.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
-    masters = masters_of(model)
     for master in masters:
         master.follow_module()
     differ = [_differs(master) for master in masters if master.is_param]
-    merge([master for master in masters if master.written() is not Copy.VALUE])
-    _round_into_model([master for master in masters if master.written() is Copy.VALUE])
+    by_value = [master for master in masters if master.written() is Copy.VALUE]
+    take_in([master for master in masters if master.written() is not Copy.VALUE])
+    _round_into_model(by_value)
     if not differ:
         return 0
     return int(torch.stack([flag.to(differ[0].device) for flag in differ]).sum().item())

@@ -1,17 +1,24 @@
-"""The record that a module carries while its own parameters and buffers are half."""
+"""The record that a module carries while its own parameters and buffers are half, and the masters in such records.
+
+deepcopy and pickle take a record along with its module. A model has no list of its masters: they are those of its
+modules, which a script may move to another model (:func:`masters_of`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-if TYPE_CHECKING:
-    from ampcompat.amp.half.masters import Master
+from ampcompat import _torch
+from ampcompat._log import warn_once
+from ampcompat._state import state
+from ampcompat.amp.half.masters import Master, master_of, resync
 
-#: Where the record is: ``module.__dict__[ATTRIBUTE]``, so that deepcopy and pickle take it along.
+#: Where the record is: ``module.__dict__[ATTRIBUTE]``.
 ATTRIBUTE = "_amp_half_weights"
 
 
@@ -23,7 +30,7 @@ class HalfWeights:
         dtype: The half dtype.
         has_masters: Whether its half tensors have float32 masters (O2, O5), or none (O3).
         masters: Those that were made so far, by the name of their parameter or buffer.
-        hooks: Handles of the hooks on saving and loading; empty until :func:`ampcompat.amp.half.weights.hook`.
+        hooks: Handles of the hooks on saving and loading; empty until :func:`ampcompat.amp.half.saving.hook`.
     """
 
     dtype: torch.dtype
@@ -32,6 +39,7 @@ class HalfWeights:
     hooks: list[RemovableHandle] = field(default_factory=list)
 
 
+# -- the record of a module --------------------------------------------------------------------------------------------
 def half_weights(module: torch.nn.Module) -> HalfWeights | None:
     """Return the record of ``module``; None where its own tensors are not half by amp."""
     return module.__dict__.get(ATTRIBUTE)
@@ -56,7 +64,114 @@ def drop_half_weights(module: torch.nn.Module) -> None:
             handle.remove()
 
 
+def own_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Names and tensors of ``module``'s own parameters and buffers, but for parameters that ``fully_shard`` holds."""
+    held = (*module._parameters.items(), *module._buffers.items())
+    sharded: frozenset[str] = module.__dict__.get("_amp_sharded", frozenset())
+    return [(name, tensor) for name, tensor in held if tensor is not None and name not in sharded]
+
+
+# -- the masters of a module -------------------------------------------------------------------------------------------
 def masters_by_name(module: torch.nn.Module) -> dict[str, Master]:
     """Return the masters of ``module``'s own tensors; an empty dict where there are none."""
     record: HalfWeights | None = module.__dict__.get(ATTRIBUTE)
     return {} if record is None else record.masters
+
+
+def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
+    """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
+    half: Any = module._parameters.get(name, module._buffers.get(name))
+    record = half_weights(module) or ensure_half_weights(module, half.dtype, has_masters=True)
+    master = record.masters.get(name)
+    if master is None or master.half is not half:  # the script has put another tensor in the place of the first
+        master = master_of(half) or Master(half, value, adopt)
+        record.masters[name] = master
+        state.masters.generation += 1
+    master.add_slot(module, name)
+    return master
+
+
+def set_masters(module: torch.nn.Module, masters: dict[str, Master]) -> None:
+    """Make ``masters`` those of ``module``'s own tensors."""
+    record = half_weights(module)
+    if record is not None:
+        record.masters = dict(masters)
+    state.masters.generation += 1
+
+
+# -- the masters of a model --------------------------------------------------------------------------------------------
+def masters_of(model: torch.nn.Module) -> list[Master]:
+    """Every master in ``model``, each once; cached until a master is made, dropped or moved anywhere."""
+    index = state.masters
+    cached = index.by_model.get(model)
+    if cached is not None and cached[0] == index.generation:
+        return cached[1]
+    if not index.follows_modules:
+        index.follows_modules = True
+        state.undo.callback(_torch.on_module_registration(_module_registered).remove)
+    unique: dict[int, Master] = {}
+    for module in model.modules():
+        for name, master in masters_by_name(module).items():
+            unique[id(master)] = master
+            master.add_slot(module, name)  # those of a copied or unpickled model have no slots yet
+    masters = list(unique.values())
+    index.by_model[model] = (index.generation, masters)
+    return masters
+
+
+def _module_registered(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
+    """Look masters of models up again when a module with masters moves into another (``a[0] = b[0]``)."""
+    if module is not None and any(masters_by_name(part) for part in module.modules()):
+        state.masters.generation += 1
+
+
+def sync_masters(model: torch.nn.Module) -> int:
+    """Take what was written to the model's half weights into their float32 masters, or the other way round, now.
+
+    Scripts need not call it: a step, a save and a forward do so. It also finds what nothing tells of: a write through a
+    numpy array, or another alias that was made before ``amp.initialize``. And a compiled forward, which does not look,
+    needs it where masters were written since the last step. apex had no such call: its masters kept their own values,
+    and a write to half weights was lost at the next step.
+
+    Args:
+        model: A model given to ``amp.initialize``, or any module in one.
+
+    Returns:
+        How many parameters were not equal to their masters. One host sync.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
+    return resync(masters_of(model))
+
+
+# -- parameters that a script has replaced -----------------------------------------------------------------------------
+def warn_of_replaced(masters: Iterable[Master]) -> None:
+    """Warn, once, of each parameter that a module holds in the place of one with a master."""
+    for master in masters:
+        for tensors, name in master.slots:
+            now = tensors.get(name)
+            if isinstance(now, torch.nn.Parameter) and now is not master.half:
+                master.slots = []
+                _warn_of_replacement(name, now, master.half.device)
+                break
+
+
+def _warn_of_replacement(name: str, now: torch.Tensor, device: torch.device) -> None:
+    where = repr(name)
+    if _torch.is_sharded(now):
+        raise RuntimeError(
+            f"Parameter {where} was sharded (fully_shard) after amp.initialize made its float32 master - masters are"
+            " not sharded, FSDP2's own shards are - call fully_shard before the optimizer is made and before"
+            " amp.initialize."
+        )
+    if now.device.type != device.type:  # torch puts a new parameter there, where it cannot change the old one
+        raise RuntimeError(
+            f"The model moved from {device} to {now.device} after amp.initialize - its masters, which the optimizer"
+            " holds, stayed - move the model before the optimizer is made and amp.initialize is called."
+        )
+    warn_once(
+        f"replaced {where}",
+        f"Parameter {where} was replaced after amp.initialize - the optimizer holds the old one, and does not train the"
+        " new one, as in plain PyTorch - copy new values into it (module.weight.data.copy_(...)), or give the new one"
+        " to optimizer.add_param_group (D15).",
+    )

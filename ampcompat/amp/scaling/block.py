@@ -15,11 +15,10 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat._types import Optimizer
+from ampcompat._types import Optimizer, is_optimizer
 from ampcompat.amp.casts.ambience import assert_ambience
 from ampcompat.amp.hints import add_hint
 from ampcompat.amp.observers import notify
-from ampcompat.amp.properties import is_optimizer
 from ampcompat.amp.scaling import misuse, passes
 from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, all_sets, sets_of
 from ampcompat.amp.scaling.scaler import LossScaler, check_scaler

@@ -10,7 +10,7 @@ from typing import Any
 from ampcompat._log import say, warn_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import maybe_print
-from ampcompat.amp.properties import is_scale
+from ampcompat.amp.options import is_scale
 from ampcompat.amp.scaling.scaler import LossScaler
 
 _PREFIX = "loss_scaler"

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ampcompat._state import state
-from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import Master, ensure_master, master_of
-from ampcompat.amp.half.weights import hook, is_hooked
-from ampcompat.amp.properties import HALF_DTYPES
+from ampcompat._types import HALF_DTYPES, Optimizer
+from ampcompat.amp.half.masters import Master, master_of
+from ampcompat.amp.half.record import ensure_master
+from ampcompat.amp.half.saving import hook, is_hooked
 from ampcompat.amp.scaling.session import Session
 
 

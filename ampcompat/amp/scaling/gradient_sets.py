@@ -4,9 +4,24 @@ Nearly every script has one :class:`GradientSet` for each optimizer. Optimizers 
 heads) have those in a set of their own: a block takes the sets of its optimizers, each once, and a step asks those of
 its optimizer. What each event does to a set:
 
-===
-===
-===
+============================  ===============  ============================  =============================  =============
+event                         NONE, EMPTY      UNSCALED                      PENDING                        LOST
+============================  ===============  ============================  =============================  =============
+block begins                  saved            saved                         rescaled to its scale          saved
+block ends                    UNSCALED         added: UNSCALED               ``p.grad`` is added: UNSCALED  LOST
+block ends with an overflow   UNSCALED, noted  UNSCALED, noted               UNSCALED, noted                LOST
+block gives no gradient       EMPTY            UNSCALED                      UNSCALED                       LOST
+block raises                  NONE             UNSCALED, as before           ``p.grad`` is lost; a warning  LOST
+end of the block raises       LOST             LOST                          LOST                           LOST
+ends with ``delay_unscale``   PENDING          PENDING, the rest saved       PENDING                        LOST
+ends in DDP's ``no_sync``     PENDING          PENDING, the rest saved       PENDING                        LOST
+``step``                      NONE             used, or skipped: NONE        unscaled first                 skipped: NONE
+``step`` of one of two users  NONE             used: UNSCALED for the other  unscaled first                 skipped: LOST
+``zero_grad``                 NONE             NONE                          NONE                           LOST
+``p.grad`` cleared            NONE             what is left is used          what is left is unscaled       LOST
+``p.grad`` edited             NONE             used, not by a master         unscaled as edited             LOST
+``load_state_dict``           NONE             UNSCALED                      PENDING                        LOST
+============================  ===============  ============================  =============================  =============
 
 A set has gradients of two kinds. Those of a half weight with a master are unscaled into ``grad`` of the master; that is
 None again when the set is NONE, and ``p.grad`` of the half weight stays as it is until it is cleared, and is not used

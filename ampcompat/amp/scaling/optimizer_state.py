@@ -14,10 +14,9 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat._types import Optimizer
+from ampcompat._types import HALF_DTYPES, Optimizer
 from ampcompat.amp._amp_state import maybe_print
 from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, settle
-from ampcompat.amp.properties import HALF_DTYPES
 from ampcompat.amp.scaling.exchange import adopt_masters
 from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState, Overflow, Pending, regroup
 from ampcompat.amp.scaling.scaler import LossScaler

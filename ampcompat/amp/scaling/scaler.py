@@ -15,7 +15,7 @@ import torch
 
 from ampcompat import _torch
 from ampcompat.amp._amp_state import master_params
-from ampcompat.amp.properties import is_scale
+from ampcompat.amp.options import is_scale
 from ampcompat.amp.scaling.loss_scale import FLOOR, WINDOW, DynamicLossScale, StaticLossScale
 
 __all__ = ["LossScaler", "master_params"]

@@ -10,6 +10,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.casts import Casts, cpu_convolution
 from ampcompat.amp.casts.ambience import (
     install_casting,
@@ -18,8 +19,9 @@ from ampcompat.amp.casts.ambience import (
     switch_this_forward,
     uninstall_casting,
 )
-from ampcompat.amp.half.forward import ModelPolicy, device_types_of
-from ampcompat.amp.properties import HALF_DTYPES, Properties
+from ampcompat.amp.half.devices import device_types_of
+from ampcompat.amp.half.forward import ModelPolicy
+from ampcompat.amp.properties import Properties
 from ampcompat.amp.scaling.scaler import LossScaler, check_scaler
 
 

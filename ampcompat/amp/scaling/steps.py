@@ -16,7 +16,8 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import drop_cleared_gradients, push, settle, warn_of_replaced
+from ampcompat.amp.half.masters import drop_cleared_gradients, push, settle
+from ampcompat.amp.half.record import warn_of_replaced
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import misuse, passes
 from ampcompat.amp.scaling.gradient_sets import GradientSet, GradientState

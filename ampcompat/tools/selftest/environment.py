@@ -84,7 +84,7 @@ def describe_device(name: str) -> str:
     import torch
 
     from ampcompat import _torch
-    from ampcompat.amp.properties import HALF_DTYPES
+    from ampcompat._types import HALF_DTYPES
     from ampcompat.tools.devices import LEAST_CAPABILITY
 
     device = torch.device(name)

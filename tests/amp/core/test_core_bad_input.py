@@ -255,9 +255,9 @@ BEFORE = {
     "meta model": (
         meta,
         RuntimeError,
-        "parameter 'weight' of a Linear on the meta device - .* - move it with to_empty",
+        "parameter 'weight' of a Linear is on the meta device - .* - move it with to_empty",
     ),
-    "lazy model": (lazy, RuntimeError, "uninitialized parameter 'weight' of a LazyLinear - .* - run one forward pass"),
+    "lazy model": (lazy, RuntimeError, "of a LazyLinear is uninitialized - .* - run one forward pass"),
     "inference model": (inference, RuntimeError, "made under torch.inference_mode - .* - make the model outside of it"),
     "block before initialize": (
         enter(lambda s: torch.ones(()), lambda s: s.optimizer),
@@ -279,7 +279,7 @@ BEFORE = {
         ValueError,
         "No function named 'einsumm' in module torch - .* - check the spelling",
     ),
-    "register what is no function": (
+    "register what is not a function": (
         lambda s: amp.register_half_function(torch, "float32"),
         ValueError,
         "'float32' in module torch is a dtype - .* a function or a class - check the name",
@@ -438,7 +438,7 @@ AFTER = {
         TypeError,
         "state_dict got list as destination - it must be a dict or None - leave it out",
     ),
-    "closure that is no function": (
+    "closure that is not a function": (
         lambda s: s.optimizer2.step(3),
         TypeError,
         "step got int as closure - it must be callable - pass a function that returns the loss",

@@ -9,7 +9,8 @@ import torch
 from ampcompat import amp
 from ampcompat._types import OptLevel
 from ampcompat.amp.frontend import Properties
-from ampcompat.amp.properties import LEVELS, Level, read_properties
+from ampcompat.amp.levels import LEVELS, Level
+from ampcompat.amp.properties import read_properties
 
 TABLE = {
     "O0": (torch.float32, False, None, None, False, 1.0),

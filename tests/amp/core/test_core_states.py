@@ -267,7 +267,9 @@ def step_of_one_of_two_users(run):
     before = [p.detach().clone() for p in run.masters]
     with told(run.state.startswith("NONE,"), "but no scale_loss block"):
         other.step()
-    expected = [2 * own if has_gradients or index == 1 or run.level == "O1" else 0.0 for index, own in enumerate(run.own)]
+    expected = [
+        2 * own if has_gradients or index == 1 or run.level == "O1" else 0.0 for index, own in enumerate(run.own)
+    ]
     if INF in run.own:
         expected = [0.0, 0.0]
         assert amp.step_was_skipped(other)

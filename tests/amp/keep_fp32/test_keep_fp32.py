@@ -10,7 +10,7 @@ from internals import has_policy, observers
 from torch import nn
 
 from ampcompat import amp
-from ampcompat.amp.half.keep_fp32 import BoundaryPolicy
+from ampcompat.amp.half.boundary import BoundaryPolicy
 
 
 class Probe(nn.Linear):
@@ -179,7 +179,7 @@ def test_kept_batchnorm_off_and_a_kept_module_together():
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_copies_keep_their_border(level):
+def test_copies_keep_their_boundary(level):
     model, optimizer = build(level)
     train(model, optimizer)
     x = torch.randn(3, 8)
@@ -198,7 +198,7 @@ def test_copies_keep_their_border(level):
     assert torch.equal(model(x), want)
 
 
-def test_a_direct_call_of_forward_passes_the_border():
+def test_a_direct_call_of_forward_passes_the_boundary():
     model, _ = build("O2")
     assert model.wide.forward(torch.ones(2, 16, dtype=torch.half)).dtype == torch.float16
 
@@ -286,7 +286,7 @@ def test_at_most_twenty_modules_are_named(layers, end):
         amp.initialize(model, opt_level="O2", keep_fp32="head", verbosity=0)
 
 
-def test_a_failed_call_takes_its_borders_back(monkeypatch):
+def test_a_failed_call_takes_its_boundaries_back(monkeypatch):
     from ampcompat.amp.scaling import optimizer as amp_optimizer
 
     def fail(*_):

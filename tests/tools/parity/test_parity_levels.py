@@ -1,6 +1,6 @@
 import pytest
 
-from ampcompat.amp import properties
+from ampcompat.amp import levels
 from ampcompat.amp.properties import _DTYPE_NAMES
 from ampcompat.tools.dtypes import SPELLINGS
 from ampcompat.tools.parity.levels import OPT_LEVELS, Level, read_levels
@@ -34,5 +34,5 @@ def test_bad_lists_are_refused(levels, dtypes, match):
 
 
 def test_the_words_are_those_that_amp_knows():
-    assert set(OPT_LEVELS) == set(properties.LEVELS)
+    assert set(OPT_LEVELS) == set(levels.LEVELS)
     assert set(SPELLINGS.values()) <= set(_DTYPE_NAMES)

@@ -1,0 +1,157 @@
+"""The checks of the models, the optimizers and the third argument that ``initialize`` is given, before it changes any.
+
+What its other keywords may be is in :mod:`ampcompat.amp.options`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat._types import HALF_DTYPES, Optimizer, is_optimizer
+from ampcompat.amp.half.record import half_weights
+from ampcompat.amp.levels import LEVELS
+
+
+def refuse_other_level(enabled: object, opt_level: object) -> None:
+    """Refuse a string in the place of ``enabled`` that names another level than ``opt_level``, however it is spelt.
+
+    Scripts that pass the level as the third argument, which is ``enabled``, trained at O1 under apex. A level from
+    the environment overrides both.
+    """
+    if not isinstance(enabled, str) or os.environ.get("AMPCOMPAT_OPT_LEVEL"):
+        return
+    named = re.sub("^[oO0]", "O", enabled)
+    if named in LEVELS and named != opt_level:
+        raise TypeError(
+            f"amp.initialize got {enabled!r} as its third argument, which is enabled, while opt_level={opt_level!r} -"
+            f" pass the level by name: amp.initialize(model, optimizer, opt_level={named!r})."
+        )
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+def as_models(models: object, opt_level: str, casts_weights: bool) -> list[torch.nn.Module]:
+    """Return ``models`` as a list, each out of ``torch.compile`` and checked.
+
+    Args:
+        models: As given to ``initialize``.
+        opt_level: The level in force.
+        casts_weights: Whether the weights are to be cast to half.
+    """
+    wanted = "a model - models must be a torch.nn.Module, or a list or tuple of them - pass the module itself."
+    given = _as_list(models)
+    for model in given:
+        if not isinstance(model, torch.nn.Module):
+            raise _wrong_kind(model, wanted)
+    uncompiled = [_torch.uncompiled(model) for model in given]
+    for model in uncompiled:
+        _refuse_wrapped(model)
+        if casts_weights:
+            _refuse_scripted_parts(model, opt_level)
+        for module in model.modules():
+            _refuse_unsupported_weights(module)
+    return uncompiled
+
+
+def _refuse_wrapped(model: torch.nn.Module) -> None:
+    wrapper = _torch.parallel_wrapper(model)
+    if wrapper:
+        raise RuntimeError(
+            f"amp.initialize got a model already wrapped in {wrapper} - amp casts weights, and the wrapper has"
+            " taken note of them - call amp.initialize first and wrap what it returns."
+        )
+
+
+def _refuse_scripted_parts(model: torch.nn.Module, level: str) -> None:
+    """Raise a RuntimeError if a part of ``model`` is a ScriptModule; one that is scripted as a whole passes through."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise RuntimeError(
+                f"amp.initialize got a model with the scripted submodule {path!r} at opt_level={level!r} - the weights"
+                " of a ScriptModule cannot be cast in place - script it after amp.initialize, or use opt_level='O1'."
+            )
+
+
+def _refuse_unsupported_weights(module: torch.nn.Module) -> None:
+    """Raise a RuntimeError if a parameter of ``module`` itself has no float32 values that amp could cast or train."""
+    allows_half: bool = state.view["allow_incoming_model_not_fp32"]
+    for name, param in module._parameters.items():
+        if param is None:
+            continue
+        is_half = param.dtype in HALF_DTYPES
+        is_half_already = is_half and not allows_half and not _is_half_by_amp(module, param)
+        why = _why_unsupported(param, is_half_already)
+        if why is None:
+            continue
+        raise RuntimeError(
+            f"amp.initialize got a model with unsupported weights: parameter {name!r} of a {type(module).__name__}"
+            f" {why}"
+        )
+
+
+def _is_half_by_amp(module: torch.nn.Module, param: torch.Tensor) -> bool:
+    """Whether an earlier call of ``initialize`` has cast ``param`` of ``module``."""
+    record = half_weights(module)
+    return record is not None and record.dtype == param.dtype
+
+
+def _why_unsupported(param: torch.nn.Parameter, is_half_already: bool) -> str | None:
+    """Say why amp cannot cast or train ``param``, and what to do about it; None if it can."""
+    if _torch.is_uninitialized(param):
+        return "is uninitialized - its shape must be known - run one forward pass first."
+    if param.is_meta:
+        return (
+            "is on the meta device - masters and loss scales need values - move it with to_empty(device=...), load its"
+            " weights, and call amp.initialize then."
+        )
+    if param.is_inference():
+        return "was made under torch.inference_mode - it cannot be trained - make the model outside of it."
+    if is_half_already:
+        return (
+            f"is {param.dtype} already - amp casts the model itself and needs its float32 weights - do not call .half()"
+            " or .bfloat16() on it (amp._amp_state.allow_incoming_model_not_fp32 = True lifts this check)."
+        )
+    return None
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+def as_optimizers(optimizers: object) -> list[Optimizer]:
+    """Return ``optimizers`` as a list (None: empty), each checked to be an optimizer or to look like one."""
+    wanted = (
+        "an optimizer - optimizers must be a torch.optim.Optimizer (or a wrapper with its methods, as LARC), or a list"
+        " or tuple of them - pass the optimizer itself."
+    )
+    given = [] if optimizers is None else _as_list(optimizers)
+    for optimizer in given:
+        if not is_optimizer(optimizer):
+            raise _wrong_kind(optimizer, wanted)
+    for optimizer in given:
+        _refuse_in_block(optimizer)
+    return given
+
+
+def _refuse_in_block(optimizer: Any) -> None:
+    stash = getattr(optimizer, "_amp_stash", None)
+    if getattr(stash, "in_block", False):
+        raise RuntimeError(
+            f"amp.initialize inside a scale_loss block of this {type(optimizer).__name__} - its gradients are still"
+            " multiplied by the loss scale - close the block first."
+        )
+
+
+# -- both --------------------------------------------------------------------------------------------------------------
+def _as_list(given: object) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def _wrong_kind(given: object, wanted: str) -> TypeError:
+    if isinstance(given, type):
+        return TypeError(f"amp.initialize got the class {given.__name__} as {wanted}")
+    return TypeError(f"amp.initialize got an object of type {type(given).__name__} as {wanted}")

@@ -1,0 +1,205 @@
+"""Casting a model's weights to half in place, and back to float32, with a way to undo either."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._types import HALF_DTYPES
+from ampcompat.amp.half.masters import Master, master_of, settle
+from ampcompat.amp.half.record import ensure_master, half_weights, own_tensors, set_masters
+from ampcompat.amp.half.saving import hook, hook_added_modules, unhook
+
+_CASTABLE = (*HALF_DTYPES, torch.float32, torch.float64)
+
+
+def cast_weights(
+    modules: Collection[torch.nn.Module],
+    dtype: torch.dtype | None,
+    undo: ExitStack,
+    *,
+    keep_fp32: Collection[torch.nn.Module] = (),
+    keep_batchnorm_fp32: bool = False,
+    has_masters: bool = False,
+    trained: Collection[int] = (),
+) -> None:
+    """Cast every floating parameter and buffer that ``modules`` hold to ``dtype``, in place; complex tensors stay.
+
+    Parameters keep their identity. Weights that an earlier call had cast are restored from their masters first. As in
+    apex (``apex/fp16_utils/fp16util.py: convert_network``), which made masters of all parameters.
+
+    Args:
+        modules: Each part of the models, once.
+        dtype: Half dtype or ``torch.float32``. None leaves alone what no earlier call had cast, and restores the rest.
+        undo: Gets a callback per module that makes it what it was.
+        keep_fp32: Modules that stay float32.
+        keep_batchnorm_fp32: Whether affine batch norm stays float32.
+        has_masters: Whether half tensors get float32 masters, when these are first needed.
+        trained: Ids of parameters that optimizers hold; their masters are made now.
+
+    Host syncs: none.
+    """
+    for module in modules:
+        record = half_weights(module)
+        if record is not None:
+            hook_added_modules(module, record)
+    unshared = torch.empty(1, device="cpu")  # made here, so that no other thread holds it
+    for module in modules:
+        target = target_dtype(module, dtype, keep_fp32, keep_batchnorm_fp32)
+        if target is None:
+            continue
+        before = _ModuleBefore(module)
+        undo.callback(before.put_back)
+        if target == torch.float32:
+            _restore(module, before)
+            unhook(module)
+        else:
+            hook(module, target, has_masters)
+            _halve(module, target, before, trained, unshared)
+
+
+def target_dtype(
+    module: torch.nn.Module,
+    dtype: torch.dtype | None,
+    keep_fp32: Collection[torch.nn.Module],
+    keep_batchnorm_fp32: bool,
+) -> torch.dtype | None:
+    """Return the dtype that the floating tensors of ``module`` are cast to; None leaves them as they are."""
+    if dtype is None:  # no cast is wanted: undo that of an earlier call
+        was_cast = half_weights(module) is not None
+        return torch.float32 if was_cast else None
+    if module in keep_fp32:
+        return torch.float32
+    if keep_batchnorm_fp32 and _is_affine_batch_norm(module):
+        return torch.float32
+    return dtype
+
+
+def _is_affine_batch_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine
+
+
+# -- the tensors of one module -----------------------------------------------------------------------------------------
+def _restore(module: torch.nn.Module, before: _ModuleBefore) -> None:
+    """Cast the floating tensors that ``module`` itself holds to float32, each to the values of its master."""
+    for name, tensor in _castable_tensors(module):
+        is_restored = tensor.dtype == torch.float32 and master_of(tensor) is None  # a tied one, as another module's
+        if is_restored:
+            continue
+        master = before.current_master(name, tensor)
+        before.note(tensor, master)
+        _cast(tensor, _exact_values(tensor, master), torch.float32)
+        if master is not None:
+            master.retire()
+
+
+def _halve(
+    module: torch.nn.Module,
+    dtype: torch.dtype,
+    before: _ModuleBefore,
+    trained: Collection[int],
+    unshared: torch.Tensor,
+) -> None:
+    """Cast the floating tensors that ``module`` itself holds to ``dtype``, and make masters of the ``trained`` ones."""
+    for name, tensor in _castable_tensors(module):
+        master = before.current_master(name, tensor)
+        # The cast leaves float32 memory that nothing else holds: a new master takes it over, without a copy.
+        leaves_memory = tensor.dtype == torch.float32 and _torch.owns_memory_alone(tensor, unshared)
+        adopts = leaves_memory and master is None
+        exact = _exact_values(tensor, master)
+        if tensor.dtype != dtype:
+            before.note(tensor, master)
+            _cast(tensor, exact, dtype)
+            if master is not None:
+                master.dtype = dtype
+                master.push()
+        if _is_trained(tensor, master, trained):
+            if adopts:
+                exact = torch.nn.Parameter(exact, tensor.requires_grad)
+            ensure_master(module, name, exact, adopt=adopts)
+
+
+def _castable_tensors(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, tensor) for name, tensor in own_tensors(module) if tensor.dtype in _CASTABLE]
+
+
+def _exact_values(tensor: torch.Tensor, master: Master | None) -> torch.Tensor:
+    return _torch.data_of(tensor) if master is None else master.value.detach()
+
+
+def _cast(tensor: torch.Tensor, exact: torch.Tensor, target: torch.dtype) -> None:
+    """Give ``tensor`` the values ``exact`` in ``target``, in memory of its own."""
+    # A gradient cannot have another dtype than its parameter, and a stale one must not be stepped with.
+    tensor.grad = None
+    _torch.set_data(tensor, exact.clone() if target == exact.dtype else exact.to(target))
+
+
+def _is_trained(tensor: torch.Tensor, master: Master | None, trained: Collection[int]) -> bool:
+    """Whether an optimizer holds ``tensor``, or its master from an earlier call; ``trained`` has the ids it holds."""
+    if id(tensor) in trained:
+        return True
+    return master is not None and id(master.value) in trained
+
+
+# -- undo --------------------------------------------------------------------------------------------------------------
+class _TensorBefore(NamedTuple):
+    """A tensor that is about to be cast, with the data, the gradient and the master that it has."""
+
+    tensor: torch.Tensor
+    data: torch.Tensor
+    grad: torch.Tensor | None
+    master: Master | None
+
+    def put_back(self) -> None:
+        _torch.put_back(self.tensor, self.data, self.grad)
+        if self.master is not None:
+            self.master.dtype = self.data.dtype
+            self.master.register()
+            self.master.record()
+
+
+class _ModuleBefore:
+    """A module's own tensors, masters and hooks as they were before a cast.
+
+    Attributes:
+        dtype: The half dtype of its tensors; None where amp had not cast them.
+        has_masters: As in its :class:`HalfWeights`.
+        masters: The module's masters, by name.
+        tensors: The tensors that were cast.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        record = half_weights(module)
+        self.module = module
+        self.dtype = None if record is None else record.dtype
+        self.has_masters = record is not None and record.has_masters
+        self.masters: dict[str, Master] = {} if record is None else dict(record.masters)
+        self.tensors: list[_TensorBefore] = []
+
+    def current_master(self, name: str, tensor: torch.Tensor) -> Master | None:
+        """Return the master of ``tensor``, this module's ``name``, with both copies equal; None if it has none."""
+        master = self.masters.get(name)  # the index may have been reset since
+        if master is None or master.half is not tensor:
+            master = master_of(tensor)
+        if master is not None:
+            master.register()
+            settle([master])
+        return master
+
+    def note(self, tensor: torch.Tensor, master: Master | None) -> None:
+        """Remember ``tensor``, which is about to be cast."""
+        self.tensors.append(_TensorBefore(tensor, _torch.data_of(tensor), tensor.grad, master))
+
+    def put_back(self) -> None:
+        """Make the module what it was."""
+        for before in reversed(self.tensors):
+            before.put_back()
+        if self.dtype is None:
+            unhook(self.module)
+            return
+        hook(self.module, self.dtype, self.has_masters)
+        set_masters(self.module, self.masters)

@@ -1,0 +1,245 @@
+"""The class of a model under amp: a dynamic subclass of its own class, so that it stays what it was.
+
+``isinstance``, ``repr``, ``super().forward``, hooks, deepcopy, pickle and ``model.forward(x)`` go on working because
+the instance is the same and only ``forward`` is overridden. The policy sits on the instance: an object that the user's
+own code makes by ``type(model)(...)`` has none and is a plain model. apex replaced ``model.forward`` by a closure over
+the original model (``apex/amp/_initialize.py: patch_forward``), with which copies computed with the original's weights.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat._state import state
+from ampcompat.amp.casts import OFF, Casts, disabled_depth
+from ampcompat.amp.casts.ambience import follow_lifetime
+from ampcompat.amp.half.devices import device_type_of
+from ampcompat.amp.half.forward import Forward, ModelPolicy
+from ampcompat.amp.half.masters import refresh
+from ampcompat.amp.half.record import ATTRIBUTE as HALF_WEIGHTS
+from ampcompat.amp.half.record import half_weights, masters_of
+from ampcompat.amp.half.saving import hook
+
+
+class AmpModel:
+    """Marker base of the dynamic subclasses."""
+
+    _amp_policy: ModelPolicy | None = None
+
+    def __init_subclass__(cls, _amp: bool = False, **kwargs: object) -> None:
+        """Skip the user's ``__init_subclass__``, so that registries of the user's class do not see our subclass."""
+        if not _amp:
+            super().__init_subclass__(**kwargs)
+
+
+# -- the policy of an instance -----------------------------------------------------------------------------------------
+class InstanceForward:
+    """Wraps a ``forward`` that an instance has of its own (``self.forward = self.impl``, a user's patch)."""
+
+    def __init__(self, model: torch.nn.Module, inner: Forward) -> None:
+        self.model = model
+        self.inner = inner
+        functools.update_wrapper(self, inner, updated=())
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the instance's forward under the model's policy."""
+        policy: ModelPolicy | None = getattr(self.model, "_amp_policy", None)
+        if policy is None:
+            return self.inner(*args, **kwargs)
+        return policy.run(self.model, self.inner, args, kwargs)
+
+
+def set_policy(model: torch.nn.Module, policy: ModelPolicy | None) -> None:
+    """Make ``model`` run under ``policy``, or with None as a plain module of its own class again."""
+    if policy is None:
+        _take_policy_off(model)
+        state.models.live.discard(model)
+        state.casts.models.discard(model)
+        return
+    if not isinstance(model, AmpModel):
+        _torch.set_class(model, amp_class(type(model)))
+    object.__setattr__(model, "_amp_policy", policy)
+    own_forward = model.__dict__.get("forward")
+    if own_forward is not None and not isinstance(own_forward, InstanceForward):
+        object.__setattr__(model, "forward", InstanceForward(model, own_forward))
+    state.models.live.add(model)
+    follow_lifetime(model)
+
+
+def _take_policy_off(model: torch.nn.Module) -> None:
+    """Make ``model`` a plain module of its own class again."""
+    if not isinstance(model, AmpModel):
+        return
+    own_forward = model.__dict__.get("forward")
+    if isinstance(own_forward, InstanceForward):
+        object.__setattr__(model, "forward", own_forward.inner)
+    model.__dict__.pop("_amp_policy", None)
+    _torch.set_class(model, _own_class(model))
+
+
+# -- the dynamic subclass ----------------------------------------------------------------------------------------------
+def amp_class(cls: Any) -> Any:
+    """The dynamic subclass of ``cls``, made once per class."""
+    for known in type.__subclasses__(cls):  # past the user's metaclass, as below
+        if known.__dict__.get("_amp_of") is cls:
+            return known
+    body: dict[str, Any] = {
+        "__doc__": cls.__doc__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__class__": property(_class_of, _change_class),
+        "__reduce_ex__": _reduce_over(cls),
+        "_amp_of": cls,
+        "_replicate_for_data_parallel": _replicate_over(cls),
+        "forward": _forward_over(cls),
+    }
+    if hasattr(cls, "__deepcopy__"):
+        body["__deepcopy__"] = _deepcopy_over(cls)
+    if _torch.is_graph_module(cls):
+        body["recompile"] = _recompile_over(cls)
+    # Past the user's metaclass, which may count or rename classes; what it set on the class is inherited. An abstract
+    # class keeps caches of its own, which only ABCMeta makes.
+    base = abc.ABCMeta if isinstance(cls, abc.ABCMeta) else type
+    return base.__new__(type(cls), cls.__name__, (AmpModel, cls), body, _amp=True)
+
+
+def _forward_over(cls: Any) -> Callable[..., object]:
+    """Make the ``forward`` of the dynamic subclass: that of ``cls`` under the policy of the instance."""
+
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
+        policy = self._amp_policy
+        bound = functools.partial(cls.forward, self)
+        if policy is None or isinstance(self.__dict__.get("forward"), InstanceForward):
+            return bound(*args, **kwargs)
+        return policy.run(self, bound, args, kwargs)
+
+    return _torch.with_parameters_of(cls.forward, forward)
+
+
+def _reduce_over(cls: Any) -> Callable[..., object]:
+    """Make the ``__reduce_ex__`` of the dynamic subclass: a copy is made as one of ``cls``, and put under amp."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        reduced = cls.__reduce_ex__(self, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        build, args, *rest = reduced
+        subclass = amp_class(cls)
+        args = tuple(cls if arg is subclass else arg for arg in args)
+        return (rebuild, (build, args), *rest)
+
+    return __reduce_ex__
+
+
+def _replicate_over(cls: Any) -> Callable[..., object]:
+    """Make what gives DataParallel a replica: it carries the casts into its thread, as its stamp."""
+
+    def _replicate_for_data_parallel(self: Any) -> Any:
+        policy: ModelPolicy | None = self._amp_policy
+        if policy is not None and policy.master_weights:
+            refresh(masters_of(self))  # here and not in the replicas, which run in threads
+        replica = cls._replicate_for_data_parallel(self)
+        if policy is not None:
+            device_type = device_type_of(self)
+            replica.__dict__["_amp_stamp"] = _casts_for_replica(policy, device_type), device_type
+        return replica
+
+    return _replicate_for_data_parallel
+
+
+def _casts_for_replica(policy: ModelPolicy, device_type: str) -> Casts:
+    """Return the casts that a replica of DataParallel's brings along into its own thread."""
+    if disabled_depth():
+        return OFF
+    if state.casts.thread.regions.get(device_type):  # a user's region: hand on its dtype too, which torch does not
+        return Casts(torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+    return policy.casts
+
+
+def _deepcopy_over(cls: Any) -> Callable[..., object]:
+    """Make the ``__deepcopy__`` of the dynamic subclass of ``cls``, which has one of its own.
+
+    Such a method makes an object of ``self.__class__`` and copies attributes into it; where it copies the policy too,
+    the copy is one under amp.
+    """
+
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+        with _as_plain(self):
+            clone = cls.__deepcopy__(self, memo)
+        if _torch.is_graph_module(cls):  # it copies the attributes that its graph reads
+            for name in {"_amp_policy", HALF_WEIGHTS}.intersection(self.__dict__):
+                clone.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        return _put_under_amp(clone) if "_amp_policy" in clone.__dict__ else clone
+
+    return __deepcopy__
+
+
+def _recompile_over(cls: Any) -> Callable[..., object]:
+    """Make the ``recompile`` of the dynamic subclass of ``cls``, a graph module: it sets ``forward`` on its class."""
+
+    def recompile(self: Any) -> Any:
+        with _as_plain(self):
+            code = cls.recompile(self)
+        amp_class(cls).forward = _forward_over(cls)
+        return code
+
+    return recompile
+
+
+# -- the class of an instance ------------------------------------------------------------------------------------------
+def _class_of(model: Any) -> Any:
+    """Answer for ``model.__class__``: the model's own class, for ``super(self.__class__, self)`` and comparisons.
+
+    The compiler looks methods up in ``__class__``, and must find amp's ``forward`` there.
+    """
+    return type(model) if _torch.is_tracing() else _own_class(model)
+
+
+def _own_class(model: Any) -> Any:
+    """The class of ``model`` as it would be without amp; one that a script has derived from ours stays."""
+    cls = type(model)
+    return vars(cls).get("_amp_of", cls)
+
+
+def _change_class(model: Any, cls: Any) -> None:
+    """Follow ``model.__class__ = cls``, as of a parametrization or ``fully_shard``: the model stays under amp."""
+    _torch.set_class(model, cls if issubclass(cls, AmpModel) else amp_class(cls))
+
+
+@contextmanager
+def _as_plain(model: Any) -> Iterator[None]:
+    """Context in which the type of ``model`` is its own class."""
+    under_amp = type(model)
+    _torch.set_class(model, _own_class(model))
+    try:
+        yield
+    finally:
+        _torch.set_class(model, under_amp)
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+def rebuild(build: Any, args: tuple[Any, ...]) -> torch.nn.Module:
+    """Make a copy of a model under amp (deepcopy, unpickling); its state, the policy included, may follow."""
+    model: torch.nn.Module = build(*args)
+    return _put_under_amp(model)
+
+
+def _put_under_amp(model: torch.nn.Module) -> torch.nn.Module:
+    """Give a copy of a model under amp its class, and the hooks of its half weights if making it has lost them."""
+    if not isinstance(model, AmpModel):
+        _torch.set_class(model, amp_class(type(model)))
+    record = half_weights(model)
+    has_lost_hooks = record is not None and not model._state_dict_hooks
+    if record is not None and has_lost_hooks:
+        record.hooks.clear()
+        hook(model, record.dtype, record.has_masters)
+    follow_lifetime(model)
+    return model

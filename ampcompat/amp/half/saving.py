@@ -1,0 +1,136 @@
+"""What saving and loading a half model does: hooks on every module, so that ``model.backbone.load_state_dict`` works.
+
+``state_dict()`` of a half model is float32: the masters themselves, detached, where there are masters (a resumed run is
+then bitwise the uninterrupted one, and an in-place average over ``state_dict()`` values takes effect), copies at O3.
+``load_state_dict()`` puts the incoming float32 into the master and the rounded value into the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ampcompat import _torch
+from ampcompat.amp.half.masters import Master, settle
+from ampcompat.amp.half.record import (
+    HalfWeights,
+    drop_half_weights,
+    ensure_half_weights,
+    ensure_master,
+    half_weights,
+    masters_by_name,
+    own_tensors,
+    set_masters,
+    warn_of_replaced,
+)
+
+
+def hook(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> None:
+    """Record that ``module``'s own tensors are ``dtype``, and hook saving and loading of them."""
+    record = ensure_half_weights(module, dtype, has_masters)
+    if not record.hooks:
+        record.hooks = _torch.register_state_dict_hooks(
+            module, after_save=_export, before_load=_load_masters, after_load=_round_loaded
+        )
+
+
+def unhook(module: torch.nn.Module) -> None:
+    """Remove the hooks on saving and loading of ``module``, whose tensors are float32 again, and its masters."""
+    set_masters(module, {})
+    drop_half_weights(module)
+
+
+def is_hooked(module: torch.nn.Module) -> bool:
+    """Whether saving and loading of ``module``'s own tensors is hooked."""
+    record = half_weights(module)
+    return record is not None and bool(record.hooks)
+
+
+def hook_added_modules(module: torch.nn.Module, record: HalfWeights) -> list[tuple[str, torch.nn.Module]]:
+    """Hook what was added below ``module`` after ``initialize`` and is half; returns these modules by name.
+
+    Args:
+        module: A module that amp has cast.
+        record: That of ``module``: what was added is treated like it.
+    """
+    added: list[tuple[str, torch.nn.Module]] = []
+    for name, part in module.named_modules():
+        if is_hooked(part):
+            continue
+        if any(tensor.dtype == record.dtype for _, tensor in own_tensors(part)):
+            added.append((name, part))
+    for _, part in added:
+        hook(part, record.dtype, record.has_masters)
+    return added
+
+
+# -- the hooks ---------------------------------------------------------------------------------------------------------
+def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """Hook after ``state_dict()``: exchange half tensors for their masters, or for float32 copies."""
+    record = half_weights(module)
+    if record is None:
+        return
+    if torch.onnx.is_in_onnx_export():  # it looks up, among these tensors, those that the traced forward reads
+        return
+    for name, part in hook_added_modules(module, record):
+        _export(part, state_dict, f"{prefix}{name}.", local_metadata)
+    warn_of_replaced(record.masters.values())
+    for name, tensor in own_tensors(module):
+        saved = state_dict.get(prefix + name)
+        if tensor.dtype != record.dtype or not isinstance(saved, torch.Tensor) or saved.dtype != record.dtype:
+            continue
+        if not record.has_masters:
+            state_dict[prefix + name] = saved.float()
+            continue
+        master = ensure_master(module, name)
+        settle([master])
+        keeps_variables = saved is tensor  # state_dict(keep_vars=True)
+        state_dict[prefix + name] = master.value if keeps_variables else master.export()
+
+
+@torch.no_grad()
+def _load_masters(
+    module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *_: Any
+) -> None:
+    """Hook before ``load_state_dict()``: put what is loaded into masters; torch then loads the rounded values."""
+    record = half_weights(module)
+    if record is None:
+        return
+    hook_added_modules(module, record)  # in time: torch loads children after their parent
+    assigns = local_metadata.get("assign_to_params_buffers", False)
+    for name, tensor in own_tensors(module):
+        loaded: Any = state_dict.get(prefix + name)
+        if tensor.dtype != record.dtype or not _can_be_loaded(loaded, tensor):
+            continue
+        if assigns:
+            state_dict[prefix + name] = loaded.to(record.dtype)
+        if record.has_masters:
+            _load(ensure_master(module, name), loaded)
+
+
+def _load(master: Master, loaded: torch.Tensor) -> None:
+    address = loaded.data_ptr()  # 0 for a wrapper around other tensors
+    is_master_itself = address != 0 and address == master.value.data_ptr()
+    if not is_master_itself:
+        master.value.copy_(loaded)
+
+
+def _can_be_loaded(loaded: Any, tensor: torch.Tensor) -> bool:
+    """Whether ``loaded`` has values that fit ``tensor``; where it does not, torch reports the mismatch."""
+    if not isinstance(loaded, torch.Tensor) or loaded.is_meta:
+        return False
+    return loaded.shape == tensor.shape and loaded.is_floating_point() and loaded.layout == torch.strided
+
+
+def _round_loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
+    """Hook after ``load_state_dict()``: round the masters that were loaded into the model."""
+    for name, master in masters_by_name(module).items():
+        held = module._parameters.get(name, module._buffers.get(name))
+        if held is None:
+            continue
+        was_assigned = held is not master.half  # load_state_dict(assign=True)
+        if was_assigned:
+            master.rebind(held)
+        if was_assigned or master.is_value_counted:
+            master.push()
