@@ -24,8 +24,8 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("half",),
     ("scaling",),
     ("adapters",),
-    ("_initialize", "_process_optimizer", "arguments", "handle", "scaler", "utils", "wrap"),
-    ("compat", "rnn_compat", "frontend", "amp", "opt", "__version__"),
+    ("_initialize", "_process_optimizer", "arguments", "handle", "scaler", "utils"),
+    ("compat", "rnn_compat", "wrap", "frontend", "amp", "opt", "__version__"),
     ("__init__",),
 )
 #: Modules outside ``amp`` that every module of it may import.

@@ -25,7 +25,7 @@ ends in DDP's ``no_sync``     PENDING          PENDING, the rest saved       PEN
 
 A set has gradients of two kinds. Those of a half weight with a master are unscaled into ``grad`` of the master; that is
 None again when the set is NONE, and ``p.grad`` of the half weight stays as it is until it is cleared, and is not used
-again (``gradients`` says what it holds when). Those of all other tensors are ``p.grad`` itself: they are saved while a
+again (``unscaling`` says what it holds when). Those of all other tensors are ``p.grad`` itself: they are saved while a
 block is open, the new ones are unscaled in place and added. They stay after a step, as in plain torch: a step in state
 NONE uses them again, and is skipped as long as one is not finite that an overflow has left.
 
@@ -47,7 +47,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -57,17 +57,13 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.scaler import MAX_FLAGS, LossScaler
 
-if TYPE_CHECKING:
-    from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
-
-
 class GradientState(Enum):
     """Name the states of a set; the table at the head of this module has its events."""
 
     NONE = "no block since the last step"
     EMPTY = "as NONE, and blocks that gave no gradient"
     UNSCALED = "what blocks gave, unscaled"
-    PENDING = "still scaled, in p.grad; what was unscaled before is beside it"
+    PENDING = "still scaled, in p.grad; what was unscaled before is kept apart"
     LOST = "a block whose end failed; cleared"
 
 
@@ -365,7 +361,7 @@ def _members_by_holders(optimizers: list[Optimizer]) -> list[dict[GradientSet | 
     leaves: dict[int, Master | torch.Tensor] = {}
     holders: dict[int, list[Optimizer]] = {}
     for optimizer in optimizers:
-        stash: AmpOptimizerState = optimizer._amp_stash
+        stash = optimizer._amp_stash
         leaves.update((id(master.half), master) for master in stash.masters)
         leaves.update((id(param), param) for param in stash.direct)
         for leaf in stash.leaves():
