@@ -167,9 +167,13 @@ class Block:
     def _look_at(self, sets: Sequence[GradientSet]) -> bool:
         """Set ``is_plain``, and return whether the loss is multiplied by a scale at all."""
         is_one = self.scaler.is_one
-        has_masters = any(optimizer._amp_stash.session.policy.master_weights for optimizer in self.optimizers)
-        if any(each.pending is not None or each.overflows for each in sets):
-            is_one = False
+        has_masters = False
+        for optimizer in self.optimizers:
+            if optimizer._amp_stash.session.policy.master_weights:
+                has_masters = True
+        for each in sets:
+            if each.pending is not None or each.overflows:
+                is_one = False
         self.is_plain = is_one and not has_masters
         return not is_one
 
@@ -223,11 +227,11 @@ class Block:
 
     def _leaves_gradients_scaled(self, sets: Sequence[GradientSet]) -> bool:
         """Whether a later block unscales: after ``delay_unscale``, or while DDP or FSDP2 keeps gradients on a rank."""
+        if not self.delay and not state.adapters:
+            return False
         if any(each.state is GradientState.LOST for each in sets):
             return False
-        if self.delay:
-            return True
-        return any(adapter.defers_sync(each.leaves()) for adapter in state.adapters for each in sets)
+        return self.delay or any(adapter.defers_sync(each.leaves()) for adapter in state.adapters for each in sets)
 
     def _undo(self) -> None:
         """Put gradients back to what they were at entry, as far as they can be: the block raised."""

@@ -4,24 +4,24 @@ Nearly every script has one :class:`GradientSet` for each optimizer. Optimizers 
 heads) have those in a set of their own: a block takes the sets of its optimizers, each once, and a step asks those of
 its optimizer. What each event does to a set:
 
-============================  ===============  ============================  =============================  =============
-event                         NONE, EMPTY      UNSCALED                      PENDING                        LOST
-============================  ===============  ============================  =============================  =============
-block begins                  saved            saved                         rescaled to its scale          saved
-block ends                    UNSCALED         added: UNSCALED               ``p.grad`` is added: UNSCALED  LOST
-block ends with an overflow   UNSCALED, noted  UNSCALED, noted               UNSCALED, noted                LOST
-block gives no gradient       EMPTY            UNSCALED                      UNSCALED                       LOST
-block raises                  NONE             UNSCALED, as before           ``p.grad`` is lost; a warning  LOST
-end of the block raises       LOST             LOST                          LOST                           LOST
-ends with ``delay_unscale``   PENDING          PENDING, the rest saved       PENDING                        LOST
-ends in DDP's ``no_sync``     PENDING          PENDING, the rest saved       PENDING                        LOST
-``step``                      NONE             used, or skipped: NONE        unscaled first                 skipped: NONE
-``step`` of one of two users  NONE             used: UNSCALED for the other  unscaled first                 skipped: LOST
-``zero_grad``                 NONE             NONE                          NONE                           LOST
-``p.grad`` cleared            NONE             what is left is used          what is left is unscaled       LOST
-``p.grad`` edited             NONE             used, not by a master         unscaled as edited             LOST
-``load_state_dict``           NONE             UNSCALED                      PENDING                        LOST
-============================  ===============  ============================  =============================  =============
+============================  ===============  ======================  ====================  =============
+event                         NONE, EMPTY      UNSCALED                PENDING               LOST
+============================  ===============  ======================  ====================  =============
+block begins                  saved            saved                   rescaled              saved
+block ends                    UNSCALED         added: UNSCALED         added: UNSCALED       LOST
+block ends with an overflow   UNSCALED, noted  UNSCALED, noted         UNSCALED, noted       LOST
+block gives no gradient       EMPTY            UNSCALED                UNSCALED              LOST
+block raises                  NONE             UNSCALED, as before     scaled ones are lost  LOST
+end of the block raises       LOST             LOST                    LOST                  LOST
+ends with ``delay_unscale``   PENDING          PENDING                 PENDING               LOST
+ends in DDP's ``no_sync``     PENDING          PENDING                 PENDING               LOST
+``step``                      NONE             used, or skipped: NONE  unscaled first        skipped: NONE
+``step`` of one of two users  NONE             used: still UNSCALED    unscaled first        skipped: LOST
+``zero_grad``                 NONE             NONE                    NONE                  LOST
+``p.grad`` cleared            NONE             the rest is used        the rest is unscaled  LOST
+``p.grad`` edited             NONE             used, not by masters    unscaled              LOST
+``load_state_dict``           NONE             UNSCALED                PENDING               LOST
+============================  ===============  ======================  ====================  =============
 
 A set has gradients of two kinds. Those of a half weight with a master are unscaled into ``grad`` of the master; that is
 None again when the set is NONE, and ``p.grad`` of the half weight stays as it is until it is cleared, and is not used
@@ -57,6 +57,7 @@ from ampcompat._types import Optimizer
 from ampcompat.amp.half.masters import Master
 from ampcompat.amp.scaling.scaler import MAX_FLAGS, LossScaler
 
+
 class GradientState(Enum):
     """Name the states of a set; the table at the head of this module has its events."""
 
@@ -77,10 +78,6 @@ class Pending:
 
 #: A scaler, and whether a backward pass of its loss overflowed (0-dim float32 on a device, not 0 if so).
 Overflow = tuple[LossScaler, torch.Tensor]
-
-
-def _no_users() -> weakref.WeakKeyDictionary[Optimizer, bool]:
-    return weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
@@ -110,7 +107,7 @@ class GradientSet:
     overflows: list[Overflow] = field(default_factory=list)
     has_old_overflow: bool = False
     has_foreign_gradients: bool = False
-    users: weakref.WeakKeyDictionary[Optimizer, bool] = field(default_factory=_no_users)
+    users: dict[weakref.ref[Optimizer], bool] = field(default_factory=dict)
 
     # -- what it holds -------------------------------------------------------------------------------------------------
     def leaves(self) -> list[torch.Tensor]:
@@ -121,9 +118,22 @@ class GradientSet:
         """The open block that gives gradients to the set; None if there is none."""
         return None if self.block is None else self.block()
 
+    def has_gradients(self) -> bool:
+        """Whether there is a gradient that a step would use."""
+        for master in self.masters:
+            if master.value.grad is not None:
+                return True
+        for param in self.direct:
+            if param.grad is not None:
+                return True
+        return bool(self.saved)
+
     def has_stepped(self, optimizer: Optimizer) -> bool:
         """Whether ``optimizer`` has stepped with these gradients, while others have yet to."""
-        return self.users.get(optimizer, False)
+        return len(self.users) > 1 and self.users.get(weakref.ref(optimizer), False)
+
+    def _has_waiting_user(self) -> bool:
+        return any(not stepped and user() is not None for user, stepped in self.users.items())
 
     def gradients(self, with_masters: bool = True) -> Iterator[torch.Tensor]:
         """The gradients that a step uses: those of masters and of other tensors, and those saved."""
@@ -146,20 +156,18 @@ class GradientSet:
         was_kept = any(master.value.grad is not None for master in self.masters)
         for master in self.masters:
             master.drop_gradient()
-        for optimizer, stepped in list(self.users.items()):
-            if stepped:
-                del self.users[optimizer]
+        self.users = {user: stepped for user, stepped in self.users.items() if not stepped}
         if self.overflows:
             self.has_old_overflow = True
             self.overflows = []
-        return was_kept and bool(self.users)
+        return was_kept and self._has_waiting_user()
 
     def forget_cleared(self) -> None:
         """Forget what was noted of gradients that are all None now."""
         noted = self.users or self.overflows or self.has_old_overflow or self.has_foreign_gradients
         if not noted or self.pending is not None or self.state is GradientState.LOST:
             return
-        if next(self.gradients(), None) is None:
+        if not self.has_gradients():
             self._forget()
             if self.state is GradientState.UNSCALED:
                 self.state = GradientState.NONE
@@ -195,7 +203,7 @@ class GradientSet:
     def note_user(self, optimizer: Optimizer) -> None:
         """Note that a block of ``optimizer`` gave these gradients."""
         if self.state not in (GradientState.NONE, GradientState.EMPTY):
-            self.users.setdefault(optimizer, False)
+            self.users.setdefault(weakref.ref(optimizer), False)
 
     def note_overflows(self, flags: list[Overflow]) -> None:
         """Have the next steps skipped if one of ``flags`` is set."""
@@ -216,8 +224,7 @@ class GradientSet:
         self.pending = None
         state.optimizers.pending.remove(self)
         if self.state is GradientState.PENDING:
-            has_gradients = next(self.gradients(), None) is not None
-            self.state = GradientState.UNSCALED if has_gradients else GradientState.NONE
+            self.state = GradientState.UNSCALED if self.has_gradients() else GradientState.NONE
 
     def lose(self) -> None:
         """Clear what the end of a block has left half unscaled when it raised; the next step is skipped."""
@@ -236,8 +243,8 @@ class GradientSet:
 
         ``skipped``: None where only the device knows.
         """
-        self.users[optimizer] = True
-        if all(self.users.values()):
+        self.users[weakref.ref(optimizer)] = True
+        if not self._has_waiting_user():
             self._use_up(skipped)
 
     def note_checked(self, has_overflowed: bool) -> None:
@@ -275,15 +282,13 @@ class GradientSet:
     def part(self, masters: list[Master], direct: list[torch.Tensor], holders: Sequence[Optimizer]) -> GradientSet:
         """A set in the same state, of some of these tensors and of new ones, which ``holders`` hold."""
         held = set(map(id, direct))
-        users = _no_users()
-        users.update({optimizer: stepped for optimizer, stepped in self.users.items() if optimizer in holders})
         return replace(
             self,
             masters=masters,
             direct=direct,
             saved=[(param, grad) for param, grad in self.saved if id(param) in held],
             overflows=list(self.overflows),
-            users=users,
+            users={user: stepped for user, stepped in self.users.items() if user() in holders},
         )
 
 

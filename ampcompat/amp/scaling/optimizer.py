@@ -110,7 +110,9 @@ def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwarg
     if args:
         original, closure = _bind_arguments(original, args, closure)
     stash: AmpOptimizerState = optimizer._amp_stash
-    _refuse_in_block(optimizer, stash)
+    for gradient_set in stash.sets:
+        if gradient_set.block is not None:
+            _refuse_in_block(optimizer, gradient_set.block())
     if closure is not None and not callable(closure):
         raise TypeError(
             f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
@@ -128,24 +130,21 @@ def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwarg
         return scaled_step(optimizer, stash, functools.partial(original, **kwargs))
 
 
-def _refuse_in_block(optimizer: Optimizer, stash: AmpOptimizerState) -> None:
-    """Refuse a step while a block is open that gives gradients to tensors of ``optimizer``."""
-    for gradient_set in stash.sets:
-        block_around = gradient_set.open_block()
-        if block_around is None:
-            continue
-        if optimizer in block_around.optimizers:
-            raise RuntimeError(
-                "optimizer.step() inside its scale_loss block - gradients are still multiplied by the loss scale there"
-                " - leave the block first: `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then"
-                " step."
-            )
-        other = type(block_around.optimizers[0]).__name__
+def _refuse_in_block(optimizer: Optimizer, open_block: Any) -> None:
+    """Refuse a step inside ``open_block``, which gives gradients to tensors of ``optimizer``; None: it was dropped."""
+    if open_block is None:
+        return
+    if optimizer in open_block.optimizers:
         raise RuntimeError(
-            f"optimizer.step() inside the scale_loss block of another optimizer ({other}) that shares parameters with"
-            " this one - their gradients are still multiplied by the loss scale there, or saved - leave the block"
-            " first, then step (D38)."
+            "optimizer.step() inside its scale_loss block - gradients are still multiplied by the loss scale there -"
+            " leave the block first: `with amp.scale_loss(loss, optimizer) as scaled: scaled.backward()`, then step."
         )
+    other = type(open_block.optimizers[0]).__name__
+    raise RuntimeError(
+        f"optimizer.step() inside the scale_loss block of another optimizer ({other}) that shares parameters with this"
+        " one - their gradients are still multiplied by the loss scale there, or saved - leave the block first, then"
+        " step (D38)."
+    )
 
 
 def _bind_arguments(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tuple[Callable[..., Any], Any]:

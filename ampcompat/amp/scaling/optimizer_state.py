@@ -77,9 +77,9 @@ class AmpOptimizerState:
         """The tensors that a backward pass gives gradients to."""
         return [*[master.half for master in self.masters], *self.direct]
 
-    def has_state(self, *states: GradientState) -> bool:
-        """Whether one of its sets is in one of ``states``."""
-        return any(each.state in states for each in self.sets)
+    def has_state(self, state: GradientState) -> bool:
+        """Whether one of its sets is in ``state``."""
+        return any(each.state is state for each in self.sets)
 
     def first_gradient(self) -> torch.Tensor | None:
         """The first gradient that there is in the model, to tell new ones from old ones by."""

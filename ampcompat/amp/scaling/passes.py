@@ -28,8 +28,10 @@ from ampcompat.amp.scaling.unscaling import mirror_to_half, rescale_pending, sav
 def begin(optimizers: Sequence[Optimizer], block: weakref.ref[Any], scaler: LossScaler, delay: bool) -> None:
     """Save older gradients for a backward pass; ``delay``: its end leaves its gradients scaled."""
     for optimizer in optimizers:
-        optimizer._amp_stash.look_up(optimizer)
-        optimizer._amp_stash.report_arrived()
+        stash: AmpOptimizerState = optimizer._amp_stash
+        stash.look_up(optimizer)
+        if stash.undecided_steps:
+            stash.report_arrived()
     if len(state.optimizers.live) > 1:
         _drop_cleared_elsewhere()
     sets = sets_of(optimizers)
@@ -38,17 +40,20 @@ def begin(optimizers: Sequence[Optimizer], block: weakref.ref[Any], scaler: Loss
         if gradient_set.pending is not None:
             rescale_pending(gradient_set, gradient_set.pending, scaler)
     for optimizer in optimizers:
-        stash: AmpOptimizerState = optimizer._amp_stash
-        keeps_pending = delay or stash.params_have_scaled_gradients
-        prepare = None if keeps_pending else replaced(optimizer, "_prepare_amp_backward", prepare_amp_backward)
-        if prepare is None:
-            _save_grads_of(stash)
-        else:
-            prepare()
+        _save_or_prepare(optimizer, delay)
     for gradient_set in sets:
         gradient_set.forget_cleared()
-        if gradient_set.users and gradient_set.begin_anew(optimizers):
+        if gradient_set.begin_anew(optimizers):
             misuse.warn_of("shared gradients dropped")
+
+
+def _save_or_prepare(optimizer: Optimizer, delay: bool) -> None:
+    """Save the gradients of ``optimizer``, or have a script's own method do it where apex called it."""
+    prepare = replaced(optimizer, "_prepare_amp_backward", prepare_amp_backward)
+    if prepare is None or delay or optimizer._amp_stash.params_have_scaled_gradients:
+        _save_grads_of(optimizer._amp_stash)
+    else:
+        prepare()
 
 
 def _drop_cleared_elsewhere() -> None:
@@ -99,7 +104,7 @@ def end(
         if gradient_set not in new:
             new[gradient_set] = unscale_new(gradient_set, scaler, scale)
     overflows = _make_transitions(scaler, scale, pending_scalers, moves_scale)
-    has_new_grads = any(new.values())
+    has_new_grads = True in new.values()
     for gradient_set in sets:
         gradient_set.end_pass()
         gradient_set.note_new(new[gradient_set], has_new_grads)
@@ -168,7 +173,8 @@ def end_pending(gradient_set: GradientSet) -> None:
     if pending is None:
         return
     together = [other for other in state.optimizers.pending if other.pending is pending]
-    optimizers = {optimizer: None for each in together for optimizer in each.users}
+    users = dict.fromkeys(user() for each in together for user in each.users)
+    optimizers = [optimizer for optimizer in users if optimizer is not None]
     scaler = next(iter(pending.scalers))
     try:
         end(together, optimizers, scaler, pending.scale)

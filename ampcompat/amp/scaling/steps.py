@@ -35,14 +35,12 @@ def is_plain(stash: AmpOptimizerState) -> bool:
     """Whether blocks have left nothing but unscaled gradients: the scale is one, and there are no masters."""
     if stash.masters or stash.undecided_steps:
         return False
-    return all(_is_plain_set(each) for each in stash.sets)
-
-
-def _is_plain_set(gradient_set: GradientSet) -> bool:
-    if gradient_set.state is not GradientState.UNSCALED or gradient_set.block is not None:
-        return False
-    noted = gradient_set.overflows or gradient_set.has_old_overflow or gradient_set.has_foreign_gradients
-    return not noted
+    for each in stash.sets:
+        if each.state is not GradientState.UNSCALED:
+            return False
+        if each.overflows or each.has_old_overflow or each.has_foreign_gradients:
+            return False
+    return True
 
 
 @_torch.skip_compile_of_frame
@@ -136,8 +134,9 @@ def _prepare_masters(stash: AmpOptimizerState) -> None:
 
 def _warn_of_misuse(stash: AmpOptimizerState) -> None:
     """Warn of a step to which no block has given gradients, or another optimizer's block has."""
-    if any(each.has_foreign_gradients for each in stash.sets):
-        misuse.warn_of("scaled gradients of another block")
+    for each in stash.sets:
+        if each.has_foreign_gradients:
+            misuse.warn_of("scaled gradients of another block")
     if stash.has_state(GradientState.UNSCALED):
         return
     if not stash.masters and all(scaler.is_one for scaler in stash.session.scalers):
@@ -156,12 +155,13 @@ def _warn_of_misuse(stash: AmpOptimizerState) -> None:
 # -- overflows ---------------------------------------------------------------------------------------------------------
 def _flags(optimizer: Optimizer, stash: AmpOptimizerState) -> list[Flag]:
     """The flags any of which skips a step of ``optimizer``."""
-    flags: dict[int, Flag] = {}
+    flags: dict[int, Flag] = {}  # a block's sets have the same flag
     suspects: list[torch.Tensor] = []
     for each in stash.sets:
         has_stepped = each.has_stepped(optimizer)
         if not has_stepped:
-            flags.update((id(flag), (scaler, flag)) for scaler, flag in each.overflows)
+            for overflow in each.overflows:
+                flags[id(overflow[1])] = overflow
         if each.has_old_overflow or (has_stepped and each.overflows):
             suspects += each.gradients(with_masters=not has_stepped)
     if suspects:
@@ -229,7 +229,7 @@ def end(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None) ->
     """
     if stash.masters and not skipped:
         push(stash.masters)
-    if stash.has_state(GradientState.LOST):
+    if skipped and stash.has_state(GradientState.LOST):
         say("Gradients of a scale_loss block were lost.  Skipping step")
     gradient = stash.first_gradient()
     stash.last_step.skipped = skipped
