@@ -241,7 +241,7 @@ def half_written_and_saved_or_copied(level):
                 assert torch.equal(way(run.model).state_dict()["weight"], run.taken(ROW))
 
 
-def handed_out_after_it_was_written_back(level):
+def exported_after_it_was_written_back(level):
     """What is then written into the state dict counts."""
     run = Run(level, LATE)
     before = run.model.weight.detach().clone()
@@ -442,7 +442,7 @@ EVENTS = {
         half_written_and_written_back,
         half_written_for_backward_passes,
         half_written_and_saved_or_copied,
-        handed_out_after_it_was_written_back,
+        exported_after_it_was_written_back,
     ],
     "value written": [value_written, value_written_through_data, value_written_while_half_was_looked_at],
     "both written, with no look between": [both_written],

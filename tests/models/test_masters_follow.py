@@ -53,7 +53,7 @@ def test_sync_masters_brings_half_buffers_up_to_date_too():
 
 
 # -- state dicts that were exported ------------------------------------------------------------------------------------
-def test_a_handed_out_state_dict_does_not_spoil_a_graph():
+def test_an_exported_state_dict_does_not_spoil_a_graph():
     """As in plain torch: looking at weights between a forward and its backward changes nothing."""
     model, optimizer = made()
     loss = model(batch()).pow(2).mean()

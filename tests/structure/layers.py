@@ -28,13 +28,28 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("compat", "rnn_compat", "wrap", "frontend", "amp", "opt", "__version__"),
     ("__init__",),
 )
+#: Modules of packages in which each imports only those before it.
+ORDER: Final[dict[str, tuple[str, ...]]] = {
+    "casts": (
+        *("trees", "refusals", "rules", "contexts", "kernels", "wrappers"),
+        *("cpu_convolution", "installation", "registration", "ambience"),
+    ),
+    "half": (
+        *("merging", "masters", "record", "saving", "casting"),
+        *("devices", "forward", "model_class", "keep_fp32", "boundary", "unwrap"),
+    ),
+    "scaling": (
+        *("loss_scale", "scaler", "session", "misuse", "adapter", "gradient_sets", "exchange", "optimizer_state"),
+        *("unscaling", "passes", "block", "steps", "closures", "optimizer", "checkpoint"),
+    ),
+}
 #: Modules outside ``amp`` that every module of it may import.
 SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))
 #: Modules that hold names which legacy code imports, and little else.
 LEGACY: Final = frozenset(
     (
         *("__version__", "_amp_state", "_initialize", "_process_optimizer", "compat", "handle"),
-        *("opt", "rnn_compat", "utils", "wrap"),
+        *("opt", "rnn_compat", "scaler", "utils", "wrap"),
     )
 )
 #: What the facade, ``amp/__init__.py``, may import from ``ampcompat.tools``, inside functions only.

@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 
 from internals import fields_of_state
+from layers import ORDER
 
 HERE = Path(__file__).parent
 PAGE = runpy.run_path(str(HERE.parents[1] / "docs" / "architecture.py"))
@@ -18,6 +19,13 @@ def test_generated_parts_of_the_page_are_up_to_date():
 def test_the_tables_in_docstrings_are_those_of_the_data():
     for path, source in PAGE["modules_with_tables"]().items():
         assert path.read_text(encoding="utf-8") == source, "python docs/architecture.py writes them"
+
+
+def test_the_page_lists_the_modules_of_a_package_in_their_order():
+    text = PAGE["PAGE"].read_text(encoding="utf-8")
+    section = text[text.index("## The modules") : text.index("### Around the core")]
+    for package, order in ORDER.items():
+        assert re.findall(rf"`{package}/(\w+)\.py`", section) == list(order)
 
 
 def test_the_page_names_functions_and_fields_that_there_are():

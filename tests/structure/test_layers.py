@@ -5,7 +5,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import layers
 import pytest
-from layers import FACADE_MAY_IMPORT, LAYERS, layered_name
+from layers import FACADE_MAY_IMPORT, LAYERS, ORDER, layered_name
 
 from ampcompat import amp
 
@@ -40,6 +40,18 @@ def test_modules_import_lower_layers_only():
         if LEVEL[target] >= LEVEL[source]:
             upward.append(described(one))
     assert upward == []
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_modules_of_a_package_import_those_before_them_only(package):
+    order = [f"ampcompat.amp.{package}.{name}" for name in ORDER[package]]
+    there = [name for name in layers.modules() if name.startswith(f"ampcompat.amp.{package}.")]
+    assert sorted(order) == sorted(there)
+    backward = []
+    for one in imports():
+        if one.source in order and one.target in order and order.index(one.target) > order.index(one.source):
+            backward.append(described(one))
+    assert backward == []
 
 
 def test_amp_imports_nothing_above_but_in_its_facade():
