@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from ampcompat.amp import __version__ as _version_module  # noqa: F401 - see above
 from ampcompat.amp import _amp_state as _amp_state_module  # noqa: F401 - see above
 
-# Scripts say amp._initialize.applier, amp.lists.functional_overrides... without importing these.
-from ampcompat.amp import _initialize, _process_optimizer, compat, lists, rnn_compat, utils, wrap  # noqa: F401
+# Scripts say amp.scaler.LossScaler, amp._initialize.applier... without importing these.
+from ampcompat.amp import _initialize, _process_optimizer, lists, opt, scaler, utils  # noqa: F401
 from ampcompat.amp.__version__ import __version__
 from ampcompat.amp._amp_state import _amp_state, master_params
 from ampcompat.amp.amp import (

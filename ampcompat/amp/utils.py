@@ -5,14 +5,9 @@ from typing import Any
 
 import torch
 
-from ampcompat.amp.casts.trees import map_tree, tensors_in
+from ampcompat.amp.casts.trees import map_tree
 
-__all__ = ["cached_cast", "casted_args", "get_func", "has_func", "is_fp_tensor", "is_nested", "maybe_float"]
-__all__ += ["maybe_bfloat16", "maybe_half", "set_func"]
-
-has_func = hasattr
-get_func = getattr
-set_func = setattr
+__all__ = ["cached_cast", "is_fp_tensor", "is_nested", "maybe_bfloat16", "maybe_float", "maybe_half"]
 
 
 def is_nested(x: object) -> bool:
@@ -25,16 +20,6 @@ def is_fp_tensor(x: Any) -> bool:
     if is_nested(x):
         return all(map(is_fp_tensor, x))
     return isinstance(x, torch.Tensor) and x.is_floating_point()
-
-
-def type_string(x: torch.Tensor) -> str:
-    """The last part of ``x.type()``: "HalfTensor"."""
-    return str(x.type()).rpartition(".")[2]
-
-
-def collect_fp_tensor_types(args: object, kwargs: object) -> set[str]:
-    """The :func:`type_string` of every floating tensor in ``args`` and ``kwargs``."""
-    return {type_string(t) for t in tensors_in((args, kwargs)) if t.is_floating_point()}
 
 
 def maybe_half(x: Any, name: str = "", verbose: bool = False) -> Any:
@@ -67,11 +52,3 @@ def cached_cast(cast_fn: Callable[[Any], Any], x: Any, cache: dict[torch.Tensor,
             return cached
     cache[x] = cast_fn(x)
     return cache[x]
-
-
-def casted_args(cast_fn: Callable[[Any], Any], args: Any, kwargs: dict[str, Any]) -> list[Any]:
-    """Cast the floating arguments: positional ones are returned, those in ``kwargs`` replaced there."""
-    for key, value in kwargs.items():
-        if is_fp_tensor(value):
-            kwargs[key] = cast_fn(value)
-    return [cast_fn(value) if is_fp_tensor(value) else value for value in args]

@@ -25,7 +25,7 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("scaling",),
     ("adapters",),
     ("_initialize", "_process_optimizer", "arguments", "handle", "scaler", "utils"),
-    ("compat", "rnn_compat", "wrap", "frontend", "amp", "opt", "__version__"),
+    ("frontend", "amp", "opt", "__version__"),
     ("__init__",),
 )
 #: Modules of packages in which each imports only those before it.
@@ -48,8 +48,8 @@ SHARED: Final = frozenset(("_state", "_torch", "_types", "_log"))
 #: Modules that hold names which legacy code imports, and little else.
 LEGACY: Final = frozenset(
     (
-        *("__version__", "_amp_state", "_initialize", "_process_optimizer", "compat", "handle"),
-        *("opt", "rnn_compat", "scaler", "utils", "wrap"),
+        *("__version__", "_amp_state", "_initialize", "_process_optimizer", "handle"),
+        *("opt", "scaler", "utils"),
     )
 )
 #: What the facade, ``amp/__init__.py``, may import from ``ampcompat.tools``, inside functions only.

@@ -50,7 +50,6 @@ MODULES = frozenset(
         "apex.parallel.LARC",
         "apex.parallel.distributed",
         "apex.amp.amp",
-        "apex.amp.wrap",
         "apex.amp.__version__",
         "apex.fp16_utils.fp16util",
         "apex.fp16_utils.fp16_optimizer",
@@ -102,8 +101,9 @@ SYMBOLS: dict[str, Symbol] = {
     "apex.amp.register_float_function": Symbol(
         DIFFERS, "a registered class keeps its identity: its forward is wrapped, where apex replaced the class"
     ),
-    "apex.amp.rnn_compat": Symbol(DIFFERS, "recurrent layers are cast by native autocast; drop the call"),
-    "apex.amp.compat": Symbol(DIFFERS, "checks for old torch versions; drop the call"),
+    "apex.amp.rnn_compat": Symbol(UNSUPPORTED, "recurrent layers are cast by native autocast; drop the call"),
+    "apex.amp.compat": Symbol(UNSUPPORTED, "checks for old torch versions; drop the call"),
+    "apex.amp.wrap": Symbol(UNSUPPORTED, "use amp.half_function, amp.float_function and amp.promote_function"),
     **_works("apex.amp.lists", "functional_overrides torch_overrides tensor_overrides"),
     **_works("apex.amp.lists.functional_overrides", "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS BANNED_FUNCS"),
     **_works("apex.amp.lists.torch_overrides", "MODULE FP16_FUNCS BFLOAT16_FUNCS FP32_FUNCS CASTS SEQUENCE_CASTS"),
