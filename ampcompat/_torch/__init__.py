@@ -100,7 +100,6 @@ from ampcompat._torch.host_memory import keep_freed_memory
 from ampcompat._torch.modules import (
     bits,
     broadcast_elements,
-    feeds_errors_back,
     has_storage,
     is_graph_module,
     is_sharded,
@@ -110,7 +109,6 @@ from ampcompat._torch.modules import (
     on_module_registration,
     owns_memory_alone,
     parallel_wrapper,
-    patch_comm_hooks,
     patch_ddp_constructor,
     patch_ddp_join,
     put_back,

@@ -72,24 +72,6 @@ def patch_ddp_join(after: Callable[[DistributedDataParallel, int], None], undo: 
     setattr(DistributedDataParallel, "_sync_final_model", _sync_final_model)  # noqa: B010 - as above
 
 
-def patch_comm_hooks(check: Callable[[DistributedDataParallel, object], None], undo: ExitStack) -> None:
-    """Call ``check(ddp, the hook's state)`` before ``register_comm_hook``."""
-    original: Callable[..., None] = DistributedDataParallel.register_comm_hook
-
-    @functools.wraps(original)
-    def register_comm_hook(self: Any, state: object, hook: Any) -> None:
-        check(self, state)
-        original(self, state, hook)
-
-    undo.callback(setattr, DistributedDataParallel, "register_comm_hook", original)
-    setattr(DistributedDataParallel, "register_comm_hook", register_comm_hook)  # noqa: B010 - as above
-
-
-def feeds_errors_back(hook_state: object) -> bool:
-    """Whether ``hook_state`` is that of PowerSGD, which adds to gradients what it cut off earlier ones."""
-    return type(hook_state).__name__ == "PowerSGDState"
-
-
 def broadcast_elements(tensor: torch.Tensor, source: int, group: Any) -> None:
     """Broadcast ``tensor``, whose strides ranks need not share: ``dist.broadcast`` copies raw memory.
 

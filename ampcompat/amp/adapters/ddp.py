@@ -37,7 +37,6 @@ def install() -> None:
 
     _torch.patch_ddp_constructor(made, state.undo)
     _torch.patch_ddp_join(_joined, state.undo)
-    _torch.patch_comm_hooks(_refuse_error_feedback, state.undo)
 
 
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], rank: int = 0) -> None:
@@ -89,15 +88,6 @@ def _scalers_of(module: torch.nn.Module) -> list[Any]:
         if any(id(leaf) in held for leaf in optimizer._amp_stash.leaves()):
             found.update(dict.fromkeys(optimizer._amp_stash.session.scalers))
     return list(found)
-
-
-def _refuse_error_feedback(wrapper: Any, hook_state: object) -> None:
-    if _torch.feeds_errors_back(hook_state) and any(scaler.dynamic for scaler in _scalers_of(wrapper.module)):
-        raise RuntimeError(
-            "register_comm_hook got PowerSGD for a model with a dynamic loss scale - it adds to every gradient what it"
-            " cut off earlier ones, and after the first overflow that stays NaN - call amp.initialize with a"
-            " number as loss_scale (loss_scale=128.0), or use opt_level='O4' or 'O5'."
-        )
 
 
 class _Ddp(Adapter):
