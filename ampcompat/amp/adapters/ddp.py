@@ -16,8 +16,7 @@ import torch.distributed as dist
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat._types import HALF_DTYPES
-from ampcompat.amp.half.masters import master_of, settle
+from ampcompat.amp.half.masters import master_of
 from ampcompat.amp.scaling.adapter import Adapter
 
 
@@ -40,26 +39,15 @@ def install() -> None:
 
 
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], rank: int = 0) -> None:
-    """Give every rank the master that ``rank`` of ``group`` has of every half parameter in ``module``.
+    """Give every rank the masters of ``rank`` of ``group``, of the half parameters in ``module`` that optimizers hold.
 
-    Ranks need not have the same masters: rank 0 alone saves checkpoints, and ``ZeroRedundancyOptimizer`` shards them. A
-    master that ``rank`` lacks keeps its low bits where it rounds to that rank's half weight, as after any write to it.
-    One host sync, for which of them there are.
+    Every rank has these. Rank 0 may have more, which it has saved: they follow the half weights as after any write.
     """
     source = dist.get_global_rank(group, rank)
-    halves = [p for name, p in module.named_parameters() if p.dtype in HALF_DTYPES and name not in ignored]
-    if not halves:
-        return
-    masters = [master_of(param) for param in halves]
-    has_master = torch.tensor([master is not None for master in masters], device=halves[0].device, dtype=torch.uint8)
-    dist.broadcast(has_master, source, group=group)
-    for param, master, source_has_master in zip(halves, masters, has_master.tolist(), strict=True):
-        if not source_has_master:
-            if master is not None:
-                settle([master])
-        elif master is None:  # every rank takes part in a broadcast
-            _torch.broadcast_elements(torch.empty_like(param, dtype=torch.float32), source, group)
-        else:
+    held = {id(master) for optimizer in state.optimizers.listed() for master in optimizer._amp_stash.masters}
+    for name, param in module.named_parameters():
+        master = master_of(param)
+        if master is not None and id(master) in held and name not in ignored:
             _torch.broadcast_elements(master.value.detach(), source, group)
             master.push()
 

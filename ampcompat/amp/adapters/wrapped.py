@@ -2,8 +2,8 @@
 
 Amp exchanges params for masters in the lists of the groups. Where outer and inner optimizer share these lists, as they
 nearly always do, both see them. Where the inner one has lists of its own, it would step half weights whose gradients
-are not unscaled, so such a pair is refused at levels with masters. So is ``ZeroRedundancyOptimizer``, which broadcasts
-what it steps; ``fully_shard`` is the one that shards masters.
+are not unscaled, so such a pair is refused at levels with masters. ``ZeroRedundancyOptimizer``, which broadcasts what
+it steps, is refused at all levels that cast weights; ``fully_shard`` is the one that shards masters.
 
 Some outer optimizers are stepped in parts (SAM's ``first_step`` and ``second_step``), without the ``step`` that amp has
 wrapped. Then the inner one steps, and its ``step`` does what the outer's does. apex wrapped the outer ``step`` alone.
@@ -44,17 +44,11 @@ def _refuse_unfit_zero(optimizer: Any, options: Properties) -> None:
             "amp.initialize got a ZeroRedundancyOptimizer with overlap_with_ddp=True - it steps inside the"
             " backward pass, before gradients are unscaled - make it with overlap_with_ddp=False."
         )
-    if options.master_weights:
+    if options.cast_model_type in HALF_DTYPES:
         raise RuntimeError(
             f"amp.initialize got a ZeroRedundancyOptimizer at opt_level={options.opt_level!r} - it broadcasts what it"
-            " steps, which would be float32 masters - shard the model instead (torch.distributed.fsdp.fully_shard), or"
-            " use opt_level='O1' (O4 for bfloat16; D47)."
-        )
-    if optimizer.parameters_as_bucket_view and options.cast_model_type in HALF_DTYPES:
-        raise RuntimeError(
-            "amp.initialize got a ZeroRedundancyOptimizer with parameters_as_bucket_view=True at"
-            f" opt_level={options.opt_level!r} - its buckets hold the float32 weights, which the level casts - make it"
-            " with parameters_as_bucket_view=False, or use opt_level='O1' (O4 for bfloat16)."
+            " steps: the weights themselves, and no float32 masters - shard the model instead"
+            " (torch.distributed.fsdp.fully_shard), or use opt_level='O1' (O4 for bfloat16; D47)."
         )
 
 
