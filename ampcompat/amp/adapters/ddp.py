@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.half.masters import master_of
+from ampcompat.amp.half.masters import master_of, settle
 from ampcompat.amp.scaling.adapter import Adapter
 
 
@@ -41,15 +41,19 @@ def install() -> None:
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], rank: int = 0) -> None:
     """Give every rank the masters of ``rank`` of ``group``, of the half parameters in ``module`` that optimizers hold.
 
-    Every rank has these. Rank 0 may have more, which it has saved: they follow the half weights as after any write.
+    Every rank has these. Rank 0 may have more, which it has saved: they follow their half weights, as after any write.
     """
     source = dist.get_global_rank(group, rank)
     held = {id(master) for optimizer in state.optimizers.listed() for master in optimizer._amp_stash.masters}
     for name, param in module.named_parameters():
         master = master_of(param)
-        if master is not None and id(master) in held and name not in ignored:
+        if master is None or name in ignored:
+            continue
+        if id(master) in held:
             _torch.broadcast_elements(master.value.detach(), source, group)
             master.push()
+        else:
+            settle([master])
 
 
 def _joined(wrapper: Any, rank: int) -> None:
