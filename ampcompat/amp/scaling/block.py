@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, NoReturn
@@ -145,24 +144,17 @@ class Block:
         if self.is_plain:
             return self.loss.float()
         try:
-            passes.begin(self.optimizers, weakref.ref(self), self.scaler, self.delay)
+            passes.begin(self.optimizers, self, self.scaler, self.delay)
             return self._scale_loss() if needs_scale else self.loss.float()
         except BaseException:
             self._undo()
             raise
 
     def _refuse_inside_another(self, sets: Sequence[GradientSet]) -> None:
-        """Refuse a block inside one that gives gradients to the same tensors; clean up after blocks without exit."""
-        any_dropped = False
+        """Refuse a block inside one that gives gradients to the same tensors."""
         for gradient_set in sets:
-            if gradient_set.block is None:
-                continue
-            outer = gradient_set.open_block()
-            if outer is not None:
-                _refuse_inner_block(outer.optimizers, self.optimizers)
-            any_dropped = True
-        if any_dropped:
-            passes.undo_dropped_blocks()
+            if gradient_set.block is not None:
+                _refuse_inner_block(gradient_set.block.optimizers, self.optimizers)
 
     def _look_at(self, sets: Sequence[GradientSet]) -> bool:
         """Set ``is_plain``, and return whether the loss is multiplied by a scale at all."""
@@ -238,7 +230,7 @@ class Block:
         if self.is_plain:
             return
         self.scaler.forget_found_inf()
-        passes.undo([each for each in sets_of(self.optimizers) if each.open_block() is self], self.scale)
+        passes.undo([each for each in sets_of(self.optimizers) if each.block is self], self.scale)
 
 
 class Bystander(NamedTuple):

@@ -103,7 +103,7 @@ class GradientSet:
     state: GradientState = GradientState.NONE
     pending: Pending | None = None
     saved: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    block: weakref.ref[Any] | None = None
+    block: Any = None
     overflows: list[Overflow] = field(default_factory=list)
     has_old_overflow: bool = False
     has_foreign_gradients: bool = False
@@ -113,10 +113,6 @@ class GradientSet:
     def leaves(self) -> list[torch.Tensor]:
         """The tensors that a backward pass gives gradients to."""
         return [*[master.half for master in self.masters], *self.direct]
-
-    def open_block(self) -> Any:
-        """The open block that gives gradients to the set; None if there is none."""
-        return None if self.block is None else self.block()
 
     def has_gradients(self) -> bool:
         """Whether there is a gradient that a step would use."""
@@ -145,10 +141,6 @@ class GradientSet:
             yield grad
 
     # -- a block -------------------------------------------------------------------------------------------------------
-    def open(self, block: weakref.ref[Any]) -> None:
-        """Note that ``block`` is open."""
-        self.block = block
-
     def begin_anew(self, by: Iterable[Optimizer]) -> bool:
         """Drop what a user among ``by`` has stepped with; return whether that was kept for another user."""
         if not any(map(self.has_stepped, by)):

@@ -14,7 +14,7 @@ import inspect
 import types
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -112,7 +112,7 @@ def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwarg
     stash: AmpOptimizerState = optimizer._amp_stash
     for gradient_set in stash.sets:
         if gradient_set.block is not None:
-            _refuse_in_block(optimizer, gradient_set.block())
+            _refuse_in_block(optimizer, gradient_set.block)
     if closure is not None and not callable(closure):
         raise TypeError(
             f"optimizer.step got {type(closure).__name__} as closure - it must be callable - pass a function that"
@@ -130,10 +130,8 @@ def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwarg
         return scaled_step(optimizer, stash, functools.partial(original, **kwargs))
 
 
-def _refuse_in_block(optimizer: Optimizer, open_block: Any) -> None:
-    """Refuse a step inside ``open_block``, which gives gradients to tensors of ``optimizer``; None: it was dropped."""
-    if open_block is None:
-        return
+def _refuse_in_block(optimizer: Optimizer, open_block: Any) -> NoReturn:
+    """Refuse a step inside ``open_block``, which gives gradients to tensors of ``optimizer``."""
     if optimizer in open_block.optimizers:
         raise RuntimeError(
             "optimizer.step() inside its scale_loss block - gradients are still multiplied by the loss scale there -"

@@ -71,7 +71,7 @@ class AmpOptimizerState:
     @property
     def in_block(self) -> bool:
         """Whether a block is open that gives gradients to tensors of this optimizer."""
-        return any(each.open_block() is not None for each in self.sets)
+        return any(each.block is not None for each in self.sets)
 
     def leaves(self) -> list[torch.Tensor]:
         """The tensors that a backward pass gives gradients to."""

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from ampcompat.amp.scaling.unscaling import mirror_to_half, rescale_pending, sav
 
 
 # -- its beginning -----------------------------------------------------------------------------------------------------
-def begin(optimizers: Sequence[Optimizer], block: weakref.ref[Any], scaler: LossScaler, delay: bool) -> None:
+def begin(optimizers: Sequence[Optimizer], block: Any, scaler: LossScaler, delay: bool) -> None:
     """Save older gradients for a backward pass; ``delay``: its end leaves its gradients scaled."""
     for optimizer in optimizers:
         stash: AmpOptimizerState = optimizer._amp_stash
@@ -36,7 +35,7 @@ def begin(optimizers: Sequence[Optimizer], block: weakref.ref[Any], scaler: Loss
         _drop_cleared_elsewhere()
     sets = sets_of(optimizers)
     for gradient_set in sets:
-        gradient_set.open(block)
+        gradient_set.block = block
         if gradient_set.pending is not None:
             rescale_pending(gradient_set, gradient_set.pending, scaler)
     for optimizer in optimizers:
@@ -198,9 +197,8 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
     block does whose end calls the method that a script has put in the place of this one.
     """
     for gradient_set in optimizer._amp_stash.sets:
-        block = gradient_set.open_block()
-        if block is not None:
-            scale = block.scale
+        if gradient_set.block is not None:
+            scale = gradient_set.block.scale
         elif gradient_set.pending is not None:
             scale = gradient_set.pending.scale
         else:
@@ -240,8 +238,3 @@ def undo(sets: Iterable[GradientSet], scale: torch.Tensor | None) -> None:
                 adapter.drop_waiting_gradients(gradient_set.direct)
             misuse.warn_of("pending gradients lost")
         gradient_set.end_pass()
-
-
-def undo_dropped_blocks() -> None:
-    """Undo blocks that were dropped without their exit."""
-    undo([each for each in all_sets() if each.block is not None and each.open_block() is None], None)
