@@ -430,23 +430,15 @@ def _check_parallel(method: str, *lists: Sequence[torch.Tensor]) -> None:
         )
 
 
-#: What apex's ``scale_loss`` called on a scaler. Ours works on the scaler's tensors instead.
-_CALLED_BY_APEX = ("loss_scale", "clear_overflow_state", "unscale", "unscale_with_stashed", "update_scale")
-
-
 def check_scaler(scaler: object, index: int) -> None:
-    """Raise a TypeError unless ``scaler``, entry ``index`` of ``_amp_state.loss_scalers``, can be driven."""
-    kind = type(scaler).__name__
-    if not isinstance(scaler, LossScaler):
+    """Raise a TypeError unless ``scaler``, entry ``index`` of ``_amp_state.loss_scalers``, is a :class:`LossScaler`.
+
+    A subclass is none: scripts override methods that apex called, and that ``amp.scale_loss`` would never call.
+    """
+    if type(scaler) is not LossScaler:
         raise TypeError(
-            f"amp._amp_state.loss_scalers[{index}] is {kind} - a scaler has the scale of each loss - put a"
-            " amp.scaler.LossScaler there."
+            f"amp._amp_state.loss_scalers[{index}] is a {type(scaler).__name__} - amp.scale_loss scales and updates on"
+            " the device, by amp.scaler.LossScaler itself - put one there; to share overflows between ranks, leave"
+            " blocks with delay_overflow_check=True, all-reduce the tensor lent to _overflow_buf, and call"
+            " update_scale()."
         )
-    for name in _CALLED_BY_APEX:
-        if getattr(type(scaler), name) is not getattr(LossScaler, name):
-            raise TypeError(
-                f"amp._amp_state.loss_scalers[{index}] is a {kind}, which overrides {name} -"
-                " amp.scale_loss unscales and updates on the device and would never call it - use amp.scaler.LossScaler"
-                " itself; to share overflows between ranks, leave blocks with delay_overflow_check=True, all-reduce the"
-                " tensor lent to _overflow_buf, and call update_scale()."
-            )

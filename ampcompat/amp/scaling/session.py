@@ -78,8 +78,7 @@ class Session:
 
     def replace_scalers(self, scalers: Any) -> None:
         """Follow ``amp._amp_state.loss_scalers = [...]``."""
-        is_list = isinstance(scalers, list) and len(scalers) > 0
-        if not is_list or not all(isinstance(scaler, LossScaler) for scaler in scalers):
+        if not isinstance(scalers, list) or not scalers:
             raise TypeError(
                 f"amp._amp_state.loss_scalers = {scalers!r} - it must be a list of amp.scaler.LossScaler - put"
                 " amp.scaler.LossScaler(scale) or LossScaler('dynamic') into it, one per loss."

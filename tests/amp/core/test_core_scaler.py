@@ -229,7 +229,7 @@ def test_a_call_before_the_latest_keeps_its_scalers():
         assert float(scaled) == 4.0
 
 
-@pytest.mark.parametrize("wrong", [None, 128.0, LossScaler(2.0), [], [2.0**14], [torch.amp.GradScaler("cpu")]])
+@pytest.mark.parametrize("wrong", [None, 128.0, LossScaler(2.0), []])
 def test_what_is_no_list_of_scalers_is_refused(wrong):
     start("O2")
     before = amp._amp_state.loss_scalers
@@ -241,7 +241,7 @@ def test_what_is_no_list_of_scalers_is_refused(wrong):
 def test_an_entry_that_is_no_scaler_is_refused_by_the_block():
     model, optimizer = start("O2")
     amp._amp_state.loss_scalers[0] = 2.0**14
-    with pytest.raises(TypeError, match=r"loss_scalers\[0\] is float - .* - put a amp.scaler.LossScaler there"):
+    with pytest.raises(TypeError, match=r"loss_scalers\[0\] is a float - .* amp.scaler.LossScaler itself - put one there"):
         backward(model, optimizer)
     amp._amp_state.loss_scalers[0] = LossScaler(2.0**14)
     backward(model, optimizer)
@@ -415,45 +415,19 @@ def test_an_overflow_written_between_blocks():
 
 # -- subclasses --------------------------------------------------------------------------------------------------------
 class AllReducing(LossScaler):
-    """As scripts for model parallelism have it."""
-
-    def unscale(self, *args, **kwargs):
-        super().unscale(*args, **kwargs)
+    """As scripts for model parallelism have it: apex called the methods that it overrides."""
 
 
-class Counting(LossScaler):
-    def update_scale(self):
-        return super().update_scale()
-
-
-class Named(LossScaler):
-    """Overrides nothing that apex called."""
-
-    def describe(self):
-        return f"scale {self.loss_scale()}"
-
-
-@pytest.mark.parametrize(("kind", "method"), [(AllReducing, "unscale"), (Counting, "update_scale")])
-def test_a_subclass_of_uncalled_methods_is_refused(kind, method):
-    """A scaler that overrides a method which amp does not call."""
+@pytest.mark.parametrize("scaler", [AllReducing("dynamic"), torch.amp.GradScaler("cpu"), 2.0**14])
+def test_another_kind_of_scaler_is_refused(scaler):
     model, optimizer = start("O2")
-    rule = f"a {kind.__name__}, which overrides {method} - .* - .*delay_overflow_check=True.*update_scale"
-    with pytest.raises(TypeError, match=rf"loss_scalers\[0\] is {rule}"):
-        amp._amp_state.loss_scalers = [kind("dynamic")]
+    rule = rf"loss_scalers\[0\] is a {type(scaler).__name__} - .* itself - .*delay_overflow_check=True.*update_scale"
+    with pytest.raises(TypeError, match=rule):
+        amp._amp_state.loss_scalers = [scaler]
     train(model, optimizer, 1)
-    amp._amp_state.loss_scalers[0] = kind("dynamic")
-    with pytest.raises(TypeError, match=rf"loss_scalers\[0\] is {rule}"):
+    amp._amp_state.loss_scalers[0] = scaler
+    with pytest.raises(TypeError, match=rule):
         backward(model, optimizer)
-
-
-def test_a_subclass_that_overrides_nothing_of_apex_is_used():
-    model, optimizer = start("O2")
-    amp._amp_state.loss_scalers = [Named(4.0)]
-    with amp.scale_loss(torch.ones(()), optimizer) as scaled:
-        assert float(scaled) == 4.0
-    amp._amp_state.loss_scalers[0] = Named(8.0)
-    with amp.scale_loss(torch.ones(()), optimizer) as scaled:
-        assert float(scaled) == 8.0
 
 
 # -- no scalers --------------------------------------------------------------------------------------------------------
