@@ -1,15 +1,14 @@
 """Traverse nested data: arguments and outputs of a forward, arguments of a registered function.
 
-Lists, tuples, namedtuples, mappings, their subclasses and dataclasses are followed, within what dynamo traces, and any
-other collection (a deque, a set).
+Lists, tuples, namedtuples, mappings, their subclasses and dataclasses are followed, within what dynamo traces. Other
+collections (a deque, a set) are left alone: no model is known that takes or returns tensors in one.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, MappingView
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,20 +19,14 @@ T = TypeVar("T")
 
 #: Never looked into: they hold no tensors, and some of them have a ``.to`` of their own.
 _LEAVES = (str, bytes, bytearray, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.nn.Module)
-#: Collections of numbers, which may be long.
-_NUMBERS = (range, memoryview)
 
 
 def cast_tree(value: T, dtype: torch.dtype) -> T:
     """Cast every floating tensor in ``value`` to ``dtype``; objects with a ``.to`` method (batches) cast themselves.
 
     Reproduces what apex did to the inputs and outputs of an O2 model (``apex/amp/_initialize.py: applier``), for
-    dataclasses and mappings of any kind too. Iterators, which apex could not rebuild, are left alone. What needs no
-    cast is returned itself, containers included, so that a forward that writes into its argument writes into the
-    caller's.
-
-    Raises:
-        TypeError: A tensor to cast is in a collection that cannot be made of a list of its items.
+    dataclasses and mappings of any kind too. What needs no cast is returned itself, containers included, so that a
+    forward that writes into its argument writes into the caller's.
     """
 
     def cast(leaf: Any) -> Any:
@@ -61,8 +54,8 @@ def tensors_in(value: object, objects: bool = True) -> list[torch.Tensor]:
 def map_tree(value: T, function: Callable[[Any], object], objects: bool = True) -> T:
     """Replace every tensor in ``value``, and every object that has ``.to``, by ``function`` of it.
 
-    A container in which nothing changes is returned itself, never a copy. Without ``objects``, dataclasses, objects
-    with ``.to`` and collections other than lists, tuples and mappings are left alone: a method's ``self`` may be one.
+    A container in which nothing changes is returned itself, never a copy. Without ``objects``, dataclasses and objects
+    with ``.to`` are left alone: a method's ``self`` may be one.
     """
     mapped, _ = _map(value, function, objects)
     return mapped
@@ -89,13 +82,9 @@ def _map_object(value: Any, function: Callable[[Any], Any]) -> tuple[Any, bool]:
     if dataclasses.is_dataclass(value):
         parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
         return _map_parts(value, parts, function, objects=True)
-    if hasattr(type(value), "__array__") or isinstance(value, _NUMBERS):
-        return value, False
     if callable(getattr(value, "to", None)):
         new = function(value)
         return new, new is not value
-    if isinstance(value, Collection):
-        return _map_parts(value, value, function, objects=True)
     return value, False
 
 
@@ -128,9 +117,7 @@ def _rebuild(value: Any, items: list[object]) -> Any:
         return kind._make(items) if hasattr(kind, "_make") else kind(items)
     if isinstance(value, Mapping):
         return _rebuild_mapping(value, dict(zip(value, items, strict=True)))
-    if dataclasses.is_dataclass(value):
-        return _rebuild_dataclass(value, items)
-    return _rebuild_collection(value, items)
+    return _rebuild_dataclass(value, items)
 
 
 def _rebuild_mapping(value: Any, pairs: dict[Any, object]) -> Any:
@@ -151,18 +138,3 @@ def _rebuild_dataclass(value: Any, items: list[object]) -> Any:
         if item is not getattr(value, field.name, None):
             object.__setattr__(clone, field.name, item)
     return clone
-
-
-def _rebuild_collection(value: Any, items: list[object]) -> Any:
-    if isinstance(value, MappingView):
-        return items
-    kind: Any = type(value)
-    try:
-        if isinstance(value, deque):
-            return kind(items, value.maxlen)
-        return kind(items)
-    except TypeError as error:
-        raise TypeError(
-            f"amp casts tensors in a {kind.__name__} that a model was given or returned - a collection is made again of"
-            f" its items, and {kind.__name__}([...]) raises {error} - give it a `to(dtype)` method, or pass a list."
-        ) from error

@@ -238,16 +238,6 @@ def test_what_is_no_list_of_scalers_is_refused(wrong):
     assert amp._amp_state.loss_scalers is before
 
 
-def test_an_entry_that_is_no_scaler_is_refused_by_the_block():
-    model, optimizer = start("O2")
-    amp._amp_state.loss_scalers[0] = 2.0**14
-    with pytest.raises(TypeError, match=r"loss_scalers\[0\] is a float - .* amp.scaler.LossScaler itself - put one there"):
-        backward(model, optimizer)
-    amp._amp_state.loss_scalers[0] = LossScaler(2.0**14)
-    backward(model, optimizer)
-    optimizer.step()
-
-
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), 1e-46, "0"])
 def test_a_written_scale_that_cannot_be_one_is_refused(value, is_used):
