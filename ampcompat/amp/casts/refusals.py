@@ -1,9 +1,9 @@
 """Refuse half where a script calls a banned function, or changes a half tensor in place by an op of the float list.
 
 Refused is what the script calls, at the name that it calls: ``x.exp_()``, ``torch.exp_(x)``, ``x **= 2``,
-``F.silu(x, inplace=True)``, ``F.binary_cross_entropy(half, y)``. torch calls the same ops for itself: ``square_`` is
-made of ``pow_``, and ``nn.init.trunc_normal_`` calls ``Tensor.log_``. These run in the dtype that they are given. apex,
-whose patches were of names too, saw nothing of what is made in C++ (``apex/amp/amp.py: init``).
+``F.binary_cross_entropy(half, y)``. torch calls the same ops for itself: ``square_`` is made of ``pow_``, and
+``nn.init.trunc_normal_`` calls ``Tensor.log_``. These run in the dtype that they are given. apex, whose patches were of
+names too, saw nothing of what is made in C++ (``apex/amp/amp.py: init``).
 
 The compiler calls the same names, on tensors without values, when it traces: compiled code is refused too. It cannot be
 seen then whether the script or torch's own Python code has called, and both are refused.
@@ -12,7 +12,6 @@ seen then whether the script or torch's own Python code has called, and both are
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -50,9 +49,6 @@ def refuse_in_place(names: Iterable[str], undo: ExitStack) -> None:
         for owner, attribute in bindings:
             refusing = _refusing_left_side(getattr(owner, attribute), name)
             _torch.replace_function(owner, attribute, refusing, undo)
-        function = getattr(F, name[:-1], None)
-        if isinstance(function, FunctionType) and "inplace" in inspect.signature(function).parameters:
-            _torch.wrap_everywhere(F, function, functools.partial(_refusing_inplace_argument, name=name), undo)
 
 
 def ban(name: str, message: str, in_float32: _torch.Wrap, undo: ExitStack) -> None:
@@ -94,17 +90,6 @@ def _refusing_left_side(function: Callable[..., object], name: str) -> Callable[
     return refusing
 
 
-def _refusing_inplace_argument(function: Callable[..., object], name: str) -> Callable[..., object]:
-    @functools.wraps(function)
-    def refusing(*args: Any, **kwargs: Any) -> object:
-        # ``wrap_everywhere`` passes all arguments by name.
-        if kwargs.get("inplace") and _is_half_under_casts(kwargs["input"]):
-            raise _refusal(kwargs["input"], name)
-        return function(*args, **kwargs)
-
-    return refusing
-
-
 def _refusing_half(function: Callable[..., object], message: str, in_float32: _torch.Wrap) -> Callable[..., object]:
     casting = in_float32(function)
 
@@ -139,8 +124,7 @@ def _called_by_torch() -> bool:
 
 def _refusal(left: torch.Tensor, name: str) -> NotImplementedError:
     op = name[:-1]
-    form = f"x.{op}(...)" if hasattr(torch.Tensor, name) else f"torch.nn.functional.{op}(x)"
     return NotImplementedError(
         f"In-place {name} on a {left.dtype} tensor: amp runs {op} in float32, and a half tensor cannot hold the result."
-        f" Use the out-of-place form, x = {form}, or x.float() before it."
+        f" Use the out-of-place form, x = x.{op}(...), or x.float() before it."
     )

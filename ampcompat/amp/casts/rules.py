@@ -110,7 +110,7 @@ def rules_by_name() -> dict[str, Rule]:
     edits = {name: rule for name, rule in {**removed, **added}.items() if SHIPPED.get(name) is not rule}
     table = {**edits, **SHIPPED, **edits}  # edits first, in order and in value
     for name, rule in list(table.items()):
-        if rule in _IN_PLACE and _has_in_place_form(name, is_added=name in added):
+        if rule in _IN_PLACE and hasattr(torch.Tensor, f"{name}_"):
             table[f"{name}_"] = _IN_PLACE[rule]
     return table
 
@@ -137,15 +137,6 @@ def _warn_of_unknown(name: str, op_list: OpList) -> None:
             f"{op_list.module.__name__}.{op_list.name} holds {name!r}, which is not a function of torch,"
             " torch.nn.functional or torch.Tensor - it changes no cast - check its spelling.",
         )
-
-
-def _has_in_place_form(name: str, is_added: bool) -> bool:
-    """Whether scripts can call ``name`` in place; ``is_added``: users have put it on a list."""
-    in_place = f"{name}_"
-    if hasattr(torch.Tensor, in_place):
-        return True
-    # An added function may have one that is not a method: F.silu(x, inplace=True) calls aten::silu_.
-    return is_added and bool(_torch.overloads_of(in_place))
 
 
 # -- From names to ops -------------------------------------------------------------------------------------------------

@@ -50,19 +50,6 @@ def test_binary_cross_entropy_runs_in_half_where_casts_are_off():
         assert F.binary_cross_entropy(P.half(), T.half()).dtype is torch.float16
 
 
-@pytest.mark.parametrize("function", [F.silu, F.mish, F.elu])
-def test_listed_functions_refuse_half_in_place(function, monkeypatch):
-    """Functions of ``functional`` with ``inplace=True`` that a script puts on the float list."""
-    monkeypatch.setattr(functional_overrides, "FP32_FUNCS", [*functional_overrides.FP32_FUNCS, function.__name__])
-    x = torch.full((2, 2), 0.5).half()
-    with casts_on():
-        with pytest.raises(NotImplementedError, match=rf"x = torch\.nn\.functional\.{function.__name__}\(x\)"):
-            function(x, inplace=True)
-        assert x.eq(0.5).all()
-        assert function(x.float(), inplace=True).dtype is torch.float32
-        assert function(x).dtype is torch.float32
-
-
 REFUSED = sorted(name for name, rule in rules.rules_by_name().items() if rule is rules.Rule.INPLACE_BANNED)
 
 
