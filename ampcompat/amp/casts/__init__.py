@@ -20,7 +20,6 @@ from ampcompat.amp.casts.contexts import (
     OFF,
     Casts,
     CastsOff,
-    DisabledCasts,
     ForwardCasts,
     Saved,
     casts_off,
@@ -33,5 +32,5 @@ from ampcompat.amp.casts.contexts import (
     save,
 )
 
-__all__ = ["OFF", "Casts", "CastsOff", "DisabledCasts", "ForwardCasts", "Saved", "casts_off", "disable_casts"]
+__all__ = ["OFF", "Casts", "CastsOff", "ForwardCasts", "Saved", "casts_off", "disable_casts"]
 __all__ += ["disabled_depth", "is_decided", "mark_switched_off", "restore", "restored", "save"]

@@ -17,9 +17,8 @@ state of their thread (:func:`mark_switched_off`).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -195,30 +194,15 @@ def casts_off(device_type: str) -> AbstractContextManager[None]:
     return CastsOff(device_type, in_forwards=True, weights_may_change=False)
 
 
-class DisabledCasts(threading.local, ContextDecorator):
-    """What :func:`disable_casts` returns: may be entered again while it is open, and by several threads."""
-
-    def __init__(self) -> None:
-        self.open: list[CastsOff] = []  # those of this thread, outermost first
-
-    @_torch.eager
-    def __enter__(self) -> None:
-        context = CastsOff(in_forwards=True)
-        context.__enter__()
-        self.open.append(context)
-
-    @_torch.eager
-    def __exit__(self, *exc: object) -> None:
-        self.open.pop().__exit__(*exc)
-
-
-def disable_casts() -> DisabledCasts:
+@contextmanager
+def disable_casts() -> Iterator[None]:
     """Return a context, or a decorator of functions, in which no function is cast, at any level.
 
     It nests, and ends with exceptions too. As in apex (``apex/amp/handle.py: disable_casts``), which switched one flag
     of its handle.
     """
-    return DisabledCasts()
+    with CastsOff(in_forwards=True):
+        yield
 
 
 # -- what compiled forwards see ----------------------------------------------------------------------------------------

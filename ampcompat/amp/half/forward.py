@@ -39,7 +39,6 @@ class ModelPolicy:
     output_dtype: torch.dtype | None  # floating outputs are cast to it
     half_dtype: torch.dtype | None  # the weights were cast to it; None where they stay float32
     master_weights: bool  # whether half weights have float32 masters
-    deactivated: bool = False  # function casts were ended; a later call that casts functions begins them again
 
     def __deepcopy__(self, memo: dict[int, object]) -> ModelPolicy:
         if self.half_dtype is not None and _amp_state.verbosity > 0:

@@ -98,7 +98,6 @@ class Session:
         if self.policy.casts.enabled:
             for device_type in held - self.device_types:
                 self._warn_of_no_autocast(device_type)
-            self._cast_deactivated_models_again()
             install_casting(self.device_types)
             self.has_models = self.policy in policies_in_force()
             self.come_into_force()
@@ -136,18 +135,8 @@ class Session:
         set_ambient(self.device_types.union(state.casts.device_types))
         switch_this_forward(on)
 
-    def _cast_deactivated_models_again(self) -> None:
-        """Put casts on for models whose call was deactivated: under apex this call's patches were on for all models."""
-        for model in state.models.live:
-            policy = model.__dict__["_amp_policy"]
-            if policy.deactivated and not policy.casts.enabled:
-                policy.casts = policy.casts._replace(enabled=True)
-                self.casting.append(policy)
-
     def end_casts(self) -> None:
         """Take this call's casts back (``handle._deactivate()``); with the last of them go all patches of torch."""
-        if self.policy.casts.enabled:
-            self.policy.deactivated = True
         for policy in self.casting:
             policy.casts = policy.casts._replace(enabled=False)
         release_casts()

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ampcompat import _torch
 from ampcompat.amp import _amp_state, disable_casts, init, initialize, scale_loss
-from ampcompat.amp.scaling import session
 
 HALF, FLOAT = torch.float16, torch.float32
 
@@ -169,22 +168,16 @@ def test_deactivate_ends_everything(torch_state):
     assert model.seen == [FLOAT]
 
 
-@pytest.mark.parametrize(("later", "dtype"), [("O0", FLOAT), ("O1", HALF), ("O2", FLOAT), ("O4", HALF)])
-def test_a_later_call_reactivates_an_earlier_model(later, dtype, torch_state):
-    """apex's patches were those of the process: a later call made them for every model."""
-    before = torch_state()
+@pytest.mark.parametrize("later", ["O0", "O1", "O2"])
+def test_a_later_call_reactivates_no_earlier_model(later):
+    """Each call owns its models; apex's patches were those of the process."""
     old, _ = at("O1")
     handle = _amp_state.handle
     handle._deactivate()
     new, _ = at(later)
     old(torch.randn(2, 4))
-    assert old.seen == [dtype]
-    assert handle.is_active() == (dtype == HALF)
-    _amp_state.handle._deactivate()
-    old(torch.randn(2, 4))
-    assert old.seen[-1] == FLOAT
-    if later in ("O1", "O4"):
-        assert torch_state() == before
+    assert old.seen == [FLOAT]
+    assert not handle.is_active()
 
 
 def test_a_later_call_adds_no_casts_to_uncast_models():
@@ -197,24 +190,6 @@ def test_a_later_call_adds_no_casts_to_uncast_models():
     for model in (old, half):
         model(torch.randn(2, 4))
         assert model.seen == [FLOAT]
-
-
-def test_a_failed_call_reactivates_no_model(monkeypatch):
-    """A deactivated model casts again after a later call at O1, but not after one that raised."""
-    old, _ = at("O1")
-    _amp_state.handle._deactivate()
-
-    def fail(*args):
-        raise RuntimeError("no casts today")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(session, "set_ambient", fail)
-        with pytest.raises(RuntimeError, match="no casts today"):
-            _held = at("O1")
-    old(torch.randn(2, 4))
-    _held = at("O1")
-    old(torch.randn(2, 4))
-    assert old.seen == [FLOAT, HALF]
 
 
 @pytest.mark.parametrize("level", ["O0", "O2"])
@@ -537,24 +512,19 @@ def test_step_is_uncast_and_its_closure_is_as_outside():
 
 
 # -- disable_casts ----------------------------------------
-@pytest.mark.parametrize("is_one_object", [True, False])
-def test_disable_casts_nests_and_survives_exceptions(is_one_object):
-    """The casts come back at the last exit; one object can be nested in itself, and entered again."""
+def test_disable_casts_nests_and_survives_exceptions():
+    """The casts come back at the last exit."""
     model, _ = at("O1")
-    context = disable_casts()
-    with context:
-        with context if is_one_object else disable_casts():
+    with disable_casts():
+        with disable_casts():
             assert product() == FLOAT
         assert product() == FLOAT
         model(torch.randn(2, 4))
         old_style_step()
     assert model.seen == [FLOAT]
     assert product() == HALF
-    with pytest.raises(KeyError), context:
+    with pytest.raises(KeyError), disable_casts():
         raise KeyError
-    assert product() == HALF
-    with context:
-        assert product() == FLOAT
     assert product() == HALF
 
 
@@ -582,14 +552,14 @@ def test_disable_casts_decorates_functions():
 
 
 @pytest.mark.on_cpu
-def test_one_disable_casts_in_two_threads():
+def test_disable_casts_in_two_threads():
     """They leave it in the order in which they came."""
     model, _ = at("O1")
-    context, entered, leave = disable_casts(), threading.Event(), threading.Event()
+    entered, leave = threading.Event(), threading.Event()
     seen = []
 
     def other():
-        with context:
+        with disable_casts():
             entered.set()
             leave.wait(60)
             model(torch.randn(2, 4))
@@ -597,7 +567,7 @@ def test_one_disable_casts_in_two_threads():
         seen.extend(model.seen)
 
     thread = threading.Thread(target=other)
-    with context:
+    with disable_casts():
         thread.start()
         entered.wait(60)
         assert product() == FLOAT
