@@ -18,14 +18,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _register(module: object, name: str, rule: Rule) -> None:
+    shown = getattr(module, "__name__", type(module).__name__)
     if not isinstance(name, str) or not hasattr(module, name):
         raise ValueError(
-            f"No function named {name!r} in module {getattr(module, '__name__', type(module).__name__)} - it must exist"
-            " when it is registered - check the spelling, and pass the function's name as a string."
+            f"No function named {name!r} in module {shown} - it must exist when it is registered - check the spelling,"
+            " and pass the function's name as a string."
         )
     target = getattr(module, name)
     if not callable(target):
-        shown = getattr(module, "__name__", type(module).__name__)
         raise ValueError(
             f"{name!r} in module {shown} is a {type(target).__name__} - what is registered must be a function or a"
             " class - check the name."
@@ -50,45 +50,17 @@ def register_half_function(module: object, name: str) -> None:
 
 
 def register_bfloat16_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to bfloat16 while casts are on, at O1 too; as in ROCm's fork of apex.
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute, or it is not a function.
-    """
+    """As :func:`register_half_function`, but cast to bfloat16, at O1 too; as in ROCm's fork of apex."""
     _register(module, name, Rule.BFLOAT16)
 
 
 def register_float_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to float32 while casts are on.
-
-    As in apex (``apex/amp/amp.py: register_float_function``).
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute, or it is not a function.
-    """
+    """As :func:`register_half_function`, but cast to float32 (``apex/amp/amp.py: register_float_function``)."""
     _register(module, name, Rule.FLOAT)
 
 
 def register_promote_function(module: object, name: str) -> None:
-    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
-
-    As in apex (``apex/amp/amp.py: register_promote_function``).
-
-    Args:
-        module: Module, class or namespace object that holds the function.
-        name: Its attribute name; see :func:`register_half_function` for classes.
-
-    Raises:
-        ValueError: ``module`` has no such attribute, or it is not a function.
-    """
+    """As :func:`register_half_function`, but cast to the widest (``apex/amp/amp.py: register_promote_function``)."""
     _register(module, name, Rule.PROMOTE)
 
 
@@ -125,27 +97,15 @@ def half_function(fn: F) -> F:
 
 
 def bfloat16_function(fn: F) -> F:
-    """Decorate ``fn`` to get its arguments in bfloat16 while casts are on, at O1 too; as in ROCm's fork of apex.
-
-    Args:
-        fn: What :func:`half_function` takes; what that returns is returned.
-    """
+    """As :func:`half_function`, but in bfloat16, at O1 too; as in ROCm's fork of apex."""
     return _decorated(fn, Rule.BFLOAT16, "bfloat16_function")
 
 
 def float_function(fn: F) -> F:
-    """Decorate ``fn`` to get its half arguments in float32 while casts are on (``apex/amp/amp.py: float_function``).
-
-    Args:
-        fn: What :func:`half_function` takes; what that returns is returned.
-    """
+    """As :func:`half_function`, but in float32 (``apex/amp/amp.py: float_function``)."""
     return _decorated(fn, Rule.FLOAT, "float_function")
 
 
 def promote_function(fn: F) -> F:
-    """Decorate ``fn`` to get its arguments in the widest dtype among them (``apex/amp/amp.py: promote_function``).
-
-    Args:
-        fn: What :func:`half_function` takes; what that returns is returned.
-    """
+    """As :func:`half_function`, but in the widest dtype among them (``apex/amp/amp.py: promote_function``)."""
     return _decorated(fn, Rule.PROMOTE, "promote_function")

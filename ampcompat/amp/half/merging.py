@@ -8,7 +8,7 @@ import torch
 
 from ampcompat import _torch
 
-#: Elements that are merged at once: on a device as many as fused kernels take in one launch.
+#: Elements that are worked on at once: on a device as many as fused kernels take in one launch.
 CHUNK = 2**24
 #: The same on the CPU, which has no launches: what stays in its cache.
 CPU_CHUNK = 2**17
@@ -34,13 +34,13 @@ def merge_(values: Sequence[torch.Tensor], halves: Sequence[torch.Tensor]) -> No
         _torch.foreach_copy_(destinations, shaped)
 
 
-def in_chunks(halves: Sequence[torch.Tensor]) -> Iterable[list[int]]:
-    """The indices of ``halves`` in parts of one device and dtype that are small enough to be worked on at once."""
+def in_chunks(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
+    """The indices of ``tensors`` in parts of one device and dtype that are small enough to be worked on at once."""
     chunks: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], int] = {}
-    for index, half in enumerate(halves):
-        kind = (half.device, half.dtype)
-        sizes[kind] = sizes.get(kind, 0) + half.numel()
-        chunk = sizes[kind] // (CPU_CHUNK if half.is_cpu else CHUNK)
+    for index, tensor in enumerate(tensors):
+        kind = (tensor.device, tensor.dtype)
+        sizes[kind] = sizes.get(kind, 0) + tensor.numel()
+        chunk = sizes[kind] // (CPU_CHUNK if tensor.is_cpu else CHUNK)
         chunks.setdefault((*kind, chunk), []).append(index)
     return chunks.values()
