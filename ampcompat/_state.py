@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ampcompat.amp.casts import Casts, Saved
     from ampcompat.amp.casts.rules import Plan, Rule
     from ampcompat.amp.half.masters import Master
+    from ampcompat.amp.scaling.adapter import Adapter
+    from ampcompat.amp.scaling.gradient_sets import GradientSet
     from ampcompat.amp.scaling.session import Session
 
 
@@ -132,19 +134,17 @@ class OptimizerIndex:
 
     Attributes:
         live: Those under amp; :meth:`listed` reads them at a third of the cost of iterating.
-        pending: Of these, those with scaled gradients that a block has left.
+        pending: Gradient sets that a block has left scaled. They are kept when their optimizers are gone, for the next
+            one that holds these tensors.
         disabled: Those given to ``initialize(enabled=False)``.
         held: By id, the models' tensors that optimizers under amp hold or have held, whose blocks unscale the
             gradients. Check that the tensor found is the one meant: ids are reused.
-        sharing: By optimizer, the others that hold a tensor of it; None until asked for, and after any of them has
-            changed (see :mod:`ampcompat.amp.scaling.sharing`).
     """
 
     live: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
-    pending: weakref.WeakSet[Optimizer] = field(default_factory=weakref.WeakSet)
+    pending: list[GradientSet] = field(default_factory=list)
     disabled: weakref.WeakKeyDictionary[Optimizer, None] = field(default_factory=weakref.WeakKeyDictionary)
     held: weakref.WeakValueDictionary[int, torch.Tensor] = field(default_factory=weakref.WeakValueDictionary)
-    sharing: weakref.WeakKeyDictionary[Optimizer, list[weakref.ref[Optimizer]]] | None = None
 
     def listed(self) -> list[Optimizer]:
         """Those under amp, in the order of their ``initialize`` calls."""
@@ -174,6 +174,7 @@ class State:
         rules: The op rules that are on the dispatcher.
         functions: Functions that users registered, by module and name: the holder, the name, and the rule.
         observers: Tools that are called with losses, gradients and steps.
+        adapters: What blocks and steps must know of wrappers around models, for each kind of wrapper in use.
     """
 
     undo: ExitStack = field(default_factory=ExitStack)
@@ -189,6 +190,7 @@ class State:
     rules: OpRules = field(default_factory=OpRules)
     functions: dict[tuple[int, str], tuple[object, str, Rule]] = field(default_factory=dict)
     observers: list[object] = field(default_factory=list)
+    adapters: list[Adapter] = field(default_factory=list)
 
     def undo_once(self, undo: Callable[[], None]) -> None:
         """Have ``reset`` call ``undo``, which undoes what there is, if anything: once, however often this is called."""

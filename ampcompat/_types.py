@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypedDict
 import torch
 
 if TYPE_CHECKING:
-    from ampcompat.amp.scaling.stash import AmpOptimizerState
+    from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 
 #: The dtypes that "half" stands for.
 HALF_DTYPES = (torch.float16, torch.bfloat16)

@@ -117,10 +117,10 @@ def delayed_overflow_flags(scaler):
 def overflow_flags(optimizer):
     """How many flags of overflows are kept for the next step and for later ones."""
     stash = optimizer._amp_stash
-    return len(stash.overflows) + len(stash.earlier_overflows)
+    return sum(len(each.overflows) for each in stash.sets)
 
 
 def keep_few_flags(monkeypatch, count):
     """Have amp keep ``count`` flags of overflows at the most, for a scaler and for an optimizer."""
     monkeypatch.setattr("ampcompat.amp.scaling.scaler.MAX_FLAGS", count)
-    monkeypatch.setattr("ampcompat.amp.scaling.stash.MAX_FLAGS", count)
+    monkeypatch.setattr("ampcompat.amp.scaling.gradient_sets.MAX_FLAGS", count)

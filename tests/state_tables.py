@@ -21,50 +21,24 @@ class Table(NamedTuple):
         return [row[0] for row in self.rows]
 
 
-#: The gradient of a master, that is, of a half parameter at levels with masters. State NONE is the same after a step
-#: that was made and after one that was skipped.
-MASTER_GRADIENTS: Final = Table(
-    head=("master's gradient", "NONE", "UNSCALED", "PENDING"),
+#: The gradients of one set of tensors. EMPTY is NONE with one warning more.
+GRADIENTS: Final = Table(
+    head=("event", "NONE, EMPTY", "UNSCALED", "PENDING", "LOST"),
     rows=(
-        ("block begins", "what the script put there", "kept", "p.grad is rescaled to its scale"),
-        ("block ends", "UNSCALED", "added: UNSCALED", "p.grad is added: UNSCALED"),
-        ("block ends with an overflow", "the same, and noted", "the same, and noted", "the same, and noted"),
-        ("block gives no gradient", "NONE (EMPTY)", "UNSCALED", "UNSCALED"),
-        ("block raises", "NONE", "as before the block", "p.grad is lost; a warning"),
-        ("end of the block raises", "LOST", "LOST", "LOST"),
-        ("ends with `delay_unscale`", "PENDING", "kept, beside PENDING", "PENDING"),
-        ("ends in DDP's `no_sync`", "PENDING", "kept, beside PENDING", "PENDING"),
-        ("`step`", "moves nothing", "used, or skipped: NONE", "unscaled first"),
-        ("`zero_grad`", "NONE", "NONE", "NONE"),
-        ("`p.grad` cleared", "NONE", "NONE", "what is left is unscaled"),
-        ("`p.grad` edited", "NONE", "kept; a warning", "the edited one is unscaled"),
-        ("`load_state_dict`", "NONE", "UNSCALED", "PENDING"),
-    ),
-)
-
-#: The gradient of a float32 parameter, which is ``p.grad`` itself. State NONE differs by what the last step was.
-FLOAT32_GRADIENTS: Final = Table(
-    head=("float32 gradient", "NONE, step made", "NONE, step skipped", "UNSCALED", "PENDING"),
-    rows=(
-        ("block begins", "goes aside", "goes aside", "goes aside", "is rescaled"),
-        ("block ends", "added to what stayed", "added: still not finite", "added", "unscaled"),
-        (
-            "block ends with an overflow",
-            "the same, and noted",
-            "the same, and noted",
-            "the same, and noted",
-            "the same, noted",
-        ),
-        ("block gives no gradient", "stays", "stays", "stays", "unscaled"),
-        ("block raises", "as before the block", "as before the block", "as before the block", "lost; a warning"),
+        ("block begins", "saved", "saved", "rescaled", "saved"),
+        ("block ends", "UNSCALED", "added: UNSCALED", "added: UNSCALED", "LOST"),
+        ("block ends with an overflow", "UNSCALED, noted", "UNSCALED, noted", "UNSCALED, noted", "LOST"),
+        ("block gives no gradient", "EMPTY", "UNSCALED", "UNSCALED", "LOST"),
+        ("block raises", "NONE", "UNSCALED, as before", "scaled ones are lost", "LOST"),
         ("end of the block raises", "LOST", "LOST", "LOST", "LOST"),
-        ("ends with `delay_unscale`", "aside; PENDING", "aside; PENDING", "aside; PENDING", "PENDING"),
-        ("ends in DDP's `no_sync`", "aside; PENDING", "aside; PENDING", "aside; PENDING", "PENDING"),
-        ("`step`", "used again", "skipped, until it is clean", "used, or skipped", "unscaled first"),
-        ("`zero_grad`", "cleared", "cleared", "cleared", "cleared"),
-        ("`p.grad` cleared", "moves nothing", "moves nothing", "moves nothing", "moves nothing"),
-        ("`p.grad` edited", "used as it is", "used if it is finite", "used as it is", "unscaled"),
-        ("`load_state_dict`", "stays", "stays", "stays", "stays"),
+        ("ends with `delay_unscale`", "PENDING", "PENDING", "PENDING", "LOST"),
+        ("ends in DDP's `no_sync`", "PENDING", "PENDING", "PENDING", "LOST"),
+        ("`step`", "NONE", "used, or skipped: NONE", "unscaled first", "skipped: NONE"),
+        ("`step` of one of two users", "NONE", "used: still UNSCALED", "unscaled first", "skipped: LOST"),
+        ("`zero_grad`", "NONE", "NONE", "NONE", "LOST"),
+        ("`p.grad` cleared", "NONE", "the rest is used", "the rest is unscaled", "LOST"),
+        ("`p.grad` edited", "NONE", "used, not by masters", "unscaled", "LOST"),
+        ("`load_state_dict`", "NONE", "UNSCALED", "PENDING", "LOST"),
     ),
 )
 
@@ -108,22 +82,24 @@ CASTS: Final = Table(
 
 #: Which attributes change when, in one step at O2 with a dynamic scale.
 STATE_CHANGES: Final = Table(
-    head=("", "`LossScaler`", "`AmpOptimizerState` (stash)", "`Block`", "`Master`, and its tensors"),
+    head=("", "`LossScaler`", "`GradientSet`", "`LastStep`", "`Block`", "`Master`, and its tensors"),
     rows=(
-        ("`model(x)`", "-", "-", "-", "-"),
-        ("block begins", "-", "`block`: this one", "`entered`; `scale`: that of now; `loss`: let go", "-"),
-        ("`backward`", "-", "-", "-", "`half.grad`: scaled"),
+        ("`model(x)`", "-", "-", "-", "-", "-"),
+        ("block begins", "-", "`block`: this one", "-", "`entered`; `scale`: that of now; `loss`: let go", "-"),
+        ("`backward`", "-", "-", "-", "-", "`half.grad`: scaled"),
         (
             "block ends",
             "`_overflows.last`: the flag; `core.scale`: a new tensor; `core.clean_passes`: one more, or 0",
-            "`block`: None; `gradients`: UNSCALED; `overflows`: and the flag",
+            "`block`: None; `state`: UNSCALED; `overflows`: and the flag; `users`: and the optimizer",
+            "-",
             "-",
             "`value.grad`: the sum, unscaled; `added_grad`: `half.grad` and its version",
         ),
         (
             "`step`, made",
             "-",
-            "`gradients`: NONE; `overflows`: none; `last_step.first_gradient`",
+            "`state`: NONE; `overflows`: none; `users`: none",
+            "`first_gradient`",
             "-",
             "`value`: stepped; `half`: rounded from it; `half_version`; `value_version`; `value.grad`: None;"
             " `added_grad`: None",
@@ -131,25 +107,24 @@ STATE_CHANGES: Final = Table(
         (
             "`step`, skipped",
             "-",
-            "`gradients`: NONE; `overflows`: none; `earlier_overflows`: and these; `last_step.first_gradient`;"
-            " `last_step.skipped`: True",
+            "`state`: NONE; `overflows`: none; `users`: none; `has_old_overflow`: True",
+            "`first_gradient`; `skipped`: True",
             "-",
             "`value.grad`: None; `added_grad`: None",
         ),
-        ("`zero_grad`, step made", "-", "-", "-", "`half.grad`: None"),
-        ("`zero_grad`, step skipped", "-", "`earlier_overflows`: none", "-", "`half.grad`: None"),
+        ("`zero_grad`, step made", "-", "-", "-", "-", "`half.grad`: None"),
+        ("`zero_grad`, step skipped", "-", "`has_old_overflow`: False", "-", "-", "`half.grad`: None"),
     ),
 )
 
 #: Names of the tables on the page, by the module of ``ampcompat/amp`` that shows them in its docstring, in this order.
 SHOWN_IN: Final[dict[str, tuple[str, ...]]] = {
-    "scaling/block": ("gradients", "float32"),
+    "scaling/gradient_sets": ("gradients",),
     "half/masters": ("masters",),
     "casts/ambience": ("casts",),
 }
 TABLES: Final[dict[str, Table]] = {
-    "gradients": MASTER_GRADIENTS,
-    "float32": FLOAT32_GRADIENTS,
+    "gradients": GRADIENTS,
     "masters": MASTERS,
     "casts": CASTS,
     "changes": STATE_CHANGES,

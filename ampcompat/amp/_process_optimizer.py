@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ampcompat.amp.scaling.stash import AmpOptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 
 __all__ = ["AmpOptimizerState", "post_backward_models_are_masters"]
 

@@ -17,7 +17,7 @@ from ampcompat._log import say, say_once
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES, Optimizer, Options, OptLevel
 from ampcompat.amp import arguments
-from ampcompat.amp.adapters import checkpoint_names, fsdp, wrapped
+from ampcompat.amp.adapters import checkpoint_names, ddp, fsdp, wrapped
 from ampcompat.amp.casts.ambience import set_ambient
 from ampcompat.amp.half.boundary import BoundaryPolicy, set_boundary
 from ampcompat.amp.half.casting import cast_weights
@@ -30,12 +30,11 @@ from ampcompat.amp.levels import LEVELS
 from ampcompat.amp.observers import notify
 from ampcompat.amp.options import check_keywords
 from ampcompat.amp.properties import Properties, read_properties
-from ampcompat.amp.scaling import block, checkpoint
+from ampcompat.amp.scaling import checkpoint
 from ampcompat.amp.scaling import optimizer as amp_optimizer
 from ampcompat.amp.scaling.checkpoint import load_state_dict, state_dict
 from ampcompat.amp.scaling.scaler import LossScaler
 from ampcompat.amp.scaling.session import Session, release_casts
-from ampcompat.amp.scaling.sharing import never_held, sharers_outside
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -336,10 +335,12 @@ def _take_over(session: Session, objects: _Objects) -> None:
         for optimizer in objects.optimizers:
             amp_optimizer.remember(optimizer, undo)
             if session.enabled:
+                wrapped.wrap(optimizer)
                 amp_optimizer.attach(optimizer, session)
             else:
                 _release_optimizer(optimizer)
         if session.enabled:
+            ddp.install()
             session.begin_casts()
             if session.policy.master_weights:
                 watch_torch()
@@ -347,7 +348,6 @@ def _take_over(session: Session, objects: _Objects) -> None:
         undo.pop_all()
     state.view = view
     state.session = session
-    _unscale_what_others_left(objects.optimizers)
     amp_optimizer.drop_scaled_gradients(scaled)
     if objects.models and not session.enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
@@ -407,7 +407,7 @@ def _release_optimizer(optimizer: Optimizer) -> None:
 def _scaled_for_no_optimizer(optimizers: list[Optimizer]) -> list[torch.Tensor]:
     """The params of ``optimizers`` that blocks have reached while no optimizer under amp held them (a frozen stage)."""
     params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
-    new = [param for param in never_held(params) if param.grad is not None]
+    new = [param for param in amp_optimizer.never_held(params) if param.grad is not None]
     if not new or state.session is None:
         return []
     sessions = [state.session, *(optimizer._amp_stash.session for optimizer in state.optimizers.listed())]
@@ -415,20 +415,6 @@ def _scaled_for_no_optimizer(optimizers: list[Optimizer]) -> list[torch.Tensor]:
         return []
     under_amp = {id(param) for model in state.models.live for param in model.parameters()}
     return [param for param in new if id(param) in under_amp]
-
-
-def _unscale_what_others_left(optimizers: list[Optimizer]) -> None:
-    """Unscale what blocks of other optimizers have left scaled (pending) in tensors that ``optimizers`` hold too.
-
-    A script may leave an accumulation unfinished, and go on with an optimizer made anew. That one has the gradients of
-    the one before, as in plain torch. Under DDP and FSDP2 they may be those of one rank, which a later backward pass is
-    to average: there they stay pending, and blocks of the new optimizer are refused.
-    """
-    if not len(state.optimizers.pending) or state.models.ddp or state.models.sharded:
-        return
-    for other in sharers_outside(optimizers):
-        if other._amp_stash.pending is not None:
-            block.unscale_pending(other)
 
 
 def _apply_loaded_scalers(session: Session) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ampcompat.amp._amp_state import master_params
+from ampcompat.amp.adapters import wrapped
 from ampcompat.amp.casts import disable_casts
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.block import scale_loss
@@ -51,6 +52,7 @@ class AmpHandle:
         while len(session.scalers) < num_loss:
             session.scalers.append(LossScaler(session.properties.loss_scale, loss_id=len(session.scalers)))
         if "_amp_stash" not in vars(optimizer):
+            wrapped.wrap(optimizer)
             _optimizer.attach(optimizer, session)
 
     def _scale_loss(self, loss: torch.Tensor, optimizer: Any, loss_id: int) -> AbstractContextManager[torch.Tensor]:

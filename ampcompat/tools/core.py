@@ -36,6 +36,7 @@ from ampcompat.amp.hints import add_hint as add_hint
 from ampcompat.amp.observers import notify as notify
 from ampcompat.amp.observers import observers as observers
 from ampcompat.amp.observers import observing as observing
+from ampcompat.amp.scaling import closures as _closures
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.scaler import LossScaler as LossScaler
 
@@ -204,6 +205,6 @@ def reason_in_frame(frame: FrameType) -> str | None:
     reason = _wrappers.why_float32(frame)
     if reason:
         return reason
-    if frame.f_code is _optimizer.evaluate.__code__:
+    if frame.f_code is _closures.evaluate.__code__:
         return None
     return "in an optimizer step" if frame.f_code.co_filename == _optimizer.__file__ else ""

@@ -57,8 +57,8 @@ class Weight:
     leaf: torch.nn.Parameter
     value: torch.nn.Parameter
     shown: tuple[torch.Tensor, int] | None = None  # the model's gradient that tells of the master's, and its version
+    is_saved: bool = False  # a state dict has it: from then on it has its master, though no optimizer may hold it
     cleared: bool = False  # the master's gradient is gone, and amp has had no reason to look since
-    used_by: set["Optimizer"] = field(default_factory=set)  # whose step has used the master's, which others wait for
 
     @property
     def has_master(self):
@@ -76,7 +76,6 @@ class Weight:
     def forget(self):
         """There is no gradient of the master any more."""
         self.value.grad, self.shown = None, None
-        self.used_by.clear()
 
     def note(self):
         """The model's gradient shows what the master's is, and may be cleared."""
@@ -108,35 +107,85 @@ class Weight:
 
 @dataclass(eq=False)
 class Pending:
-    """Scaled gradients of one backward pass, left by blocks of ``scalers`` to ``optimizers``."""
+    """Scaled gradients of one backward pass, left by blocks of ``scalers``."""
 
     scale: float
     scalers: list[Scaler]
-    optimizers: list["Optimizer"]
+
+
+@dataclass(eq=False)
+class GradientSet:
+    """The gradients of the weights that exactly the same optimizers hold (the columns of the table)."""
+
+    weights: list[Weight] = field(default_factory=list)
+    waits: bool = False  # UNSCALED, or PENDING
+    pending: Pending | None = None
+    saved: dict[Weight, torch.Tensor | None] = field(default_factory=dict)
+    flags: bool = False  # blocks of dynamic scales have looked for an overflow
+    overflow: bool = False
+    old_overflow: bool = False  # gradients that are not finite may have stayed
+    users: dict["Optimizer", bool] = field(default_factory=dict)  # whose blocks gave them, and whether each has stepped
+
+    def part(self, weights, holders):
+        """A set in the same state, of other weights."""
+        made = copy.copy(self)
+        made.weights = weights
+        made.saved = {weight: grad for weight, grad in self.saved.items() if weight in weights}
+        made.users = {one: stepped for one, stepped in self.users.items() if one in holders}
+        return made
+
+    def gradients(self, with_masters=True):
+        found = [w.value.grad for w in self.weights if with_masters or not w.has_master]
+        return [grad for grad in [*found, *self.saved.values()] if grad is not None]
+
+    def forget(self):
+        self.waits, self.flags, self.overflow, self.old_overflow, self.users = False, False, False, False, {}
+
+    def forget_cleared(self):
+        if not self.pending and not self.gradients():
+            self.forget()
+
+    def clear(self):
+        self.saved, self.pending = {}, None
+        self.forget()
+
+    def save(self):
+        for weight in self.weights:
+            if not weight.has_master:
+                self.saved[weight] = weight.leaf.grad
+            weight.leaf.grad, weight.shown, weight.cleared = None, None, False
+
+    def begin_anew(self, chosen):
+        """What a user has stepped with makes place for new gradients."""
+        if not any(self.users.get(one) for one in chosen):
+            return
+        for weight in self.weights:
+            if weight.has_master:
+                weight.forget()
+        self.users = {one: False for one, stepped in self.users.items() if not stepped}
+        self.old_overflow |= self.flags
+        self.flags = self.overflow = False
+
+    def end_step(self, one, skipped):
+        """``one`` has stepped; ``skipped``: None where only the device knows."""
+        self.users[one] = True
+        if not all(self.users.values()):
+            return
+        for weight in self.weights:
+            if weight.has_master:
+                weight.forget()
+        self.old_overflow = (self.old_overflow or self.flags) if skipped is not False else False
+        self.waits, self.flags, self.overflow, self.users = False, False, False, {}
 
 
 @dataclass(eq=False)
 class Optimizer:
-    """A torch optimizer, and the state of its gradients (the columns of the table)."""
+    """A torch optimizer, and the sets of what it holds."""
 
     torch: torch.optim.Optimizer
     weights: list[Weight]
-    used: bool = False  # UNSCALED, or EMPTY: there was a block since the last step
-    waits: bool = False  # UNSCALED
-    pending: Pending | None = None
-    aside: dict[Weight, torch.Tensor | None] = field(default_factory=dict)
-    overflow: bool = False
-    earlier: bool = False  # an overflow whose gradients may still be there
+    sets: list[GradientSet] = field(default_factory=list)
     skipped: bool = False
-
-    def shares_with(self, other):
-        return other is not self and not set(self.weights).isdisjoint(other.weights)
-
-    def gradients(self):
-        """The gradients that a step would use."""
-        weights = [weight for weight in self.weights if self not in weight.used_by]
-        found = [*[weight.value.grad for weight in weights], *self.aside.values()]
-        return [grad for grad in found if grad is not None]
 
     def zero_grad(self, set_to_none=True):
         self.torch.zero_grad(set_to_none)
@@ -146,30 +195,35 @@ class Optimizer:
                 weight.forget()
             elif weight.has_master:
                 weight.zero()
-        self.aside, self.pending, self.used, self.waits, self.earlier = {}, None, False, False, False
+        for each in self.sets:
+            each.clear()
 
-    def step(self, others):
-        overflow = self.overflow
-        left = self.earlier and not all(bool(grad.isfinite().all()) for grad in self.gradients())
-        self.skipped, self.overflow = overflow or left, False
-        decides_itself = bool(self.torch.defaults.get("fused"))  # then whether it skipped is not known yet
-        self.earlier = (self.earlier or overflow) and (self.skipped or decides_itself)
+    def step(self):
+        for each in self.sets:
+            each.forget_cleared()
+        used = [each for each in self.sets if each.users.get(self)]
+        flagged = [each for each in self.sets if each.overflow and each not in used]
+        stayed = []
+        for each in self.sets:
+            if each.old_overflow or (each.flags and each in used):
+                stayed += each.gradients(with_masters=each not in used)
+        left = not all(bool(grad.isfinite().all()) for grad in stayed)
+        self.skipped = bool(flagged) or left
+        # Then whether it skipped is not known yet, where there was a flag.
+        is_flagged = bool(stayed) or any(each.flags for each in self.sets if each not in used)
+        decides_itself = bool(self.torch.defaults.get("fused")) and is_flagged
         if not self.skipped:
-            hidden = [(weight, weight.value.grad) for weight in self.weights if self in weight.used_by]
+            hidden = [(w, w.value.grad) for each in used for w in each.weights if w.has_master]
             for weight, _ in hidden:
                 weight.value.grad = None
             self.torch.step()
             for weight, grad in hidden:
                 weight.value.grad = grad
-        waiting = {weight for other in others if other is not self and other.waits for weight in other.weights}
         for weight in self.weights:
             weight.cleared = False
-            if weight.has_master and weight not in waiting:
-                weight.forget()
-            elif weight.has_master and weight.value.grad is not None:
-                weight.used_by.add(self)
             weight.push()
-        self.used = self.waits = False
+        for each in self.sets:
+            each.end_step(self, None if decides_itself else self.skipped)
 
 
 def clone(tensor):
@@ -212,6 +266,7 @@ class Reference:
         self.optimizers = [Optimizer(one, []) for one in made]
         self.dead = []  # weights that optimizers hold and no model does, where others are seen in their stead
         self.changes = 0  # of the models themselves: a run that is made anew has none
+        self.sets = []
         self.list_weights()
         dynamic = level in ("O1", "O2") and self.half is torch.float16
         loss_scale = config["loss_scale"] or ("dynamic" if dynamic else 1.0)
@@ -230,6 +285,32 @@ class Reference:
         by_value = {id(w.value): w for w in (*self.weights, *self.dead)}
         for one in self.optimizers:
             one.weights = [by_value[id(p)] for group in one.torch.param_groups for p in group["params"]]
+        self.regroup()
+
+    def regroup(self):
+        """Sets of the weights that the same optimizers hold; what falls apart keeps its state."""
+        old_of = {weight: old for old in self.sets for weight in old.weights}
+        held = dict.fromkeys(weight for one in self.optimizers for weight in one.weights)
+        groups = {}
+        for weight in held:
+            holders = tuple(one for one in self.optimizers if weight in one.weights)
+            groups.setdefault(holders, {}).setdefault(old_of.get(weight), []).append(weight)
+        self.sets = []
+        for one in self.optimizers:
+            one.sets = []
+        for holders, by_old in groups.items():
+            new = by_old.pop(None, [])
+            if new and by_old:
+                next(iter(by_old.values())).extend(new)
+            elif new:
+                by_old[GradientSet()] = new
+            for old, weights in by_old.items():
+                self.sets.append(old.part(weights, holders))
+                for one in holders:
+                    one.sets.append(self.sets[-1])
+
+    def sets_of(self, chosen):
+        return list(dict.fromkeys(each for one in chosen for each in one.sets))
 
     def forward(self, number):
         model = self.models[number]
@@ -286,6 +367,8 @@ class Reference:
         if not weight.has_master or weight.leaf.dim() < 2 or not self.places(weight):
             return False  # without a master, torch's fused optimizers mix elements up
         weight.leaf.data = programs.laid_out_anew(weight.leaf.data)
+        if self.owner(weight) is None and not weight.is_saved:  # its master is made later, of this one
+            weight.value.data = programs.laid_out_anew(weight.value.data)
         return True
 
     def graft(self, step):
@@ -302,14 +385,9 @@ class Reference:
         programs.join(self.config, [one.torch for one in self.optimizers], [w.value for w in self.weights])
         self.list_weights()
         self.joined = True
-        for one in self.optimizers:
-            if any(owner is not None and self.optimizers[owner] is one for owner in self.config["late"]):
-                one.earlier |= any(
-                    other.overflow or other.earlier for other in self.optimizers if one.shares_with(other)
-                )
         if self.has_scaled and any(scaler.dynamic or scaler.scale != 1.0 for scaler in self.scalers):
             for weight in late:  # what blocks have left to weights of no optimizer is scaled, by whatever scales
-                if not weight.has_master and self.owner(weight).pending is None:
+                if not weight.has_master and not any(each.pending for each in self.owner(weight).sets):
                     weight.leaf.grad = None
         return True
 
@@ -317,7 +395,7 @@ class Reference:
         """Run a backward pass outside any block, where its gradients cannot be taken for those of a block."""
         if any(w.leaf.grad is not None or w.value.grad is not None for w in self.weights):
             return False
-        if any(one.used or one.pending for one in self.optimizers):
+        if any(each.waits or each.pending for each in self.sets):
             return False
         loss = self.loss(step)
         if loss.requires_grad:
@@ -331,17 +409,18 @@ class Reference:
         if self.idle:
             self.backward(loss, step)
             return
-        self.begin(chosen, scale, step["delay_unscale"])
+        self.begin(chosen, scale)
         self.open += chosen
         self.backward(loss.float() * scale, step)
         self.open = self.open[: -len(chosen)]
         if step["raises"]:
             self.put_back(chosen, scale)
         elif step["delay_unscale"]:
-            held = [s for one in chosen if one.pending for s in one.pending.scalers]
-            pending = Pending(scale, list(dict.fromkeys([scaler, *held])), chosen)
-            for one in chosen:
-                one.pending = pending
+            held = [s for each in self.sets_of(chosen) if each.pending for s in each.pending.scalers]
+            pending = Pending(scale, list(dict.fromkeys([scaler, *held])))
+            for each in self.sets_of(chosen):
+                each.pending, each.waits = pending, True
+            self.note_users(chosen)
         else:
             self.end(chosen, scaler, scale, check=not step["delay_overflow_check"])
 
@@ -393,7 +472,7 @@ class Reference:
 
     def refuse_open(self, chosen):
         """A block or a step of an optimizer that a block is open of, or that shares a weight with one."""
-        if any(one is other or one.shares_with(other) for one in chosen for other in self.open):
+        if set(self.sets_of(chosen)) & set(self.sets_of(self.open)):
             raise Refused
 
     def backward_of(self, losses, how="apart"):
@@ -401,65 +480,51 @@ class Reference:
             if loss.requires_grad:
                 loss.backward()
 
-    def refuse_pending(self, chosen, delay=False):
-        """Scaled gradients in a weight that two optimizers hold."""
-        waiting = [one for one in self.optimizers if one.pending and one not in chosen]
-        for one in chosen:
-            together = [other for other in chosen if delay or one.pending or other.pending]
-            if any(one.shares_with(other) for other in [*waiting, *together]):
-                raise Refused
-
-    def begin(self, chosen, scale, delay=False):
+    def begin(self, chosen, scale):
         self.refuse_open(chosen)
-        self.refuse_pending(chosen, delay)
-        for one in chosen:
-            self.begin_one(one, scale)
-
-    def begin_one(self, one, scale):
-        for weight in one.weights:
-            if one in weight.used_by:
-                weight.forget()
-        if one.pending:
-            for weight in one.weights:
-                grad = weight.leaf.grad
-                if grad is not None:
-                    weight.leaf.grad = (grad.float() * (scale / one.pending.scale)).to(grad.dtype)
-            one.pending = Pending(scale, one.pending.scalers, one.pending.optimizers)
-            return
-        for weight in one.weights:
-            if not weight.has_master:
-                one.aside[weight] = weight.leaf.grad
-            weight.leaf.grad, weight.shown, weight.cleared = None, None, False
-        one.earlier &= bool(one.gradients())
+        for each in self.sets_of(chosen):
+            if each.pending:
+                for weight in each.weights:
+                    grad = weight.leaf.grad
+                    if grad is not None:
+                        weight.leaf.grad = (grad.float() * (scale / each.pending.scale)).to(grad.dtype)
+                each.pending = Pending(scale, each.pending.scalers)
+            else:
+                each.save()
+            each.forget_cleared()
+            each.begin_anew(chosen)
 
     def put_back(self, chosen, scale):
         """What accumulated before the block is there again; its own gradients are not."""
-        for one in chosen:
-            for weight in one.weights:
-                weight.leaf.grad = None
-        for one in chosen:
-            for weight in one.weights:
-                if one.aside.get(weight) is not None:
-                    weight.leaf.grad = one.aside[weight]
+        for each in self.sets_of(chosen):
+            for weight in each.weights:
+                weight.leaf.grad = each.saved.get(weight)
                 if weight.leaf.grad is None:
                     weight.show(scale)
-            one.aside, one.pending = {}, None
+            each.saved, each.pending = {}, None
+
+    def note_users(self, chosen):
+        for one in chosen:
+            for each in one.sets:
+                if each.waits:
+                    each.users.setdefault(one, False)
 
     def end(self, chosen, scaler, scale, check=True):
+        self.end_sets(self.sets_of(chosen), scaler, scale, check)
+        self.note_users(chosen)
+
+    def end_sets(self, sets, scaler, scale, check=True):
         """Unscale, add up, note overflows, and move the scales."""
-        overflow, reached, done = False, False, set()
+        overflow = False
         inverse = torch.tensor(1 / scale)
-        for one in chosen:
-            for weight in one.weights:
-                if weight in done:
-                    continue
-                done.add(weight)
-                new, old = weight.leaf.grad, one.aside.get(weight)
+        for each in sets:
+            for weight in each.weights:
+                new, old = weight.leaf.grad, each.saved.get(weight)
                 if new is None:
                     weight.leaf.grad = old if not weight.has_master else None
                     weight.show(scale)
                     continue
-                reached = True
+                each.waits = True
                 overflow |= not bool(new.isfinite().all())
                 unscaled = new.float() * inverse
                 if weight.has_master:
@@ -468,7 +533,7 @@ class Reference:
                 else:
                     unscaled = unscaled.to(new.dtype)
                     weight.leaf.grad = unscaled if old is None else unscaled + old
-        others = dict.fromkeys(s for one in chosen if one.pending for s in one.pending.scalers if s is not scaler)
+        others = dict.fromkeys(s for each in sets if each.pending for s in each.pending.scalers if s is not scaler)
         if check:
             scaler.update(overflow)
         else:
@@ -476,22 +541,19 @@ class Reference:
             scaler.puts_off = scaler.dynamic
         for other in others:
             other.update(overflow)
-        for one in chosen:
-            one.aside, one.pending, one.used = {}, None, True
-            one.waits |= reached
-            one.overflow |= overflow and scaler.dynamic
-        for other in self.optimizers:
-            if other not in chosen and any(other.shares_with(one) for one in chosen):
-                other.earlier |= overflow and scaler.dynamic
+        for each in sets:
+            each.saved, each.pending = {}, None
+            each.flags |= any(one.dynamic for one in (scaler, *others))
+            each.overflow |= overflow and scaler.dynamic
 
     def step(self, step):
         one = self.optimizers[step["optimizer"]]
         self.refuse_open([one])
-        self.refuse_pending([one])
-        if one.pending:
-            pending = one.pending
-            self.end([o for o in pending.optimizers if o.pending is pending], pending.scalers[0], pending.scale)
-        one.step(self.optimizers)
+        for each in one.sets:
+            if each.pending:
+                together = [other for other in self.sets if other.pending is each.pending]
+                self.end_sets(together, each.pending.scalers[0], each.pending.scale)
+        one.step()
         if step["asks"]:
             self.skipped = one.skipped
 
@@ -500,8 +562,6 @@ class Reference:
         if who == "optimizer":
             one = self.optimizers[step["optimizer"]]
             one.zero_grad(how == "none")
-            for other in self.optimizers:  # the gradients of shared weights are gone for all
-                other.aside = {weight: grad for weight, grad in other.aside.items() if weight not in one.weights}
             return
         for weight in self.cleared_by(step):
             if how == "none":
@@ -509,7 +569,7 @@ class Reference:
                 if weight.shown is not None and weight.value.grad is not None:
                     weight.forget()
                     weight.cleared = True
-            elif who == "model" and weight.has_master and self.owner(weight):
+            elif who == "model" and weight.has_master and (self.owner(weight) or weight.is_saved):
                 weight.zero()
             elif weight.leaf.grad is not None:  # by hand: masters do not hear of it
                 weight.leaf.grad.zero_()
@@ -565,12 +625,12 @@ class Reference:
             return False
         self.save_models()
         step["joined"] = self.joined
+        self.has_scaled = False
         for weight in self.weights:
             weight.leaf.grad, weight.cleared = None, False
             weight.forget()
         for one in self.optimizers:
             one.zero_grad()
-            one.overflow = False
         for scaler in self.scalers:
             scaler.put_off = scaler.puts_off = False
         for weight in self.weights:
@@ -580,6 +640,8 @@ class Reference:
     def save_models(self):
         """State dicts are float32, and have the masters."""
         values = {id(w.leaf): w.value for w in self.weights}
+        for weight in self.weights:
+            weight.is_saved |= bool(self.places(weight))
         for number, model in enumerate(self.models):
             for name, tensor in model.state_dict(keep_vars=True).items():
                 value = values.get(id(tensor), tensor).detach()

@@ -205,7 +205,8 @@ def is_broken(reference):
 
 def moves_two_scales(reference, step):
     scaler = reference.scalers[step["loss_id"]]
-    pending = [reference.optimizers[n].pending for n in step["optimizers"]]
+    sets = reference.sets_of([reference.optimizers[n] for n in step["optimizers"]])
+    pending = [each.pending for each in sets]
     return any(one is not None and one.scalers != [scaler] for one in pending)
 
 

@@ -24,8 +24,8 @@ LAYERS: Final[tuple[tuple[str, ...], ...]] = (
     ("half",),
     ("scaling",),
     ("adapters",),
-    ("_initialize", "_process_optimizer", "arguments", "handle", "scaler", "utils", "wrap"),
-    ("compat", "rnn_compat", "frontend", "amp", "opt", "__version__"),
+    ("_initialize", "_process_optimizer", "arguments", "handle", "scaler", "utils"),
+    ("compat", "rnn_compat", "wrap", "frontend", "amp", "opt", "__version__"),
     ("__init__",),
 )
 #: Modules of packages in which each imports only those before it.
@@ -37,6 +37,10 @@ ORDER: Final[dict[str, tuple[str, ...]]] = {
     "half": (
         *("merging", "masters", "record", "saving", "casting"),
         *("devices", "forward", "model_class", "keep_fp32", "boundary", "unwrap"),
+    ),
+    "scaling": (
+        *("loss_scale", "scaler", "session", "misuse", "adapter", "gradient_sets", "exchange", "optimizer_state"),
+        *("unscaling", "passes", "block", "steps", "closures", "optimizer", "checkpoint"),
     ),
 }
 #: Modules outside ``amp`` that every module of it may import.

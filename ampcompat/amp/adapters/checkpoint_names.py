@@ -17,7 +17,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.half.masters import Master
-from ampcompat.amp.scaling.stash import AmpOptimizerState
+from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
 
 
 def install() -> None:

@@ -8,7 +8,7 @@ scaled, until a later backward pass averages them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import master_of, settle
+from ampcompat.amp.scaling.adapter import Adapter
 
 
 def install() -> None:
@@ -29,6 +30,8 @@ def install() -> None:
 
     def made(wrapper: Any, synchronised: bool) -> None:
         wrappers.add(wrapper)
+        if not any(isinstance(adapter, _Ddp) for adapter in state.adapters):
+            state.adapters.append(_Ddp())
         if synchronised:
             broadcast_masters(wrapper.module, wrapper.process_group, set(wrapper.parameters_to_ignore))
 
@@ -97,10 +100,12 @@ def _refuse_error_feedback(wrapper: Any, hook_state: object) -> None:
         )
 
 
-def holds_back(params: Iterable[torch.Tensor]) -> bool:
-    """Whether a DDP in ``no_sync`` keeps the gradients of any of ``params`` on their rank."""
-    in_no_sync = [wrapper for wrapper in state.models.ddp or () if not wrapper.require_backward_grad_sync]
-    if not in_no_sync:
-        return False
-    ids = {id(param) for param in params}
-    return any(id(param) in ids for wrapper in in_no_sync for param in wrapper.module.parameters())
+class _Ddp(Adapter):
+    """DDP, which keeps gradients on their rank in ``no_sync``."""
+
+    def defers_sync(self, leaves: Sequence[torch.Tensor]) -> bool:
+        in_no_sync = [wrapper for wrapper in state.models.ddp or () if not wrapper.require_backward_grad_sync]
+        if not in_no_sync:
+            return False
+        ids = set(map(id, leaves))
+        return any(id(param) in ids for wrapper in in_no_sync for param in wrapper.module.parameters())

@@ -20,7 +20,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.casting import target_dtype
-from ampcompat.amp.scaling.scaler import LossScaler
+from ampcompat.amp.scaling.adapter import Adapter
 
 _LINES = (
     "policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32); fully_shard(model,"
@@ -117,50 +117,35 @@ def apply(changes: list[Change], undo: ExitStack) -> None:
             known: frozenset[str] = module.__dict__.get("_amp_sharded", frozenset())
             object.__setattr__(module, "_amp_sharded", known | {name})
         state.models.sharded.add(unit.module)
+    if not any(isinstance(adapter, _Fsdp) for adapter in state.adapters):
+        state.adapters.append(_Fsdp())
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------
+class _Fsdp(Adapter):
+    """``fully_shard``: its units keep gradients that are not reduced yet, and each rank sees its own shards alone."""
+
+    def defers_sync(self, leaves: Sequence[torch.Tensor]) -> bool:
+        ids = set(map(id, leaves))
+        return any(unit.holds_back(ids) for unit in _units())
+
+    def waiting_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        ids = set(map(id, leaves))
+        return [grad for unit in _units() for grad in unit.waiting_gradients(ids)]
+
+    def drop_waiting_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
+        ids = set(map(id, leaves))
+        for unit in _units():
+            unit.drop_waiting_gradients(ids)
+
+    def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        meshes = _torch.meshes_of(tensors)
+        if not meshes:
+            return flag
+        if flag is None:  # this rank had no gradient
+            flag = torch.zeros((), device=meshes[0].device_type)
+        return _torch.any_on_meshes(flag, meshes)
+
+
 def _units() -> list[_torch.ShardedUnit]:
     return [_torch.ShardedUnit(module) for module in state.models.sharded]
-
-
-def holds_back(params: Sequence[torch.Tensor]) -> bool:
-    """Whether ``set_requires_gradient_sync(False)`` keeps gradients of any of ``params`` from the other ranks."""
-    ids = set(map(id, params))
-    return any(unit.holds_back(ids) for unit in _units())
-
-
-def waiting_gradients(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients of ``params`` that wait in FSDP2, scaled, for a backward pass that reduces them."""
-    ids = set(map(id, params))
-    return [grad for unit in _units() for grad in unit.waiting_gradients(ids)]
-
-
-def drop_waiting_gradients(params: Sequence[torch.Tensor]) -> None:
-    """Forget the gradients of ``params`` that wait in FSDP2."""
-    ids = set(map(id, params))
-    for unit in _units():
-        unit.drop_waiting_gradients(ids)
-
-
-def share_overflow(scaler: LossScaler, params: Sequence[torch.Tensor]) -> None:
-    """Have every rank that holds a shard of ``params`` find the overflow that any of them has found.
-
-    All of these ranks must call it. No host sync.
-    """
-    meshes = _torch.meshes_of(params)
-    if not meshes:
-        return
-    own = scaler.take_found_inf()
-    if own is None:  # this rank had no gradient
-        own = torch.zeros((), device=meshes[0].device_type)
-    scaler.add_found_inf(_torch.any_on_meshes(own, meshes))
-
-
-def any_non_finite(grads: list[torch.Tensor]) -> torch.Tensor:
-    """Whether one of ``grads`` (at least one) holds an inf or NaN on any rank: a 0-dim float32 flag. No host sync."""
-    meshes = _torch.meshes_of(grads) if state.models.sharded else []
-    if not meshes:
-        return _torch.any_non_finite(grads)
-    own = _torch.any_non_finite([_torch.local_part(grad) for grad in grads])
-    return _torch.any_on_meshes(own, meshes)

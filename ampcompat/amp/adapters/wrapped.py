@@ -14,30 +14,14 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from ampcompat import _torch
 from ampcompat._types import HALF_DTYPES, Optimizer
 from ampcompat.amp.properties import Properties
-
-
-def inner_optimizers(optimizer: object) -> list[Any]:
-    """Every optimizer in the attributes of ``optimizer``, and in theirs: each once."""
-    holders: list[object] = [optimizer]
-    for holder in holders:  # the list grows while it is read
-        for value in getattr(holder, "__dict__", {}).values():
-            held: Iterable[object] = (value,)
-            if isinstance(value, dict):
-                held = value.values()
-            elif isinstance(value, (list, tuple)):
-                held = value
-            for inner in held:
-                if isinstance(inner, torch.optim.Optimizer) and not any(inner is known for known in holders):
-                    holders.append(inner)
-    return holders[1:]
+from ampcompat.amp.scaling.exchange import inner_optimizers
+from ampcompat.amp.scaling.optimizer import step
 
 
 def holds_optimizers(optimizer: object) -> bool:
@@ -92,18 +76,18 @@ def _refuse_separate_groups(outer: Any, given: list[Any], level: str) -> None:
         )
 
 
-def wrap_steps(outer: Optimizer, original: Callable[..., Any], step: Callable[..., Any]) -> Callable[..., Any]:
-    """Have ``step(outer, ...)`` called for the step of an optimizer inside, where no step of ``outer`` calls it.
-
-    Returns ``original``, the own step of ``outer``, in which inner optimizers step unchanged.
-    """
-    outer_lists = _param_lists(outer)
-    sharing = [inner for inner in inner_optimizers(outer) if _param_lists(inner) == outer_lists]
-    if not sharing:
-        return original
+def wrap(optimizer: Any) -> None:
+    """Wrap what amp must see of an optimizer that holds another, before amp wraps the optimizer's own methods."""
+    if getattr(optimizer, "_amp_wrapped", False):
+        return
+    if _torch.is_zero(optimizer):
+        _refuse_join_where_scaled(optimizer)
+    outer_lists = _param_lists(optimizer)
+    sharing = [inner for inner in inner_optimizers(optimizer) if _param_lists(inner) == outer_lists]
     for inner in sharing:
-        inner.step = types.MethodType(_step_as_outer(weakref.ref(outer), inner.step, step), inner)
-    return _noting_step(outer, original)
+        inner.step = types.MethodType(_step_as_outer(weakref.ref(optimizer), inner.step), inner)
+    if sharing:
+        optimizer.step = types.MethodType(_noting_step(optimizer.step), optimizer)
 
 
 def _param_lists(optimizer: Optimizer) -> set[int]:
@@ -111,11 +95,11 @@ def _param_lists(optimizer: Optimizer) -> set[int]:
     return {id(group["params"]) for group in optimizer.param_groups}
 
 
-def _noting_step(outer: Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``original``, the step of ``outer`` or of one inside, to record while it runs that ``outer`` is stepping."""
+def _noting_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``original``, the step of an outer optimizer or of one inside, to record that the outer one is stepping."""
 
-    @functools.wraps(original)
-    def stepping(*args: object, **kwargs: object) -> object:
+    @functools.wraps(getattr(original, "__func__", original))
+    def stepping(outer: Any, *args: object, **kwargs: object) -> object:
         outer._amp_stepping = True
         try:
             return original(*args, **kwargs)
@@ -125,9 +109,7 @@ def _noting_step(outer: Optimizer, original: Callable[..., Any]) -> Callable[...
     return stepping
 
 
-def _step_as_outer(
-    outer_ref: weakref.ref[Optimizer], original: Callable[..., Any], step: Callable[..., Any]
-) -> Callable[..., Any]:
+def _step_as_outer(outer_ref: weakref.ref[Optimizer], original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``original``, the step of an inner optimizer, to step the outer one when it is called past that."""
 
     @functools.wraps(getattr(original, "__func__", original))
@@ -139,17 +121,14 @@ def _step_as_outer(
         has_own_wrapper = "_amp_stash" in vars(self)
         if called_by_outer or has_own_wrapper:
             return original(*args, **kwargs)
-        return step(outer, _noting_step(outer, original), *args, **kwargs)
+        return step(outer, functools.partial(_noting_step(original), outer), *args, **kwargs)
 
     return wrapper
 
 
 # -- ZeroRedundancyOptimizer -------------------------------------------------------------------------------------------
-def attach_zero(optimizer: Any) -> None:
+def _refuse_join_where_scaled(optimizer: Any) -> None:
     """Refuse ``join()`` where gradients are scaled; without amp, the wrapper passes on."""
-    if not _torch.is_zero(optimizer) or "_amp_refuses_join" in vars(optimizer):
-        return
-    optimizer._amp_refuses_join = True
     join_hook: Callable[..., Any] = optimizer.join_hook
 
     @functools.wraps(join_hook.__func__)  # type: ignore[attr-defined] # a bound method

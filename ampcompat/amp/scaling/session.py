@@ -11,7 +11,6 @@ from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
-from ampcompat.amp.adapters import ddp
 from ampcompat.amp.casts import Casts, cpu_convolution
 from ampcompat.amp.casts.ambience import (
     install_casting,
@@ -91,7 +90,6 @@ class Session:
 
     def begin_casts(self) -> None:
         """Make this call's casts, if it has any, the ambient ones, on the devices of every live model."""
-        ddp.install()
         held = device_types_of(state.models.live)
         if state.models.live and not held:  # models without tensors alone: they compute where their inputs are
             held = {_torch.accelerator(), "cpu"}

@@ -514,7 +514,9 @@ def _wrap(optimizer: Any, name: str, function: Callable[..., Any]) -> None:
 def _zero_grad(optimizer: Any, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Clear the gradients, those that an open block has set aside included."""
     zero_grad(*args, **kwargs)
-    _stash_of(optimizer).pending = None
+    stash = _stash_of(optimizer)
+    stash.pending = None
+    stash.overflowed = None
     for other in _amp_state.optimizers:
         saved = _stash_of(other).saved
         if saved:

@@ -52,11 +52,12 @@ def attributes(owner):
 
 
 class Watched:
-    """The four objects of one optimizer whose state changes, as the table names it."""
+    """The objects of one optimizer whose state changes, as the table names it."""
 
     def __init__(self, model, optimizer):
         self.scaler = amp._amp_state.loss_scalers[0]
         self.stash = stash_of(optimizer)
+        (self.set,) = self.stash.sets
         self.block = None
         self.master = masters_of(model)[0]
 
@@ -64,13 +65,13 @@ class Watched:
         scaler = attributes(self.scaler)
         scaler |= {f"core.{name}": value for name, value in attributes(scaler.pop("core")).items()}
         scaler |= {f"_overflows.{name}": value for name, value in attributes(scaler.pop("_overflows")).items()}
-        stash = attributes(self.stash)
-        stash |= {f"last_step.{name}": value for name, value in attributes(stash.pop("last_step")).items()}
+        gradients = {**attributes(self.set), "users": dict(self.set.users)}
+        last_step = attributes(self.stash.last_step)
         block = {} if self.block is None else {name: getattr(self.block, name, None) for name in BLOCK_ATTRIBUTES}
         master = attributes(self.master)
         for side in ("half", "value"):
             master[f"{side}.grad"] = master[side].grad
-        states = (scaler, stash, block, master)
+        states = (scaler, gradients, last_step, block, master)
         return [{name: token(value) for name, value in state.items()} for state in states]
 
 

@@ -1,4 +1,4 @@
-"""Each cell of the tables of gradient events (``state_tables``), seen from outside.
+"""Each cell of the table of gradient events (``state_tables``), seen from outside.
 
 Every gradient is a small multiple of 1/8, exact in half at any scale used here, and the learning rate is one: what a
 step takes off a parameter is the sum of the gradients it was made with, to the bit.
@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from internals import has_scaled_gradients
-from state_tables import FLOAT32_GRADIENTS, MASTER_GRADIENTS
+from state_tables import GRADIENTS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import amp
 
-#: The states of both tables; the first is NONE before any step, where nothing has stayed.
+#: The states of the table, but for LOST: the first is NONE before any step, where nothing has stayed.
 STATES = ["NONE", "NONE, step made", "NONE, step skipped", "UNSCALED", "PENDING"]
 FIRST, SECOND, INF = 0.25, 0.125, float("inf")
 
@@ -252,6 +252,35 @@ def step(run):
     run.goes_on()
 
 
+def step_of_one_of_two_users(run):
+    """Another optimizer has given blocks to the same weights: it uses the gradients as well, once."""
+    other = torch.optim.SGD([run.model[0].weight, run.model[1].weight], lr=2.0)
+    amp.initialize([], other, opt_level=run.level, verbosity=0)
+    if run.state == "UNSCALED":
+        with amp.scale_loss(run.loss(0.0), other) as scaled:
+            scaled.backward()
+    elif run.state == "PENDING":
+        with amp.scale_loss(run.loss(0.0), other, delay_unscale=True) as scaled:
+            scaled.backward()
+    has_gradients = run.state in ("UNSCALED", "PENDING")
+    run.step_uses(run.own)
+    before = [p.detach().clone() for p in run.masters]
+    with told(run.state.startswith("NONE,"), "but no scale_loss block"):
+        other.step()
+    expected = [
+        2 * own if has_gradients or index == 1 or run.level == "O1" else 0.0 for index, own in enumerate(run.own)
+    ]
+    if INF in run.own:
+        expected = [0.0, 0.0]
+        assert amp.step_was_skipped(other)
+    for now, then, value in zip(run.masters, before, expected, strict=True):
+        assert torch.equal(now, then - value)
+    other.step()
+    first = run.masters[0].detach()
+    if run.level == "O2":
+        assert torch.equal(first, before[0] - expected[0])  # a master's gradient is used up by now
+
+
 def zero_grad(run):
     run.optimizer.zero_grad()
     run.gradients_are([0.0, 0.0])
@@ -318,6 +347,7 @@ EVENTS = {
     "ends with `delay_unscale`": [ends_with_delay_unscale],
     "ends in DDP's `no_sync`": [ends_in_no_sync],
     "`step`": [step],
+    "`step` of one of two users": [step_of_one_of_two_users],
     "`zero_grad`": [zero_grad],
     "`p.grad` cleared": [gradients_cleared, gradients_cleared_before_a_block],
     "`p.grad` edited": [gradients_edited],
@@ -338,9 +368,95 @@ def test_cell(act, state, level, request):
         act(run, **fixtures)
 
 
-def test_every_cell_of_the_tables_has_a_test():
-    assert MASTER_GRADIENTS.head[1:] == ("NONE", "UNSCALED", "PENDING")
-    assert list(FLOAT32_GRADIENTS.head[1:]) == STATES[1:]
-    for table in (MASTER_GRADIENTS, FLOAT32_GRADIENTS):
-        assert table.events == list(EVENTS)
-        assert all(len(row) == len(table.head) and all(row) for row in table.rows)
+def block_opened_and_closed(run):
+    with amp.scale_loss(run.loss(SECOND), run.optimizer) as scaled:
+        scaled.backward()
+
+
+def block_raising(run):
+    failing = amp.scale_loss(run.loss(SECOND), run.optimizer)
+    failing.__enter__().backward()
+    failing.__exit__(ZeroDivisionError, ZeroDivisionError())
+
+
+def end_raising(run):
+    block = amp.scale_loss(run.loss(SECOND), run.optimizer)
+    block.__enter__().backward()
+    with pytest.raises(MemoryError), OutOfMemory():
+        block.__exit__(None, None, None)
+
+
+def block_without_gradient(run):
+    with amp.scale_loss(torch.ones((), requires_grad=True), run.optimizer) as scaled:
+        scaled.backward()
+
+
+def block_in_no_sync(run, tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        run.wrapped = torch.nn.parallel.DistributedDataParallel(run.model)
+        with run.wrapped.no_sync():
+            run.block(SECOND)
+    finally:
+        run.wrapped = run.model
+        dist.destroy_process_group()
+
+
+def step_of_a_second_user(run):
+    other = torch.optim.SGD([run.model[0].weight, run.model[1].weight], lr=2.0)
+    amp.initialize([], other, opt_level=run.level, verbosity=0)
+    other.step()
+    assert amp.step_was_skipped(other)
+
+
+def clear_by_hand(run):
+    for param in run.model.parameters():
+        param.grad = None
+
+
+def edit_by_hand(run):
+    run.block(SECOND)
+    run.model[1].weight.grad.fill_(FIRST)
+
+
+def load_all(run):
+    run.model.load_state_dict(run.model.state_dict())
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    amp.load_state_dict(amp.state_dict())
+
+
+#: What comes between a block whose end failed and the step, which is skipped all the same.
+AFTER_A_LOSS = {
+    "block begins": block_opened_and_closed,
+    "block ends": block_opened_and_closed,
+    "block ends with an overflow": lambda run: run.block(INF),
+    "block gives no gradient": block_without_gradient,
+    "block raises": block_raising,
+    "end of the block raises": end_raising,
+    "ends with `delay_unscale`": lambda run: run.block(SECOND, delay_unscale=True),
+    "ends in DDP's `no_sync`": block_in_no_sync,
+    "`step`": lambda run: None,
+    "`step` of one of two users": step_of_a_second_user,
+    "`zero_grad`": lambda run: run.optimizer.zero_grad(),
+    "`p.grad` cleared": clear_by_hand,
+    "`p.grad` edited": edit_by_hand,
+    "`load_state_dict`": load_all,
+}
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("event", AFTER_A_LOSS)
+def test_lost(event, level, tmp_path):
+    run = Run(level, "UNSCALED")
+    end_raising(run)
+    act = AFTER_A_LOSS[event]
+    act(run, tmp_path) if act is block_in_no_sync else act(run)
+    assert not run.is_pending
+    run.step_is_skipped()
+    run.goes_on()
+
+
+def test_every_cell_of_the_table_has_a_test():
+    assert GRADIENTS.head[1:] == ("NONE, EMPTY", "UNSCALED", "PENDING", "LOST")
+    assert GRADIENTS.events == list(EVENTS) == list(AFTER_A_LOSS)
+    assert all(len(row) == len(GRADIENTS.head) and all(row) for row in GRADIENTS.rows)

@@ -1,18 +1,18 @@
-"""The gradients of one optimizer in a ``scale_loss`` block: put aside, rescaled, unscaled, added to their masters'.
+"""The gradients of one set in a ``scale_loss`` block: saved, rescaled, unscaled, added to their masters'.
 
-What the two sides of a half weight hold, at levels with masters:
+What the two copies of a half weight hold, at levels with masters:
 
 ====================================  ==========================================  =====================================
 when                                  ``p.grad`` of the half weight               ``grad`` of its master, unscaled
 ====================================  ==========================================  =====================================
-block begins (:func:`put_aside`)      None                                        the sum of earlier blocks
+block begins (:func:`save_grads`)     None                                        the sum of earlier blocks
 backward pass                         the gradient of this pass, half, scaled     the sum of earlier blocks
 block ends (:func:`unscale_new`)      as it is: half, scaled, of this pass alone  the sum with this pass, in float32
-the pass gave it none (:func:`show`)  the sum of earlier blocks, scaled, rounded  the sum of earlier blocks
+it gave none (:func:`mirror_to_half`) the sum of earlier blocks, scaled, rounded  the sum of earlier blocks
 ``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 
-A float32 parameter has ``p.grad`` alone. It is put aside while a block is open, and the new one, unscaled in place, is
+A float32 parameter has ``p.grad`` alone. It is saved while a block is open, and the new one, unscaled in place, is
 added to it at the end.
 """
 
@@ -26,11 +26,11 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.adapters import fsdp
 from ampcompat.amp.half.masters import Master, drop_cleared_gradients
 from ampcompat.amp.scaling import misuse
+from ampcompat.amp.scaling.adapter import Adapter
+from ampcompat.amp.scaling.gradient_sets import GradientSet, Pending
 from ampcompat.amp.scaling.scaler import LossScaler
-from ampcompat.amp.scaling.stash import AmpOptimizerState, Pending
 
 #: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
 #: kernels take in one launch.
@@ -44,26 +44,26 @@ _IS_SPARSE = attrgetter("is_sparse")
 
 
 # -- before a backward pass --------------------------------------------------------------------------------------------
-def put_aside(stash: AmpOptimizerState) -> None:
+def save_grads(gradient_set: GradientSet) -> None:
     """Take unscaled gradients out of ``param.grad``; those of half params are in their masters already."""
-    if stash.masters:
-        some_were_edited = drop_cleared_gradients(stash.masters)
+    if gradient_set.masters:
+        some_were_edited = drop_cleared_gradients(gradient_set.masters)
         if some_were_edited:
             misuse.warn_of("half gradients edited")
-        for master in stash.masters:
+        for master in gradient_set.masters:
             master.added_grad = None
             master.half.grad = None
-    for param in stash.direct:
+    for param in gradient_set.direct:
         grad = param.grad
         if grad is None:
             continue
         if _torch.is_window(grad):  # DDP's gradient_as_bucket_view overwrites the bucket in the next backward pass
             grad = grad.clone()
-        stash.aside.append((param, grad))
+        gradient_set.saved.append((param, grad))
         param.grad = None
 
 
-def rescale_pending(stash: AmpOptimizerState, pending: Pending, scaler: LossScaler) -> None:
+def rescale_pending(gradient_set: GradientSet, pending: Pending, scaler: LossScaler) -> None:
     """Bring ``pending`` gradients to the scale of a block that adds to them.
 
     Where the ratio of the two scales is a power of two, as it is unless a script wrote one, this loses no bit of a
@@ -72,54 +72,55 @@ def rescale_pending(stash: AmpOptimizerState, pending: Pending, scaler: LossScal
     is_current = pending.scale is scaler.core.scale
     is_one = scaler.is_one and pending.scalers.keys() == {scaler}
     if not is_current and not is_one:
-        grads = [_entries(param.grad) for param in stash.leaves() if param.grad is not None]
-        if state.models.sharded:
-            grads = list(map(_torch.local_part, grads))
-            grads += fsdp.waiting_gradients(stash.direct)
+        scaled = [_entries(param.grad) for param in gradient_set.leaves() if param.grad is not None]
+        if state.adapters:
+            scaled = list(map(_torch.local_part, scaled))
+        for adapter in state.adapters:
+            scaled += adapter.waiting_gradients(gradient_set.direct)
         with torch.no_grad():
-            for grad in grads:
+            for grad in scaled:
                 was = pending.scale.to(grad.device, non_blocking=True)
                 grad.mul_(scaler.scale_on(grad.device) / was)
-    stash.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
+    gradient_set.pending = replace(pending, scale=scaler.scale_on(pending.scale.device))
 
 
 # -- after a backward pass ---------------------------------------------------------------------------------------------
-def unscale_new(
-    stash: AmpOptimizerState,
-    masters: list[Master],
-    direct: list[torch.Tensor],
-    scaler: LossScaler,
-    scale: torch.Tensor | None,
-) -> bool:
-    """Unscale new gradients of ``masters`` and ``direct``, and add them to older ones; whether there were any.
+def unscale_new(gradient_set: GradientSet, scaler: LossScaler, scale: torch.Tensor | None) -> bool:
+    """Unscale the new gradients of a set, and add them to older ones; return whether there were any.
 
     Args:
-        stash: Of the optimizer, whose gradients aside are added.
-        masters: Its masters, or those of them whose gradients are still scaled.
-        direct: The same of its params without a master.
+        gradient_set: Its saved gradients are added.
         scaler: Notes inf and NaN.
         scale: What the gradients were multiplied by; None where nothing was scaled.
     """
+    masters = gradient_set.masters
     half_gradients = {master: grad for master in masters if (grad := master.half.grad) is not None}
-    direct_grads = _direct_grads(direct)
-    is_sharded = bool(state.models.sharded)
-    if is_sharded:
+    direct_grads = _direct_grads(gradient_set.direct)
+    if state.adapters:
         direct_grads = list(map(_torch.local_part, direct_grads))
+    has_new_grads = bool(half_gradients or direct_grads)
     if half_gradients:
         for chunk in _in_chunks(half_gradients, scale):
             _add_to_masters(chunk, direct_grads, scaler, scale)
             direct_grads = []  # unscaled with the first chunk, in the same kernel
     elif direct_grads and scale is not None:
         scaler.unscale_grads(direct_grads, scale)
-    reached = bool(half_gradients or direct_grads)
-    if is_sharded and scale is not None:
-        fsdp.share_overflow(scaler, direct)
+    if scale is not None:
+        for adapter in state.adapters:
+            _share_overflow(adapter, scaler, gradient_set.direct)
     if len(half_gradients) < len(masters):
         drop_cleared_gradients(masters)  # in the block, whose backward pass gave them none
-        show(masters, scale)
-    if stash.aside:
-        stash.add_aside()
-    return reached
+        mirror_to_half(masters, scale)
+    if gradient_set.saved:
+        gradient_set.add_saved()
+    return has_new_grads
+
+
+def _share_overflow(adapter: Adapter, scaler: LossScaler, params: list[torch.Tensor]) -> None:
+    """Have every rank that holds a shard of ``params`` find the overflow that any of them has found."""
+    flag = adapter.combined_flag(scaler.take_found_inf(), params)
+    if flag is not None:
+        scaler.add_found_inf(flag)
 
 
 def _direct_grads(direct: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -207,7 +208,7 @@ def _can_add_half(half_gradients: HalfGradients) -> bool:
     return all(grad is not None and not grad.is_sparse for grad in accumulated)
 
 
-def show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
+def mirror_to_half(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
     """Show in the model, where there is no gradient, what its master has accumulated; a script may clear it there."""
     for master in masters:
         grad = master.value.grad
@@ -221,3 +222,16 @@ def show(masters: Sequence[Master], scale: torch.Tensor | None) -> None:
 def _entries(grad: torch.Tensor) -> torch.Tensor:
     """The numbers that ``grad`` holds: the stored ones of a sparse gradient."""
     return grad._values() if grad.is_sparse else grad
+
+
+def any_non_finite(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Whether one of ``grads`` (at least one) holds an inf or NaN, on any rank that has a shard: a 0-dim float32 flag.
+
+    No host sync.
+    """
+    if not state.adapters:
+        return _torch.any_non_finite(grads)
+    flag: torch.Tensor | None = _torch.any_non_finite(list(map(_torch.local_part, grads)))
+    for adapter in state.adapters:
+        flag = adapter.combined_flag(flag, grads)
+    return flag  # type: ignore[return-value] # adapters do not lose a flag

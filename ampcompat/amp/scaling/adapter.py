@@ -1,0 +1,36 @@
+"""What wrappers of models do with gradients, as far as blocks and steps must know it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+class Adapter:
+    """One kind of wrapper, which this base stands for where it does nothing; ``state.adapters`` lists those in use.
+
+    ``ampcompat.amp.adapters`` has a subclass for DDP and one for ``fully_shard``.
+    """
+
+    def defers_sync(self, leaves: Sequence[torch.Tensor]) -> bool:
+        """Whether gradients of any of ``leaves`` stay on this rank until a later backward pass (``no_sync``)."""
+        return False
+
+    def waiting_gradients(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The scaled gradients of ``leaves`` that the wrapper keeps, and not ``p.grad``, until a later pass."""
+        return []
+
+    def drop_waiting_gradients(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Forget those."""
+
+    def combined_flag(self, flag: torch.Tensor | None, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Combine ``flag`` with those of all ranks that hold shards of ``tensors``; all of them must call it.
+
+        Args:
+            flag: Whether this rank has found an inf or NaN (0-dim float32); None where it has looked at nothing.
+            tensors: Leaves or their gradients.
+
+        No host sync.
+        """
+        return flag
