@@ -26,17 +26,12 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat.amp.half.chunks import in_chunks
 from ampcompat.amp.half.masters import Master, drop_cleared_gradients
 from ampcompat.amp.scaling import misuse
 from ampcompat.amp.scaling.adapter import Adapter
 from ampcompat.amp.scaling.gradient_sets import GradientSet, Pending
 from ampcompat.amp.scaling.scaler import LossScaler
-
-#: Elements that are converted to float32 at once, then added to older gradients and freed: on a device as many as fused
-#: kernels take in one launch.
-CHUNK = 2**24
-#: The same on the CPU, which has no launches: what stays in its cache.
-CPU_CHUNK = 2**17
 
 HalfGradients = dict[Master, torch.Tensor]  # by the master that they belong to
 _GRAD = attrgetter("grad")
@@ -145,13 +140,9 @@ def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Ite
     needs_no_copies = scale is None and grad.is_cpu
     if copies_stay or needs_no_copies:
         return [half_gradients]
-    chunks: dict[int, HalfGradients] = {}
-    size = 0
-    for master, grad in half_gradients.items():
-        size += grad.numel()
-        number = size // (CPU_CHUNK if grad.is_cpu else CHUNK)
-        chunks.setdefault(number, {})[master] = grad
-    return chunks.values()
+    masters = list(half_gradients)
+    chunks = in_chunks(list(half_gradients.values()))
+    return [{masters[index]: half_gradients[masters[index]] for index in indices} for indices in chunks]
 
 
 def _add_to_masters(
