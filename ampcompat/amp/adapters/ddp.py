@@ -18,7 +18,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.masters import master_of, settle
-from ampcompat.amp.scaling.adapter import Adapter
+from ampcompat.amp.scaling.adapter import Adapter, use
 
 
 def install() -> None:
@@ -42,8 +42,7 @@ def record(wrapper: Any) -> None:
     if state.models.ddp is None:
         return
     state.models.ddp.add(wrapper)
-    if not any(isinstance(adapter, _Ddp) for adapter in state.adapters):
-        state.adapters.append(_Ddp())
+    use(_Ddp)
 
 
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], rank: int = 0) -> None:

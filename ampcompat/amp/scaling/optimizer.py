@@ -104,7 +104,8 @@ _torch.skip_compile_of_frame(_wrap(print, print))  # all wrappers share its code
 def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow.
 
-    Host syncs: one, none with an optimizer that takes ``found_inf`` or where nothing is scaled.
+    Host syncs: one, and when it is skipped one more for each scale that the message names; none with an optimizer that
+    takes ``found_inf``, or where nothing is scaled.
     """
     closure = kwargs.pop("closure", None)
     if args:

@@ -62,7 +62,7 @@ def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, step: Callable[[
     on_device = _skips_on_device(optimizer)
     skip = prepare(optimizer, stash, on_device)
     if skip:
-        end(optimizer, stash, skipped=True)
+        finish(optimizer, stash, skipped=True)
         return None
     used = [each for each in stash.sets if each.has_stepped(optimizer)]
     if used:
@@ -70,10 +70,10 @@ def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, step: Callable[[
     flags = _flags(optimizer, stash) if on_device else []
     if not flags:
         result = step()
-        end(optimizer, stash, skipped=False)
+        finish(optimizer, stash, skipped=False)
         return result
     result = _with_flags(optimizer, stash, flags, step)
-    end(optimizer, stash, skipped=None)
+    finish(optimizer, stash, skipped=None)
     return result
 
 
@@ -222,7 +222,7 @@ def _with_flags(optimizer: Optimizer, stash: AmpOptimizerState, flags: list[Flag
 
 # -- after it ----------------------------------------------------------------------------------------------------------
 @_torch.eager
-def end(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None) -> None:
+def finish(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None) -> None:
     """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay.
 
     ``skipped``: None where only the device knows.

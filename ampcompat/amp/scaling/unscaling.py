@@ -71,7 +71,7 @@ def rescale_pending(gradient_set: GradientSet, pending: Pending, scaler: LossSca
         if state.adapters:
             scaled = list(map(_torch.local_part, scaled))
         for adapter in state.adapters:
-            scaled += adapter.waiting_gradients(gradient_set.direct)
+            scaled += adapter.waiting_gradients(gradient_set.leaves())
         with torch.no_grad():
             for grad in scaled:
                 was = pending.scale.to(grad.device, non_blocking=True)
