@@ -222,7 +222,7 @@ class GradientSet:
     def end_pending(self) -> None:
         """Note that what was still scaled is unscaled now, or gone."""
         self.pending = None
-        state.optimizers.pending.remove(self)
+        state.optimizers.pending = [other for other in state.optimizers.pending if other is not self]
         if self.state is GradientState.PENDING:
             self.state = GradientState.UNSCALED if self.has_gradients() else GradientState.NONE
 

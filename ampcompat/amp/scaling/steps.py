@@ -179,7 +179,7 @@ def _read(flags: list[Flag], is_skipped: bool) -> bool:
     if len(flags) == 1:
         values = [first.item()]
     else:
-        values = torch.stack([flag.to(first.device) for _, flag in flags]).tolist()
+        values = torch.stack([flag.to(first.device) for _, flag in flags]).to("cpu").tolist()
     overflowed = [scaler for (scaler, _), value in zip(flags, values, strict=True) if value]
     if overflowed and is_skipped:
         announce([(scaler, 0.0 if scaler is None else scaler.scale_after_back_off().item()) for scaler in overflowed])
