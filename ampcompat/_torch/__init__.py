@@ -107,7 +107,6 @@ from ampcompat._torch.modules import (
     is_uninitialized,
     is_zero,
     leave_inference_mode,
-    on_module_registration,
     owns_memory_alone,
     parallel_wrapper,
     patch_comm_hooks,
