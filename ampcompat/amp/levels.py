@@ -26,6 +26,11 @@ class Level:
     master_weights: bool | None
     loss_scale: float | str
 
+    def __post_init__(self) -> None:
+        dtypes = (None, torch.float32, *HALF_DTYPES)
+        if self.cast_model_type not in dtypes or self.patch_torch_functions_type not in dtypes:
+            raise ValueError(f"the level {self.brief!r} casts to a dtype that is none of {dtypes} - see HALF_DTYPES.")
+
     @property
     def options(self) -> dict[str, Any]:
         """The defaults by name."""

@@ -379,7 +379,7 @@ def _round_into_model(masters: list[Master]) -> None:
 
 
 @_torch.without_grad
-def push(masters: list[Master]) -> None:
+def push_all(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
     if not masters:
         return

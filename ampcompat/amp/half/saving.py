@@ -31,7 +31,7 @@ def hook(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> None
     record = ensure_half_weights(module, dtype, has_masters)
     if not record.hooks:
         record.hooks = _torch.register_state_dict_hooks(
-            module, after_save=_export, before_load=_load_masters, after_load=_round_loaded
+            module, after_save=_export, before_load=_load_masters, after_load=_rebind_and_round
         )
 
 
@@ -129,7 +129,7 @@ def _can_be_loaded(loaded: Any, tensor: torch.Tensor) -> bool:
     return loaded.shape == tensor.shape and loaded.is_floating_point() and loaded.layout == torch.strided
 
 
-def _round_loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
+def _rebind_and_round(module: torch.nn.Module, incompatible_keys: Any) -> None:
     """Hook after ``load_state_dict()``: round the masters that were loaded into the model."""
     for name, master in masters_by_name(module).items():
         held = module._parameters.get(name, module._buffers.get(name))

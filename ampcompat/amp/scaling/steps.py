@@ -16,7 +16,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import drop_cleared_gradients, push, settle
+from ampcompat.amp.half.masters import drop_cleared_gradients, push_all, settle
 from ampcompat.amp.half.record import warn_of_replaced
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import misuse, passes
@@ -228,7 +228,7 @@ def finish(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None)
     ``skipped``: None where only the device knows.
     """
     if stash.masters and not skipped:
-        push(stash.masters)
+        push_all(stash.masters)
     if skipped and stash.has_state(GradientState.LOST):
         say("Gradients of a scale_loss block were lost.  Skipping step")
     gradient = stash.first_gradient()
