@@ -96,9 +96,7 @@ class MasterIndex:
         by_tensor: Masters by the id of their half tensor and of their float32 one. Check that the master found still
             holds that tensor: ids are reused.
         by_model: Masters of a whole model, valid for one ``generation``.
-        generation: Counts masters that were made, dropped or moved to another module, and modules with masters that
-            were put into others.
-        follows_modules: Whether a hook of torch reports modules that are put into others.
+        generation: Counts masters that were made, dropped or moved to another module.
         watches_torch: Whether torch tells masters of ``param.data`` that is taken, and of modules' ``zero_grad``.
     """
 
@@ -107,7 +105,6 @@ class MasterIndex:
         default_factory=weakref.WeakKeyDictionary
     )
     generation: int = 0
-    follows_modules: bool = False
     watches_torch: bool = False
 
 

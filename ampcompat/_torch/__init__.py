@@ -106,7 +106,6 @@ from ampcompat._torch.modules import (
     is_uninitialized,
     is_zero,
     leave_inference_mode,
-    on_module_registration,
     owns_memory_alone,
     parallel_wrapper,
     patch_ddp_constructor,

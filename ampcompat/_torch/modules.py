@@ -28,11 +28,6 @@ def register_state_dict_hooks(
     ]
 
 
-def on_module_registration(hook: Callable[[torch.nn.Module, str, torch.nn.Module | None], None]) -> RemovableHandle:
-    """Have ``hook(parent, name, module)`` called whenever a module is put into another."""
-    return torch.nn.modules.module.register_module_module_registration_hook(hook)
-
-
 def watch_zero_grad(zeroed: Callable[[torch.nn.Module], None], undo: ExitStack) -> None:
     """Call ``zeroed(module)`` after each ``module.zero_grad(set_to_none=False)``."""
     original: Callable[..., None] = torch.nn.Module.zero_grad

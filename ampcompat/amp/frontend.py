@@ -250,13 +250,14 @@ def _would_be_left(optimizer: Optimizer, given: list[Optimizer], policy: ModelPo
 
 def _holds_any(optimizer: Optimizer, params: set[int]) -> bool:
     """Whether ``optimizer`` holds a parameter whose id is in ``params``, or its master."""
-    for group in optimizer.param_groups:
-        for held in group["params"]:
-            master = master_of(held)
-            param = held if master is None else master.half
-            if id(param) in params:
-                return True
-    return False
+    held = (param for group in optimizer.param_groups for param in group["params"])
+    return any(id(_model_tensor(param)) in params for param in held)
+
+
+def _model_tensor(param: torch.Tensor) -> torch.Tensor:
+    """The model's tensor that ``param``, held by an optimizer, is or is the master of."""
+    master = master_of(param)
+    return param if master is None else master.half
 
 
 # -- what a call says --------------------------------------------------------------------------------------------------
@@ -301,6 +302,7 @@ def _take_over(session: Session, objects: _Objects) -> None:
 
     A session that is not enabled takes models and optimizers out of amp, and leaves alone what is not under it.
     """
+    _collect_replaced(objects.optimizers)
     view = _view_of(session, objects)
     policy = session.policy
     scaled = _scaled_for_no_optimizer(objects.optimizers)
@@ -333,6 +335,22 @@ def _take_over(session: Session, objects: _Objects) -> None:
     amp_optimizer.drop_scaled_gradients(scaled)
     if objects.models and not session.enabled:
         release_casts()  # ambient casts stay while other models need them for their losses
+
+
+def _collect_replaced(optimizers: list[Optimizer]) -> None:
+    """Have optimizers gone that the script has made ``optimizers`` in the place of.
+
+    They are reference cycles, since their methods are bound to them, and shared gradients would wait for their steps.
+    """
+    if _share_with_others(optimizers):
+        gc.collect()
+
+
+def _share_with_others(optimizers: list[Optimizer]) -> bool:
+    """Whether an optimizer under amp that is none of ``optimizers`` holds a tensor of theirs."""
+    held = {id(_model_tensor(param)) for one in optimizers for group in one.param_groups for param in group["params"]}
+    others = [other for other in state.optimizers.listed() if not any(other is one for one in optimizers)]
+    return any(_holds_any(other, held) for other in others)
 
 
 def _view_of(session: Session, objects: _Objects) -> dict[str, Any]:

@@ -26,6 +26,14 @@ class Level:
     master_weights: bool | None
     loss_scale: float | str
 
+    def __post_init__(self) -> None:
+        dtypes = (None, torch.float32, *HALF_DTYPES)
+        if self.cast_model_type not in dtypes or self.patch_torch_functions_type not in dtypes:
+            raise ValueError(
+                f"the level {self.brief!r} casts to another dtype - it must be one of {dtypes} - add the dtype to"
+                " HALF_DTYPES, once all that reads these can handle it."
+            )
+
     @property
     def options(self) -> dict[str, Any]:
         """The defaults by name."""

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ampcompat._log import say
-from ampcompat._state import state
-from ampcompat.amp.adapters.ddp import broadcast_masters
+from ampcompat.amp.adapters.ddp import broadcast_masters, record
 from ampcompat.parallel.reduction import Arithmetic, GradientReduction
 
 
@@ -139,8 +138,7 @@ class DistributedDataParallel(nn.Module):
         _broadcast_from_first(module, group)
         arithmetic = Arithmetic(allreduce_always_fp32, gradient_average, float(gradient_predivide_factor))
         self._reduction = GradientReduction(module, process_group, arithmetic, message_size, not delay_allreduce)
-        if state.models.ddp is not None:
-            state.models.ddp.add(self)
+        record(self)
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -8,7 +8,7 @@ from amp_training import make_step
 from internals import masters_of
 
 from ampcompat import _torch, amp
-from ampcompat.amp.half import merging
+from ampcompat.amp.half import chunks
 from ampcompat.optimizers import FusedAdam, FusedSGD
 
 OPTIMIZERS = {
@@ -118,7 +118,7 @@ def test_out_of_memory_at_the_exit_of_a_block(accumulated, at, monkeypatch, caps
             raise MemoryError
         return real(halves, like)
 
-    monkeypatch.setattr(merging, "CPU_CHUNK", 16)
+    monkeypatch.setattr(chunks, "CPU_CHUNK", 16)
     model, optimizer = started()
     if accumulated:
         backward(model, optimizer)

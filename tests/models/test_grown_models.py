@@ -114,22 +114,6 @@ MOVES = pytest.mark.parametrize("move", [by_index, by_name, in_a_wrapper])
 
 @MOVES
 @pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_layer_of_another_model_is_followed_where_it_is_now(level, move):
-    (a, b), optimizers = pair(level)
-    layer = b[0]
-    move(a, b)
-    with torch.no_grad():
-        b.state_dict()["0.weight"].fill_(1 / 3)
-    a(batch())
-    assert torch.equal(layer.weight, torch.full((4, 4), 1 / 3).to(layer.weight.dtype))
-    layer.weight.data.fill_(0.25)
-    assert amp.sync_masters(a) == 1
-    assert amp.sync_masters(b) == 0
-    masters_agree(a)
-
-
-@MOVES
-@pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_layer_of_another_model_is_trained_by_its_optimizer(level, move):
     (a, b), optimizers = pair(level)
     dead = [p.detach().clone() for p in amp.master_params(optimizers[0])][:2]

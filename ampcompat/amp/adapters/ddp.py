@@ -17,25 +17,30 @@ import torch.distributed as dist
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat.amp.half.masters import master_of, settle
-from ampcompat.amp.scaling.adapter import Adapter
+from ampcompat.amp.scaling.adapter import Adapter, use
 
 
 def install() -> None:
     """Patch DDP's constructor: from now on every new wrapper is recorded, and broadcasts masters too."""
     if state.models.ddp is not None or not dist.is_available():
         return
-    wrappers: weakref.WeakSet[Any] = weakref.WeakSet()
-    state.models.ddp = wrappers
+    state.models.ddp = weakref.WeakSet()
 
     def made(wrapper: Any, synchronised: bool) -> None:
-        wrappers.add(wrapper)
-        if not any(isinstance(adapter, _Ddp) for adapter in state.adapters):
-            state.adapters.append(_Ddp())
+        record(wrapper)
         if synchronised:
             broadcast_masters(wrapper.module, wrapper.process_group, set(wrapper.parameters_to_ignore))
 
     _torch.patch_ddp_constructor(made, state.undo)
     _torch.patch_ddp_join(_joined, state.undo)
+
+
+def record(wrapper: Any) -> None:
+    """Know ``wrapper``, a DDP of torch or of ours, if it was made after the first ``initialize``."""
+    if state.models.ddp is None:
+        return
+    state.models.ddp.add(wrapper)
+    use(_Ddp)
 
 
 def broadcast_masters(module: torch.nn.Module, group: Any, ignored: set[str], rank: int = 0) -> None:

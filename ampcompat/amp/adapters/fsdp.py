@@ -20,7 +20,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
 from ampcompat.amp.half.casting import target_dtype
-from ampcompat.amp.scaling.adapter import Adapter
+from ampcompat.amp.scaling.adapter import Adapter, use
 
 _LINES = (
     "policy = MixedPrecisionPolicy(param_dtype={dtype}, reduce_dtype=torch.float32); fully_shard(model,"
@@ -117,8 +117,7 @@ def apply(changes: list[Change], undo: ExitStack) -> None:
             known: frozenset[str] = module.__dict__.get("_amp_sharded", frozenset())
             object.__setattr__(module, "_amp_sharded", known | {name})
         state.models.sharded.add(unit.module)
-    if not any(isinstance(adapter, _Fsdp) for adapter in state.adapters):
-        state.adapters.append(_Fsdp())
+    use(_Fsdp)
 
 
 # -- gradients ---------------------------------------------------------------------------------------------------------

@@ -231,8 +231,6 @@ class Master:
 
     def rebind(self, half: torch.Tensor) -> None:
         """Make ``half``, which has taken the place of the model's tensor, the half copy under every name."""
-        if half.is_inference():
-            _torch.leave_inference_mode(half)
         self.half = half
         self.added_grad = None
         self.register()
@@ -287,8 +285,7 @@ def _alive(
 
 
 def _recast(tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    """Cast ``tensor`` in place, and its gradient; a master needs the version counter that a normal tensor has."""
-    _torch.leave_inference_mode(tensor)
+    """Cast ``tensor`` in place, and its gradient."""
     grad = tensor.grad
     tensor.grad = None  # torch refuses a gradient of another dtype than the tensor's
     _torch.set_data(tensor, tensor.detach().to(dtype))
@@ -382,7 +379,7 @@ def _round_into_model(masters: list[Master]) -> None:
 
 
 @_torch.without_grad
-def push(masters: list[Master]) -> None:
+def push_all(masters: list[Master]) -> None:
     """Write masters that an optimizer stepped into the model, in fused passes."""
     if not masters:
         return

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from ampcompat import _torch
-
-#: Elements that are worked on at once: on a device as many as fused kernels take in one launch.
-CHUNK = 2**24
-#: The same on the CPU, which has no launches: what stays in its cache.
-CPU_CHUNK = 2**17
+from ampcompat.amp.half.chunks import in_chunks
 
 
 def merged(value: torch.Tensor, half: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -32,15 +28,3 @@ def merge_(values: Sequence[torch.Tensor], halves: Sequence[torch.Tensor]) -> No
         parts = torch.split(merged(flat_values, flat_halves, flat_halves.dtype), [half.numel() for half in chosen])
         shaped = [part.view(value.shape) for part, value in zip(parts, destinations, strict=True)]
         _torch.foreach_copy_(destinations, shaped)
-
-
-def in_chunks(tensors: Sequence[torch.Tensor]) -> Iterable[list[int]]:
-    """The indices of ``tensors`` in parts of one device and dtype that are small enough to be worked on at once."""
-    chunks: dict[tuple[torch.device, torch.dtype, int], list[int]] = {}
-    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
-    for index, tensor in enumerate(tensors):
-        kind = (tensor.device, tensor.dtype)
-        sizes[kind] = sizes.get(kind, 0) + tensor.numel()
-        chunk = sizes[kind] // (CPU_CHUNK if tensor.is_cpu else CHUNK)
-        chunks.setdefault((*kind, chunk), []).append(index)
-    return chunks.values()

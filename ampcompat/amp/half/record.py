@@ -1,7 +1,7 @@
 """The record that a module carries while its own parameters and buffers are half, and the masters in such records.
 
-deepcopy and pickle take a record along with its module. A model has no list of its masters: they are those of its
-modules, which a script may move to another model (:func:`masters_of`).
+deepcopy and pickle take a record along with its module. The masters of a model are those of its modules
+(:func:`masters_of`).
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def masters_by_name(module: torch.nn.Module) -> dict[str, Master]:
 
 
 def ensure_master(module: torch.nn.Module, name: str, value: torch.Tensor | None = None, adopt: bool = False) -> Master:
-    """Return the master of ``module``'s half tensor ``name``; made if missing, as :class:`Master` says."""
+    """Return the master of the half tensor ``name`` of ``module``, which has a record; made as :class:`Master` says."""
     half: Any = module._parameters.get(name, module._buffers.get(name))
-    record = half_weights(module) or ensure_half_weights(module, half.dtype, has_masters=True)
+    record: HalfWeights = module.__dict__[ATTRIBUTE]
     master = record.masters.get(name)
     if master is None or master.half is not half:  # the script has put another tensor in the place of the first
         master = master_of(half) or Master(half, value, adopt)
@@ -101,28 +101,24 @@ def set_masters(module: torch.nn.Module, masters: dict[str, Master]) -> None:
 
 # -- the masters of a model --------------------------------------------------------------------------------------------
 def masters_of(model: torch.nn.Module) -> list[Master]:
-    """Every master in ``model``, each once; cached until a master is made, dropped or moved anywhere."""
+    """Every master in ``model``, each once; cached until a master is made or dropped anywhere."""
     index = state.masters
     cached = index.by_model.get(model)
     if cached is not None and cached[0] == index.generation:
         return cached[1]
-    if not index.follows_modules:
-        index.follows_modules = True
-        state.undo.callback(_torch.on_module_registration(_module_registered).remove)
+    masters = _masters_in(model)
+    index.by_model[model] = (index.generation, masters)
+    return masters
+
+
+def _masters_in(model: torch.nn.Module) -> list[Master]:
+    """The masters of ``model``'s modules as they are now, each once."""
     unique: dict[int, Master] = {}
     for module in model.modules():
         for name, master in masters_by_name(module).items():
             unique[id(master)] = master
             master.add_slot(module, name)  # those of a copied or unpickled model have no slots yet
-    masters = list(unique.values())
-    index.by_model[model] = (index.generation, masters)
-    return masters
-
-
-def _module_registered(parent: torch.nn.Module, name: str, module: torch.nn.Module | None) -> None:
-    """Look masters of models up again when a module with masters moves into another (``a[0] = b[0]``)."""
-    if module is not None and any(masters_by_name(part) for part in module.modules()):
-        state.masters.generation += 1
+    return list(unique.values())
 
 
 def sync_masters(model: torch.nn.Module) -> int:
@@ -141,7 +137,7 @@ def sync_masters(model: torch.nn.Module) -> int:
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"sync_masters got {type(model).__name__} - it takes a model - pass the module.")
-    return resync(masters_of(model))
+    return resync(_masters_in(model))
 
 
 # -- parameters that a script has replaced -----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def hook(module: torch.nn.Module, dtype: torch.dtype, has_masters: bool) -> None
     record = ensure_half_weights(module, dtype, has_masters)
     if not record.hooks:
         record.hooks = _torch.register_state_dict_hooks(
-            module, after_save=_export, before_load=_load_masters, after_load=_round_loaded
+            module, after_save=_export, before_load=_load_masters, after_load=_rebind_and_round
         )
 
 
@@ -77,16 +77,22 @@ def _export(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str, lo
         _export(part, state_dict, f"{prefix}{name}.", local_metadata)
     warn_of_replaced(record.masters.values())
     for name, tensor in own_tensors(module):
-        saved = state_dict.get(prefix + name)
-        if tensor.dtype != record.dtype or not isinstance(saved, torch.Tensor) or saved.dtype != record.dtype:
+        saved: Any = state_dict.get(prefix + name)
+        is_saved_in_half = isinstance(saved, torch.Tensor) and saved.dtype == record.dtype
+        if tensor.dtype != record.dtype or not is_saved_in_half:
             continue
-        if not record.has_masters:
+        if record.has_masters:
+            keeps_variables = saved is tensor  # state_dict(keep_vars=True)
+            state_dict[prefix + name] = _export_master(module, name, keeps_variables)
+        else:
             state_dict[prefix + name] = saved.float()
-            continue
-        master = ensure_master(module, name)
-        settle([master])
-        keeps_variables = saved is tensor  # state_dict(keep_vars=True)
-        state_dict[prefix + name] = master.value if keeps_variables else master.export()
+
+
+def _export_master(module: torch.nn.Module, name: str, itself: bool) -> torch.Tensor:
+    """Return the float32 values of ``module``'s half tensor ``name``: the master ``itself``, or detached."""
+    master = ensure_master(module, name)
+    settle([master])
+    return master.value if itself else master.export()
 
 
 @torch.no_grad()
@@ -106,10 +112,10 @@ def _load_masters(
         if assigns:
             state_dict[prefix + name] = loaded.to(record.dtype)
         if record.has_masters:
-            _load(ensure_master(module, name), loaded)
+            _load_master(ensure_master(module, name), loaded)
 
 
-def _load(master: Master, loaded: torch.Tensor) -> None:
+def _load_master(master: Master, loaded: torch.Tensor) -> None:
     address = loaded.data_ptr()  # 0 for a wrapper around other tensors
     is_master_itself = address != 0 and address == master.value.data_ptr()
     if not is_master_itself:
@@ -123,7 +129,7 @@ def _can_be_loaded(loaded: Any, tensor: torch.Tensor) -> bool:
     return loaded.shape == tensor.shape and loaded.is_floating_point() and loaded.layout == torch.strided
 
 
-def _round_loaded(module: torch.nn.Module, incompatible_keys: Any) -> None:
+def _rebind_and_round(module: torch.nn.Module, incompatible_keys: Any) -> None:
     """Hook after ``load_state_dict()``: round the masters that were loaded into the model."""
     for name, master in masters_by_name(module).items():
         held = module._parameters.get(name, module._buffers.get(name))

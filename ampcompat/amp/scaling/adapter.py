@@ -6,11 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
+from ampcompat._state import state
+
+
+def use(kind: type[Adapter]) -> None:
+    """Have blocks and steps ask an adapter of ``kind``, from now on."""
+    if not any(isinstance(adapter, kind) for adapter in state.adapters):
+        state.adapters.append(kind())
+
 
 class Adapter:
-    """One kind of wrapper, which this base stands for where it does nothing; ``state.adapters`` lists those in use.
+    """One kind of wrapper; this base does nothing.
 
-    ``ampcompat.amp.adapters`` has a subclass for DDP and one for ``fully_shard``.
+    ``ampcompat.amp.adapters`` has a subclass for DDP and one for ``fully_shard``. ``state.adapters`` has those in use
+    (:func:`use`). Where there is any, gradients are looked at by their local parts.
     """
 
     def defers_sync(self, leaves: Sequence[torch.Tensor]) -> bool:

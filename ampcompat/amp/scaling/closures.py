@@ -12,7 +12,7 @@ from ampcompat.amp.casts import Saved, restored
 from ampcompat.amp.half.masters import settle
 from ampcompat.amp.scaling.gradient_sets import GradientState
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState
-from ampcompat.amp.scaling.steps import end, gradients_for_step, prepare
+from ampcompat.amp.scaling.steps import finish, gradients_for_step, prepare
 
 
 class _SkipStep(Exception):
@@ -41,14 +41,14 @@ def step_with_closure(
     if acts_before and closure_step.unscale_and_check():
         loss = closure_step.evaluate()
         closure_step.unscale_and_check()  # notes what this evaluation has left; the step is skipped all the same
-        end(optimizer, stash, skipped=True)
+        finish(optimizer, stash, skipped=True)
         return loss
     try:
         result = original(closure_step.evaluate_or_skip, **kwargs)
     except _SkipStep:
-        end(optimizer, stash, skipped=True)
+        finish(optimizer, stash, skipped=True)
         return closure_step.first_loss
-    end(optimizer, stash, skipped=False)
+    finish(optimizer, stash, skipped=False)
     return result
 
 

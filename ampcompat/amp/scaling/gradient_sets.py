@@ -34,9 +34,11 @@ users, made or skipped, the gradients are used up. A user that has stepped does 
 next block begins anew, with a warning where another user has yet to step.
 
 Overflows are found in the new gradients of a whole block, and are noted in each of its sets: every optimizer that holds
-one of them skips its next step. They are forgotten with the gradients: after a step, ``zero_grad``, or when all are
-None. ``GradScaler`` skips then too. What a block adds to gradients of other sets stays scaled; a step that uses them
-warns. FSDP2's gradients of ``set_requires_gradient_sync(False)`` are PENDING too, though they are not in ``p.grad``.
+one of them skips its step as long as the gradients are there. They are forgotten with the gradients: after
+``zero_grad``, when all are None, and after the step of the last user, which leaves those that are not a master's.
+
+What a block adds to gradients of other sets stays scaled; a step that uses them warns. FSDP2's gradients of
+``set_requires_gradient_sync(False)`` are PENDING too, though they are not in ``p.grad``.
 
 apex kept lists of gradients for each optimizer, and no state (``apex/amp/_process_optimizer.py``).
 """
@@ -141,6 +143,13 @@ class GradientSet:
             yield grad
 
     # -- a block -------------------------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """Note that no block is open any more, and that no gradient is scaled or saved."""
+        self.block = None
+        self.saved = []
+        if self.pending is not None:
+            self.note_unscaled()
+
     def begin_anew(self, by: Iterable[Optimizer]) -> bool:
         """Drop what a user among ``by`` has stepped with; return whether that was kept for another user."""
         if not any(map(self.has_stepped, by)):
@@ -149,9 +158,7 @@ class GradientSet:
         for master in self.masters:
             master.drop_gradient()
         self.users = {user: stepped for user, stepped in self.users.items() if not stepped}
-        if self.overflows:
-            self.has_old_overflow = True
-            self.overflows = []
+        self._age_overflows()
         return was_kept and self._has_waiting_user()
 
     def forget_cleared(self) -> None:
@@ -164,6 +171,11 @@ class GradientSet:
             if self.state is GradientState.UNSCALED:
                 self.state = GradientState.NONE
 
+    def _age_overflows(self) -> None:
+        """Keep of overflows that what they left may still be there."""
+        self.has_old_overflow = self.has_old_overflow or bool(self.overflows)
+        self.overflows = []
+
     def _forget(self) -> None:
         self.overflows = []
         self.has_old_overflow = False
@@ -175,13 +187,6 @@ class GradientSet:
         for param, old in self.saved:
             param.grad = old if param.grad is None else _torch.sum_of(param.grad, old)
         self.saved = []
-
-    def end_pass(self) -> None:
-        """Note that no gradient is scaled or saved any more, and that no block is open."""
-        self.saved = []
-        self.block = None
-        if self.pending is not None:
-            self.end_pending()
 
     def note_new(self, has_new_grads: bool, block_has_new_grads: bool = True) -> None:
         """Note whether a block has left new gradients here, or to any of its sets."""
@@ -211,10 +216,10 @@ class GradientSet:
         self.state = GradientState.PENDING
         self.block = None
 
-    def end_pending(self) -> None:
+    def note_unscaled(self) -> None:
         """Note that what was still scaled is unscaled now, or gone."""
         self.pending = None
-        state.optimizers.pending.remove(self)
+        state.optimizers.pending = [other for other in state.optimizers.pending if other is not self]
         if self.state is GradientState.PENDING:
             self.state = GradientState.UNSCALED if self.has_gradients() else GradientState.NONE
 
@@ -225,7 +230,7 @@ class GradientSet:
             master.drop_gradient()
         for param in self.direct:
             param.grad = None
-        self.end_pass()
+        self.close()
         self.overflows = []
         self.state = GradientState.LOST
 
@@ -242,7 +247,7 @@ class GradientSet:
     def note_checked(self, has_overflowed: bool) -> None:
         """Note that a closure's evaluation was checked: its flags say nothing of the next evaluation."""
         if has_overflowed:
-            self.has_old_overflow = True
+            self._age_overflows()
         self.overflows = []
 
     def _use_up(self, skipped: bool | None) -> None:
@@ -250,22 +255,19 @@ class GradientSet:
         for master in self.masters:
             master.added_grad = None
             master.value.grad = None
-        if skipped is False:
-            self.has_old_overflow = False
-        elif self.overflows:
-            self.has_old_overflow = True
-        self.overflows = []
-        self.has_foreign_gradients = False
+        self._age_overflows()
+        may_stay = self.has_old_overflow and skipped is not False
+        self._forget()
+        self.has_old_overflow = may_stay
         self.state = GradientState.NONE
-        self.users.clear()
 
     def clear(self) -> None:
         """Note that ``zero_grad`` has cleared or zeroed all gradients."""
         self.saved = []
         if self.pending is not None:
             for adapter in state.adapters:
-                adapter.drop_waiting_gradients(self.direct)
-            self.end_pending()
+                adapter.drop_waiting_gradients(self.leaves())
+            self.note_unscaled()
         if self.state is not GradientState.LOST:
             self._forget()
             self.state = GradientState.NONE

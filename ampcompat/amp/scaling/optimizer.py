@@ -22,7 +22,7 @@ from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
 from ampcompat.amp.casts import CastsOff, save
-from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, push, zero_gradients
+from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, push_all, zero_gradients
 from ampcompat.amp.scaling import block, misuse, passes
 from ampcompat.amp.scaling.closures import step_with_closure
 from ampcompat.amp.scaling.exchange import give_back_params, inner_optimizers, match_state
@@ -104,7 +104,8 @@ _torch.skip_compile_of_frame(_wrap(print, print))  # all wrappers share its code
 def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow.
 
-    Host syncs: one, none with an optimizer that takes ``found_inf`` or where nothing is scaled.
+    Host syncs: one, and when it is skipped one more for each scale that the message names; none with an optimizer that
+    takes ``found_inf``, or where nothing is scaled.
     """
     closure = kwargs.pop("closure", None)
     if args:
@@ -249,7 +250,7 @@ def drop_scaled_gradients(params: list[torch.Tensor]) -> None:
 _LEGACY_METHODS: dict[str, Callable[..., Any]] = {
     "_amp_lazy_init": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
     "_lazy_init_maybe_master_weights": lambda optimizer: optimizer._amp_stash.look_up(optimizer),
-    "_master_params_to_model_params": lambda optimizer: push(optimizer._amp_stash.masters),
+    "_master_params_to_model_params": lambda optimizer: push_all(optimizer._amp_stash.masters),
     "_prepare_amp_backward": passes.prepare_amp_backward,
     "_post_amp_backward": passes.post_amp_backward,
 }

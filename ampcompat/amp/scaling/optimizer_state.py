@@ -77,9 +77,9 @@ class AmpOptimizerState:
         """The tensors that a backward pass gives gradients to."""
         return [*[master.half for master in self.masters], *self.direct]
 
-    def has_state(self, state: GradientState) -> bool:
-        """Whether one of its sets is in ``state``."""
-        return any(each.state is state for each in self.sets)
+    def has_state(self, wanted: GradientState) -> bool:
+        """Whether one of its sets is in the state ``wanted``."""
+        return any(each.state is wanted for each in self.sets)
 
     def first_gradient(self) -> torch.Tensor | None:
         """The first gradient that there is in the model, to tell new ones from old ones by."""
@@ -167,7 +167,7 @@ class AmpOptimizerState:
                 each.pend(pending)
             elif each.pending is not None:
                 each.add_saved()
-                each.end_pending()
+                each.note_unscaled()
 
     @property
     def already_patched(self) -> bool:

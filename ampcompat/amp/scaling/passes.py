@@ -105,7 +105,7 @@ def end(
     overflows = _make_transitions(scaler, scale, pending_scalers, moves_scale)
     has_new_grads = True in new.values()
     for gradient_set in sets:
-        gradient_set.end_pass()
+        gradient_set.close()
         gradient_set.note_new(new[gradient_set], has_new_grads)
         if overflows:
             gradient_set.note_overflows(overflows)
@@ -204,7 +204,7 @@ def post_amp_backward(optimizer: Optimizer, scaler: LossScaler) -> None:
         else:
             scale = scaler.scale_on()
         has_new_grads = unscale_new(gradient_set, scaler, scale)
-        gradient_set.end_pass()
+        gradient_set.close()
         gradient_set.note_new(has_new_grads)
         gradient_set.note_user(optimizer)
 
@@ -235,6 +235,6 @@ def undo(sets: Iterable[GradientSet], scale: torch.Tensor | None) -> None:
             param.grad = old
         if gradient_set.pending is not None:
             for adapter in state.adapters:
-                adapter.drop_waiting_gradients(gradient_set.direct)
+                adapter.drop_waiting_gradients(gradient_set.leaves())
             misuse.warn_of("pending gradients lost")
-        gradient_set.end_pass()
+        gradient_set.close()

@@ -16,7 +16,7 @@ from ampcompat import _torch
 from ampcompat._log import say
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.half.masters import drop_cleared_gradients, push, settle
+from ampcompat.amp.half.masters import drop_cleared_gradients, push_all, settle
 from ampcompat.amp.half.record import warn_of_replaced
 from ampcompat.amp.observers import notify
 from ampcompat.amp.scaling import misuse, passes
@@ -62,7 +62,7 @@ def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, step: Callable[[
     on_device = _skips_on_device(optimizer)
     skip = prepare(optimizer, stash, on_device)
     if skip:
-        end(optimizer, stash, skipped=True)
+        finish(optimizer, stash, skipped=True)
         return None
     used = [each for each in stash.sets if each.has_stepped(optimizer)]
     if used:
@@ -70,10 +70,10 @@ def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, step: Callable[[
     flags = _flags(optimizer, stash) if on_device else []
     if not flags:
         result = step()
-        end(optimizer, stash, skipped=False)
+        finish(optimizer, stash, skipped=False)
         return result
     result = _with_flags(optimizer, stash, flags, step)
-    end(optimizer, stash, skipped=None)
+    finish(optimizer, stash, skipped=None)
     return result
 
 
@@ -179,7 +179,7 @@ def _read(flags: list[Flag], is_skipped: bool) -> bool:
     if len(flags) == 1:
         values = [first.item()]
     else:
-        values = torch.stack([flag.to(first.device) for _, flag in flags]).tolist()
+        values = torch.stack([flag.to(first.device) for _, flag in flags]).to("cpu").tolist()
     overflowed = [scaler for (scaler, _), value in zip(flags, values, strict=True) if value]
     if overflowed and is_skipped:
         announce([(scaler, 0.0 if scaler is None else scaler.scale_after_back_off().item()) for scaler in overflowed])
@@ -222,13 +222,13 @@ def _with_flags(optimizer: Optimizer, stash: AmpOptimizerState, flags: list[Flag
 
 # -- after it ----------------------------------------------------------------------------------------------------------
 @_torch.eager
-def end(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None) -> None:
+def finish(optimizer: Optimizer, stash: AmpOptimizerState, skipped: bool | None) -> None:
     """After the optimizer's own step, or instead of it: the masters' gradients are used up, the model's stay.
 
     ``skipped``: None where only the device knows.
     """
     if stash.masters and not skipped:
-        push(stash.masters)
+        push_all(stash.masters)
     if skipped and stash.has_state(GradientState.LOST):
         say("Gradients of a scale_loss block were lost.  Skipping step")
     gradient = stash.first_gradient()

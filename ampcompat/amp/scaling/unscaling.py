@@ -26,8 +26,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
+from ampcompat.amp.half.chunks import in_chunks
 from ampcompat.amp.half.masters import Master, drop_cleared_gradients
-from ampcompat.amp.half.merging import in_chunks
 from ampcompat.amp.scaling import misuse
 from ampcompat.amp.scaling.adapter import Adapter
 from ampcompat.amp.scaling.gradient_sets import GradientSet, Pending
@@ -71,7 +71,7 @@ def rescale_pending(gradient_set: GradientSet, pending: Pending, scaler: LossSca
         if state.adapters:
             scaled = list(map(_torch.local_part, scaled))
         for adapter in state.adapters:
-            scaled += adapter.waiting_gradients(gradient_set.direct)
+            scaled += adapter.waiting_gradients(gradient_set.leaves())
         with torch.no_grad():
             for grad in scaled:
                 was = pending.scale.to(grad.device, non_blocking=True)
@@ -141,8 +141,8 @@ def _in_chunks(half_gradients: HalfGradients, scale: torch.Tensor | None) -> Ite
     if copies_stay or needs_no_copies:
         return [half_gradients]
     masters = list(half_gradients)
-    grads = list(half_gradients.values())
-    return [{masters[index]: grads[index] for index in chunk} for chunk in in_chunks(grads)]
+    chunks = in_chunks(list(half_gradients.values()))
+    return [{masters[index]: half_gradients[masters[index]] for index in indices} for indices in chunks]
 
 
 def _add_to_masters(

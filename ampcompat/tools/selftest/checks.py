@@ -16,7 +16,7 @@ from ampcompat.amp.frontend import OptLevel
 from ampcompat.tools.dtypes import dtype_name
 
 #: The half dtype of each level; O0 has none.
-HALF_DTYPES: dict[OptLevel, torch.dtype] = {
+DTYPE_OF_LEVEL: dict[OptLevel, torch.dtype] = {
     "O1": torch.float16,
     "O2": torch.float16,
     "O3": torch.float16,
@@ -83,7 +83,7 @@ def check_ops(device: torch.device, level: OptLevel) -> str:
     if device.type not in _torch.autocast_device_types():
         raise Skipped("this torch has no autocast for the device")
     exact = torch.linspace(-1.49, 2.0, 64).reshape(8, 8)
-    wide, half = exact.to(device), exact.to(device, HALF_DTYPES[level])
+    wide, half = exact.to(device), exact.to(device, DTYPE_OF_LEVEL[level])
     with fresh():
         model = torch.nn.Linear(2, 2).to(device)  # operations outside of it are cast while it is alive
         amp.initialize(model, opt_level=level, verbosity=0)
@@ -177,7 +177,7 @@ def check_training(device: torch.device, level: OptLevel) -> str:
         hook.remove()
         finite = all(bool(weight.isfinite().all()) for weight in amp.master_params(optimizer))
     expect(finite, "a weight is not finite after the training")
-    half = HALF_DTYPES.get(level, torch.float32)
+    half = DTYPE_OF_LEVEL.get(level, torch.float32)
     casts = level not in ("O1", "O4") or device.type in _torch.autocast_device_types()
     ran = half if casts else torch.float32
     expect(seen[-1] == ran, f"the linear layer ran in {dtype_name(seen[-1])}, not in {dtype_name(ran)}")
@@ -190,7 +190,7 @@ def check_training(device: torch.device, level: OptLevel) -> str:
 
 def _check_weights(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, level: OptLevel) -> None:
     """The weights, the batch norm and what the optimizer steps have the dtypes of the level."""
-    half = HALF_DTYPES.get(level, torch.float32)
+    half = DTYPE_OF_LEVEL.get(level, torch.float32)
     weights = half if level in ("O2", "O3", "O5") else torch.float32
     others = half if level == "O3" else torch.float32
     for what, tensor, dtype in (
@@ -259,7 +259,7 @@ def _equal(weights: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> boo
 #: What is checked on each device: a name, the check and its levels.
 CHECKS: tuple[tuple[str, Callable[[torch.device, OptLevel], str], tuple[OptLevel, ...]], ...] = (
     ("ops", check_ops, ("O1", "O4")),
-    ("training", check_training, ("O0", *HALF_DTYPES)),
+    ("training", check_training, ("O0", *DTYPE_OF_LEVEL)),
     ("resume", check_resume, ("O1", "O2")),
     ("overflow", check_overflow, ("O1", "O2")),
 )

@@ -119,7 +119,7 @@ def passes_are_fused(level, make, options):
 def later_passes_come_in_chunks(options):
     """What they convert to float32 at once does not grow with the model."""
     counts = []
-    for merging.CHUNK in (64, 2**24):
+    for chunks.CHUNK in (64, 2**24):
         with Ops() as ops:
             run = Run("O2", "SGD", True, **options)
             run.backward()
@@ -318,7 +318,7 @@ if __name__ == "__main__":
     from op_rows import ROWS
 
     from ampcompat import amp, optimizers
-    from ampcompat.amp.half import merging
+    from ampcompat.amp.half import chunks
 
     outcomes = {}
     for name in sorted(sys.argv[1:], key=list(CHECKS).index):

@@ -542,7 +542,7 @@ def test_an_empty_string_disables_as_under_apex(capsys):
 
 
 @pytest.mark.parametrize(("third", "outside"), [("O1", "O2"), ("O2", "O2"), ("O2", "O3")])
-def test_a_level_from_outside_overrides_one_as_enabled(third, outside, monkeypatch, capsys):
+def test_a_level_from_env_overrides_one_as_enabled(third, outside, monkeypatch, capsys):
     monkeypatch.setenv("AMPCOMPAT_OPT_LEVEL", outside)
     model = net()
     amp.initialize(model, sgd(model), third, verbosity=0)

@@ -1,9 +1,11 @@
 """``delay_unscale`` and ``delay_overflow_check``: scaled gradients that wait while the scale may move."""
 
+import warnings
+
 import pytest
 import torch
 from core_kit import backward, loss_of, net, same, sgd, start
-from internals import has_scaled_gradients
+from internals import float32_masters, has_scaled_gradients
 
 from ampcompat import amp
 from ampcompat.amp.scaler import LossScaler
@@ -198,6 +200,22 @@ def test_an_optimizer_made_anew_has_the_pending_gradients(level):
     backward(model, optimizer, 2)
     assert_close(level, grads(optimizer), summed(level, 1, 2))
     optimizer.step()
+
+
+@pytest.mark.parametrize("delay_unscale", [True, False])
+def test_an_optimizer_made_anew_takes_the_place_of_the_old_one(delay_unscale):
+    """The old one is a reference cycle, and nothing waits for its step until the garbage is collected."""
+    model, old = start("O2", loss_scale=2.0**12)
+    backward(model, old, 1, delay_unscale=delay_unscale)
+    del old
+    new = sgd(model)
+    amp.initialize(model, new, opt_level="O2", verbosity=0, loss_scale=2.0**12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in (2, 3):
+            backward(model, new, seed)
+            new.step()
+    assert all(p.grad is None for p in float32_masters(new))
 
 
 def test_a_loss_that_cannot_be_scaled_leaves_the_block_closed():

@@ -167,3 +167,8 @@ def test_what_a_new_row_with_casts_allows_follows_from_it(monkeypatch):
 
 def test_the_type_of_opt_level_lists_the_rows():
     assert get_args(OptLevel) == tuple(LEVELS)
+
+
+def test_a_row_of_a_dtype_that_nothing_handles_is_refused():
+    with pytest.raises(ValueError, match=r"O6: .* casts to another dtype"):
+        Level("O6:  FP8.", torch.float8_e4m3fn, False, None, True, True, "dynamic")

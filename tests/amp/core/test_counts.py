@@ -10,7 +10,7 @@ import torch
 from counting import Counter, peak_bytes
 
 from ampcompat import amp
-from ampcompat.amp.half import merging
+from ampcompat.amp.half import chunks
 
 
 class Idle(torch.optim.Optimizer):
@@ -126,7 +126,7 @@ def test_bytes_per_parameter_at_o2_with_adam(monkeypatch):
     """20 in the optimizer, with the half gradients that outlive it; 20 and one chunk where a block ends."""
     width, layers = 128, 16
     count = layers * width * (width + 1)
-    monkeypatch.setattr(merging, "CPU_CHUNK", count // 16)
+    monkeypatch.setattr(chunks, "CPU_CHUNK", count // 16)
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
@@ -158,7 +158,7 @@ def test_chunks_change_no_bit(monkeypatch):
     plain, x = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4))), torch.randn(4, 8)
     found = []
     for chunk in (1, 100, 2**24):
-        monkeypatch.setattr(merging, "CPU_CHUNK", chunk)
+        monkeypatch.setattr(chunks, "CPU_CHUNK", chunk)
         model = copy.deepcopy(plain)
         model, optimizer = amp.initialize(
             model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0

@@ -11,8 +11,8 @@ from amp_training import is_initialized
 
 from ampcompat import _torch, amp
 from ampcompat._distribution import SHIM
-from ampcompat.amp import optimizer, session
 from ampcompat.amp.scaler import LossScaler
+from ampcompat.amp.scaling import session, steps
 from ampcompat.cli import main
 from ampcompat.tools.selftest import checks, environment, ranks
 from ampcompat.tools.selftest import run as run_module
@@ -103,7 +103,7 @@ def test_a_broken_installation_fails(monkeypatch, breakage, check, level, said):
 
 
 def test_a_step_that_is_skipped_and_made_all_the_same_fails(monkeypatch):
-    real = optimizer._prepare
+    real = steps.prepare
 
     def prepare(one, stash, on_device=False):
         if real(one, stash, on_device):
@@ -114,7 +114,7 @@ def test_a_step_that_is_skipped_and_made_all_the_same_fails(monkeypatch):
             return True
         return False
 
-    monkeypatch.setattr(optimizer, "_prepare", prepare)
+    monkeypatch.setattr(steps, "prepare", prepare)
     with pytest.raises(Failed, match="changed the weights"):
         checks.check_overflow(CPU, "O1")
 
