@@ -50,17 +50,45 @@ def register_half_function(module: object, name: str) -> None:
 
 
 def register_bfloat16_function(module: object, name: str) -> None:
-    """As :func:`register_half_function`, but cast to bfloat16, at O1 too; as in ROCm's fork of apex."""
+    """Have ``module.name`` cast its arguments to bfloat16 while casts are on, at O1 too; as in ROCm's fork of apex.
+
+    Args:
+        module: Module, class or namespace object that holds the function.
+        name: Its attribute name; see :func:`register_half_function` for classes.
+
+    Raises:
+        ValueError: ``module`` has no such attribute, or it is not a function.
+    """
     _register(module, name, Rule.BFLOAT16)
 
 
 def register_float_function(module: object, name: str) -> None:
-    """As :func:`register_half_function`, but cast to float32 (``apex/amp/amp.py: register_float_function``)."""
+    """Have ``module.name`` cast its arguments to float32 while casts are on.
+
+    As in apex (``apex/amp/amp.py: register_float_function``).
+
+    Args:
+        module: Module, class or namespace object that holds the function.
+        name: Its attribute name; see :func:`register_half_function` for classes.
+
+    Raises:
+        ValueError: ``module`` has no such attribute, or it is not a function.
+    """
     _register(module, name, Rule.FLOAT)
 
 
 def register_promote_function(module: object, name: str) -> None:
-    """As :func:`register_half_function`, but cast to the widest (``apex/amp/amp.py: register_promote_function``)."""
+    """Have ``module.name`` cast its arguments to the widest dtype among them while casts are on.
+
+    As in apex (``apex/amp/amp.py: register_promote_function``).
+
+    Args:
+        module: Module, class or namespace object that holds the function.
+        name: Its attribute name; see :func:`register_half_function` for classes.
+
+    Raises:
+        ValueError: ``module`` has no such attribute, or it is not a function.
+    """
     _register(module, name, Rule.PROMOTE)
 
 
@@ -97,15 +125,27 @@ def half_function(fn: F) -> F:
 
 
 def bfloat16_function(fn: F) -> F:
-    """As :func:`half_function`, but in bfloat16, at O1 too; as in ROCm's fork of apex."""
+    """Decorate ``fn`` to get its arguments in bfloat16 while casts are on, at O1 too; as in ROCm's fork of apex.
+
+    Args:
+        fn: What :func:`half_function` takes; what that returns is returned.
+    """
     return _decorated(fn, Rule.BFLOAT16, "bfloat16_function")
 
 
 def float_function(fn: F) -> F:
-    """As :func:`half_function`, but in float32 (``apex/amp/amp.py: float_function``)."""
+    """Decorate ``fn`` to get its half arguments in float32 while casts are on (``apex/amp/amp.py: float_function``).
+
+    Args:
+        fn: What :func:`half_function` takes; what that returns is returned.
+    """
     return _decorated(fn, Rule.FLOAT, "float_function")
 
 
 def promote_function(fn: F) -> F:
-    """As :func:`half_function`, but in the widest dtype among them (``apex/amp/amp.py: promote_function``)."""
+    """Decorate ``fn`` to get its arguments in the widest dtype among them (``apex/amp/amp.py: promote_function``).
+
+    Args:
+        fn: What :func:`half_function` takes; what that returns is returned.
+    """
     return _decorated(fn, Rule.PROMOTE, "promote_function")
