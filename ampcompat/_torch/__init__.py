@@ -82,7 +82,6 @@ from ampcompat._torch.dispatcher import (
     keys_excluded,
     op_name,
     ops_with_kernel,
-    out_forms_run_whole,
     overloads_of,
     register_kernels,
 )

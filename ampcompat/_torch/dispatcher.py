@@ -65,13 +65,6 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne", "cat", "stack"), ()),
 }
 
-#: Forms with ``out=`` that torch makes of ops without: cast inside, these give results that ``out`` is not made for.
-_OUT_FORMS: Final = (
-    *("linalg_norm.out", "linalg_norm.ord_str_out", "linalg_matrix_norm.out", "linalg_matrix_norm.str_ord_out"),
-    *("linalg_matrix_power.out", "linalg_multi_dot.out", "tensordot.out"),
-)
-
-
 def autocast_key(device_type: str) -> str | None:
     """The dispatch key of autocast on ``device_type``; None where this torch has none."""
     private = torch._C._get_privateuse1_backend_name()
@@ -114,11 +107,6 @@ def aten_overloads(name: str) -> list[torch._ops.OpOverload]:
         if torch._C._dispatch_has_kernel(op_name(op)):
             ops.append(op)
     return ops
-
-
-def out_forms_run_whole() -> list[torch._ops.OpOverload]:
-    """The forms with ``out=`` whose inner ops must not be cast."""
-    return [op for name in _OUT_FORMS for op in aten_overloads(name)]
 
 
 def op_name(op: torch._ops.OpOverload) -> str:

@@ -48,7 +48,7 @@ def per_op(quick=False):
                         native.setdefault(name, []).append(_best(call, calls))
                     except RuntimeError:  # native refuses mixed dtypes here
                         native.setdefault(name, []).append(float("nan"))
-            amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)
+            _held = amp.initialize(torch.nn.Linear(1, 1), opt_level="O1", verbosity=0)  # casts last as long as it does
             for name, call in _ops().items():
                 ours.setdefault(name, []).append(_best(call, calls))
             reset()

@@ -153,7 +153,7 @@ def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) ->
     if table is None:
         table = rules_by_name()
     native = _torch.ops_with_kernel(key)
-    plan: Plan = {op: (_torch.op_name(op), Rule.UNCAST) for op in _torch.out_forms_run_whole()}
+    plan: Plan = {}
     for name, rule in table.items():
         if not _needs_kernels(name, rule):
             continue

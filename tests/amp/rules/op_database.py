@@ -152,7 +152,7 @@ def sweep(level: str, ops: list[Any]) -> list[tuple[str, str, str, str, bool]]:
         calls = list(calls_of(op))
         eager = [error_of(call, half, nullcontext) for call in calls]
         autocast = [error_of(call, half, lambda: torch.autocast("cpu", dtype=half)) for call in calls]
-        amp.initialize(torch.nn.Linear(2, 2), opt_level=level, verbosity=0)
+        _held = amp.initialize(torch.nn.Linear(2, 2), opt_level=level, verbosity=0)  # casts last as long as it does
         ours = [error_of(call, half, nullcontext) for call in calls]
         reset()
         for call, error, *others in zip(calls, ours, eager, autocast, strict=True):

@@ -21,12 +21,20 @@ DEMANDED = {
     ("nn.functional.binary_cross_entropy", "function"): "binary_cross_entropy_with_logits",
     ("pow", "in-place operator"): "In-place pow_ on a",
     **{(name, "in place"): f"In-place {name}_ on a" for name in _IN_PLACE.split()},
+    # Norms are float32, which a half ``out`` does not hold.
+    ("linalg.norm", "out="): "expected out tensor dtype Float",
+    ("linalg.norm.subgradients_at_zero", "out="): "expected out tensor dtype Float",
+    ("linalg.matrix_norm", "out="): "expected out tensor dtype Float",
 }
 
 #: Calls that autocast refuses too, which eager code runs.
 AUTOCAST_TOO = {
     # The call is pinv(a @ b): the product is half, and there is no pinv of half.
     ("linalg.pinv.singular", "function"): "expected a tensor with 2 or more dimensions of float",
+    # Made of products, which are half: a float32 ``out`` does not fit them.
+    ("tensordot", "out="): "dtype",
+    ("linalg.matrix_power", "out="): "dtype",
+    ("linalg.multi_dot", "out="): "dtype",
 }
 
 
