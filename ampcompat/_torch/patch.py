@@ -76,20 +76,8 @@ def with_parameters_of(function: Callable[..., object], called: Callable[..., ob
     """
     if not isinstance(function, FunctionType):
         return functools.update_wrapper(called, function)
-    spec = inspect.getfullargspec(function)
-    parameters = list(spec.args)
-    arguments = list(spec.args)
-    if spec.varargs:
-        parameters.append(f"*{spec.varargs}")
-        arguments.append(f"*{spec.varargs}")
-    elif spec.kwonlyargs:
-        parameters.append("*")
-    parameters += spec.kwonlyargs
-    arguments += [f"{name}={name}" for name in spec.kwonlyargs]
-    if spec.varkw:
-        parameters.append(f"**{spec.varkw}")
-        arguments.append(f"**{spec.varkw}")
-    source = f"def make(_called):\n    return lambda {', '.join(parameters)}: _called({', '.join(arguments)})"
+    parameters, arguments = _parameters_and_arguments(function, by_name=False)
+    source = f"def make(_called):\n    return lambda {parameters}: _called({arguments})"
     namespace: dict[str, Any] = {}
     exec(source, namespace)
     shown: FunctionType = namespace["make"](called)
@@ -108,20 +96,31 @@ def set_class(instance: object, cls: type) -> None:
 
 def _body_that_calls(name: str, function: FunctionType) -> CodeType:
     """Compile a body with the parameters of ``function`` that hands all of them on to the global ``name``."""
+    parameters, arguments = _parameters_and_arguments(function, by_name=True)
+    namespace: dict[str, FunctionType] = {}
+    # exec, since nothing else makes a body with given parameters. Their defaults belong to the function.
+    exec(f"def body({parameters}): return {name}({arguments})", namespace)
+    return namespace["body"].__code__
+
+
+def _parameters_and_arguments(function: FunctionType, by_name: bool) -> tuple[str, str]:
+    """The parameters of ``function`` as source, without defaults, and arguments that hand all of them on.
+
+    ``by_name``: those that may stand by position or by name are handed on by name, where no ``*args`` follow.
+    """
     spec = inspect.getfullargspec(function)
     parameters = list(spec.args)
-    arguments = [f"{arg}={arg}" for arg in spec.args]  # by name, where it can be
+    arguments = list(spec.args)
+    if by_name and not spec.varargs:
+        arguments = [f"{name}={name}" for name in spec.args]
     if spec.varargs:
         parameters.append(f"*{spec.varargs}")
-        arguments = [*spec.args, f"*{spec.varargs}"]
+        arguments.append(f"*{spec.varargs}")
     elif spec.kwonlyargs:
         parameters.append("*")
     parameters += spec.kwonlyargs
-    arguments += [f"{arg}={arg}" for arg in spec.kwonlyargs]
+    arguments += [f"{name}={name}" for name in spec.kwonlyargs]
     if spec.varkw:
         parameters.append(f"**{spec.varkw}")
         arguments.append(f"**{spec.varkw}")
-    namespace: dict[str, FunctionType] = {}
-    # exec, since nothing else makes a body with given parameters. Their defaults belong to the function.
-    exec(f"def body({', '.join(parameters)}): return {name}({', '.join(arguments)})", namespace)
-    return namespace["body"].__code__
+    return ", ".join(parameters), ", ".join(arguments)
