@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import types
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
@@ -101,15 +100,14 @@ _torch.skip_compile_of_frame(_wrap(print, print))  # all wrappers share its code
 
 # -- step --------------------------------------------------------------------------------------------------------------
 @_torch.skip_compile_of_frame
-def step(optimizer: Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def step(optimizer: Optimizer, original: Callable[..., Any], closure: Any = None, **kwargs: Any) -> Any:
     """Step the masters and write them to the model; skip instead, once, after an overflow.
+
+    What a step of a script's own takes beside the closure is given to it by name.
 
     Host syncs: one, and when it is skipped one more for each scale that the message names; none with an optimizer that
     takes ``found_inf``, or where nothing is scaled.
     """
-    closure = kwargs.pop("closure", None)
-    if args:
-        original, closure = _bind_arguments(original, args, closure)
     stash: AmpOptimizerState = optimizer._amp_stash
     for gradient_set in stash.sets:
         if gradient_set.block is not None:
@@ -144,20 +142,6 @@ def _refuse_in_block(optimizer: Optimizer, open_block: Any) -> NoReturn:
         " one - their gradients are still multiplied by the loss scale there, or saved - leave the block first, then"
         " step (D38)."
     )
-
-
-def _bind_arguments(step: Callable[..., Any], args: tuple[Any, ...], closure: Any) -> tuple[Callable[..., Any], Any]:
-    """``step`` with the positional arguments bound that its class gave it beside the closure, and the closure."""
-    first, *rest = args
-    if first is not None and not callable(first) and "closure" not in inspect.signature(step).parameters:
-        return functools.partial(step, *args), closure  # ``step(lr)``
-    if not rest:
-        return step, first
-
-    def bound(given_closure: Any = None, **kwargs: Any) -> Any:
-        return step(given_closure, *rest, **kwargs)
-
-    return bound, first
 
 
 # -- skipping ----------------------------------------------------------------------------------------------------------

