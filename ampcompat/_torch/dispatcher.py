@@ -65,6 +65,7 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
     **dict.fromkeys(("add", "div", "mul", "sub", "eq", "equal", "ge", "gt", "le", "lt", "ne", "cat", "stack"), ()),
 }
 
+
 def autocast_key(device_type: str) -> str | None:
     """The dispatch key of autocast on ``device_type``; None where this torch has none."""
     private = torch._C._get_privateuse1_backend_name()

@@ -41,7 +41,7 @@ def public_name(entry: str) -> str:
 
 def refuse_in_place(names: Iterable[str], undo: ExitStack) -> None:
     """Refuse a half left side wherever scripts call the in-place forms ``names`` (``exp_``), until ``undo`` runs."""
-    operators = {f"{public_name(operator)}_": operator for operator in _operators(in_place=True)}
+    operators = {f"{public_name(name)}_": name for name in dir(torch.Tensor) if name.startswith("__i")}
     for name in names:
         bindings = [(owner, name) for owner in OWNERS if callable(getattr(owner, name, None))]
         if name in operators:
@@ -60,23 +60,13 @@ def ban(name: str, message: str, in_float32: _torch.Wrap, undo: ExitStack) -> No
         in_float32: Makes of the function one that casts, for ``amp.init(allow_banned=True)``.
         undo: Takes it back.
     """
-    bindings: list[tuple[Any, str]] = [(owner, name) for owner in OWNERS]
-    for operator in _operators(in_place=False):
-        if public_name(operator) == name:
-            bindings.append((torch.Tensor, operator))
     refusing = functools.partial(_refusing_half, message=message, in_float32=in_float32)
-    for owner, attribute in bindings:
-        function = getattr(owner, attribute, None)
+    for owner in OWNERS:
+        function = getattr(owner, name, None)
         if isinstance(function, FunctionType) and owner is not torch.Tensor:
             _torch.wrap_everywhere(owner, function, refusing, undo)
         elif callable(function):
-            _torch.replace_function(owner, attribute, refusing(function), undo)
-
-
-def _operators(in_place: bool) -> list[str]:
-    """The methods of tensors that are operators: ``__ipow__``, or ``__pow__`` and ``__rpow__``."""
-    names = [name for name in dir(torch.Tensor) if name.startswith("__")]
-    return [name for name in names if name.startswith("__i") is in_place]
+            _torch.replace_function(owner, name, refusing(function), undo)
 
 
 def _refusing_left_side(function: Callable[..., object], name: str) -> Callable[..., object]:

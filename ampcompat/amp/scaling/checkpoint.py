@@ -78,26 +78,15 @@ def load_state_dict(state_dict: Mapping[str, object]) -> None:
 
 
 def _refuse_unknown_keys(state_dict: Mapping[str, object], names: list[str]) -> None:
-    """Raise for keys that are none of ``names``; a whole checkpoint is told which part of it to pass."""
+    """Raise for keys that are none of ``names``: those of a whole checkpoint, for example."""
     unknown = sorted(str(key) for key in state_dict if key not in names)
     if not unknown:
         return
     keys = ", ".join(f'"{key}"' for key in unknown)
-    part = _scalers_part(state_dict)
-    where = "" if part is None else f", which is here under {part!r}"
     raise RuntimeError(
         f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {keys} - the keys are loss_scaler0,"
-        f" loss_scaler1, ... - pass what amp.state_dict() returned{where}."
+        " loss_scaler1, ... - pass what amp.state_dict() returned, and not a whole checkpoint: checkpoint['amp']."
     )
-
-
-def _scalers_part(checkpoint: Mapping[str, object]) -> str | None:
-    """The key under which ``checkpoint`` holds a state of loss scalers: apex's, or else torch's."""
-    for mark in (f"{_PREFIX}0", "_growth_tracker"):
-        for key, part in checkpoint.items():
-            if isinstance(part, Mapping) and mark in part:
-                return key
-    return None
 
 
 def apply(entries: list[Entry], scalers: list[LossScaler]) -> None:

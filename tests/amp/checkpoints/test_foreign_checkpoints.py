@@ -177,10 +177,8 @@ def test_lightnings_scaling_state(file, key, capsys):
     assert "restored loss scaler 0: loss_scale 8192.0, unskipped 12." in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("file", "key"), [LIGHTNING[0], LIGHTNING[2], ("nvidia_bert", "amp")], ids=["Lightning 1.5", "1.9", "BERT"]
-)
-def test_a_whole_checkpoint_is_refused_by_name_of_what_to_pass(file, key):
+@pytest.mark.parametrize("file", [LIGHTNING[0][0], "nvidia_bert"])
+def test_a_whole_checkpoint_is_refused(file):
     initialized()
-    with pytest.raises(RuntimeError, match=f"is here under '{key}'"):
+    with pytest.raises(RuntimeError, match=r"not a whole checkpoint: checkpoint\['amp'\]"):
         amp.load_state_dict(recorded(file))

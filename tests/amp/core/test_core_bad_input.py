@@ -403,7 +403,7 @@ AFTER = {
     "load a whole checkpoint": (
         loads({"model": {}, "amp": {"loss_scaler0": GOOD}}),
         RuntimeError,
-        r"Unexpected key\(s\) in state_dict: \"amp\", \"model\" - .* - pass what amp.state_dict\(\) .* under 'amp'",
+        r"Unexpected key\(s\) in state_dict: \"amp\", \"model\" - .* - pass what amp.state_dict\(\) .* checkpoint\['amp'\]",
     ),
     "load half an entry": (
         loads({"loss_scaler0": {"loss_scale": 2.0}}),
