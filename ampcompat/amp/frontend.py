@@ -367,7 +367,8 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
     options = session.properties.options
     policy = session.policy
     parts = {part: None for model in objects.models for part in model.modules()}
-    trained = _ids_of_stepped(objects.optimizers)
+    groups = [group for optimizer in objects.optimizers for group in optimizer.param_groups]
+    trained = {id(param) for group in groups for param in group["params"]}
     cast_weights(
         parts,
         options["cast_model_type"] or None,
@@ -386,15 +387,6 @@ def _cast_models(session: Session, objects: _Objects, undo: ExitStack) -> None:
         if is_kept or isinstance(before, BoundaryPolicy):
             undo.callback(set_boundary, part, before)
             set_boundary(part, boundary if is_kept else None)
-
-
-def _ids_of_stepped(optimizers: list[Optimizer]) -> set[int]:
-    """The ids of the tensors that ``optimizers`` step on this rank: of half ones, masters are made now."""
-    ids: set[int] = set()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            ids.update(map(id, group["params"]))
-    return ids
 
 
 def _release_optimizer(optimizer: Optimizer) -> None:

@@ -81,14 +81,9 @@ def scale_loss(
 
 def _refuse_loss_id(loss_id: object, count: int) -> NoReturn:
     made = f"scalers 0 to {count - 1}" if count else "no scalers"
-    if isinstance(loss_id, int) and loss_id >= count:
-        fix = f"num_losses={loss_id + 1} there"
-    elif count:
-        fix = f"a loss_id from 0 to {count - 1}"
-    else:
-        fix = "num_losses=1 there"
     raise IndexError(
-        f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={count}) made {made} - pass {fix}."
+        f"scale_loss got loss_id={loss_id!r} - amp.initialize(num_losses={count}) made {made} - pass one of these, or a"
+        " larger num_losses there."
     )
 
 
@@ -206,10 +201,8 @@ class Block:
                     passes.leave_pending(self.optimizers, self.scaler, self.scale)
                     return
                 has_new_grads = passes.end(sets, self.optimizers, self.scaler, self.scale, self.moves_scale)
-                passes.note_users(self.optimizers)
             except BaseException:
-                passes.lose(sets, self.scaler)
-                passes.note_users(self.optimizers)
+                passes.lose(sets, self.optimizers, self.scaler)
                 raise
             is_unused = self.backward_calls is not None and not self.backward_calls
             if has_new_grads and is_unused:

@@ -109,6 +109,7 @@ def end(
         gradient_set.note_new(new[gradient_set], has_new_grads)
         if overflows:
             gradient_set.note_overflows(overflows)
+    _note_users(optimizers)
     return has_new_grads
 
 
@@ -163,7 +164,7 @@ def leave_pending(optimizers: Sequence[Optimizer], scaler: LossScaler, scale: to
             pending.scalers.update(gradient_set.pending.scalers)
     for gradient_set in sets:
         gradient_set.pend(pending)
-    note_users(optimizers)
+    _note_users(optimizers)
 
 
 def end_pending(gradient_set: GradientSet) -> None:
@@ -178,11 +179,11 @@ def end_pending(gradient_set: GradientSet) -> None:
     try:
         end(together, optimizers, scaler, pending.scale)
     except BaseException:
-        lose(together, scaler)
+        lose(together, optimizers, scaler)
         raise
 
 
-def note_users(optimizers: Iterable[Optimizer]) -> None:
+def _note_users(optimizers: Iterable[Optimizer]) -> None:
     """Note that a pass of ``optimizers`` gave the gradients that are in their sets."""
     for optimizer in optimizers:
         for gradient_set in optimizer._amp_stash.sets:
@@ -216,11 +217,12 @@ def replaced(optimizer: Optimizer, name: str, own: Callable[..., None]) -> Calla
 
 
 # -- passes that fail --------------------------------------------------------------------------------------------------
-def lose(sets: Iterable[GradientSet], scaler: LossScaler) -> None:
+def lose(sets: Iterable[GradientSet], optimizers: Iterable[Optimizer], scaler: LossScaler) -> None:
     """Clear what :func:`end` left half unscaled when it raised, and have the next step skipped."""
     scaler.forget_found_inf()
     for gradient_set in sets:
         gradient_set.lose()
+    _note_users(optimizers)
     say("The end of a scale_loss block raised: its gradients are cleared, and the next step is skipped.")
 
 

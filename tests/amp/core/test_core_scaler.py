@@ -427,7 +427,7 @@ def test_num_losses_0_initializes_and_scales_no_loss(level):
     assert amp._amp_state.loss_scalers == []
     assert amp.state_dict() == {}
     for optimizers in (optimizer, []):
-        with pytest.raises(IndexError, match=r"loss_id=0 - amp.initialize\(num_losses=0\) made no scalers - pass num"):
+        with pytest.raises(IndexError, match=r"loss_id=0 - amp.initialize\(num_losses=0\) made no scalers - pass"):
             amp.scale_loss(torch.ones(()), optimizers)
     with torch.no_grad():
         model(torch.ones(4, 6))
