@@ -335,12 +335,12 @@ AFTER = {
     "loss_id negative": (
         enter(stepped, opt2, loss_id=-1),
         IndexError,
-        "loss_id=-1 - .* - made scalers 0 to 1 - pass one",
+        "loss_id=-1 - .* made scalers 0 to 1 - pass one",
     ),
     "loss_id a string": (
         enter(stepped, opt2, loss_id="G"),
         IndexError,
-        "loss_id='G' - .* - made scalers 0 to 1 - pass one",
+        "loss_id='G' - .* made scalers 0 to 1 - pass one",
     ),
     "loss_id a tensor": (
         enter(stepped, opt2, loss_id=torch.tensor(0, device="cpu")),
