@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
 
     from ampcompat._types import Optimizer
-    from ampcompat.amp.casts import Casts, Saved
+    from ampcompat.amp.casts.contexts import Casts, Saved
     from ampcompat.amp.casts.rules import Plan, Rule
     from ampcompat.amp.half.masters import Master
     from ampcompat.amp.scaling.adapter import Adapter

@@ -12,7 +12,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ampcompat.amp.casts import casts_off
+from ampcompat.amp.casts.contexts import casts_off
 
 __all__ = ["backward", "backward_affine", "forward", "forward_affine"]
 

@@ -26,7 +26,7 @@ from ampcompat.amp.amp import (
     register_half_function,
     register_promote_function,
 )
-from ampcompat.amp.casts import disable_casts
+from ampcompat.amp.casts.contexts import disable_casts
 from ampcompat.amp.frontend import initialize
 from ampcompat.amp.half.record import sync_masters
 from ampcompat.amp.half.unwrap import unwrap

@@ -10,7 +10,7 @@ import torch
 
 from ampcompat.amp._amp_state import master_params
 from ampcompat.amp.adapters import wrapped
-from ampcompat.amp.casts import disable_casts
+from ampcompat.amp.casts.contexts import disable_casts
 from ampcompat.amp.scaling import optimizer as _optimizer
 from ampcompat.amp.scaling.block import scale_loss
 from ampcompat.amp.scaling.scaler import LossScaler

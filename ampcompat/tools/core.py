@@ -20,9 +20,9 @@ from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES as HALF_DTYPES
 from ampcompat._types import Optimizer as Optimizer
 from ampcompat._types import ParamGroup as ParamGroup
-from ampcompat.amp.casts import CastsOff as CastsOff
-from ampcompat.amp.casts import disabled_depth as _disabled_depth
 from ampcompat.amp.casts import wrappers as _wrappers
+from ampcompat.amp.casts.contexts import CastsOff as CastsOff
+from ampcompat.amp.casts.contexts import disabled_depth as _disabled_depth
 from ampcompat.amp.casts.trees import map_tree as map_tree
 from ampcompat.amp.casts.trees import tensors_in as tensors_in
 from ampcompat.amp.half.boundary import BoundaryPolicy as _BoundaryPolicy

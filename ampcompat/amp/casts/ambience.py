@@ -13,7 +13,7 @@ Python ``autograd.Function`` backward bodies              those of the forward
 a user's own ``torch.autocast`` region                    the user's
 ========================================================  ================================================
 
-The contexts that change casts for a time are in :mod:`ampcompat.amp.casts`. Ambient code runs without autocast's weight
+The contexts that change casts for a time are in :mod:`.contexts`. Ambient code runs without autocast's weight
 cache: it has no end at which the cache could be dropped.
 
 While any call casts functions, three places of torch are patched, all with undo: the autograd engine, which must run

@@ -11,7 +11,7 @@ import torch
 
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
-from ampcompat.amp.casts import OFF, casts_off
+from ampcompat.amp.casts.contexts import OFF, casts_off
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half.forward import Args, Forward, Kwargs, ModelPolicy
 from ampcompat.amp.half.model_class import set_policy

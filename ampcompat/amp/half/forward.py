@@ -15,8 +15,8 @@ from ampcompat import _torch
 from ampcompat._log import say_once
 from ampcompat._state import state
 from ampcompat.amp._amp_state import _amp_state
-from ampcompat.amp.casts import Casts, CastsOff, ForwardCasts, disabled_depth, is_decided
 from ampcompat.amp.casts.ambience import install_casting
+from ampcompat.amp.casts.contexts import Casts, CastsOff, ForwardCasts, disabled_depth, is_decided
 from ampcompat.amp.casts.trees import cast_tree, tensors_in
 from ampcompat.amp.half.devices import device_type_of
 from ampcompat.amp.half.masters import refresh

@@ -19,8 +19,8 @@ import torch
 
 from ampcompat import _torch
 from ampcompat._state import state
-from ampcompat.amp.casts import OFF, Casts, disabled_depth
 from ampcompat.amp.casts.ambience import follow_lifetime
+from ampcompat.amp.casts.contexts import OFF, Casts, disabled_depth
 from ampcompat.amp.half.devices import device_type_of
 from ampcompat.amp.half.forward import Forward, ModelPolicy
 from ampcompat.amp.half.masters import refresh

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ampcompat._types import Optimizer
-from ampcompat.amp.casts import Saved, restored
+from ampcompat.amp.casts.contexts import Saved, restored
 from ampcompat.amp.half.masters import settle
 from ampcompat.amp.scaling.gradient_sets import GradientState
 from ampcompat.amp.scaling.optimizer_state import AmpOptimizerState

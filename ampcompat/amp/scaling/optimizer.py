@@ -20,7 +20,7 @@ import torch
 from ampcompat import _torch
 from ampcompat._state import state
 from ampcompat._types import Optimizer
-from ampcompat.amp.casts import CastsOff, save
+from ampcompat.amp.casts.contexts import CastsOff, save
 from ampcompat.amp.half.masters import Master, drop_cleared_gradients, master_of, push_all, zero_gradients
 from ampcompat.amp.scaling import block, misuse, passes
 from ampcompat.amp.scaling.closures import step_with_closure

@@ -11,7 +11,7 @@ from ampcompat import _torch
 from ampcompat._log import warn_once
 from ampcompat._state import state
 from ampcompat._types import HALF_DTYPES
-from ampcompat.amp.casts import Casts, cpu_convolution
+from ampcompat.amp.casts import cpu_convolution
 from ampcompat.amp.casts.ambience import (
     install_casting,
     policies_in_force,
@@ -19,6 +19,7 @@ from ampcompat.amp.casts.ambience import (
     switch_this_forward,
     uninstall_casting,
 )
+from ampcompat.amp.casts.contexts import Casts
 from ampcompat.amp.half.devices import device_types_of
 from ampcompat.amp.half.forward import ModelPolicy
 from ampcompat.amp.properties import Properties
