@@ -53,7 +53,7 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
         *("upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
     ),
     "grid_sample": ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
-    "cross_entropy": ("nll_loss_forward", "nll_loss2d_forward"),
+    "cross_entropy": ("cross_entropy_loss",),
     "nll_loss": ("nll_loss", "nll_loss2d"),
     "bilinear": ("bilinear", "_trilinear"),
     "cross": ("cross", "linalg_cross"),
