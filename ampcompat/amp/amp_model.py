@@ -123,7 +123,10 @@ class ModelPolicy:
             return forward(*args, **kwargs)
 
     def _casts_for(self, model: torch.nn.Module, args: Args) -> ForwardCasts | CastsOff | None:
-        """Return the context for a forward of ``model``; None in an autocast region of the user's, who decides."""
+        """Return the context for a forward of ``model``.
+
+        None in an autocast region of the user's, who decides, and on a device that torch cannot autocast.
+        """
         stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
         if stamp is not None:  # a replica of DataParallel's carries its casts into its thread
             casts, device_type = stamp
@@ -134,7 +137,11 @@ class ModelPolicy:
             return CastsOff()
         if thread.regions.get(device_type):
             return None
-        return ForwardCasts(self.casts, device_type) if self.casts.enabled else CastsOff()
+        if not self.casts.enabled:
+            return CastsOff()
+        if device_type not in state.casts.device_types and not _torch.can_autocast(device_type):
+            return None
+        return ForwardCasts(self.casts, device_type)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
     def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:
