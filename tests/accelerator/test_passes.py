@@ -6,7 +6,7 @@ from emulated_cuda import Log
 from torch import nn
 
 from ampcompat import amp, optimizers
-from ampcompat.amp import gradients
+from ampcompat.amp.half import chunks
 
 pytestmark = pytest.mark.skipif(torch.version.cuda != "emulated", reason="needs --emulate-cuda")
 
@@ -78,7 +78,7 @@ def test_gradients_are_added_in_chunks(options, monkeypatch):
     """What a block converts to float32 at once does not grow with the model."""
     counts = []
     for chunk in (64, 2**24):
-        monkeypatch.setattr(gradients, "CHUNK", chunk)
+        monkeypatch.setattr(chunks, "CHUNK", chunk)
         training = Training("O2", **options)
         training.backward()
         with Log() as log:
