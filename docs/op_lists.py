@@ -36,9 +36,10 @@ _NATIVE: Final = {
     ("pinv", "cpu"): "half inside",
     ("norm_except_dim", "cuda"): "float32",
     ("softmin", "cuda"): "float32",
-    ("cross_entropy", "cuda"): "float32",
     ("normalize", "cuda"): "float32",
-    ("cross_entropy", "cpu"): "float32",
+    # seen in values alone: the dtype of the result is float32
+    ("cross_entropy", "cuda"): "float32, of half logarithms",
+    **{(name, "cuda"): "float32, gradients in half" for name in ("cumprod", "cumsum", "norm")},
 }
 
 #: On apex's list by kind alone: losses that torch got after it.

@@ -72,6 +72,7 @@ from ampcompat._torch.dispatcher import (
     aten_overloads,
     autocast_device_types,
     autocast_key,
+    can_autocast,
     composite,
     convolve_on_cpu_in_float,
     current_node,

@@ -53,7 +53,7 @@ ATEN: Final[dict[str, tuple[str, ...]]] = {
         *("upsample_bicubic2d", "upsample_trilinear3d", "_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
     ),
     "grid_sample": ("grid_sampler", "grid_sampler_2d", "grid_sampler_3d"),
-    "cross_entropy": ("nll_loss_forward", "nll_loss2d_forward"),
+    "cross_entropy": ("cross_entropy_loss",),
     "nll_loss": ("nll_loss", "nll_loss2d"),
     "bilinear": ("bilinear", "_trilinear"),
     "cross": ("cross", "linalg_cross"),
@@ -75,13 +75,16 @@ def autocast_key(device_type: str) -> str | None:
     return key
 
 
+def can_autocast(device_type: str) -> bool:
+    """Whether this torch can autocast ``device_type``: an added backend too, which has a module saying so."""
+    if device_type == torch._C._get_privateuse1_backend_name():
+        return hasattr(getattr(torch, device_type, None), "get_amp_supported_dtype")
+    return autocast_key(device_type) is not None
+
+
 def autocast_device_types() -> list[str]:
-    """The device types that this torch can autocast: an added backend too, which has a module saying so."""
-    added = torch._C._get_privateuse1_backend_name()
-    device_types = list(filter(autocast_key, _AUTOCAST_KEYS))
-    if hasattr(getattr(torch, added, None), "get_amp_supported_dtype"):
-        device_types.append(added)
-    return device_types
+    """The device types that this torch can autocast."""
+    return list(filter(can_autocast, [*_AUTOCAST_KEYS, torch._C._get_privateuse1_backend_name()]))
 
 
 def overloads_of(name: str) -> list[torch._ops.OpOverload]:

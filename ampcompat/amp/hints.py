@@ -55,6 +55,7 @@ _SAME = (
     "expected dtype|type promoting not supported|does not match weight dtype|must have the type"
 )
 #: Texts, and their hints; the first that matches counts. A text that names no dtype comes from other code as well.
+#: ``\A`` keeps a search from starting anew at each character of a text, which may have tens of thousands.
 _HINTS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
     (re.compile(text), hint)
     for text, hint in (
@@ -78,7 +79,7 @@ _HINTS: Final[tuple[tuple[re.Pattern[str], str], ...]] = tuple(
         (r"Attempting to unscale FP16 gradients", _SCALER),
         (r"probability tensor contains either `inf`, `nan`", _PROBABILITIES),
         (r"mixed dtype|both inputs should have same dtype", _MIXED),
-        (rf"(?is:(?=.*{_HALF}).*(?:{_SAME}))", _MIXED),
+        (rf"(?is:\A(?=.*{_HALF}).*(?:{_SAME}))", _MIXED),
     )
 )
 

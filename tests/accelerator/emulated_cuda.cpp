@@ -4,10 +4,13 @@
 // autograd engine, the routes of its optimizers, streams, events. What the devices do is logged, one line each: kernels,
 // host syncs, asynchronous copies. Nothing here says anything about time or about CUDA's arithmetic.
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/ForeachUtils.h>
+#include <ATen/native/TensorFactories.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
@@ -231,6 +234,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void*, void*, const c10::DeviceIndex) const { return 1.0; }
 } guard;
 
+std::vector<at::Generator> generators;
+
 struct Hooks final : at::CUDAHooksInterface {
   void init() const {}
   bool isBuilt() const { return true; }
@@ -244,9 +249,19 @@ struct Hooks final : at::CUDAHooksInterface {
   c10::DeviceIndex deviceCount() const override { return DEVICES; }
   c10::DeviceIndex getCurrentDevice() const override { return device_now; }
   int getNumGPUs() const override { return DEVICES; }
-  // The devices draw from the CPU's generator.
+  // The devices draw from the CPU's generators: its default one, and those that were made for them.
   const at::Generator& getDefaultGenerator(c10::DeviceIndex) const { return at::globalContext().defaultGenerator(c10::kCPU); }
+  at::Generator getNewGenerator(c10::DeviceIndex = -1) const {
+    Lock lock(mutex);
+    return generators.emplace_back(at::detail::createCPUGenerator());
+  }
 };
+
+void check_generator(const at::Generator& generator) {
+  Lock lock(mutex);
+  bool is_ours = generator == at::globalContext().defaultGenerator(c10::kCPU) || std::find(generators.begin(), generators.end(), generator) != generators.end();
+  TORCH_CHECK(is_ours, "Expected a 'cuda' device type for generator but found 'cpu'");
+}
 
 // ---- one memory, seen from both sides ----------------------------------------------------------------------------------
 Tensor laid_out_as(Tensor made, const Tensor& like) {
@@ -331,17 +346,9 @@ struct Call {
   // Whether CUDA would take the lists of a foreach op in a few launches, or else tensor by tensor.
   bool has_fast_route() const {
     auto all = lists();
-    bool copies = name == "aten::_foreach_copy_";
-    for (auto& list : all) {
-      for (size_t i = 0; i < list.size(); ++i) {
-        if (!is_there(list[i])) continue;
-        const Tensor& first = all[0][0];
-        auto dtype = copies ? list[0].dtype() : first.dtype();
-        if (list[i].device() != first.device() || list[i].dtype() != dtype || !list[i].is_non_overlapping_and_dense()) return false;
-        if (i < all[0].size() && (list[i].sizes() != all[0][i].sizes() || list[i].strides() != all[0][i].strides())) return false;
-      }
-    }
-    return true;
+    std::vector<at::TensorList> views(all.begin(), all.end());
+    bool may_differ_in_dtype = name == "aten::_foreach_copy_";
+    return at::native::_check_tensors_share_device_and_dtype(views, may_differ_in_dtype) && at::native::_check_tensors_share_sizes_and_strides(views);
   }
 
   // Find the device; raise where CUDA would, since tensors of two devices meet.
@@ -361,6 +368,7 @@ struct Call {
         return tensor;
       });
       if (given[i].isDevice() && device < 0) device = index_of(given[i].toDevice());
+      if (given[i].isGenerator()) check_generator(given[i].toGenerator());
     }
     if (device < 0) device = device_now;
     if (!other.empty() && is_foreach()) {  // tensor by tensor, each on the device of its place
@@ -591,7 +599,14 @@ Tensor& set_storage_(Tensor& tensor, at::Storage storage) {
 Tensor& set_tensor_(Tensor& tensor, const Tensor& source) {
   return set_storage_offset_(tensor, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
+Tensor zeros_without_memory(at::IntArrayRef size, MaybeDtype dtype, MaybeLayout, MaybeDevice device, std::optional<bool>) {
+  at::native::ZeroTensorAllocator nothing(Device(CUDA, index_of(device.value_or(CUDA))));
+  c10::DispatchKeySet keys{c10::DispatchKey::CUDA, c10::DispatchKey::ZeroTensor};
+  return at::detail::empty_generic(size, &nothing, keys, c10::dtype_or_default(dtype), std::nullopt);
+}
 void record_stream(Tensor&, c10::Stream) {}
+bool has_no_ctc_loss(const Tensor&, const Tensor&, at::IntArrayRef, at::IntArrayRef, int64_t) { return false; }
+bool has_no_ctc_loss_of_tensors(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t) { return false; }
 int64_t attention_by_plain_ops(const Tensor&, const Tensor&, const Tensor&, const std::optional<Tensor>&, double, bool, std::optional<double>, bool) { return 0; }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
@@ -604,7 +619,60 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage", &set_storage_);
   m.impl("set_.source_Tensor", &set_tensor_);
   m.impl("record_stream", &record_stream);
+  m.impl("_efficientzerotensor", &zeros_without_memory);
+  for (std::string library : {"cudnn", "miopen"}) {
+    m.impl(("_use_" + library + "_ctc_loss").c_str(), &has_no_ctc_loss);
+    m.impl(("_use_" + library + "_ctc_loss.Tensor").c_str(), &has_no_ctc_loss_of_tensors);
+  }
   m.impl("_fused_sdp_choice", &attention_by_plain_ops);
+}
+
+// ---- cells of recurrent layers: kernels of CUDA alone, on the CPU's tensors; `any_kernel` finds them there ---------------
+using MaybeTensor = std::optional<Tensor>;
+
+Tensor plus_bias(const Tensor& gates, const MaybeTensor& bias) { return bias && bias->defined() ? gates + *bias : gates; }
+Tensor or_zeros(const MaybeTensor& grad, const Tensor& like) { return grad && grad->defined() ? *grad : at::zeros_like(like); }
+Tensor through_sigmoid(const Tensor& grad, const Tensor& output) { return grad * output * (1 - output); }
+Tensor through_tanh(const Tensor& grad, const Tensor& output) { return grad * (1 - output * output); }
+
+std::tuple<Tensor, Tensor, Tensor> lstm_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cell, const MaybeTensor& input_bias, const MaybeTensor& hidden_bias) {
+  auto gates = (plus_bias(input_gates, input_bias) + plus_bias(hidden_gates, hidden_bias)).chunk(4, 1);
+  auto in = gates[0].sigmoid(), forget = gates[1].sigmoid(), candidate = gates[2].tanh(), out = gates[3].sigmoid();
+  auto next = forget * cell + in * candidate;
+  return {out * next.tanh(), next, at::cat({in, forget, candidate, out}, 1)};
+}
+std::tuple<Tensor, Tensor, Tensor> lstm_cell_backward(const MaybeTensor& grad_hidden, const MaybeTensor& grad_cell, const Tensor& cell, const Tensor& next, const Tensor& workspace, bool has_bias) {
+  auto gates = workspace.chunk(4, 1);
+  auto in = gates[0], forget = gates[1], candidate = gates[2], out = gates[3];
+  auto grad_out = or_zeros(grad_hidden, next), squashed = next.tanh();
+  auto grad_next = or_zeros(grad_cell, next) + through_tanh(grad_out * out, squashed);
+  auto grad_gates = at::cat({through_sigmoid(grad_next * candidate, in), through_sigmoid(grad_next * cell, forget),
+                             through_tanh(grad_next * in, candidate), through_sigmoid(grad_out * squashed, out)}, 1);
+  return {grad_gates, grad_next * forget, has_bias ? grad_gates.sum(0) : Tensor()};
+}
+
+std::tuple<Tensor, Tensor> gru_cell(const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hidden, const MaybeTensor& input_bias, const MaybeTensor& hidden_bias) {
+  auto from_input = plus_bias(input_gates, input_bias).chunk(3, 1), from_hidden = plus_bias(hidden_gates, hidden_bias).chunk(3, 1);
+  auto reset = (from_input[0] + from_hidden[0]).sigmoid(), update = (from_input[1] + from_hidden[1]).sigmoid();
+  auto candidate = (from_input[2] + reset * from_hidden[2]).tanh();
+  return {candidate + update * (hidden - candidate), at::cat({reset, update, candidate, hidden, from_hidden[2]}, 1)};
+}
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor& grad, const Tensor& workspace, bool has_bias) {
+  auto parts = workspace.chunk(5, 1);
+  auto reset = parts[0], update = parts[1], candidate = parts[2], hidden = parts[3], from_hidden = parts[4];
+  auto grad_candidate = through_tanh(grad * (1 - update), candidate);
+  auto grad_reset = through_sigmoid(grad_candidate * from_hidden, reset);
+  auto grad_update = through_sigmoid(grad * (hidden - candidate), update);
+  auto grad_input = at::cat({grad_reset, grad_update, grad_candidate}, 1);
+  auto grad_hidden = at::cat({grad_reset, grad_update, grad_candidate * reset}, 1);
+  return {grad_input, grad_hidden, grad * update, has_bias ? grad_input.sum(0) : Tensor(), has_bias ? grad_hidden.sum(0) : Tensor()};
+}
+
+TORCH_LIBRARY_IMPL(aten, CPU, m) {
+  m.impl("_thnn_fused_lstm_cell", &lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", &lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", &gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", &gru_cell_backward);
 }
 
 // ---- setting up ------------------------------------------------------------------------------------------------------------
@@ -616,10 +684,12 @@ void register_kernels() {
     if (!starts_with(name.name, "aten::")) continue;
     auto op = dispatcher.findOp(name);
     if (!op || op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
+    std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
     // For lists of tensors CUDA has kernels where the CPU goes from tensor to tensor.
     bool is_foreach = starts_with(name.name, "aten::_foreach_") && op->schema().overload_name().find("out") == std::string::npos;
-    if (!is_foreach && !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
-    std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+    // What the CPU makes a convolution of may be no op, or one that a CUDA tensor does not get to.
+    bool is_whole = full == "aten::convolution" || full == "aten::convolution_backward";
+    if (!is_foreach && !is_whole && !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) continue;
     library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&any_kernel>());
   }
 }

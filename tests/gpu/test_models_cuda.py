@@ -1,12 +1,14 @@
-"""Models under amp on a CUDA device: moving there after ``initialize``, replicas, resume with fused optimizers."""
+"""Models under amp on a CUDA device: moving there, a torch that cannot autocast it, replicas, resuming."""
 
 import copy
 
 import pytest
 import torch
+from seeded import seeded
 from torch import nn
 
 from ampcompat import amp
+from ampcompat._torch import dispatcher
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +23,7 @@ def net():
 
 def train(model, optimizer, steps, first=0):
     for at in range(first, first + steps):
-        x = torch.randn(8, 8, generator=torch.Generator().manual_seed(at)).to("cuda")
+        x = torch.randn(8, 8, generator=seeded(at)).to("cuda")
         optimizer.zero_grad()
         with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled:
             scaled.backward()
@@ -40,6 +42,39 @@ def test_masters_follow_a_move_of_the_model():
     for master, want in zip(amp.master_params(optimizer), exact, strict=True):
         assert master.device.type == "cuda"
         assert torch.equal(master.cpu(), want)
+    train(model, optimizer, 2)
+
+
+@pytest.fixture
+def moves_replace_parameters():
+    """Have ``model.to`` put other parameters in the places of the model's, as it must on some devices."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("moves_replace_parameters")
+def test_a_move_that_replaces_the_parameters_is_refused():
+    model = net().cpu()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    model.to("cuda")
+    with pytest.raises(RuntimeError, match="move the model before the optimizer is made"):
+        train(model, optimizer, 1)
+
+
+def test_a_device_that_cannot_autocast_is_named(monkeypatch):
+    """At O1 it trains in float32; at O2, where the model is half, nothing changes."""
+    monkeypatch.delitem(dispatcher._AUTOCAST_KEYS, "cuda")
+    model = net().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="'cuda', which this torch cannot autocast .* use opt_level='O2'"):
+        model, optimizer = amp.initialize(model, optimizer, opt_level="O1", verbosity=0)
+    assert model(torch.ones(2, 8, device="cuda")).dtype == torch.float32
+    train(model, optimizer, 2)
+    model = net().cuda()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    assert model[0](torch.ones(2, 8, device="cuda", dtype=torch.float16)).dtype == torch.float16
     train(model, optimizer, 2)
 
 

@@ -7,6 +7,7 @@ the same loss; any sequence of steps is a program, so that a failing one can be 
 import random
 
 import torch
+from seeded import seeded
 
 LEVELS = ("O0", "O1", "O2", "O2", "O2", "O3", "O4", "O5", "O5")
 FEATURES, BATCH = 4, 3
@@ -118,7 +119,7 @@ def draw_change(rng, config, step):
 
 def loss_of(forwards, step):
     """The loss of a block; ``forwards`` call the models."""
-    data = torch.Generator().manual_seed(step["data"])
+    data = seeded(step["data"])
     total = torch.zeros(())
     for path in step["paths"]:  # models, one after the other: a discriminator judges what a generator made
         out = torch.randn(BATCH, FEATURES, generator=data)

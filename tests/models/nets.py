@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from seeded import seeded
 from torch import nn
 
 from ampcompat import amp
@@ -136,7 +137,7 @@ class Tied(nn.Module):
 
 
 def batch(seed: int = 0, rows: int = 8) -> torch.Tensor:
-    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(rows, 4, generator=seeded(seed))
 
 
 def made(kind: Callable[[], nn.Module] = Net, level: str = "O2", lr: float = 0.1, **options: object) -> tuple:

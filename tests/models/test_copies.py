@@ -2,6 +2,7 @@
 
 import copy
 import io
+import os
 import pickle
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from nets import (
     masters_agree,
     train,
 )
-from python_process import run_python
+from python_process import PATH_WITH_TESTS, run_python
 from torch import nn
 
 from ampcompat import amp
@@ -153,6 +154,7 @@ for path in sys.argv[2:]:
 """
 
 
+@pytest.mark.on_cpu
 def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path):
     wanted = {}
     for level in LEVELS:
@@ -163,7 +165,7 @@ def test_saved_whole_and_loaded_in_a_fresh_process(tmp_path):
         torch.save(model, path)
         wanted[path] = model(batch()), {k: v.clone() for k, v in model.state_dict().items()}
     here = Path(__file__).parent
-    run = run_python(["-c", SCRIPT, here, *wanted], cwd=here.parents[1])
+    run = run_python(["-c", SCRIPT, here, *wanted], env={**os.environ, "PYTHONPATH": PATH_WITH_TESTS})
     assert run.returncode == 0, run.stderr
     for path, (out, state) in wanted.items():
         got = torch.load(path, weights_only=True)
@@ -178,16 +180,17 @@ def test_data_parallel_replicas_compute_the_same(level):
     model, optimizer = made(level=level)
     train(model, optimizer, 2)
     model.eval()
-    expected = model(batch())
+    x = batch()
+    expected = model(x)
     replica = model._replicate_for_data_parallel()
     for name, module in model.named_children():
         setattr(replica, name, module)
-    enabled = torch.is_autocast_enabled("cpu")
+    enabled = torch.is_autocast_enabled(x.device.type)
     result = []
 
     def work():  # as torch's parallel_apply does; it hands on whether autocast is enabled, not its dtype
-        with torch.autocast("cpu", enabled=enabled):
-            result.append(replica(batch()))
+        with torch.autocast(x.device.type, enabled=enabled):
+            result.append(replica(x))
 
     thread = threading.Thread(target=work)
     thread.start()

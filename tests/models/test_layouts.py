@@ -7,6 +7,7 @@ up without an error, in plain torch as well.
 import pytest
 import torch
 from amp_training import make_step
+from seeded import seeded
 from torch import nn
 
 from ampcompat import amp, optimizers
@@ -50,7 +51,7 @@ def started(level, make):
 
 def train(model, optimizer, seed, passes=1):
     for at in range(passes):
-        x = torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(10 * seed + at))
+        x = torch.randn(4, 3, 2, 2, generator=seeded(10 * seed + at))
         with amp.scale_loss(model(x).float(), optimizer) as scaled:
             scaled.backward()
     optimizer.step()
@@ -122,7 +123,7 @@ def test_a_model_that_leaves_amp_keeps_its_optimizers_layout(level):
             model.to(memory_format=torch.channels_last)
         amp.initialize(model, optimizer, enabled=False)
         for step in range(2):
-            model(torch.randn(4, 3, 2, 2, generator=torch.Generator().manual_seed(step))).backward()
+            model(torch.randn(4, 3, 2, 2, generator=seeded(step))).backward()
             optimizer.step()
             optimizer.zero_grad()
         ends.append([p.detach().clone() for p in model.parameters()])

@@ -53,6 +53,7 @@ HELD = {
 }
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("kind", HELD)
 def test_memory_that_somebody_else_holds_is_left_alone(kind):
     held, values = HELD[kind](torch.randn(4, 4))

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from nets import MASTER_LEVELS
+from seeded import seeded
 from state_tables import MASTERS
 
 from ampcompat import amp
@@ -19,7 +20,7 @@ LATE = 12  # steps made before
 
 
 def thirds(seed=0):
-    return torch.randn(2, 4, generator=torch.Generator().manual_seed(seed)) / 3
+    return torch.randn(2, 4, generator=seeded(seed)) / 3
 
 
 class Run:

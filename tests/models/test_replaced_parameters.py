@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from nets import MASTER_LEVELS, Tied, masters_agree
+from seeded import seeded
 from torch import nn
 
 from ampcompat import amp
@@ -37,7 +38,7 @@ def step(model, optimizer):
 
 
 def new_parameter(level):
-    return nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(1)).to(HALF[level]))
+    return nn.Parameter(torch.randn(4, 4, generator=seeded(1)).to(HALF[level]))
 
 
 @LEVEL

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from amp_training import make_step
+from seeded import seeded
 from torch import nn
 
 from ampcompat import amp
@@ -20,7 +21,7 @@ def rounded(model):
 
 def train(model, optimizer, steps=3):
     for seed in range(steps):
-        x = torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(seed)) + seed
+        x = torch.randn(8, 4, 3, generator=seeded(seed)) + seed
         make_step(optimizer, model(x).float().square().mean())
         optimizer.zero_grad()
 
@@ -76,7 +77,7 @@ def test_several_forwards_before_one_backward():
     first = statistics(model)
     before = [p.detach().clone() for p in amp.master_params(optimizer)]
     for seed in range(6):
-        parts = [model(torch.randn(8, 4, 3, generator=torch.Generator().manual_seed(10 * seed + i))) for i in range(3)]
+        parts = [model(torch.randn(8, 4, 3, generator=seeded(10 * seed + i))) for i in range(3)]
         loss = sum(part.float().square().mean() for part in parts) * 0.01  # more would overflow, and skip
         make_step(optimizer, loss)
         optimizer.zero_grad()

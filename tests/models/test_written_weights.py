@@ -9,6 +9,7 @@ import pytest
 import torch
 from counting import Counter
 from nets import MASTER_LEVELS
+from seeded import seeded
 
 from ampcompat import amp
 
@@ -24,7 +25,7 @@ class Scores(torch.nn.Module):
         super().__init__()
         self.codebook = torch.nn.Embedding(4, 4)
         self.head = torch.nn.Linear(4, 2)
-        numbers = torch.Generator().manual_seed(seed)
+        numbers = seeded(seed)
         with torch.no_grad():
             for param in self.parameters():
                 param.copy_(torch.randint(-32, 33, param.shape, generator=numbers) / 64)
@@ -267,6 +268,7 @@ def test_parameters_of_a_class_of_the_scripts_own(level):
     assert (next(amp.master_params(optimizer)) == 0.25).all()
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_collective_on_the_weight_itself(level, tmp_path):
     """Collectives move no version: that they took the weight is noted."""

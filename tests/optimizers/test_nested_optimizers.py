@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from amp_training import make_step
+from seeded import seeded
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from ampcompat import amp
@@ -183,7 +184,7 @@ KINDS = {
     ),
     "Horovod": horovod,
 }
-X = torch.randn(32, 4, generator=torch.Generator().manual_seed(1))
+X = torch.randn(32, 4, generator=seeded(1))
 Y = torch.stack([X.sum(1), X[:, 0] * X[:, 1]], 1)
 
 

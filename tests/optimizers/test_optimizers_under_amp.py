@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from amp_training import make_step
+from seeded import seeded
 
 from ampcompat import amp
 from ampcompat.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
@@ -31,7 +32,7 @@ def make_model(seed=0):
 
 
 def batch(step):
-    generator = torch.Generator().manual_seed(step % 4)
+    generator = seeded(step % 4)
     x = torch.randn(16, 8, generator=generator)
     return x, x[:, :2] * 0.5
 

@@ -163,8 +163,9 @@ class CastsOff:
         if self.in_forwards:
             _torch.stash_in_thread(_DISABLED, self.disabled + 1)
         device_types = state.casts.device_types
-        if self.device_type is not None and self.device_type not in device_types:
-            device_types = (*device_types, self.device_type)
+        other = self.device_type
+        if other is not None and other not in device_types and _torch.can_autocast(other):
+            device_types = (*device_types, other)
         self.switched_off = list(filter(torch.is_autocast_enabled, device_types))
         for device_type in self.switched_off:
             torch.set_autocast_enabled(device_type, False)

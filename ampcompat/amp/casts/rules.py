@@ -148,6 +148,11 @@ PYTHON: Final = (
 )
 
 
+#: Float32 functions that native autocast of CUDA does not cast as a whole: it promotes grid_sample, and computes the
+#: gradients of cumulative ops and of norms in half.
+_CAST_IN_PART_ON_CUDA: Final = ("cumprod", "cumsum", "grid_sample", "norm")
+
+
 def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
     """List the public name and rule of each overload that needs one of our kernels on ``device_type``."""
     if table is None:
@@ -171,10 +176,10 @@ def _overrides_native(name: str, rule: Rule, device_type: str) -> bool:
     """Whether ``name`` needs our kernels even where native autocast has its own."""
     if not _ships(name, rule):
         return True
-    # Native refuses binary_cross_entropy in every dtype (CUDA) or in none (CPU), and promotes grid_sample (CUDA).
+    # Native refuses binary_cross_entropy in every dtype (CUDA) or in none (CPU).
     if rule in (Rule.BANNED, Rule.UNCAST):
         return True
-    return name == "grid_sample" and device_type != "cpu"
+    return name in _CAST_IN_PART_ON_CUDA and device_type != "cpu"
 
 
 def _ships(name: str, rule: Rule) -> bool:

@@ -118,7 +118,10 @@ class ModelPolicy:
             return forward(*args, **kwargs)
 
     def _casts_for(self, model: torch.nn.Module, args: Args) -> ForwardCasts | CastsOff | None:
-        """Return the context for a forward of ``model``; None in an autocast region of the user's, who decides."""
+        """Return the context for a forward of ``model``.
+
+        None in an autocast region of the user's, who decides, and on a device that torch cannot autocast.
+        """
         stamp: tuple[Casts, str] | None = model.__dict__.get("_amp_stamp")
         if stamp is not None:  # a replica of DataParallel's carries its casts into its thread
             casts, device_type = stamp
@@ -129,9 +132,11 @@ class ModelPolicy:
                 return CastsOff()
             if state.casts.thread.regions.get(device_type):
                 return None
-        if casts.enabled:
-            return ForwardCasts(casts, device_type)
-        return CastsOff()
+        if not casts.enabled:
+            return CastsOff()
+        if device_type not in state.casts.device_types and not _torch.can_autocast(device_type):
+            return None
+        return ForwardCasts(casts, device_type)
 
     # -- compiled ------------------------------------------------------------------------------------------------------
     def _run_compiled(self, forward: Forward, args: Args, kwargs: Kwargs) -> object:

@@ -41,7 +41,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         x = self.norm(F.gelu(self.a(x)))
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             x = torch.mm(x.float(), self.factor.float())
         x = Scale.apply(x, self.factor) if self.a.weight.dtype == torch.float32 else x.to(self.a.weight.dtype)
         return self.b(torch.sigmoid(x))
@@ -135,7 +135,6 @@ class NoTensors(nn.Module):
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("kind", [Counting, BuffersOnly, NoTensors])
-@pytest.mark.on_cpu
 def test_models_of_unusual_contents_compile(kind, level):
     """Models that keep a list, that have buffers only, and that have no tensors at all."""
     torch._dynamo.reset()
@@ -264,13 +263,12 @@ def test_a_compiled_model_called_in_another_thread(level, dtype, latest):
 
 @pytest.mark.divergence("compiled-casts-torch24")
 @pytest.mark.parametrize("latest", ["O0", "O1"])
-@pytest.mark.on_cpu
 def test_a_region_of_the_users_decides_in_any_thread(latest):
     fast = compiled("O1")
     initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
 
     def in_region(**how):
-        with torch.autocast("cpu", **how):
+        with torch.autocast(X.device.type, **how):
             return fast(X).dtype
 
     for how, dtype in (({"enabled": False}, torch.float32), ({"dtype": torch.bfloat16}, torch.bfloat16)):
@@ -279,16 +277,15 @@ def test_a_region_of_the_users_decides_in_any_thread(latest):
 
 
 @pytest.mark.parametrize("latest", ["O0", "O1"])
-@pytest.mark.on_cpu
 def test_a_region_in_compiled_code_decides(latest):
     torch._dynamo.reset()
     model = initialize(Linear(4, 4), opt_level="O1", verbosity=0)
     initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
 
     def run(x):
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             off = model(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
             other = model(x)
         return model(x), off, other
 

@@ -3,11 +3,13 @@
 import copy
 import gc
 import threading
+import types
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from o1_casts import here
 from python_process import run_python
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -15,13 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ampcompat import _torch
 from ampcompat.amp import _amp_state, disable_casts, init, initialize, scale_loss
+from ampcompat.amp.casts.contexts import casts_off
 
 HALF, FLOAT = torch.float16, torch.float32
-
-
-def here():
-    """The type of the device that tensors are made on."""
-    return torch.get_default_device().type
 
 
 def product(device=None):
@@ -221,7 +219,6 @@ def test_forward_in_a_new_thread(level, dtype):
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-@pytest.mark.on_cpu
 def test_data_parallel_replica(enabled):
     """torch hands ``enabled`` to the replica's thread, as a region, but not the dtype."""
     model, _ = at("O4")
@@ -229,10 +226,12 @@ def test_data_parallel_replica(enabled):
         _held = at("O0")
     replica = model._replicate_for_data_parallel()
     replica.fc = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+    device_type = x.device.type
 
     def worker():
-        with torch.autocast(here(), enabled=torch.is_autocast_enabled(here())):
-            replica(torch.randn(2, 4))
+        with torch.autocast(device_type, enabled=torch.is_autocast_enabled(device_type)):
+            replica(x)
 
     thread = threading.Thread(target=worker)
     thread.start()
@@ -447,14 +446,14 @@ def test_disabled_casts_reach_bodies_in_the_engines_threads():
     assert done.stdout.splitlines() == ["torch.float32 torch.float32", "torch.float16 torch.float16"], done.stderr
 
 
-@pytest.mark.on_cpu  # bodies run in a thread of their own on a device, with another default
 def test_a_region_inside_a_body_ends_in_the_casts_of_the_body():
     seen = []
+    device_type = here()  # a body may run in a thread of the engine's, which knows of no default device
 
     def note():
-        with torch.autocast(here(), enabled=False):
-            seen.append(product())
-        seen.append(product())
+        with torch.autocast(device_type, enabled=False):
+            seen.append(product(device_type))
+        seen.append(product(device_type))
 
     model, _ = at("O1", NotingNet(note))
     _other = at("O4")  # the ambience differs from the casts of the model
@@ -463,7 +462,6 @@ def test_a_region_inside_a_body_ends_in_the_casts_of_the_body():
     assert product() == torch.bfloat16
 
 
-@pytest.mark.on_cpu
 def test_bodies_see_weights_move():
     """Each body runs without the weight cache, which its forward had."""
     weight = nn.Parameter(torch.ones(2, 2))
@@ -471,7 +469,7 @@ def test_bodies_see_weights_move():
 
     def note():
         with torch.enable_grad():
-            seen.append(torch.mm(torch.ones(1, 2), weight).sum().item())
+            seen.append(torch.mm(torch.ones(1, 2, device=weight.device), weight).sum().item())
 
     model, _ = at("O1", NotingNet(note))
     y = model(torch.ones(1, 2)).float().sum()
@@ -551,10 +549,10 @@ def test_disable_casts_decorates_functions():
     assert product() == HALF
 
 
-@pytest.mark.on_cpu
 def test_disable_casts_in_two_threads():
     """They leave it in the order in which they came."""
     model, _ = at("O1")
+    x = torch.randn(2, 4)
     entered, leave = threading.Event(), threading.Event()
     seen = []
 
@@ -562,8 +560,8 @@ def test_disable_casts_in_two_threads():
         with disable_casts():
             entered.set()
             leave.wait(60)
-            model(torch.randn(2, 4))
-        model(torch.randn(2, 4))
+            model(x)
+        model(x)
         seen.extend(model.seen)
 
     thread = threading.Thread(target=other)
@@ -678,6 +676,21 @@ def test_a_device_type_that_torch_cannot_autocast_is_named():
     model.register_buffer("elsewhere", torch.zeros(1, device="meta"))
     with pytest.warns(UserWarning, match="on the device type 'meta', which this torch cannot autocast"):
         _held = initialize(model, opt_level="O1", verbosity=0)
+
+
+def test_casts_are_off_on_a_device_type_that_torch_cannot_autocast():
+    _held = at("O1")
+    with casts_off("vulkan"):  # what it was is an error to ask
+        assert product() == FLOAT
+    assert product() == HALF
+
+
+def test_an_added_backend_can_autocast_if_its_module_says_so(monkeypatch):
+    added = torch._C._get_privateuse1_backend_name()
+    monkeypatch.setattr(torch, added, types.SimpleNamespace(), raising=False)
+    assert added not in _torch.autocast_device_types()
+    monkeypatch.setattr(torch, added, types.SimpleNamespace(get_amp_supported_dtype=list))
+    assert added in _torch.autocast_device_types()
 
 
 # -- models without tensors ----------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from internals import reset
+from seeded import seeded
 from torch import nn
 
 from ampcompat import amp
@@ -54,7 +55,7 @@ class Run:
         )
 
     def step(self) -> None:
-        generator = torch.Generator().manual_seed(1000 + self.step_count)
+        generator = seeded(1000 + self.step_count)
         self.optimizer.zero_grad()
         for loss_id in (0, 1):
             x = torch.randn(8, 4, generator=generator)

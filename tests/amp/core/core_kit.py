@@ -4,6 +4,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from internals import masters_of
+from seeded import seeded
 
 from ampcompat import amp
 
@@ -23,7 +24,7 @@ def net(seed=0):
 
 
 def batch(seed=0, n=16):
-    g = torch.Generator().manual_seed(seed)
+    g = seeded(seed)
     return torch.randn(n, 6, generator=g), torch.randint(0, 3, (n,), generator=g)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from core_kit import assert_tied, masters, same
+from seeded import seeded
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -20,7 +21,7 @@ def start(level):
 
 
 def step(run, optimizer, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     x, y = torch.randn(4, 6, generator=generator), torch.randint(0, 5, (4,), generator=generator)
     loss = nn.functional.cross_entropy(run(x).float(), y)
     with amp.scale_loss(loss, optimizer) as scaled:
@@ -57,7 +58,7 @@ def test_the_traced_model_trains_as_the_model(level):
     ends = []
     for trace in (True, False):
         model, optimizer = start(level)
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(9))
+        x = torch.randn(4, 6, generator=seeded(9))
         run = torch.jit.trace(model, x, strict=False, check_trace=False) if trace else model
         if not trace:
             model(x)  # the trace has moved the statistics of the batch norm once

@@ -7,6 +7,7 @@ import pytest
 import torch
 from core_kit import same
 from internals import is_in_block, keep_few_flags, overflow_flags
+from seeded import seeded
 from torch import nn
 
 from ampcompat import amp
@@ -39,7 +40,7 @@ def start(level="O2", make=lambda params: torch.optim.SGD(params, lr=0.1), **kwa
 
 
 def loss_of(model, head, times=1.0, seed=0):
-    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(8, 4, generator=seeded(seed))
     return model(x, head).float().square().mean() * times
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from o1_casts import here
 from op_calls import PAIRS, probe
 from op_rows import ROWS
 from torch import nn
@@ -17,12 +18,13 @@ def initialize(net, level="O1", **keywords):
 
 def test_every_recorded_row_in_a_script_at_o1():
     _held = initialize(nn.Linear(2, 2))
-    got = {name: {pair: probe(name, pair) for pair in PAIRS} for name in ROWS}
+    got = {name: {pair: probe(name, pair, here()) for pair in PAIRS} for name in ROWS}
     assert got == {name: row["expected"] for name, row in ROWS.items()}
 
 
+@pytest.mark.on_cpu
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_convolutions_compute_in_float32_at_every_level(level, monkeypatch):
+def test_convolutions_on_the_cpu_compute_in_float32_at_every_level(level, monkeypatch):
     # as on a processor without half-precision arithmetic, whatever this one has
     monkeypatch.setattr("ampcompat._torch.halves_without_cpu_convolution", lambda: frozenset([torch.float16]))
     torch.manual_seed(0)

@@ -4,13 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from o1_casts import casts_on, engine_without_casts
+from seeded import seeded
 
 HALF, FLOAT = torch.float16, torch.float32
 
 
 @pytest.fixture
 def x():
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    return torch.randn(4, 8, generator=seeded(0))
 
 
 def test_gradients_come_back_in_the_dtype_of_the_argument(x):

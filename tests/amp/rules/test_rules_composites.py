@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from o1_casts import casts_on, engine_without_casts
+from seeded import seeded
 
 from ampcompat.amp.casts.rules import SHIPPED, Rule
 
@@ -170,7 +171,7 @@ def test_the_calls_are_the_float_list():
 def value_and_gradients(call, leaves, arguments, engine):
     torch.manual_seed(2)  # for labels and the like
     y = call(*arguments)
-    slope = torch.randn(y.shape, generator=torch.Generator().manual_seed(3)).to(y.dtype)
+    slope = torch.randn(y.shape, generator=seeded(3)).to(y)
     with engine():
         gradients = torch.autograd.grad(y, leaves, slope, allow_unused=True)
     return [y.detach(), *[g for g in gradients if g is not None]]

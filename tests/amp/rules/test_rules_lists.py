@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from internals import device_types_with_rules
 from o1_casts import casts_on
+from seeded import seeded
 from torch.nn.functional import normalize as early_normalize
 from torch.nn.functional import softmax as early_softmax
 
@@ -28,7 +29,7 @@ def lists_left_as_found():
 
 @pytest.fixture
 def h():
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).half()
+    return torch.randn(4, 8, generator=seeded(0)).half()
 
 
 def initialize():

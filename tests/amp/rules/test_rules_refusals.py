@@ -6,9 +6,10 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from o1_casts import casts_on
+from o1_casts import casts_on, here
 from packaging.version import Version
 from python_process import PATH_WITH_TESTS, run_python
+from seeded import seeded
 from torch.nn.functional import binary_cross_entropy as early_binary_cross_entropy
 
 from ampcompat import _torch
@@ -46,7 +47,7 @@ def test_binary_cross_entropy_runs_in_float32():
 
 
 def test_binary_cross_entropy_runs_in_half_where_casts_are_off():
-    with casts_on(), torch.autocast("cpu", enabled=False):
+    with casts_on(), torch.autocast(here(), enabled=False):
         assert F.binary_cross_entropy(P.half(), T.half()).dtype is torch.float16
 
 
@@ -92,7 +93,7 @@ def test_in_place_float_ops_by_any_name_refuse_half(how):
             IN_PLACE[how](x)
         assert x.tolist() == [3.0, 3.0]
         IN_PLACE[how](x.float())
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(here(), enabled=False):
             IN_PLACE[how](x)
 
 
@@ -109,7 +110,7 @@ BY_TORCH = {
     "_foreach_pow_": lambda x: torch._foreach_pow_([x], 2),
     "logsumexp": lambda x: torch.logsumexp(x, 0, out=x[0]),
     # from torch's own Python code
-    "trunc_normal_": lambda x: torch.nn.init.trunc_normal_(x, 2.0, 1.0, 0.9, 1.1, torch.Generator().manual_seed(0)),
+    "trunc_normal_": lambda x: torch.nn.init.trunc_normal_(x, 2.0, 1.0, 0.9, 1.1, seeded(0)),
 }
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from o1_casts import casts_on
+from seeded import seeded
 from torch.nn.functional import interpolate as early_interpolate
 from torch.nn.functional import local_response_norm as early_lrn
 from torch.nn.functional import normalize as early_normalize
@@ -16,7 +17,7 @@ HALF, FLOAT = torch.float16, torch.float32
 
 @pytest.fixture
 def h():
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).half()
+    return torch.randn(4, 8, generator=seeded(0)).half()
 
 
 def test_early_imports_are_cast(h):

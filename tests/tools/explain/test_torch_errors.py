@@ -103,6 +103,11 @@ def test_other_errors_have_none(error):
     assert hint_for(error) is None
 
 
+def test_a_long_text_is_read_in_one_pass():
+    """Those of the dispatcher and of the compiler have tens of thousands of characters: squared, an hour."""
+    assert hint_for(RuntimeError("a Half word " * 100_000)) is None
+
+
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
