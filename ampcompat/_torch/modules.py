@@ -50,8 +50,7 @@ def patch_ddp_constructor(after: Callable[[DistributedDataParallel, bool], None]
         original(self, *args, **kwargs)
         after(self, bool(kwargs.get("init_sync", True)))
 
-    undo.callback(setattr, DistributedDataParallel, "__init__", original)
-    setattr(DistributedDataParallel, "__init__", __init__)  # noqa: B010 - types do not allow to assign a method
+    replace(DistributedDataParallel, "__init__", __init__, undo)
 
 
 def patch_ddp_join(after: Callable[[DistributedDataParallel, int], None], undo: ExitStack) -> None:
@@ -63,8 +62,7 @@ def patch_ddp_join(after: Callable[[DistributedDataParallel, int], None], undo: 
         original(self, is_last_joiner)
         after(self, self._authoritative_rank)
 
-    undo.callback(setattr, DistributedDataParallel, "_sync_final_model", original)
-    setattr(DistributedDataParallel, "_sync_final_model", _sync_final_model)  # noqa: B010 - as above
+    replace(DistributedDataParallel, "_sync_final_model", _sync_final_model, undo)
 
 
 def broadcast_elements(tensor: torch.Tensor, source: int, group: Any) -> None:
