@@ -102,9 +102,11 @@ def test_levels_start_from_the_same_seeds():
 def test_each_level_starts_without_amp():
     """The casts of the level before it are off."""
 
+    held = []  # casts last as long as their models
+
     def casts(level):
         assert not torch.is_autocast_enabled("cpu")
-        amp.initialize(torch.nn.Linear(2, 2), opt_level=level, verbosity=0)
+        held.append(amp.initialize(torch.nn.Linear(2, 2), opt_level=level, verbosity=0))
         return [1.0]
 
     assert_opt_level_parity(casts, ("O1", "O2"))
@@ -113,8 +115,10 @@ def test_each_level_starts_without_amp():
 
 
 def test_what_train_raises_goes_through_and_amp_is_reset():
+    held = []
+
     def fail(level):
-        amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0)
+        held.append(amp.initialize(torch.nn.Linear(2, 2), opt_level="O1", verbosity=0))
         raise KeyError(level)
 
     with pytest.raises(KeyError, match="O0"):

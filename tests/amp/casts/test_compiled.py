@@ -203,7 +203,7 @@ def test_each_compiled_model_keeps_its_own_half():
 @pytest.mark.divergence("tensor-cpu-compiled")
 def test_compiled_tensor_cpu():
     torch._dynamo.reset()
-    initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
+    _held = initialize(nn.Linear(2, 2), opt_level="O1", verbosity=0)
     half = torch.ones(2, dtype=torch.float16)
     assert half.cpu().dtype == torch.float32
     assert torch.compile(lambda x: x.cpu(), backend="aot_eager")(half).dtype == torch.float32
@@ -237,7 +237,7 @@ def in_a_thread(call, *args):
 @pytest.mark.parametrize("latest", ["O0", "O1", "O2"])
 def test_disabled_casts_whatever_the_latest_initialize_was(latest):
     fast = compiled("O1")
-    initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
+    _held = initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
     for _ in range(2):
         assert fast(X).dtype == torch.float16
         with disable_casts():
@@ -256,7 +256,7 @@ def test_disabled_casts_whatever_the_latest_initialize_was(latest):
 )
 def test_a_compiled_model_called_in_another_thread(level, dtype, latest):
     fast = compiled(level)
-    initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
+    _held = initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
     for _ in range(2):
         assert fast(X).dtype == in_a_thread(fast, X).dtype == dtype
 
@@ -265,7 +265,7 @@ def test_a_compiled_model_called_in_another_thread(level, dtype, latest):
 @pytest.mark.parametrize("latest", ["O0", "O1"])
 def test_a_region_of_the_users_decides_in_any_thread(latest):
     fast = compiled("O1")
-    initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
+    _held = initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
 
     def in_region(**how):
         with torch.autocast(X.device.type, **how):
@@ -280,7 +280,7 @@ def test_a_region_of_the_users_decides_in_any_thread(latest):
 def test_a_region_in_compiled_code_decides(latest):
     torch._dynamo.reset()
     model = initialize(Linear(4, 4), opt_level="O1", verbosity=0)
-    initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
+    _held = initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
 
     def run(x):
         with torch.autocast(x.device.type, enabled=False):
@@ -308,7 +308,7 @@ def test_a_compiled_model_called_by_an_uncast_one_or_by_a_hook(latest):
             return super().forward(x)
 
     outer = initialize(Outer(4, 4), opt_level="O2", verbosity=0)
-    initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
+    _held = initialize(nn.Linear(2, 2), opt_level=latest, verbosity=0)
     y = outer(X)
     y.register_hook(lambda grad: seen.append(fast(X).dtype))
     y.sum().backward()
@@ -328,7 +328,7 @@ def without_cache():
 def test_a_user_who_switched_autocasts_cache_off(without_cache):
     """Autocast's cache flag says, while casts are off, whether somebody switched them off."""
     fast = compiled("O1")
-    initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
+    _held = initialize(nn.Linear(2, 2), opt_level="O0", verbosity=0)
     for _ in range(2):
         assert fast(X).dtype == torch.float16
         with disable_casts():
