@@ -39,11 +39,29 @@ from ampcompat.amp.scaling.session import Session, release_casts
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["OptLevel", "Properties", "initialize", "load_state_dict", "state_dict"]
+__all__ = ["O0", "O1", "O2", "O3", "O4", "O5", "OptLevel", "Properties", "initialize", "load_state_dict", "opt_levels"]
+__all__ += ["state_dict"]
 
 Modules = list[torch.nn.Module]
 _Models = TypeVar("_Models", bound=torch.nn.Module | Sequence[torch.nn.Module])
 _Given = TypeVar("_Given", bound=torch.optim.Optimizer | Sequence[torch.optim.Optimizer])
+
+
+class _Level:
+    """apex's form of a level: an instance fills the ``Properties`` it is called with."""
+
+    name = ""
+    brief = ""
+    more = ""
+
+    def __call__(self, properties: Properties) -> Properties:
+        properties._update_options_dict({"enabled": True, "opt_level": self.name, **LEVELS[self.name].options})
+        return properties
+
+
+_classes = {name: type(name, (_Level,), {"name": name, "brief": row.brief}) for name, row in LEVELS.items()}
+O0, O1, O2, O3, O4, O5 = (_classes[name] for name in ("O0", "O1", "O2", "O3", "O4", "O5"))
+opt_levels = {name: level() for name, level in _classes.items()}
 
 
 @overload

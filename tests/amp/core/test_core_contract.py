@@ -262,7 +262,7 @@ HOMES = {
     "scaler": ["LossScaler", "master_params"],
     "handle": ["AmpHandle", "NoOpHandle", "scale_loss", "disable_casts", "master_params"],
     "_process_optimizer": ["AmpOptimizerState", "post_backward_models_are_masters"],
-    "frontend": ["Properties", "initialize", "state_dict", "load_state_dict"],
+    "frontend": ["Properties", "initialize", "state_dict", "load_state_dict", "opt_levels"],
     "_initialize": ["applier"],
     "opt": ["OptimWrapper"],
     "_amp_state": ["_amp_state", "AmpState", "warn_or_err", "maybe_print", "master_params"],
@@ -362,13 +362,17 @@ def test_stashed_gradients_by_apex_s_names(level, names):
         assert set(getattr(stash, f"all_{name}_grad_stash")) == {None}
 
 
-def test_properties_check_what_is_written():
-    options = amp.frontend.Properties()
-    options._update_options_dict({"enabled": True, "opt_level": "O3"})
-    options.loss_scale = "128.0"
-    assert options.loss_scale == options.options["loss_scale"] == 128.0
+def test_a_level_fills_properties_as_under_apex():
+    for name in ("O4", "O5", "O0", "O1", "O2", "O3"):
+        level = amp.frontend.opt_levels[name]
+        found = level(amp.frontend.Properties())
+        assert (found.enabled, found.opt_level) == (True, name)
+        assert type(level) is getattr(amp.frontend, name)
+    assert found.master_weights is False
+    found.loss_scale = "128.0"
+    assert found.loss_scale == found.options["loss_scale"] == 128.0
     with pytest.raises(RuntimeError, match="patch_torch_functions=True at O3 - this level casts no"):
-        options.patch_torch_functions = True
+        found.patch_torch_functions = True
 
 
 def test_a_name_that_there_is_not():
