@@ -131,7 +131,8 @@ class GradientSet:
         return len(self.users) > 1 and self.users.get(weakref.ref(optimizer), False)
 
     def _has_waiting_user(self) -> bool:
-        return any(not stepped and user() is not None for user, stepped in self.users.items())
+        waiting = [user for user, stepped in self.users.items() if not stepped and user() is not None]
+        return bool(waiting)
 
     def gradients(self, with_masters: bool = True) -> Iterator[torch.Tensor]:
         """The gradients that a step uses: those of masters and of other tensors, and those saved."""
@@ -152,7 +153,7 @@ class GradientSet:
 
     def begin_anew(self, by: Iterable[Optimizer]) -> bool:
         """Drop what a user among ``by`` has stepped with; return whether that was kept for another user."""
-        if not any(map(self.has_stepped, by)):
+        if len(self.users) < 2 or not any(map(self.has_stepped, by)):
             return False
         was_kept = any(master.value.grad is not None for master in self.masters)
         for master in self.masters:
@@ -255,8 +256,7 @@ class GradientSet:
         for master in self.masters:
             master.added_grad = None
             master.value.grad = None
-        self._age_overflows()
-        may_stay = self.has_old_overflow and skipped is not False
+        may_stay = bool(self.overflows or self.has_old_overflow) and skipped is not False
         self._forget()
         self.has_old_overflow = may_stay
         self.state = GradientState.NONE

@@ -79,13 +79,16 @@ class AmpOptimizerState:
 
     def has_state(self, wanted: GradientState) -> bool:
         """Whether one of its sets is in the state ``wanted``."""
-        return any(each.state is wanted for each in self.sets)
+        return wanted in [each.state for each in self.sets]
 
     def first_gradient(self) -> torch.Tensor | None:
         """The first gradient that there is in the model, to tell new ones from old ones by."""
-        for leaf in self.leaves():
-            if leaf.grad is not None:
-                return leaf.grad
+        for master in self.masters:
+            if master.half.grad is not None:
+                return master.half.grad
+        for param in self.direct:
+            if param.grad is not None:
+                return param.grad
         return None
 
     def take_saved(self, params: list[torch.Tensor]) -> list[torch.Tensor | None]:

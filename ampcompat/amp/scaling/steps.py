@@ -108,11 +108,12 @@ def prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = Fa
         _prepare_masters(stash)
     if stash.undecided_steps:
         stash.report_arrived()
-    if stash.has_state(GradientState.LOST):
-        return True
     for gradient_set in stash.sets:
         gradient_set.forget_cleared()
-    _warn_of_misuse(stash)
+    states = [each.state for each in stash.sets]
+    if GradientState.LOST in states:
+        return True
+    _warn_of_misuse(stash, states)
     if on_device:
         return False
     flags = _flags(optimizer, stash)
@@ -132,16 +133,16 @@ def _prepare_masters(stash: AmpOptimizerState) -> None:
     settle(stash.masters)
 
 
-def _warn_of_misuse(stash: AmpOptimizerState) -> None:
-    """Warn of a step to which no block has given gradients, or another optimizer's block has."""
+def _warn_of_misuse(stash: AmpOptimizerState, states: list[GradientState]) -> None:
+    """Warn of a step to which no block has given gradients, or another optimizer's; ``states``: those of its sets."""
     for each in stash.sets:
         if each.has_foreign_gradients:
             misuse.warn_of("scaled gradients of another block")
-    if stash.has_state(GradientState.UNSCALED):
+    if GradientState.UNSCALED in states:
         return
     if not stash.masters and all(scaler.is_one for scaler in stash.session.scalers):
         return
-    if stash.has_state(GradientState.EMPTY):
+    if GradientState.EMPTY in states:
         misuse.warn_of("block without gradients")
         return
     gradient = stash.first_gradient()
@@ -180,10 +181,12 @@ def _read(flags: list[Flag], is_skipped: bool) -> bool:
         values = [first.item()]
     else:
         values = torch.stack([flag.to(first.device) for _, flag in flags]).to("cpu").tolist()
+    if not any(values):
+        return False
     overflowed = [scaler for (scaler, _), value in zip(flags, values, strict=True) if value]
-    if overflowed and is_skipped:
+    if is_skipped:
         announce([(scaler, 0.0 if scaler is None else scaler.scale_after_back_off().item()) for scaler in overflowed])
-    return bool(overflowed)
+    return True
 
 
 @_torch.eager
