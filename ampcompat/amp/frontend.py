@@ -120,8 +120,8 @@ def initialize(
             casts functions to; no other fits.
         keep_fp32: Modules that compute in float32 at any level: a module, a module type, a shell pattern over qualified
             names or class names (``"decoder.*.wo"``), or a list of these. Their inputs are cast to float32; at O2 and
-            O3 their weights stay float32 and their outputs go back to half. ``AMPCOMPAT_KEEP_FP32`` adds patterns,
-            separated by commas.
+            O3 their weights stay float32, and their outputs go back to half unless all floating inputs were float32.
+            ``AMPCOMPAT_KEEP_FP32`` adds patterns, separated by commas.
 
     Returns:
         ``models`` and ``optimizers``, as given; with ``optimizers=None`` the models alone.
@@ -334,8 +334,9 @@ def _take_over(session: Session, objects: _Objects) -> None:
         _cast_models(session, objects, undo)
         for model in objects.models:
             set_policy(model, policy if session.enabled else None)
+        undo.callback(setattr, state.optimizers, "held", state.optimizers.held.copy())
         for optimizer in objects.optimizers:
-            amp_optimizer.remember(optimizer, undo)
+            amp_optimizer.remember(optimizer, undo)  # undoes what the calls below do to it
             if session.enabled:
                 wrapped.wrap(optimizer)
                 amp_optimizer.attach(optimizer, session)

@@ -154,7 +154,12 @@ _CAST_IN_PART_ON_CUDA: Final = ("cumprod", "cumsum", "grid_sample", "norm")
 
 
 def planned(device_type: str, key: str, table: dict[str, Rule] | None = None) -> Plan:
-    """List the public name and rule of each overload that needs one of our kernels on ``device_type``."""
+    """List the public name and rule of each overload that needs one of our kernels on ``device_type``.
+
+    ``softmax`` is on the list of float32 functions. Its overloads are ``aten::softmax.int`` and the ops inside,
+    ``_softmax`` and ``_safe_softmax``. Native autocast casts the first to float32 on CUDA, where ours are the other
+    two; on the CPU it casts none, and all three are ours.
+    """
     if table is None:
         table = rules_by_name()
     native = _torch.ops_with_kernel(key)

@@ -33,7 +33,7 @@ class BoundaryPolicy(ModelPolicy):
         )
 
     def run(self, model: torch.nn.Module, forward: Forward, args: Args, kwargs: Kwargs) -> object:
-        """Run ``forward`` on float32 inputs, casts off."""
+        """Run ``forward`` on float32 inputs, casts off; outputs go back to half unless the inputs were float32."""
         tensors = tensors_in((args, kwargs))
         came_from_half = _may_come_from_half_code(tensors)
         args = cast_tree(args, torch.float32)

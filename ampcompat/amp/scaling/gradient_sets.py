@@ -11,6 +11,7 @@ block begins                  saved            saved                   rescaled 
 block ends                    UNSCALED         added: UNSCALED         added: UNSCALED       LOST
 block ends with an overflow   UNSCALED, noted  UNSCALED, noted         UNSCALED, noted       LOST
 block gives no gradient       EMPTY            UNSCALED                UNSCALED              LOST
+block gives them to others    NONE             UNSCALED                UNSCALED              LOST
 block raises                  NONE             UNSCALED, as before     scaled ones are lost  LOST
 end of the block raises       LOST             LOST                    LOST                  LOST
 ends with ``delay_unscale``   PENDING          PENDING                 PENDING               LOST
@@ -162,8 +163,8 @@ class GradientSet:
         self._age_overflows()
         return was_kept and self._has_waiting_user()
 
-    def forget_cleared(self) -> None:
-        """Forget what was noted of gradients that are all None now."""
+    def reset_if_cleared(self) -> None:
+        """Where all gradients are None, forget overflows and users: a step that would use none is not skipped."""
         noted = self.users or self.overflows or self.has_old_overflow or self.has_foreign_gradients
         if not noted or self.pending is not None or self.state is GradientState.LOST:
             return

@@ -54,7 +54,8 @@ class AmpOptimizerState:
         saved_grads_taken: Whether a script's own ``_post_amp_backward`` has asked for saved gradients, to add them
             itself.
         last_step: What the last step has left.
-        undecided_steps: Steps that the device decided about, oldest first; the host has not read their flags yet.
+        undecided_steps: Steps that the device decided about, oldest first; the host has not read their flags yet. A
+            message says which were skipped with the next block or step, or when ``amp.step_was_skipped`` asks.
     """
 
     session: Session

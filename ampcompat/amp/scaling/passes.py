@@ -41,7 +41,7 @@ def begin(optimizers: Sequence[Optimizer], block: Any, scaler: LossScaler, delay
     for optimizer in optimizers:
         _save_or_prepare(optimizer, delay)
     for gradient_set in sets:
-        gradient_set.forget_cleared()
+        gradient_set.reset_if_cleared()
         if gradient_set.begin_anew(optimizers):
             misuse.warn_of("shared gradients dropped")
 

@@ -109,7 +109,7 @@ def prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = Fa
     if stash.undecided_steps:
         stash.report_arrived()
     for gradient_set in stash.sets:
-        gradient_set.forget_cleared()
+        gradient_set.reset_if_cleared()
     states = [each.state for each in stash.sets]
     if GradientState.LOST in states:
         return True

@@ -9,6 +9,7 @@ block begins (:func:`save_grads`)     None                                      
 backward pass                         the gradient of this pass, half, scaled     the sum of earlier blocks
 block ends (:func:`unscale_new`)      as it is: half, scaled, of this pass alone  the sum with this pass, in float32
 it gave none (:func:`mirror_to_half`) the sum of earlier blocks, scaled, rounded  the sum of earlier blocks
+the pass raises (``passes.undo``)     the sum of earlier blocks, scaled, rounded  the sum of earlier blocks
 ``step``, made or skipped             as it is, until it is cleared               None
 ====================================  ==========================================  =====================================
 

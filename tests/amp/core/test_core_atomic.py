@@ -3,7 +3,7 @@
 import pytest
 import torch
 from core_kit import backward, net, same
-from internals import master_of, masters_by_name, view
+from internals import master_of, masters_by_name, sizes_of_state, view
 
 from ampcompat import amp
 from ampcompat.amp import frontend
@@ -46,6 +46,7 @@ def everything(model, optimizer, torch_state):
         "state": {id(p): sorted(s) for p, s in optimizer.state.items()},
         "amp": {k: v for k, v in view().items() if k != "verbosity"},
         "scalers": amp.state_dict(),
+        "optimizers": {name: size for name, size in sizes_of_state().items() if name.startswith("optimizers")},
     }
 
 

@@ -174,6 +174,24 @@ def block_gives_no_gradient(run):
     run.goes_on()
 
 
+def block_of_both(run, **kwargs):
+    """A block of this optimizer and of another, whose loss reaches the other's weights alone."""
+    scale, model = run.scale, torch.nn.Linear(2, 2)
+    other = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, other = amp.initialize(model, other, opt_level=run.level, verbosity=0)
+    amp._amp_state.loss_scalers[0]._loss_scale = scale  # the run reads the scale of the latest call
+    with amp.scale_loss(model(torch.ones(1, 2)).float().sum() * SECOND, [run.optimizer, other], **kwargs) as scaled:
+        scaled.backward()
+
+
+def block_gives_them_to_others(run):
+    block_of_both(run)
+    run.gradients_are(run.own)
+    with told(run.state.startswith("NONE,") and run.level == "O2", "but no scale_loss block"):
+        run.step_uses(run.own)
+    run.goes_on()
+
+
 def block_raises(run):
     lost = run.state == "PENDING"
     failing = amp.scale_loss(run.loss(SECOND), run.optimizer)
@@ -342,6 +360,7 @@ EVENTS = {
     "block ends": [block_ends],
     "block ends with an overflow": [block_ends_with_an_overflow],
     "block gives no gradient": [block_gives_no_gradient],
+    "block gives them to others": [block_gives_them_to_others],
     "block raises": [block_raises],
     "end of the block raises": [end_of_the_block_raises],
     "ends with `delay_unscale`": [ends_with_delay_unscale],
@@ -431,6 +450,7 @@ AFTER_A_LOSS = {
     "block ends": block_opened_and_closed,
     "block ends with an overflow": lambda run: run.block(INF),
     "block gives no gradient": block_without_gradient,
+    "block gives them to others": block_of_both,
     "block raises": block_raising,
     "end of the block raises": end_raising,
     "ends with `delay_unscale`": lambda run: run.block(SECOND, delay_unscale=True),
