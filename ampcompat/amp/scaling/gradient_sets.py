@@ -153,7 +153,10 @@ class GradientSet:
             self.note_unscaled()
 
     def begin_anew(self, by: Iterable[Optimizer]) -> bool:
-        """Drop what a user among ``by`` has stepped with; return whether that was kept for another user."""
+        """Drop what a user among ``by`` has stepped with; return whether that was kept for another user.
+
+        Gradients that were lost have skipped a step then.
+        """
         if len(self.users) < 2 or not any(map(self.has_stepped, by)):
             return False
         was_kept = any(master.value.grad is not None for master in self.masters)
@@ -161,6 +164,8 @@ class GradientSet:
             master.drop_gradient()
         self.users = {user: stepped for user, stepped in self.users.items() if not stepped}
         self._age_overflows()
+        if self.state is GradientState.LOST:
+            self.state = GradientState.NONE
         return was_kept and self._has_waiting_user()
 
     def reset_if_cleared(self) -> None:

@@ -35,11 +35,12 @@ def begin(optimizers: Sequence[Optimizer], block: Any, scaler: LossScaler, delay
         _drop_cleared_elsewhere()
     sets = sets_of(optimizers)
     for gradient_set in sets:
-        gradient_set.block = block
         if gradient_set.pending is not None:
             rescale_pending(gradient_set, gradient_set.pending, scaler)
     for optimizer in optimizers:
         _save_or_prepare(optimizer, delay)
+        for gradient_set in optimizer._amp_stash.sets:
+            gradient_set.block = block  # from here on, an exception puts back what was saved
     for gradient_set in sets:
         gradient_set.reset_if_cleared()
         if gradient_set.begin_anew(optimizers):

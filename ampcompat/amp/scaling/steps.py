@@ -59,6 +59,7 @@ def plain_step(optimizer: Optimizer, stash: AmpOptimizerState, original: Callabl
 @_torch.skip_compile_of_frame
 def scaled_step(optimizer: Optimizer, stash: AmpOptimizerState, step: Callable[[], Any]) -> Any:
     """Make the step, or skip it on the host; or leave that to an optimizer that skips on the device."""
+    _end_pending(stash)  # first: what skips on the device looks at gradients
     on_device = _skips_on_device(optimizer)
     skip = prepare(optimizer, stash, on_device)
     if skip:
@@ -101,9 +102,7 @@ def prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = Fa
         is_skipped: After an overflow, the step is skipped, and a message says so.
     """
     stash.look_up(optimizer)
-    if state.optimizers.pending:
-        for gradient_set in stash.sets:
-            passes.end_pending(gradient_set)
+    _end_pending(stash)
     if stash.masters:
         _prepare_masters(stash)
     if stash.undecided_steps:
@@ -122,6 +121,13 @@ def prepare(optimizer: Optimizer, stash: AmpOptimizerState, on_device: bool = Fa
     if stash.undecided_steps:
         stash.report_all()
     return _read(flags, is_skipped)
+
+
+def _end_pending(stash: AmpOptimizerState) -> None:
+    """Unscale what blocks have left scaled."""
+    if state.optimizers.pending:
+        for gradient_set in stash.sets:
+            passes.end_pending(gradient_set)
 
 
 def _prepare_masters(stash: AmpOptimizerState) -> None:

@@ -274,3 +274,15 @@ def test_an_interrupt_keeps_earlier_gradients(level):
     assert same(before, grads(optimizer))
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_delayed_overflow_leaves_no_momentum_of_fused_sgd(level):
+    """torch's fused SGD leaves the momentum that its first step makes uninitialised, if told to skip it."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+    backward(model, optimizer, 1, times=INF, delay_unscale=True)
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert not any("momentum_buffer" in held for held in optimizer.state.values())

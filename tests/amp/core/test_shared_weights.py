@@ -1,6 +1,7 @@
 """Several optimizers that hold the same weights: whose gradients are whose, and whose step an overflow skips."""
 
 import gc
+import types
 import warnings
 
 import pytest
@@ -9,6 +10,7 @@ from core_kit import same
 from internals import is_in_block, keep_few_flags, overflow_flags
 from seeded import seeded
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ampcompat import amp
 
@@ -204,3 +206,43 @@ def test_a_failed_block_of_both_keeps_what_had_accumulated(level):
     for p, grad in kept:
         assert (p.grad is None) == (grad is None)
         assert grad is None or torch.equal(p.grad, grad)
+
+
+class OutOfMemory(TorchDispatchMode):
+    """Fails the unscaling at a block's end."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "non_finite_check_and_unscale" in func.name():
+            raise MemoryError
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_lost_gradients_skip_one_step_of_an_optimizer_beside_one_that_never_steps(level):
+    model, a, b = start(level)
+    failing = amp.scale_loss(loss_of(model, 0), [a, b])
+    failing.__enter__().backward()
+    with pytest.raises(MemoryError), OutOfMemory():
+        failing.__exit__(None, None, None)
+    skipped = []
+    for _ in range(3):
+        a.zero_grad()
+        block(model, 0, a)
+        a.step()
+        skipped.append(amp.step_was_skipped(a))
+    assert skipped == [True, False, False]
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_block_that_cannot_begin_leaves_gradients_as_they_were(level):
+    model, a, b = start(level)
+    block(model, 0, [a, b])
+    kept = [p.grad.clone() for one in (a, b) for p in amp.master_params(one) if p.grad is not None]
+
+    def fail(self):
+        raise ZeroDivisionError
+
+    a._prepare_amp_backward = types.MethodType(fail, a)
+    with pytest.raises(ZeroDivisionError):
+        amp.scale_loss(loss_of(model, 1), [a, b]).__enter__()
+    assert same(kept, [p.grad for one in (a, b) for p in amp.master_params(one) if p.grad is not None])
