@@ -279,7 +279,7 @@ def test_an_interrupt_keeps_earlier_gradients(level):
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_delayed_overflow_leaves_no_momentum_of_fused_sgd(level):
     """torch's fused SGD leaves the momentum that its first step makes uninitialised, if told to skip it."""
-    model = net()
+    model = torch.nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
     backward(model, optimizer, 1, times=INF, delay_unscale=True)
